@@ -1,0 +1,1 @@
+"""Acting: trajectories, rendering, chains, scheduling, rewards, the inference client and server, evaluation."""

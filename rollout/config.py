@@ -1,0 +1,148 @@
+"""The part of a recipe that the rollout package owns: model, data, rewards, rollout, server, eval."""
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rollout.trajectory import Outcome
+from tools.config import Section, ToolsRecipe
+
+PositiveInt = Annotated[int, Field(gt=0)]
+
+
+class LoraConfig(Section):
+    """A low-rank adapter on a frozen base (Hu et al., 2021, arXiv:2106.09685), made by peft."""
+
+    rank: PositiveInt
+    """Inner dimension of the two factors."""
+    alpha: float | None = None
+    """Scale of the adapter is alpha / rank; default 2 x rank."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Dropout on the adapter's input while training."""
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """Names of the linear modules that get an adapter."""
+
+
+class ModelConfig(Section):
+    """The policy's network, tokenizer and chat template."""
+
+    path: str
+    """Hub name or folder of a causal language model in the transformers format."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Precision of the forward pass, in the trainer and in the server."""
+    chat_template: str | None = None
+    """File with a Jinja chat template to use in place of the tokenizer's own."""
+    lora: LoraConfig | None = None
+    """Train an adapter; null trains every weight."""
+
+
+class DataConfig(Section):
+    """Tasks: rows with `question` or `messages`, and any further fields, which reach tools and rewards by name."""
+
+    path: str
+    """A JSON, JSONL or parquet file, or the hub name of a dataset."""
+    split: str = "train"
+    """Split of a hub dataset."""
+    columns: dict[str, str] = {}
+    """New name -> name in the file, such as {question: problem}."""
+    shuffle: bool = True
+    """Shuffle anew each epoch, from the recipe's seed."""
+    limit: PositiveInt | None = None
+    """Use only the first rows."""
+
+
+class OutcomePolicy(StrEnum):
+    """What becomes of a chain that failed."""
+
+    DROP = "drop"
+    MASK = "mask"
+    RETRY = "retry"
+    KEEP = "keep"
+
+
+class RolloutConfig(Section):
+    """How chains are run."""
+
+    group_size: PositiveInt = 8
+    """Chains per task; advantages compare them with each other."""
+    max_turns: PositiveInt = 8
+    """Assistant turns per chain."""
+    max_tokens: PositiveInt = 512
+    """Sampled tokens per turn."""
+    max_total_tokens: PositiveInt = 8192
+    """Length of a chain, prompt included; must not exceed the server's max_model_len."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature; the trainer divides its logits by it too."""
+    system_prompt: str | None = None
+    """Put before each task's messages."""
+    parser: Literal["hermes"] = "hermes"
+    """How tool calls are written: Hermes JSON in <tool_call> tags."""
+    concurrency: PositiveInt = 64
+    """Chains alive at a time."""
+    max_staleness: int = Field(default=0, ge=0)
+    """How many updates old a trained token may be; 0 alternates generation and training."""
+    timeout_seconds: float = Field(default=600.0, gt=0)
+    """Time limit of one chain."""
+    on_failure: dict[Outcome, OutcomePolicy] = {}
+    """Outcome of a failed chain -> drop | mask | retry | keep; default drop."""
+
+    @model_validator(mode="after")
+    def _only_failures(self) -> "RolloutConfig":
+        for outcome in self.on_failure:
+            if not outcome.failed:
+                names = ", ".join(o for o in Outcome if o.failed)
+                raise ValueError(f"on_failure.{outcome}: {outcome} is not a failure; use one of {names}")
+        return self
+
+
+class ServerConfig(Section):
+    """The inference server: started by `agentfactory serve` and `agentfactory train`, or already running at `url`."""
+
+    engine: Literal["vllm", "embedded"] = "vllm"
+    """vllm, or the embedded engine: one small decode loop for a CPU or one GPU."""
+    url: str | None = None
+    """Address of a server that is already running; null starts one."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the API key; the key itself is never stored."""
+    max_model_len: PositiveInt = 8192
+    """Longest sequence, prompt included."""
+    max_num_seqs: PositiveInt = 128
+    """Sequences decoded together."""
+    max_loras: PositiveInt = 4
+    """Adapters held at a time."""
+    args: list[str] = []
+    """Further command-line flags for vLLM, as they are."""
+    startup_seconds: float = Field(default=600.0, gt=0)
+    """How long the server may take to answer."""
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out tasks: before training, after it, and every `every` steps."""
+
+    data: DataConfig | None = None
+    """Held-out tasks; null evaluates nothing."""
+    every: int = Field(default=0, ge=0)
+    """Steps between evaluations; 0 evaluates only before and after."""
+    samples: PositiveInt = 1
+    """Sampled chains per task."""
+    greedy: bool = True
+    """Also one chain per task at temperature 0."""
+
+
+class RolloutRecipe(ToolsRecipe):
+    """The recipe fields that the rollout package reads."""
+
+    seed: int = Field(default=0, ge=0)
+    """Seed of data order, weights and sampling."""
+    model: ModelConfig
+    data: DataConfig | None = None
+    rewards: list[str] = []
+    """`FILE.py:NAME` of `@reward` functions, summed; empty uses the environment's own reward."""
+    rollout: RolloutConfig = RolloutConfig()
+    server: ServerConfig = ServerConfig()
+    eval: EvalConfig = EvalConfig()

