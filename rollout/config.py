@@ -42,6 +42,8 @@ class DataConfig(Section):
 
     path: str
     """A JSON, JSONL or parquet file, or the hub name of a dataset."""
+    subset: str | None = None
+    """Configuration of a hub dataset that has several."""
     split: str = "train"
     """Split of a hub dataset."""
     columns: dict[str, str] = {}
@@ -56,9 +58,11 @@ class OutcomePolicy(StrEnum):
     """What becomes of a chain that failed."""
 
     DROP = "drop"
-    MASK = "mask"
+    """Not trained; its trajectory is kept in the run folder."""
     RETRY = "retry"
+    """Run again once, then dropped."""
     KEEP = "keep"
+    """Scored and trained as it stands; dropped where no reward can be computed."""
 
 
 class RolloutConfig(Section):
@@ -85,7 +89,7 @@ class RolloutConfig(Section):
     timeout_seconds: float = Field(default=600.0, gt=0)
     """Time limit of one chain."""
     on_failure: dict[Outcome, OutcomePolicy] = {}
-    """Outcome of a failed chain -> drop | mask | retry | keep; default drop."""
+    """Outcome of a failed chain -> drop | retry | keep; default drop."""
 
     @model_validator(mode="after")
     def _only_failures(self) -> "RolloutConfig":

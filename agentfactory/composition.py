@@ -1,0 +1,223 @@
+"""From recipe files and overrides to one mapping: YAML, `extends:`, dotted overrides, paths made absolute."""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+COMMAND_LINE = "command line"
+_PLACEHOLDERS = ("${prepared}", "${output}")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_FILE_SUFFIXES = {".json", ".jsonl", ".parquet"}
+
+
+class RecipeError(Exception):
+    """What is wrong with a recipe: the file that says it, the field, the problem with the value, and the fix."""
+
+    def __init__(self, source: str, name: str, problem: str, fix: str):
+        super().__init__(": ".join(part for part in (source, name, problem) if part) + (f"; fix: {fix}" if fix else ""))
+        self.field = name
+
+
+@dataclass
+class Composed:
+    """A recipe's mapping before validation. `origins` holds, per dotted leaf, the file (or command line) that set it."""
+
+    source: str
+    data: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+
+    def merge(self, data: dict[str, Any], source: str) -> None:
+        """Lay `data` over this mapping: mappings merge, everything else replaces."""
+        _merge(self.data, data)
+        self.origins.update(dict.fromkeys(_leaves(data), source))
+
+    def origin(self, name: str) -> str:
+        """The file that set the field `name` or what lies around it; the recipe's own file where none did."""
+        while name not in self.origins and "." in name:
+            name = name.rpartition(".")[0]
+        return self.origins.get(name, self.source)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 as pyyaml reads it, but a key given twice is an error, and 1e-5 is a number."""
+
+
+def _unique_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str, Any]:
+    seen = set()
+    for key, _ in node.value:
+        if key.value in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
+        seen.add(key.value)
+    loader.flatten_mapping(node)
+    return {str(loader.construct_object(key)): loader.construct_object(value, deep=True) for key, value in node.value}
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _unique_mapping)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def display(path: Path) -> str:
+    """`path` as a person would type it here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def short(value: Any) -> str:
+    """`value` for a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _parse(text: str, source: str, name: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)  # a SafeLoader
+    except (yaml.YAMLError, ValueError) as error:
+        problem = " ".join(str(error).split())
+        raise RecipeError(source, name, f"not YAML: {problem}", "correct it") from None
+
+
+def read_mapping(path: Path, source: str, name: str) -> dict[str, Any]:
+    """The YAML mapping in the file `path`; `source` and `name` say who asked for it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise RecipeError(source, name, f"{display(path)}: no such file", "name an existing recipe") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(source, name, f"{display(path)}: cannot be read: {error}", "name a YAML file") from None
+    data = _parse(text, display(path), "")
+    if not isinstance(data, dict):
+        raise RecipeError(
+            display(path), "", f"holds {short(data)}, not a mapping", "write `key: value` lines, such as `model: ...`"
+        )
+    return data
+
+
+def compose(data: dict[str, Any], file: Path, ancestors: tuple[Path, ...] = ()) -> Composed:
+    """`data`, as `file` says it, laid over the recipe that it extends; paths are relative to the file that names them.
+
+    A parent's `name` is not inherited.
+    """
+    source, data = display(file), dict(data)
+    composed = Composed(source)
+    parent = data.pop("extends", None)
+    if parent is not None:
+        if not isinstance(parent, str):
+            raise RecipeError(source, "extends", f"got {short(parent)}", "name one recipe file")
+        path = (file.parent / parent).resolve()
+        if path in (file, *ancestors):
+            raise RecipeError(source, "extends", f"{parent} extends this file in turn", "break the circle")
+        inherited = compose(read_mapping(path, source, "extends"), path, (file, *ancestors))
+        inherited.data.pop("name", None)
+        composed.data, composed.origins = inherited.data, inherited.origins
+    composed.merge(anchor(data, file.parent), source)
+    return composed
+
+
+def parse_overrides(overrides: Iterable[str]) -> list[tuple[str, Any]]:
+    """`train.learning_rate=1e-5` -> ("train.learning_rate", 1e-5); values are YAML."""
+    parsed = []
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        if not equals or not all(name.split(".")):
+            raise RecipeError(COMMAND_LINE, "", f"got {text!r}", "write key=value, such as train.steps=100")
+        if name.split(".")[0] in ("extends", "stages"):
+            raise RecipeError(COMMAND_LINE, name, "cannot be overridden", "write it in a recipe file")
+        parsed.append((name, _parse(value, COMMAND_LINE, name)))
+    return parsed
+
+
+def override(composed: Composed, name: str, value: Any) -> None:
+    """Set one dotted field. Paths on the command line are relative to the current folder."""
+    *parents, last = name.split(".")
+    section: Any = composed.data
+    for depth, key in enumerate(parents, 1):
+        section = section.get(key)
+        if section is None:
+            break
+        if not isinstance(section, dict):
+            above = ".".join(parents[:depth])
+            raise RecipeError(COMMAND_LINE, name, f"{above} is {short(section)}, not a section", f"set {above} itself")
+    nested: dict[str, Any] = {last: value}
+    for key in reversed(parents):
+        nested = {key: nested}
+    composed.merge(anchor(nested, Path.cwd()), COMMAND_LINE)
+
+
+def anchor(data: dict[str, Any], base: Path) -> dict[str, Any]:
+    """`data` with the paths of every known field made absolute, relative to `base`."""
+    for name, convert in _PATH_FIELDS.items():
+        _convert(data, name.split("."), lambda value, convert=convert: convert(value, base))
+    servers = data.get("mcp_servers")
+    for server in servers.values() if isinstance(servers, dict) else ():
+        if isinstance(server, dict) and server.get("command") and not server.get("cwd"):
+            server["cwd"] = str(base)
+    return data
+
+
+def _absolute(value: str, base: Path) -> str:
+    if value.startswith(_PLACEHOLDERS):
+        return value
+    return str((base / Path(value).expanduser()).resolve())
+
+
+def _hub_or_absolute(value: str, base: Path) -> str:
+    path = _absolute(value, base)
+    is_hub_name = _HUB_NAME.fullmatch(value) and Path(value).suffix not in _FILE_SUFFIXES
+    return value if is_hub_name and not Path(path).exists() else path
+
+
+def _reference(value: str, base: Path) -> str:
+    file, colon, name = value.rpartition(":")
+    return f"{_absolute(file, base)}:{name}" if colon else value
+
+
+_PATH_FIELDS: dict[str, Callable[[str, Path], str]] = {
+    "prepare": _reference,
+    "tools.*": _reference,
+    "rewards.*": _reference,
+    "mcp_servers.*.module": _reference,
+    "mcp_servers.*.cwd": _absolute,
+    "model.path": _hub_or_absolute,
+    "model.chat_template": _absolute,
+    "data.path": _hub_or_absolute,
+    "eval.data.path": _hub_or_absolute,
+    "train.from_trajectories": _absolute,
+}
+
+
+def _convert(data: Any, keys: list[str], convert: Callable[[str], str]) -> None:
+    """Apply `convert` in place to the strings that `keys` reach ('*' is every entry); other types fail validation."""
+    key, *rest = keys
+    if isinstance(data, dict):
+        entries: list[Any] = list(data) if key == "*" else [key] * (key in data)
+    else:
+        entries = list(range(len(data))) if key == "*" and isinstance(data, list) else []
+    for entry in entries:
+        if rest:
+            _convert(data[entry], rest, convert)
+        elif isinstance(data[entry], str):
+            data[entry] = convert(data[entry])
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> None:
+    for key, value in above.items():
+        if isinstance(value, dict) and isinstance(below.get(key), dict):
+            _merge(below[key], value)
+        else:
+            below[key] = value
+
+
+def _leaves(data: dict[str, Any], prefix: str = "") -> Iterable[str]:
+    for key, value in data.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"

@@ -1,0 +1,184 @@
+"""One chain: sample a turn, run its calls, append what the tools said, and so on until it ends."""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from rollout.client import Completion, ContextOverflowError, InferenceClient, InferenceError
+from rollout.config import RolloutRecipe
+from rollout.data import Task, opening_messages
+from rollout.renderer import Renderer
+from rollout.rewards import Rewards
+from rollout.trajectory import Outcome, Row, Trajectory
+from tools.messages import CallError, Message, ToolCall, ToolInfrastructureError
+from tools.toolset import ToolSession, Toolset
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """With what a chain is sampled: the weights by the server's name for them, and how.
+
+    `seed` is any text: with the recipe's seed it makes the chain reproducible on a server that takes seeds.
+    """
+
+    model: str
+    temperature: float
+    seed: str
+
+
+def turn_seed(recipe_seed: int, chain_seed: str, turn: int) -> int:
+    """A 31-bit seed for one turn, independent of the order in which chains run."""
+    digest = hashlib.blake2b(f"{recipe_seed}/{chain_seed}/{turn}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest) >> 1
+
+
+@dataclass
+class _Chain:
+    """What a running chain has gathered; it outlives an exception so that a broken chain can be looked at."""
+
+    messages: list[Message]
+    rows: list[Row] = field(default_factory=list)
+    turns: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+class ChainRunner:
+    """Runs chains of one recipe; at most `rollout.concurrency` of them are alive at a time."""
+
+    def __init__(
+        self, recipe: RolloutRecipe, renderer: Renderer, client: InferenceClient, toolset: Toolset, rewards: Rewards
+    ):
+        self.recipe = recipe
+        self.config = recipe.rollout
+        self.renderer = renderer
+        self.client = client
+        self.toolset = toolset
+        self.rewards = rewards
+        self._places = asyncio.Semaphore(recipe.rollout.concurrency)
+
+    async def run(self, chain_id: str, task: Task, sampling: Sampling, keep: frozenset[Outcome] = frozenset()) -> Trajectory:
+        """Run one chain to its end. Failures are outcomes; only ServerUnreachableError and programming errors raise.
+
+        A failure in `keep` is scored like a chain that ended.
+        """
+        async with self._places:
+            started = time.monotonic()
+            chain = _Chain(messages=opening_messages(task, self.config.system_prompt))
+            trajectory = Trajectory(id=chain_id, messages=chain.messages, rows=chain.rows, outcome=Outcome.CANCELLED)
+            try:
+                async with asyncio.timeout(self.config.timeout_seconds):
+                    await self._play_and_score(chain, trajectory, task, sampling, keep)
+            except TimeoutError:
+                trajectory.outcome = Outcome.TIMEOUT
+                trajectory.error = f"the chain took longer than rollout.timeout_seconds={self.config.timeout_seconds}"
+            except ToolInfrastructureError as error:
+                trajectory.outcome, trajectory.error = Outcome.TOOL_INFRASTRUCTURE, str(error)
+            trajectory.turns = chain.turns
+            trajectory.seconds = time.monotonic() - started
+            trajectory.metrics = {**_count_metrics(chain), **trajectory.metrics}
+            return trajectory
+
+    async def _play_and_score(
+        self, chain: _Chain, trajectory: Trajectory, task: Task, sampling: Sampling, keep: frozenset[Outcome]
+    ) -> None:
+        async with self.toolset.chain(trajectory.id, task) as session:
+            if session.opening:
+                chain.messages.append({"role": "user", "content": session.opening})
+            try:
+                trajectory.outcome = await self._play(chain, session, sampling)
+            except InferenceError as error:
+                trajectory.outcome, trajectory.error = Outcome.INFERENCE_ERROR, str(error)
+            if trajectory.outcome.failed and trajectory.outcome not in keep:
+                return
+            environment = await session.reward()
+            # a user's reward may raise anything, and that is no verdict on the policy
+            try:
+                scored = await self.rewards.score(trajectory, task, environment)
+            except Exception as error:
+                logger.exception("the reward of chain %s raised", trajectory.id)
+                trajectory.outcome, trajectory.error = Outcome.REWARD_ERROR, f"{type(error).__name__}: {error}"
+                return
+            trajectory.reward = scored.reward
+            trajectory.metrics = dict(scored.metrics)
+
+    async def _play(self, chain: _Chain, session: ToolSession, sampling: Sampling) -> Outcome:
+        specs = self.toolset.specs
+        row = Row()
+        row.append_context(self.renderer.open(chain.messages, specs))
+        chain.rows.append(row)
+        while chain.turns < self.config.max_turns:
+            room = self.config.max_total_tokens - len(row.token_ids)
+            if room <= 0:
+                return Outcome.CONTEXT_OVERFLOW
+            try:
+                completion = await self._sample(row, sampling, chain.turns, min(self.config.max_tokens, room))
+            except ContextOverflowError:
+                return Outcome.CONTEXT_OVERFLOW
+            row.append_sampled(completion.token_ids, completion.logprobs, completion.versions)
+            parsed = self.renderer.parse(completion.token_ids, chain.turns)
+            chain.messages.append(parsed.message)
+            chain.turns += 1
+            chain.counts["truncated_turns"] += completion.cut
+            if parsed.error is None and not parsed.calls:
+                return Outcome.MAX_TOKENS if completion.cut else Outcome.COMPLETED
+            if parsed.error is not None:
+                chain.counts[CallError.MALFORMED_CALL] += 1
+                answers: list[Message] = [{"role": "tool", "content": _explain(parsed.error, completion)}]
+            else:
+                answers = await _answer(parsed.calls, session, chain.counts)
+            chain.messages += answers
+            if chain.turns == self.config.max_turns:
+                break
+            extension = self.renderer.extend(row.token_ids, chain.messages, answers, specs)
+            if extension is None:
+                # the template rewrites what was said before: what follows is sampled in a row of its own
+                row = Row()
+                row.append_context(self.renderer.open(chain.messages, specs))
+                chain.rows.append(row)
+            else:
+                row.append_context(extension)
+        return Outcome.MAX_TURNS
+
+    async def _sample(self, row: Row, sampling: Sampling, turn: int, max_tokens: int) -> Completion:
+        parameters = {
+            "temperature": sampling.temperature,
+            "max_tokens": max_tokens,
+            "stop_token_ids": self.renderer.stop_token_ids,
+        }
+        # vLLM's CPU engine dies of per-request seeds, so only our own engine gets them
+        if self.recipe.server.engine == "embedded":
+            parameters["seed"] = turn_seed(self.recipe.seed, sampling.seed, turn)
+        return await self.client.generate(row.token_ids, sampling.model, parameters)
+
+
+def _explain(error: str, completion: Completion) -> str:
+    """What a malformed turn is told."""
+    if completion.cut:
+        return f"{error} The message was cut at {len(completion.token_ids)} tokens: write a shorter one."
+    return error
+
+
+async def _answer(calls: list[ToolCall], session: ToolSession, counts: Counter[str]) -> list[Message]:
+    """Run the calls of one turn side by side; their answers stand in the order of the calls."""
+    results = await asyncio.gather(*(session.call(call) for call in calls))
+    counts["tool_calls"] += len(calls)
+    for result in results:
+        if result.error is not None:
+            counts[result.error] += 1
+    return [result.to_message(call) for call, result in zip(calls, results, strict=True)]
+
+
+def _count_metrics(chain: _Chain) -> dict[str, float]:
+    """Every count by its metric's name, zeros too, so that means over chains are right."""
+    return {
+        "tool_calls": chain.counts["tool_calls"],
+        "truncated_turns": chain.counts["truncated_turns"],
+        "sampled_tokens": sum(sum(row.mask) for row in chain.rows),
+        "rows": len(chain.rows),
+        **{f"tool_errors/{kind}": chain.counts[kind] for kind in CallError},
+    }

@@ -1,0 +1,172 @@
+"""Between trainer rank 0 and the rollout worker: one loopback socket that carries JSON lines.
+
+Rank 0 listens, starts the worker and sends `start`; the worker answers `ready`, then sends each accepted group. Either
+end learns of the other's death by the socket's end.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from rollout.config import RolloutRecipe
+from rollout.trajectory import Group
+
+logger = logging.getLogger(__name__)
+
+TOKEN_VARIABLE = "AGENTFACTORY_WORKER_TOKEN"
+LINE_LIMIT = 1 << 30
+"""Longest line in bytes; a group of long chains takes megabytes."""
+
+
+class WorkerDiedError(Exception):
+    """The rollout worker ended or gave up; the message says why or where its log is."""
+
+
+def encode(kind: str, **fields: Any) -> bytes:
+    """One message as a line."""
+    return json.dumps({"kind": kind, **fields}, ensure_ascii=False).encode() + b"\n"
+
+
+async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """The worker's end: connect to rank 0 at `host:port` and prove to be its child."""
+    host, port = address.rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(host, int(port), limit=LINE_LIMIT)
+    writer.write(encode("hello", token=os.environ[TOKEN_VARIABLE]))
+    return reader, writer
+
+
+class WorkerProcess:
+    """Rank 0's end: starts the worker and takes its groups. Its methods block.
+
+    `total` is the number of groups that training will take in all.
+    """
+
+    def __init__(
+        self,
+        recipe: RolloutRecipe,
+        base: Path,
+        url: str,
+        trajectories: Path,
+        log_file: Path,
+        batch_size: int,
+        total: int,
+    ):
+        self._log_file = log_file
+        self._groups: deque[Group] = deque()
+        self._evaluations: dict[str, dict[str, float]] = {}
+        token = secrets.token_hex(16)
+        with socket.create_server(("127.0.0.1", 0)) as listener, log_file.open("ab") as log:
+            port = listener.getsockname()[1]
+            # -P: the user's folder stays out of sys.path, so that a tools.py of theirs is not taken for ours
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "rollout.worker", f"127.0.0.1:{port}"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, TOKEN_VARIABLE: token, "CUDA_VISIBLE_DEVICES": ""},
+            )
+            self._socket = self._accept(listener)
+        self._lines = self._socket.makefile("rb")
+        if self._receive() != {"kind": "hello", "token": token}:
+            raise WorkerDiedError("something else than our worker connected to the delivery socket")
+        self._send(
+            "start",
+            recipe=recipe.model_dump(mode="json", include=set(RolloutRecipe.model_fields)),
+            base=str(base),
+            url=url,
+            trajectories=str(trajectories),
+            batch_size=batch_size,
+            total=total,
+        )
+        self.renderer_info: dict[str, Any] = self._expect("ready")["renderer"]
+        """Which renderer the worker chose, why, and the template's hash."""
+
+    def _accept(self, listener: socket.socket) -> socket.socket:
+        listener.settimeout(1.0)
+        while True:
+            try:
+                return listener.accept()[0]
+            except TimeoutError:
+                if self._process.poll() is not None:
+                    raise self._death() from None
+
+    def next_batch(self, number: int) -> list[Group]:
+        """Wait for `number` accepted groups."""
+        while len(self._groups) < number:
+            self._dispatch(self._receive())
+        return [self._groups.popleft() for _ in range(number)]
+
+    def published(self, version: int, model: str) -> None:
+        """Tell the worker that the weights `version` are live under the name `model`."""
+        self._send("published", version=version, model=model)
+
+    def acknowledge(self, group_ids: list[str], checkpoint: str) -> None:
+        """Tell the worker that `checkpoint`, which holds these groups, is durable."""
+        self._send("acknowledge", groups=group_ids, checkpoint=checkpoint)
+
+    def evaluate(self, name: str, model: str) -> dict[str, float]:
+        """Evaluate the weights called `model` on the held-out tasks; see `rollout.evaluate.evaluate`."""
+        self._send("evaluate", name=name, model=model)
+        while name not in self._evaluations:
+            self._dispatch(self._receive())
+        return self._evaluations.pop(name)
+
+    def close(self) -> None:
+        """End the worker."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._lines.close()
+        self._socket.close()
+
+    def _send(self, kind: str, **fields: Any) -> None:
+        try:
+            self._socket.sendall(encode(kind, **fields))
+        except ConnectionError:
+            raise self._death() from None
+
+    def _receive(self) -> dict[str, Any]:
+        try:
+            line = self._lines.readline()
+        except ConnectionError:
+            line = b""
+        if not line.endswith(b"\n"):
+            raise self._death()
+        message = json.loads(line)
+        if message["kind"] == "stopped":
+            raise WorkerDiedError(message["reason"])
+        return message
+
+    def _expect(self, kind: str) -> dict[str, Any]:
+        message = self._receive()
+        if message["kind"] != kind:
+            raise WorkerDiedError(f"the worker sent {message['kind']!r} where {kind!r} was due")
+        return message
+
+    def _dispatch(self, message: dict[str, Any]) -> None:
+        if message["kind"] == "group":
+            self._groups.append(Group.from_dict(message["group"]))
+        elif message["kind"] == "evaluation":
+            self._evaluations[message["name"]] = message["figures"]
+        else:
+            raise WorkerDiedError(f"the worker sent an unknown message {message['kind']!r}")
+
+    def _death(self) -> WorkerDiedError:
+        try:
+            status = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return WorkerDiedError(f"the rollout worker closed its socket but lives on; its log: {self._log_file}")
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        return WorkerDiedError(f"the rollout worker {how}; its log: {self._log_file}")

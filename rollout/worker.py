@@ -1,0 +1,135 @@
+"""The rollout worker process: `python -P -m rollout.worker HOST:PORT`, started by trainer rank 0, without CUDA."""
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rollout.chain import ChainRunner
+from rollout.client import ServerUnreachableError
+from rollout.config import RolloutRecipe
+from rollout.data import TaskOrder, load_tasks
+from rollout.delivery import connect, encode
+from rollout.evaluate import evaluate, open_runner
+from rollout.producer import GroupProducer, Published, RolloutStoppedError
+from rollout.scheduler import Admission
+from rollout.trajectory import Group
+from tools.messages import ToolInfrastructureError
+
+logger = logging.getLogger(__name__)
+
+
+class TrainerGoneError(Exception):
+    """Rank 0 closed its end: there is nobody left to work for."""
+
+
+class Worker:
+    """Answers rank 0's messages while groups are produced."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, start: dict[str, Any]):
+        self.reader = reader
+        self.writer = writer
+        self.recipe = RolloutRecipe(**start["recipe"])
+        self.base = Path(start["base"])
+        self.url: str = start["url"]
+        self.trajectories = Path(start["trajectories"])
+        self.admission = Admission(start["batch_size"], self.recipe.rollout.max_staleness, start["total"])
+        if self.recipe.data is None:
+            raise ValueError("data: rollouts need tasks; name a file, such as data.path=tasks.jsonl")
+        self.order = TaskOrder(load_tasks(self.recipe.data), self.recipe.seed, self.recipe.data.shuffle)
+        self.held_out = load_tasks(self.recipe.eval.data) if self.recipe.eval.data else []
+
+    async def run(self) -> None:
+        """Serve until rank 0 is gone."""
+        async with open_runner(self.recipe, self.base, self.url) as runner:
+            runner.rewards.check(self.order.tasks[0])
+            await self._send("ready", renderer=runner.renderer.info)
+            producer = GroupProducer(
+                self.recipe.rollout,
+                runner,
+                self.order,
+                self.admission,
+                Published(0, "policy"),
+                self.trajectories / "train.jsonl",
+                self._deliver,
+            )
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(producer.run())
+                async for message in self._messages():
+                    match message["kind"]:
+                        case "published":
+                            producer.publish(Published(message["version"], message["model"]))
+                        case "evaluate":
+                            tasks.create_task(self._evaluate(runner, message["name"], message["model"]))
+                        case "acknowledge":
+                            self._note_acknowledged(message["checkpoint"], message["groups"])
+                        case kind:
+                            raise ValueError(f"unknown message {kind!r} from the trainer")
+                raise TrainerGoneError
+
+    async def _messages(self) -> AsyncIterator[dict[str, Any]]:
+        while line := await self.reader.readline():
+            yield json.loads(line)
+
+    def _note_acknowledged(self, checkpoint: str, groups: list[str]) -> None:
+        with (self.trajectories / "acknowledged.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"checkpoint": checkpoint, "groups": groups}) + "\n")
+
+    async def _evaluate(self, runner: ChainRunner, name: str, model: str) -> None:
+        figures = await evaluate(runner, self.recipe, self.held_out, model, self.trajectories, name)
+        await self._send("evaluation", name=name, figures=figures)
+
+    async def _deliver(self, group: Group) -> None:
+        await self._send("group", group=asdict(group))
+
+    async def _send(self, kind: str, **fields: Any) -> None:
+        self.writer.write(encode(kind, **fields))
+        await self.writer.drain()
+
+
+EXPECTED = (ServerUnreachableError, RolloutStoppedError, ToolInfrastructureError, ValueError, OSError)
+"""What a wrong recipe or a dead neighbour raises: told in one line. Anything else is a bug and shows its traceback."""
+
+
+async def main(address: str) -> int:
+    """Connect to rank 0, work, and tell it why when work cannot go on. Returns the exit status."""
+    reader, writer = await connect(address)
+    # the terminal's Ctrl-C reaches the whole process group; the trainer decides when the worker ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    current = asyncio.current_task()
+    assert current is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, current.cancel)
+    line = await reader.readline()
+    if not line:
+        return 0
+    try:
+        await Worker(reader, writer, json.loads(line)).run()
+    except asyncio.CancelledError:
+        return 0
+    except Exception as error:
+        cause = _first(error)
+        if isinstance(cause, TrainerGoneError):
+            return 0
+        logger.error("stopped", exc_info=error)
+        reason = str(cause) if isinstance(cause, EXPECTED) else f"{type(cause).__name__}: {cause} (a bug; see the log)"
+        writer.write(encode("stopped", reason=f"rollouts stopped: {reason}"))
+        await writer.drain()
+        return 1
+    return 0
+
+
+def _first(error: BaseException) -> BaseException:
+    """The innermost first error of nested exception groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    sys.exit(asyncio.run(main(sys.argv[1])))
