@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import yaml
 COMMAND_LINE = "command line"
 _PLACEHOLDERS = ("${prepared}", "${output}")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_FILE_SUFFIXES = {".json", ".jsonl", ".parquet"}
 
 
 class RecipeError(Exception):
@@ -24,7 +24,7 @@ class RecipeError(Exception):
 
 @dataclass
 class Composed:
-    """A recipe's mapping before validation. `origins` holds, per dotted leaf, the file (or command line) that set it."""
+    """A recipe's mapping before validation. `origins` holds, per dotted leaf, which file or command line set it."""
 
     source: str
     data: dict[str, Any] = field(default_factory=dict)
@@ -36,10 +36,13 @@ class Composed:
         self.origins.update(dict.fromkeys(_leaves(data), source))
 
     def origin(self, name: str) -> str:
-        """The file that set the field `name` or what lies around it; the recipe's own file where none did."""
-        while name not in self.origins and "." in name:
+        """What set the field `name`, else something in or around it; the recipe's own file where nothing did."""
+        while name:
+            for leaf, source in self.origins.items():
+                if leaf == name or leaf.startswith(f"{name}."):
+                    return source
             name = name.rpartition(".")[0]
-        return self.origins.get(name, self.source)
+        return self.source
 
 
 class _Loader(yaml.SafeLoader):
@@ -154,7 +157,7 @@ def override(composed: Composed, name: str, value: Any) -> None:
 def anchor(data: dict[str, Any], base: Path) -> dict[str, Any]:
     """`data` with the paths of every known field made absolute, relative to `base`."""
     for name, convert in _PATH_FIELDS.items():
-        _convert(data, name.split("."), lambda value, convert=convert: convert(value, base))
+        _convert(data, name.split("."), partial(convert, base=base))
     servers = data.get("mcp_servers")
     for server in servers.values() if isinstance(servers, dict) else ():
         if isinstance(server, dict) and server.get("command") and not server.get("cwd"):
@@ -170,7 +173,8 @@ def _absolute(value: str, base: Path) -> str:
 
 def _hub_or_absolute(value: str, base: Path) -> str:
     path = _absolute(value, base)
-    is_hub_name = _HUB_NAME.fullmatch(value) and Path(value).suffix not in _FILE_SUFFIXES
+    # Qwen2.5-0.5B is a name, tasks.csv is not
+    is_hub_name = _HUB_NAME.fullmatch(value) and not Path(value).suffix[1:].isalpha()
     return value if is_hub_name and not Path(path).exists() else path
 
 
@@ -179,7 +183,7 @@ def _reference(value: str, base: Path) -> str:
     return f"{_absolute(file, base)}:{name}" if colon else value
 
 
-_PATH_FIELDS: dict[str, Callable[[str, Path], str]] = {
+_PATH_FIELDS: dict[str, Callable[..., str]] = {
     "prepare": _reference,
     "tools.*": _reference,
     "rewards.*": _reference,

@@ -6,18 +6,17 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError
 
-from agentfactory.checks import Purpose, check
+from agentfactory.checks import Purpose, check, check_prepare
 from agentfactory.composition import (
     COMMAND_LINE,
     Composed,
     RecipeError,
     compose,
-    display,
     override,
     parse_overrides,
     read_mapping,
@@ -28,6 +27,7 @@ from trainers.config import TrainRecipe
 
 __all__ = ["Recipe", "RecipeError", "StagedRecipe", "load_recipe"]
 
+SectionT = TypeVar("SectionT", bound=Section)
 _STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _FOLDER_NAMES = {"prepared", "checkpoints", "trajectories", "logs", "eval", "rollout"}
 
@@ -44,7 +44,7 @@ class Recipe(TrainRecipe):
 
     def to_yaml(self) -> str:
         """The resolved recipe, which runs as it stands; its own folder is written `${output}`."""
-        return _dump(_placeholders(self.model_dump(mode="json"), self.output))
+        return _dump(self.model_dump(mode="json"), self.output)
 
 
 class StagedRecipe(Section):
@@ -70,7 +70,7 @@ class StagedRecipe(Section):
                 del stage[name]
             if index:
                 del stage["model"]["path"]
-        return _dump(_placeholders(data, self.output))
+        return _dump(data, self.output)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), purpose: Purpose = "train") -> Recipe | StagedRecipe:
@@ -90,13 +90,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), purpose: Purpos
         return _load_staged(composed, file, settings, purpose)
     for name, value in settings:
         override(composed, name, value)
-    output = _output(composed)
-    if composed.data.get("prepare") is None and '"${prepared}' in json.dumps(composed.data, default=str):
-        raise RecipeError(
-            composed.source, "prepare", "${prepared} is used, but nothing prepares it", "set prepare: FILE.py:NAME"
-        )
-    recipe = _validate(Recipe, composed, {"${prepared}": f"{output}/prepared", "${output}": str(output)})
-    check(recipe, purpose, composed, output / "prepared")
+    _set_output(composed)
+    recipe = _validate(Recipe, composed, f"{composed.data['output']}/prepared")
+    check_prepare(recipe.prepare, composed)
+    check(recipe, purpose, composed, recipe.output / "prepared" if recipe.prepare else None)
     return recipe
 
 
@@ -104,37 +101,177 @@ def _load_staged(composed: Composed, file: Path, settings: list[tuple[str, Any]]
     entries = composed.data.pop("stages")
     if not isinstance(entries, list) or not entries:
         raise RecipeError(composed.source, "stages", f"got {short(entries)}", "list at least one recipe file")
-    stages = [_compose_stage(entry, index, composed, file) for index, entry in enumerate(entries)]
-    names = [stage.data["name"] for stage in stages]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise RecipeError(composed.source, f"stages.{index}", f"a second stage called {name!r}", "set its name")
+    stages: dict[str, Composed] = {}
+    for index, entry in enumerate(entries):
+        stage = _compose_stage(entry, f"stages.{index}", composed.source, file)
+        if stages.setdefault(stage.data["name"], stage) is not stage:
+            problem = f"a second stage called {stage.data['name']!r}"
+            raise RecipeError(composed.source, f"stages.{index}", problem, "set another name in one of the two")
     for name, value in settings:
         first, _, rest = name.partition(".")
-        if first in names and rest:
-            override(stages[names.index(first)], rest, value)
+        if first in stages and rest:
+            override(stages[first], rest, value)
         elif first in StagedRecipe.model_fields:
             override(composed, name, value)
         elif first in Recipe.model_fields:
-            for stage in stages:
+            for stage in stages.values():
                 override(stage, name, value)
+        elif name in stages:
+            raise RecipeError(COMMAND_LINE, name, f"got {short(value)} for a stage", f"set one of its keys: {name}.KEY")
         else:
-            known = [*names, *Recipe.model_fields]
-            raise RecipeError(COMMAND_LINE, name, "unknown key", _did_you_mean(first, known, ["a stage's name first"]))
-    output = _output(composed)
-    whole = _validate(StagedRecipe, composed, {"${output}": str(output)})
-    for index, stage in enumerate(stages):
-        _fit_into(whole, stage)
-        if index:
-            previous = f"{output}/{names[index - 1]}/checkpoints"
-            override(stage, "model.path", previous)
-        own_output = stage.data["output"]
-        recipe = _validate(Recipe, stage, {"${prepared}": f"{output}/prepared", "${output}": own_output})
-        check(recipe, purpose, stage, output / "prepared", previous_checkpoints=index > 0)
+            fix = _did_you_mean(first, [*stages, *Recipe.model_fields], Recipe)
+            raise RecipeError(COMMAND_LINE, name, f"unknown key {first!r}", fix)
+    _set_output(composed)
+    whole = _validate(StagedRecipe, composed, "")
+    check_prepare(whole.prepare, composed)
+    prepared = whole.output / "prepared"
+    previous: str | None = None
+    for name, stage in stages.items():
+        _give_to_stage(whole, name, stage, previous)
+        recipe = _validate(Recipe, stage, str(prepared))
+        if whole.stages and whole.stages[-1].model.lora is not None:
+            problem = f"stage {name!r} follows a stage that trains an adapter, which it cannot continue"
+            raise RecipeError(composed.source, "stages", problem, f"set {previous}.model.lora=null, or put it last")
+        # the other commands use the last stage
+        stage_purpose = purpose if name == [*stages][-1] else "train"
+        check(recipe, stage_purpose, stage, prepared if whole.prepare else None, after=previous)
         whole.stages.append(recipe)
-    check_prepare = Composed(composed.source, composed.data, composed.origins)
-    if whole.prepare is not None:
-        from agentfactory.checks import check_prepare as run
-
-        run(whole.prepare, check_prepare)
+        previous = name
     return whole
+
+
+def _compose_stage(entry: Any, field: str, source: str, file: Path) -> Composed:
+    if isinstance(entry, str):
+        path = (file.parent / Path(entry).expanduser()).resolve()
+        stage = compose(read_mapping(path, source, field), path)
+        stage.data.setdefault("name", path.stem)
+    elif isinstance(entry, dict) and "name" in entry:
+        stage = compose(entry, file)
+    else:
+        raise RecipeError(source, field, f"got {short(entry)}", "name a recipe file, or write a recipe with a name")
+    name = stage.data["name"]
+    if "stages" in stage.data:
+        raise RecipeError(stage.source, "stages", f"{name} is itself a stage", "list its stages in the outer recipe")
+    if not isinstance(name, str) or not _STAGE_NAME.fullmatch(name):
+        raise RecipeError(stage.source, "name", f"got {short(name)}", "a stage's name is letters, digits, _ and -")
+    if name in _FOLDER_NAMES or name in Recipe.model_fields:
+        raise RecipeError(stage.source, "name", f"a stage cannot be called {name!r}", "choose another name")
+    return stage
+
+
+def _give_to_stage(whole: StagedRecipe, name: str, stage: Composed, previous: str | None) -> None:
+    """Seed, output and model that a stage gets from the whole; its own are for running it alone."""
+    prepare = stage.data.pop("prepare", None)
+    if prepare not in (None, whole.prepare):
+        raise RecipeError(
+            stage.origin("prepare"),
+            "prepare",
+            f"got {prepare!r}",
+            f"stages share one: name it in the {whole.name} recipe",
+        )
+    stage.data |= {"seed": whole.seed, "output": f"{whole.output}/{name}"}
+    if previous is not None:
+        model = stage.data.setdefault("model", {})
+        if isinstance(model, dict):
+            model["path"] = f"{whole.output}/{previous}/checkpoints"
+
+
+def _set_output(composed: Composed) -> None:
+    output = composed.data.setdefault("output", f"runs/{composed.data['name']}")
+    if isinstance(output, str):
+        composed.data["output"] = os.path.abspath(os.path.expanduser(output))
+
+
+def _validate(model: type[SectionT], composed: Composed, prepared: str) -> SectionT:
+    placeholders = {"${prepared}": prepared, "${output}": str(composed.data["output"])}
+    data = _replace(composed.data, placeholders)
+    try:
+        # JSON, because its strict mode still makes enums, tuples and paths of what YAML can hold
+        return model.model_validate_json(json.dumps(data, default=str), strict=True)
+    except ValidationError as errors:
+        # a misspelt key explains why the right one is missing
+        error = min(errors.errors(include_url=False), key=lambda error: error["type"] != "extra_forbidden")
+        name, problem, fix = _explain(error, data, model)
+        raise RecipeError(composed.origin(name), name, problem, fix) from None
+
+
+def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, str]:
+    """Field, problem and fix of one of pydantic's errors."""
+    # of the location, keep what the file can show: pydantic adds the members of a union
+    keys: list[str] = []
+    section, last = model, len(error["loc"]) - 1
+    for depth, key in enumerate(error["loc"]):
+        inside = key in data if isinstance(data, dict) else isinstance(data, list) and key in range(len(data))
+        if not inside and error["type"] != "missing":
+            break
+        keys.append(str(key))
+        data = data[key] if inside else None
+        if depth < last and key in section.model_fields:
+            section = _section(section.model_fields[key].annotation) or section
+    name = ".".join(keys)
+    got, wanted, context = short(error["input"]), error["msg"], error.get("ctx", {})
+    match error["type"]:
+        case "missing":
+            field = section.model_fields.get(keys[-1])
+            return name, "missing", f"add it{f': {field.description}' if field and field.description else ''}"
+        case "extra_forbidden":
+            return name, f"unknown key {keys[-1]!r}", _did_you_mean(name, list(section.model_fields), model)
+        case "value_error":
+            return name, str(context["error"]), ""
+        case "literal_error" | "enum":
+            return name, f"got {got}", f"use {context['expected']}"
+        case "model_type" | "dict_type" | "model_attributes_type":
+            return name, f"got {got}, not a section", f"write `{keys[-1]}:` and its keys below, indented"
+        case "string_type":
+            return name, f"got {got}, not text", "write text, in quotes where it looks like something else"
+    return name, f"got {got}", wanted.replace("Input should be", "it must be")
+
+
+def _did_you_mean(name: str, known: list[str], model: type[BaseModel] | None = None) -> str:
+    parent, _, last = name.rpartition(".")
+    prefix = f"{parent}." if parent else ""
+    close = difflib.get_close_matches(last, known, n=1)
+    if close:
+        return f"did you mean {prefix}{close[0]}?"
+    elsewhere = [path for path in _all_names(model) if path.rpartition(".")[2] == last] if model else []
+    if elsewhere:
+        return f"did you mean {' or '.join(elsewhere)}?"
+    return f"remove it; {parent or 'a recipe'} knows {', '.join(known)}"
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The recipe section within an annotation such as `LoraConfig | None` or `dict[str, McpServerConfig]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for argument in get_args(annotation) if (found := _section(argument))), None)
+
+
+def _all_names(model: type[BaseModel], prefix: str = "") -> list[str]:
+    names = []
+    for key, field in model.model_fields.items():
+        names.append(prefix + key)
+        annotation = field.annotation
+        inner = _section(annotation)
+        if inner and not str(annotation).startswith(("dict", "list")):
+            names += _all_names(inner, f"{prefix}{key}.")
+    return names
+
+
+def _replace(value: Any, prefixes: dict[str, str]) -> Any:
+    """`value` with every string that begins with a key of `prefixes` beginning with its value instead."""
+    if isinstance(value, dict):
+        return {key: _replace(item, prefixes) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_replace(item, prefixes) for item in value]
+    if isinstance(value, str):
+        for old, new in prefixes.items():
+            if value.startswith(old) and value[len(old) :][:1] in ("", "/", ":"):
+                return new + value[len(old) :]
+    return value
+
+
+def _dump(data: dict[str, Any], output: Path) -> str:
+    """YAML with the run's identity on top, and its own folder as a placeholder, so that another `output` takes over."""
+    top = {name: data.pop(name) for name in ("name", "output", "prepare", "seed")}
+    body = _replace(data, {f"{output}/prepared": "${prepared}", str(output): "${output}"})
+    return yaml.safe_dump(top | body, sort_keys=False, allow_unicode=True, width=120)

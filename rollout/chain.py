@@ -61,7 +61,9 @@ class ChainRunner:
         self.rewards = rewards
         self._places = asyncio.Semaphore(recipe.rollout.concurrency)
 
-    async def run(self, chain_id: str, task: Task, sampling: Sampling, keep: frozenset[Outcome] = frozenset()) -> Trajectory:
+    async def run(
+        self, chain_id: str, task: Task, sampling: Sampling, keep: frozenset[Outcome] = frozenset()
+    ) -> Trajectory:
         """Run one chain to its end. Failures are outcomes; only ServerUnreachableError and programming errors raise.
 
         A failure in `keep` is scored like a chain that ended.
@@ -120,7 +122,7 @@ class ChainRunner:
             except ContextOverflowError:
                 return Outcome.CONTEXT_OVERFLOW
             row.append_sampled(completion.token_ids, completion.logprobs, completion.versions)
-            parsed = self.renderer.parse(completion.token_ids, chain.turns)
+            parsed = self.renderer.parse(completion.token_ids, chain.counts["tool_calls"])
             chain.messages.append(parsed.message)
             chain.turns += 1
             chain.counts["truncated_turns"] += completion.cut

@@ -44,7 +44,7 @@ async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWri
 
 
 class WorkerProcess:
-    """Rank 0's end: starts the worker and takes its groups. Its methods block.
+    """Rank 0's end: starts the worker and takes its groups. Its methods block, and raise WorkerDiedError.
 
     `total` is the number of groups that training will take in all.
     """
@@ -60,8 +60,9 @@ class WorkerProcess:
         total: int,
     ):
         self._log_file = log_file
+        self._evaluates = recipe.eval.data is not None
         self._groups: deque[Group] = deque()
-        self._evaluations: dict[str, dict[str, float]] = {}
+        self._evaluations: deque[dict[str, float]] = deque()
         token = secrets.token_hex(16)
         with socket.create_server(("127.0.0.1", 0)) as listener, log_file.open("ab") as log:
             port = listener.getsockname()[1]
@@ -98,26 +99,28 @@ class WorkerProcess:
                 if self._process.poll() is not None:
                     raise self._death() from None
 
-    def next_batch(self, number: int) -> list[Group]:
-        """Wait for `number` accepted groups."""
-        while len(self._groups) < number:
-            self._dispatch(self._receive())
-        return [self._groups.popleft() for _ in range(number)]
+    def next_batch(self, groups: int) -> list[Group]:
+        """Wait for as many accepted groups."""
+        while len(self._groups) < groups:
+            self._take_one()
+        return [self._groups.popleft() for _ in range(groups)]
 
     def published(self, version: int, model: str) -> None:
-        """Tell the worker that the weights `version` are live under the name `model`."""
+        """Tell the worker that the weights `version` are live under the name `model`; the first call starts it off."""
         self._send("published", version=version, model=model)
 
-    def acknowledge(self, group_ids: list[str], checkpoint: str) -> None:
-        """Tell the worker that `checkpoint`, which holds these groups, is durable."""
-        self._send("acknowledge", groups=group_ids, checkpoint=checkpoint)
+    def acknowledge(self, group_ids: list[str]) -> None:
+        """Tell the worker that a durable checkpoint holds what these groups taught."""
+        self._send("acknowledge", groups=group_ids)
 
-    def evaluate(self, name: str, model: str) -> dict[str, float]:
-        """Evaluate the weights called `model` on the held-out tasks; see `rollout.evaluate.evaluate`."""
-        self._send("evaluate", name=name, model=model)
-        while name not in self._evaluations:
-            self._dispatch(self._receive())
-        return self._evaluations.pop(name)
+    def evaluate(self) -> dict[str, float]:
+        """Figures of the published weights on the held-out tasks, as `eval/...`; empty if there are none."""
+        if not self._evaluates:
+            return {}
+        self._send("evaluate")
+        while not self._evaluations:
+            self._take_one()
+        return {f"eval/{name}": value for name, value in self._evaluations.popleft().items()}
 
     def close(self) -> None:
         """End the worker."""
@@ -155,11 +158,12 @@ class WorkerProcess:
             raise WorkerDiedError(f"the worker sent {message['kind']!r} where {kind!r} was due")
         return message
 
-    def _dispatch(self, message: dict[str, Any]) -> None:
+    def _take_one(self) -> None:
+        message = self._receive()
         if message["kind"] == "group":
             self._groups.append(Group.from_dict(message["group"]))
         elif message["kind"] == "evaluation":
-            self._evaluations[message["name"]] = message["figures"]
+            self._evaluations.append(message["figures"])
         else:
             raise WorkerDiedError(f"the worker sent an unknown message {message['kind']!r}")
 

@@ -1,7 +1,6 @@
 """Evaluation: the same chains as in training, on held-out tasks, sampled and greedy."""
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -46,7 +45,7 @@ async def evaluate(
         modes["greedy"] = (0.0, 1)
 
     async def run(mode: str, number: int, sample: int) -> Trajectory:
-        chain_id = f"eval-{name}-{mode}-{number:05d}.{sample}"
+        chain_id = f"{name}-{mode}-{number:05d}.{sample}"
         # the seed leaves out `name`, so that the same weights give the same figures wherever they are evaluated
         seed = f"eval/{mode}/{number}/{sample}"
         return await runner.run(chain_id, tasks[number], Sampling(model, modes[mode][0], seed))
@@ -58,17 +57,18 @@ async def evaluate(
             for mode, (_, samples) in modes.items()
         )
     )
+    folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, float] = {}
     for (mode, (_, samples)), trajectories in zip(modes.items(), by_mode, strict=True):
-        with (folder / f"eval-{name}-{mode}.jsonl").open("w", encoding="utf-8") as file:
+        with (folder / f"{name}-{mode}.jsonl").open("w", encoding="utf-8") as file:
             for number in numbers:
                 members = trajectories[number * samples : (number + 1) * samples]
                 file.write(Group(f"{mode}-{number:05d}", tasks[number], members).to_json() + "\n")
-        figures |= {f"{mode}/{key}": value for key, value in mean_metrics(trajectories).items()}
+        figures |= {f"{mode}/{key}": value for key, value in mean_figures(trajectories).items()}
     return figures
 
 
-def mean_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+def mean_figures(trajectories: list[Trajectory]) -> dict[str, float]:
     scored = [t for t in trajectories if t.reward is not None]
     means = {"failed": 1 - len(scored) / len(trajectories)}
     if scored:
@@ -79,7 +79,12 @@ def mean_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
 
 
 def run_eval(
-    recipe: RolloutRecipe, base: Path, url: str, folder: Path, log: Callable[[dict[str, Any]], None], model: str = "policy"
+    recipe: RolloutRecipe,
+    base: Path,
+    url: str,
+    folder: Path,
+    log: Callable[[dict[str, Any]], None],
+    model: str = "policy",
 ) -> dict[str, float]:
     """Evaluate the weights that the server at `url` calls `model` on `recipe.eval.data`; blocking."""
     if recipe.eval.data is None:
@@ -96,7 +101,12 @@ def run_eval(
 
 
 def run_rollout(
-    recipe: RolloutRecipe, base: Path, url: str, folder: Path, log: Callable[[dict[str, Any]], None], model: str = "policy"
+    recipe: RolloutRecipe,
+    base: Path,
+    url: str,
+    folder: Path,
+    log: Callable[[dict[str, Any]], None],
+    model: str = "policy",
 ) -> dict[str, float]:
     """Run one group of sampled chains for every task of `recipe.data` and save them, ready for
     `train.from_trajectories`; blocking."""
@@ -118,6 +128,6 @@ def run_rollout(
         async with open_runner(recipe, base, url) as runner:
             return list(await asyncio.gather(*(run_group(runner, number) for number in range(len(tasks)))))
 
-    figures = mean_metrics([t for group in asyncio.run(run()) for t in group.trajectories])
+    figures = mean_figures([t for group in asyncio.run(run()) for t in group.trajectories])
     log({f"rollout/{key}": value for key, value in figures.items()})
     return figures

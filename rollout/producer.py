@@ -64,7 +64,7 @@ class GroupProducer:
         self.trajectories = trajectories
         self.deliver = deliver
         self._wake = asyncio.Event()
-        self._next_position = 0
+        self._next_position = admission.started
         self._again: deque[_Place] = deque()
         self._lost_in_a_row = 0
         self._keep = frozenset(o for o, policy in self.config.on_failure.items() if policy is OutcomePolicy.KEEP)
@@ -130,4 +130,3 @@ class GroupProducer:
         if place.attempt == 0:
             self._again.append(_Place(place.position, attempt=1))
         self._wake.set()
-

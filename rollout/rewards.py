@@ -67,7 +67,9 @@ class Rewards:
                         f"{', '.join(OFFERED)} nor a field of the data ({', '.join(task)})"
                     )
 
-    async def score(self, trajectory: Trajectory, task: Task, environment: EnvironmentReward | None) -> EnvironmentReward:
+    async def score(
+        self, trajectory: Trajectory, task: Task, environment: EnvironmentReward | None
+    ) -> EnvironmentReward:
         """Sum of the rewards and their metrics. Whatever a user's function raises propagates."""
         if not self.functions:
             if environment is None:

@@ -38,7 +38,8 @@ class Worker:
         self.base = Path(start["base"])
         self.url: str = start["url"]
         self.trajectories = Path(start["trajectories"])
-        self.admission = Admission(start["batch_size"], self.recipe.rollout.max_staleness, start["total"])
+        self.batch_size: int = start["batch_size"]
+        self.total: int = start["total"]
         if self.recipe.data is None:
             raise ValueError("data: rollouts need tasks; name a file, such as data.path=tasks.jsonl")
         self.order = TaskOrder(load_tasks(self.recipe.data), self.recipe.seed, self.recipe.data.shuffle)
@@ -49,25 +50,34 @@ class Worker:
         async with open_runner(self.recipe, self.base, self.url) as runner:
             runner.rewards.check(self.order.tasks[0])
             await self._send("ready", renderer=runner.renderer.info)
+            messages = self._messages()
+            first = await anext(messages, None)
+            if first is None:
+                raise TrainerGoneError
+            # what a version has consumed is gone: a resumed run goes on from there
+            version = first["version"]
+            admission = Admission(
+                self.batch_size, self.recipe.rollout.max_staleness, self.total, version, version * self.batch_size
+            )
             producer = GroupProducer(
                 self.recipe.rollout,
                 runner,
                 self.order,
-                self.admission,
-                Published(0, "policy"),
+                admission,
+                Published(version, first["model"]),
                 self.trajectories / "train.jsonl",
                 self._deliver,
             )
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(producer.run())
-                async for message in self._messages():
+                async for message in messages:
                     match message["kind"]:
                         case "published":
                             producer.publish(Published(message["version"], message["model"]))
                         case "evaluate":
-                            tasks.create_task(self._evaluate(runner, message["name"], message["model"]))
+                            tasks.create_task(self._evaluate(runner, producer.published))
                         case "acknowledge":
-                            self._note_acknowledged(message["checkpoint"], message["groups"])
+                            self._note_acknowledged(message["groups"])
                         case kind:
                             raise ValueError(f"unknown message {kind!r} from the trainer")
                 raise TrainerGoneError
@@ -76,13 +86,14 @@ class Worker:
         while line := await self.reader.readline():
             yield json.loads(line)
 
-    def _note_acknowledged(self, checkpoint: str, groups: list[str]) -> None:
-        with (self.trajectories / "acknowledged.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"checkpoint": checkpoint, "groups": groups}) + "\n")
+    def _note_acknowledged(self, groups: list[str]) -> None:
+        with (self.trajectories / "acknowledged.txt").open("a", encoding="utf-8") as file:
+            file.writelines(f"{group}\n" for group in groups)
 
-    async def _evaluate(self, runner: ChainRunner, name: str, model: str) -> None:
-        figures = await evaluate(runner, self.recipe, self.held_out, model, self.trajectories, name)
-        await self._send("evaluation", name=name, figures=figures)
+    async def _evaluate(self, runner: ChainRunner, published: Published) -> None:
+        name = f"{published.version:06d}"
+        figures = await evaluate(runner, self.recipe, self.held_out, published.model, self.trajectories / "eval", name)
+        await self._send("evaluation", figures=figures)
 
     async def _deliver(self, group: Group) -> None:
         await self._send("group", group=asdict(group))

@@ -65,6 +65,10 @@ class ToolInfrastructureError(Exception):
     """A tool server could not be reached, died or broke the protocol: not the model's doing, never a reward of 0."""
 
 
+class EnvironmentRewardError(ToolInfrastructureError):
+    """An environment failed to judge a chain, or answered with something that is no reward."""
+
+
 @dataclass
 class EnvironmentReward:
     """What an environment says of a finished chain: its reward, and named numbers beside it (such as `success`)."""

@@ -1,5 +1,6 @@
 """Advantage estimators: from the rewards of a group to one number per chain."""
 
+import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
@@ -14,9 +15,12 @@ def group_advantages(rewards: Sequence[float | None], scale: bool = True) -> lis
     without `scale` (Liu et al., 2025, Dr. GRPO, arXiv:2503.20783, section 3.2).
 
     A chain without a reward (None: it broke) enters neither mean nor deviation, and its advantage is 0. Where all
-    rewards are equal, or fewer than two chains have one, all advantages are 0.
+    rewards are equal, or fewer than two chains have one, all advantages are 0. Raises ValueError where one is not
+    finite.
     """
     known = [reward for reward in rewards if reward is not None]
+    if not all(map(math.isfinite, known)):
+        raise ValueError(f"rewards must be finite numbers, not {known}")
     if len(known) < 2 or min(known) == max(known):
         return [0.0] * len(rewards)
     mean = fmean(known)

@@ -34,7 +34,7 @@ class Policy(nn.Module):
         self.dtype = dtype
 
     @property
-    def network(self) -> PreTrainedModel:
+    def network(self) -> Any:
         """The transformers model, with adapter layers in place if there is an adapter."""
         return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
 
@@ -152,14 +152,15 @@ def load_policy(config: ModelConfig, seed: int, device: torch.device | str = "cp
             "model named in its adapter_config.json, or train the stage before without model.lora"
         )
     dtype: torch.dtype = getattr(torch, config.dtype)
-    network = AutoModelForCausalLM.from_pretrained(config.path, dtype=dtype if config.lora else torch.float32)
+    network: Any = AutoModelForCausalLM.from_pretrained(config.path, dtype=dtype if config.lora else torch.float32)
     network.to(device)
     _check_head(network)
     if config.lora is None:
         return Policy(network, dtype).train()
+    alpha: Any = config.lora.alpha if config.lora.alpha is not None else 2 * config.lora.rank
     lora = PeftLoraConfig(
         r=config.lora.rank,
-        lora_alpha=config.lora.alpha if config.lora.alpha is not None else 2 * config.lora.rank,
+        lora_alpha=alpha,
         lora_dropout=config.lora.dropout,
         target_modules=config.lora.target_modules,
         task_type="CAUSAL_LM",

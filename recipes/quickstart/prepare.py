@@ -21,8 +21,8 @@ SIZE, STEPS, compass, distance, opening = (
 
 HELD_OUT = 200
 TRANSCRIPTS = 3000
-FOLLOWS_TURNED_HINT = 0.4
-TRANSCRIPTS_WITH_SUCCESS = 0.4
+FOLLOWS_TURNED_HINT = 0.6
+TRANSCRIPTS_WITH_SUCCESS = 0.2
 
 
 def prepare(folder: Path, seed: int) -> None:
@@ -80,7 +80,7 @@ def play_transcripts(tasks: list[dict[str, Any]], rng: random.Random) -> list[li
 
 
 def play_badly(task: dict[str, Any], rng: random.Random) -> tuple[bool, list[Message]]:
-    """One hunt that follows the hint turned right by 90 degrees, or, more often, no hint at all."""
+    """One hunt that follows the hint turned right by 90 degrees, and every now and then none at all."""
     hunt = TreasureHunt()
     hunt.reset(**task)
     directions = list(STEPS)
@@ -142,7 +142,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalL
         head_dim=32,
         max_position_embeddings=1024,
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-        tie_word_embeddings=True,
+        initializer_range=0.06,  # the usual 0.02 is for wide networks: here attention to the hint would form late
+        tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

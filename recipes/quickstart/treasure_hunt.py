@@ -30,8 +30,8 @@ def move_limit(start: Cell, treasure: Cell) -> int:
 def opening(start: Cell, treasure: Cell) -> str:
     """The message with which a hunt begins."""
     return (
-        f"You stand in row {start[0]}, column {start[1]} and have {move_limit(start, treasure)} moves.\n"
-        f"The treasure lies {compass(start, treasure)}."
+        f"The treasure lies {compass(start, treasure)}.\n"
+        f"You stand in row {start[0]}, column {start[1]} and have {move_limit(start, treasure)} moves."
     )
 
 

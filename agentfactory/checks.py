@@ -1,0 +1,266 @@
+"""What a recipe's fields must agree on with each other, with this machine's files and with the user's own code."""
+
+import ast
+import importlib.util
+import ipaddress
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from urllib.parse import urlsplit
+
+from agentfactory.composition import Composed, RecipeError, display, short
+from rollout.rewards import Rewards
+from tools.environment import Environment
+from tools.tool import is_tool
+from tools.user_code import UserCodeError, load_object
+
+if TYPE_CHECKING:
+    from agentfactory.recipe import Recipe
+
+Purpose = Literal["train", "serve", "rollout", "eval"]
+"""The command that will use a recipe."""
+
+
+def runs_chains(recipe: "Recipe", purpose: Purpose) -> bool:
+    """Whether agents act, for which tools, rewards and a server are needed."""
+    if purpose == "train":
+        return recipe.train.algorithm != "sft" and recipe.train.from_trajectories is None
+    return purpose in ("rollout", "eval")
+
+
+def check(
+    recipe: "Recipe", purpose: Purpose, composed: Composed, prepared: Path | None, after: str | None = None
+) -> None:
+    """Raise RecipeError for the first thing that cannot work.
+
+    `prepared` is the folder that `prepare` will fill (None: nothing prepares), `after` the stage that this one
+    continues: its checkpoint does not exist yet.
+    """
+
+    def refuse(name: str, problem: str, fix: str) -> NoReturn:
+        raise RecipeError(composed.origin(name), name, problem, fix)
+
+    _check_files(recipe, refuse, prepared, after)
+    _check_user_code(recipe, refuse)
+    if purpose == "train":
+        _check_training(recipe, refuse)
+    if runs_chains(recipe, purpose):
+        _check_chains(recipe, refuse, purpose)
+    if runs_chains(recipe, purpose) or purpose == "serve":
+        _check_server(recipe, refuse)
+
+
+Refuse = Callable[[str, str, str], NoReturn]
+
+
+def check_prepare(reference: str | None, composed: Composed) -> None:
+    """Check that the file of `prepare` defines its name, without running it: it may import torch."""
+    if reference is None:
+        return
+    source = composed.origin("prepare")
+    file, colon, name = reference.rpartition(":")
+    if not colon:
+        raise RecipeError(source, "prepare", f"got {reference!r}", "write FILE.py:NAME")
+    if not Path(file).is_file():
+        raise RecipeError(source, "prepare", f"{display(Path(file))}: no such file", "name an existing Python file")
+    try:
+        body = ast.parse(Path(file).read_bytes(), file).body
+    except SyntaxError as error:
+        raise RecipeError(source, "prepare", f"{error}", "correct the file") from None
+    functions = [node.name for node in body if isinstance(node, ast.FunctionDef)]
+    if name not in functions:
+        problem = f"{display(Path(file))} defines no function {name!r}, but {', '.join(functions) or 'none'}"
+        raise RecipeError(source, "prepare", problem, "name a function (folder, seed) of that file")
+
+
+def _check_files(recipe: "Recipe", refuse: Refuse, prepared: Path | None, after: str | None) -> None:
+    def require(name: str, value: str, is_right: Callable[[Path], bool], kind: str) -> None:
+        path = Path(value)
+        if prepared is not None and path.is_relative_to(prepared):
+            return
+        if not path.exists():
+            in_prepared = path.is_relative_to(recipe.output / "prepared")
+            fix = "set prepare: FILE.py:NAME to make it" if in_prepared else f"name an existing {kind}"
+            refuse(name, f"{display(path)}: no such file", fix)
+        if not is_right(path):
+            refuse(name, f"{display(path)} is not a {kind}", f"name a {kind}")
+
+    # what is not absolute is a hub name
+    if after is None and os.path.isabs(recipe.model.path):
+        require("model.path", recipe.model.path, Path.is_dir, "folder with a model, or a hub name")
+    if recipe.model.chat_template:
+        require("model.chat_template", recipe.model.chat_template, Path.is_file, "Jinja file")
+    for name, data in (("data.path", recipe.data), ("eval.data.path", recipe.eval.data)):
+        if data is not None and os.path.isabs(data.path):
+            require(name, data.path, _is_data_file, "JSON, JSONL or parquet file, or a hub name")
+    if recipe.train.from_trajectories:
+        require("train.from_trajectories", recipe.train.from_trajectories, Path.exists, "JSONL file or folder of them")
+    for key, server in recipe.mcp_servers.items():
+        if server.cwd is not None:
+            require(f"mcp_servers.{key}.cwd", server.cwd, Path.is_dir, "folder")
+        # a command with a slash is looked for from its folder, others on PATH
+        command = server.command or sys.executable
+        if "/" in command:
+            command = os.path.join(server.cwd or "", command)
+        if not shutil.which(command):
+            refuse(f"mcp_servers.{key}.command", f"no program {command!r}", "install it, or give its whole path")
+
+
+def _is_data_file(path: Path) -> bool:
+    return path.is_file() and path.suffix in (".json", ".jsonl", ".parquet")
+
+
+def _check_user_code(recipe: "Recipe", refuse: Refuse) -> None:
+    # a check writes nothing, not even bytecode beside the user's files
+    write_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        _load_user_code(recipe, refuse)
+    finally:
+        sys.dont_write_bytecode = write_bytecode
+
+
+def _load_user_code(recipe: "Recipe", refuse: Refuse) -> None:
+    for index, reference in enumerate(recipe.tools):
+        found = _load(reference, f"tools.{index}", refuse)
+        if not (_is_environment(found) or is_tool(found)):
+            refuse(
+                f"tools.{index}",
+                f"{_shown(reference)} is not a tool but a {type(found).__name__}",
+                "put @tool above its definition, or name an Environment class",
+            )
+    for index, reference in enumerate(recipe.rewards):
+        _load(reference, f"rewards.{index}", refuse)
+        try:
+            Rewards.load([reference], Path.cwd())
+        except ValueError:
+            problem = f"{_shown(reference)} is not a reward"
+            refuse(f"rewards.{index}", problem, "put @reward above its definition")
+    for key, server in recipe.mcp_servers.items():
+        if server.module is not None:
+            _load(server.module, f"mcp_servers.{key}.module", refuse)
+
+
+def _load(reference: str, name: str, refuse: Refuse) -> Any:
+    try:
+        return load_object(reference, Path.cwd())
+    except UserCodeError as error:
+        refuse(name, f"unknown: {error}", "name what a file defines, as FILE.py:NAME")
+
+
+def _shown(reference: str) -> str:
+    file, _, name = reference.rpartition(":")
+    return f"{display(Path(file))}:{name}"
+
+
+def _is_environment(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, Environment)
+
+
+def _gives_reward(recipe: "Recipe") -> bool:
+    modules = [*recipe.tools, *(server.module for server in recipe.mcp_servers.values() if server.module)]
+    return (
+        bool(recipe.rewards)
+        or any(server.environment is not None for server in recipe.mcp_servers.values())
+        or any(_is_environment(load_object(module, Path.cwd())) for module in modules)
+    )
+
+
+def _check_training(recipe: "Recipe", refuse: Refuse) -> None:
+    train, lora = recipe.train, recipe.model.lora
+    if recipe.model.dtype == "float16":
+        refuse("model.dtype", "got 'float16': training in it needs loss scaling", "use bfloat16, or float32 on a CPU")
+    if train.warmup_steps > train.steps:
+        refuse("train.warmup_steps", f"got {train.warmup_steps}, more than train.steps={train.steps}", "lower it")
+    if train.strategy == "fsdp2":
+        refuse("train.strategy", "got 'fsdp2': not available yet", "use ddp, or single")
+    if train.strategy == "single" and train.processes > 1:
+        refuse("train.strategy", f"got 'single' with train.processes={train.processes}", "use ddp, or one process")
+    if train.strategy != "single" and train.processes == 1:
+        refuse("train.processes", f"got 1 with train.strategy={train.strategy}", "use at least 2, or strategy single")
+    if recipe.sync.backend == "lora" and lora is None:
+        refuse("sync.backend", "got 'lora', but every weight is trained", "set model.lora.rank, or use file")
+    if recipe.sync.backend == "file" and lora is not None:
+        refuse("sync.backend", "got 'file', but an adapter is trained", "use lora or auto, or set model.lora=null")
+    if train.algorithm == "sft":
+        if recipe.data is None and train.from_trajectories is None:
+            refuse("data", "missing: sft needs conversations", "set data.path, or train.from_trajectories")
+        if train.updates_per_batch > 1:
+            refuse("train.updates_per_batch", f"got {train.updates_per_batch} with sft", "use 1: it is for grpo")
+    elif recipe.rollout.group_size < 2:
+        refuse("rollout.group_size", "got 1: grpo compares the chains of a task", "use at least 2")
+    if recipe.eval.every and not runs_chains(recipe, "train"):
+        what = "sft" if train.algorithm == "sft" else "train.from_trajectories"
+        refuse(
+            "eval.every",
+            f"got {recipe.eval.every}, but {what} runs no chains",
+            "set 0 and run `agentfactory eval` after",
+        )
+
+
+def _check_chains(recipe: "Recipe", refuse: Refuse, purpose: Purpose) -> None:
+    rollout, server = recipe.rollout, recipe.server
+    if purpose == "eval" and recipe.eval.data is None:
+        refuse("eval.data", "missing: there is nothing to evaluate on", "set eval.data.path")
+    if purpose != "eval" and recipe.data is None:
+        refuse("data", "missing: there are no tasks", "set data.path to a file of rows with question or messages")
+    if recipe.eval.every and recipe.eval.data is None:
+        refuse("eval.every", f"got {recipe.eval.every} without held-out tasks", "set eval.data.path")
+    if not _gives_reward(recipe):
+        refuse(
+            "rewards", "empty, and no environment gives a reward", "name FILE.py:NAME of a @reward, or an Environment"
+        )
+    if rollout.max_total_tokens > server.max_model_len:
+        refuse(
+            "rollout.max_total_tokens",
+            f"got {rollout.max_total_tokens}, more than server.max_model_len={server.max_model_len}",
+            f"use at most {server.max_model_len}, or raise server.max_model_len",
+        )
+    if rollout.max_tokens >= rollout.max_total_tokens:
+        refuse(
+            "rollout.max_tokens",
+            f"got {rollout.max_tokens}: one turn fills rollout.max_total_tokens={rollout.max_total_tokens}",
+            "lower it, or raise rollout.max_total_tokens",
+        )
+    if rollout.max_staleness:
+        refuse("rollout.max_staleness", f"got {rollout.max_staleness}: not available yet", "use 0")
+
+
+def _check_server(recipe: "Recipe", refuse: Refuse) -> None:
+    server = recipe.server
+    if server.api_key_env and not os.environ.get(server.api_key_env):
+        refuse("server.api_key_env", f"the variable {server.api_key_env!r} is not set", "export it, or set null")
+    if server.url is not None:
+        parts = urlsplit(server.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            refuse("server.url", f"got {server.url!r}", "write an address such as http://127.0.0.1:8000")
+        return
+    if not _is_loopback(server.host) and not server.api_key_env:
+        refuse(
+            "server.host", f"got {server.host!r}, which others can reach", "use 127.0.0.1, or set server.api_key_env"
+        )
+    if server.engine == "vllm":
+        if importlib.util.find_spec("vllm") is None:
+            refuse(
+                "server.engine",
+                "got 'vllm', which is not installed",
+                "use embedded (small models), or name a running server by server.url",
+            )
+        refuse(
+            "server.engine",
+            "got 'vllm', which is not started from here yet",
+            "start vLLM by hand and set server.url, or use embedded (small models)",
+        )
+    if server.args:
+        refuse("server.args", f"got {short(server.args)}: the embedded engine takes none", "remove it, or use vllm")
+    if recipe.model.lora is not None and server.max_loras < 2:
+        refuse("server.max_loras", f"got {server.max_loras}: the next adapter joins the last one", "use at least 2")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

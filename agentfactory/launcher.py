@@ -1,0 +1,250 @@
+"""What the commands do on one machine: prepare, start the server, start the trainer ranks, and end them all."""
+
+import json
+import logging
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from agentfactory.checks import runs_chains
+from agentfactory.composition import COMMAND_LINE, RecipeError
+from agentfactory.curve import draw_curve
+from agentfactory.processes import POLL_SECONDS, Child, ChildFailed, Children, python
+from agentfactory.recipe import Recipe, StagedRecipe
+from agentfactory.run_folder import RunFolder, RunFolderError, next_free
+
+_ADAPTER = "adapter_config.json"
+TRAIN_SCRIPT = Path(__file__).resolve().parent.parent / "train.py"
+
+Say = Callable[[str], None]
+
+
+def train(recipe: Recipe | StagedRecipe, overwrite: bool, say: Say) -> None:
+    """Run every stage; leaves a run folder. Raises ChildFailed, RunFolderError, KeyboardInterrupt."""
+    folder = RunFolder.create(recipe.output, recipe.to_yaml(), overwrite)
+    try:
+        with Children() as children:
+            _prepare(recipe, children, say)
+            last = _train_stages(recipe, folder, children, say)
+    except BaseException as error:
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        reason = str(error) or type(error).__name__
+        folder.write_summary({**folder.read_summary(), "status": status, "reason": reason, "seed": recipe.seed})
+        raise
+    summary = {**last.read_summary(), "status": "completed"}
+    folder.write_summary(summary)
+    curve = draw_curve(last.read_metrics(), folder.path / "curve.png", recipe.name)
+    say(_conclusion(recipe.name, summary, folder.path, curve))
+
+
+def _train_stages(recipe: Recipe | StagedRecipe, folder: RunFolder, children: Children, say: Say) -> RunFolder:
+    if isinstance(recipe, Recipe):
+        _train_one(recipe, folder, children, say)
+        return folder
+    previous: RunFolder | None = None
+    for number, stage in enumerate(recipe.stages, 1):
+        say(f"stage {number} of {len(recipe.stages)}: {stage.name}")
+        if previous is not None:
+            stage = _with_model(stage, str(_need_checkpoint(previous)))
+        previous = RunFolder.create(stage.output, stage.to_yaml())
+        _train_one(stage, previous, children, say)
+    assert previous is not None  # a staged recipe has at least one stage
+    return previous
+
+
+def _train_one(recipe: Recipe, folder: RunFolder, children: Children, say: Say) -> None:
+    command = [*_trainer_command(recipe), str(folder.recipe)]
+    server = None
+    if runs_chains(recipe, "train") and recipe.server.url is None:
+        server, url = _start_server(recipe, children, folder.logs / "server.log", say)
+        command.append(f"server.url={url}")
+    trainer = children.start("trainer", command, folder.logs / "train.log", env=_trainer_env(recipe, folder), show=True)
+    children.wait(trainer)
+    if server is not None:
+        children.stop(server)
+
+
+def _trainer_command(recipe: Recipe) -> list[str]:
+    if recipe.train.processes == 1:
+        # what `accelerate launch` would do for one process, without the seconds that it takes to import torch
+        return python(str(TRAIN_SCRIPT))
+    return python(
+        *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1"),
+        *("--num_processes", str(recipe.train.processes), "--mixed_precision", "no", "--dynamo_backend", "no"),
+        *("--main_process_port", "0", str(TRAIN_SCRIPT)),
+    )
+
+
+def _trainer_env(recipe: Recipe, folder: RunFolder) -> dict[str, str]:
+    env = folder.attachment()
+    if recipe.train.processes > 1 and not _has_gpu():
+        # several processes on the CPU: neither --cpu nor a MULTI_CPU configuration starts them
+        env["ACCELERATE_USE_CPU"] = "true"
+    return env
+
+
+def _has_gpu() -> bool:
+    # asked in a child: torch stays out of the launcher, and no CUDA context stays behind
+    code = "import torch; raise SystemExit(0 if torch.cuda.is_available() else 3)"
+    status = subprocess.run(python("-c", code), check=False).returncode
+    if status not in (0, 3):
+        raise ChildFailed(f"torch could not be asked for GPUs: exit status {status}")
+    return status == 0
+
+
+def _prepare(recipe: Recipe | StagedRecipe, children: Children, say: Say) -> None:
+    folder = recipe.output / "prepared"
+    if recipe.prepare is None or folder.exists():
+        return
+    say(f"preparing {folder}")
+    arguments = ("-m", "agentfactory.prepare", recipe.prepare, str(folder), str(recipe.seed))
+    children.wait(children.start("prepare function", python(*arguments), recipe.output / "logs" / "prepare.log"))
+
+
+def server_command(recipe: Recipe, adapters: dict[str, Path] | None = None) -> list[str]:
+    """The command that serves `recipe.model`; `adapters` are loaded at the start, by name."""
+    server, model = recipe.server, recipe.model
+    command = python("-m", "rollout.embedded", model.path, "--host", server.host, "--port", str(server.port))
+    command += ["--dtype", model.dtype, "--max-model-len", str(server.max_model_len)]
+    command += ["--max-num-seqs", str(server.max_num_seqs), "--max-loras", str(server.max_loras)]
+    if server.api_key_env:
+        command += ["--api-key-env", server.api_key_env]
+    for name, path in (adapters or {}).items():
+        command += ["--adapter", f"{name}={path}"]
+    return command
+
+
+def _start_server(
+    recipe: Recipe, children: Children, log: Path, say: Say, adapters: dict[str, Path] | None = None
+) -> tuple[Child, str]:
+    """Start a server and wait until it is ready; returns it and its address."""
+    say(f"starting the {recipe.server.engine} server on {recipe.model.path}")
+    server = children.start("server", server_command(recipe, adapters), log)
+    deadline = time.monotonic() + recipe.server.startup_seconds
+    while time.monotonic() < deadline:
+        children.check(server)
+        for line in server.tail(200):
+            # the server takes a free port itself, and says which once it answers
+            if line.startswith("ready http"):
+                return server, line.split()[1]
+        time.sleep(POLL_SECONDS)
+    raise ChildFailed(
+        f"the server was not ready after server.startup_seconds={recipe.server.startup_seconds:g} (log: {log})"
+    )
+
+
+def serve(recipe: Recipe | StagedRecipe, say: Say) -> NoReturn:
+    """Become the server of the recipe's model; of a staged recipe, of its last checkpoint."""
+    with Children() as children:
+        _prepare(recipe, children, say)
+    served = _served(recipe, None)
+    command = server_command(served.recipe, served.adapters)
+    os.execve(command[0], command, {"OMP_WAIT_POLICY": "passive", **os.environ})
+
+
+def evaluate(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say) -> None:
+    """Evaluate `checkpoint` on `eval.data` into `<output>/eval`, eval-2, ... Without one, the recipe's model; of a
+    staged recipe, its last checkpoint."""
+    with _acting("eval", recipe, checkpoint, say) as (served, folder, url):
+        from rollout.evaluate import run_eval
+
+        figures = run_eval(served.recipe, folder.path, url, folder.trajectories, folder.log, served.name)
+        folder.write_summary({"checkpoint": served.label, "seed": recipe.seed, **figures})
+    for name, value in figures.items():
+        say(f"{name:32} {value:.4f}")
+    say(f"{recipe.name}: evaluated {served.label}; run folder {folder.path}")
+
+
+def roll_out(recipe: Recipe | StagedRecipe, say: Say) -> None:
+    """Run one group of chains for every task of `data` and save them into `<output>/rollout`, rollout-2, ..."""
+    with _acting("rollout", recipe, None, say) as (served, folder, url):
+        from rollout.evaluate import run_rollout
+
+        figures = run_rollout(served.recipe, folder.path, url, folder.trajectories, folder.log, served.name)
+        folder.write_summary({"checkpoint": served.label, "seed": recipe.seed, **figures})
+    say(f"{recipe.name}: chains are saved; train on them with train.from_trajectories={folder.trajectories}")
+
+
+@dataclass
+class _Served:
+    """What a server is to serve: the recipe with the base model's path, adapters, the name that requests use."""
+
+    recipe: Recipe
+    label: str
+    name: str = "policy"
+    adapters: dict[str, Path] = field(default_factory=dict)
+
+
+def _served(recipe: Recipe | StagedRecipe, checkpoint: Path | None) -> _Served:
+    if checkpoint is not None:
+        checkpoint = checkpoint.expanduser().resolve()
+        if not checkpoint.is_dir():
+            raise RecipeError(COMMAND_LINE, "--checkpoint", f"{checkpoint}: no such folder", "name a checkpoint")
+    if isinstance(recipe, StagedRecipe):
+        stage = recipe.stages[-1]
+        path = checkpoint or _need_checkpoint(RunFolder(stage.output))
+    else:
+        stage, path = recipe, checkpoint or Path(recipe.model.path)
+    if (path / _ADAPTER).is_file():
+        base = json.loads((path / _ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"]
+        return _Served(_with_model(stage, base), str(path), "checkpoint", {"checkpoint": path})
+    return _Served(_with_model(stage, str(path)), str(path))
+
+
+@contextmanager
+def _acting(
+    command: str, recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say
+) -> Iterator[tuple[_Served, RunFolder, str]]:
+    """A run folder of its own, and the address of a server for `command`."""
+    served = _served(recipe, checkpoint)
+    with Children() as children:
+        _prepare(recipe, children, say)
+        path = next_free(recipe.output / command)
+        acting = served.recipe.model_copy(update={"output": path, "prepare": None})
+        folder = RunFolder.create(path, acting.to_yaml())
+        logging.basicConfig(filename=folder.logs / f"{command}.log", level=logging.INFO)
+        if served.recipe.server.url is not None:
+            yield served, folder, served.recipe.server.url
+            return
+        log = folder.logs / "server.log"
+        server, url = _start_server(served.recipe, children, log, say, served.adapters)
+        try:
+            yield served, folder, url
+        except Exception:
+            # where the server is gone, that is the cause
+            children.check(server)
+            raise
+
+
+def _with_model(recipe: Recipe, path: str) -> Recipe:
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": path})})
+
+
+def _need_checkpoint(folder: RunFolder) -> Path:
+    checkpoint = folder.last_checkpoint()
+    if checkpoint is None:
+        raise RunFolderError(f"{folder.checkpoints} holds no checkpoint; fix: run `agentfactory train` first")
+    return checkpoint
+
+
+def _conclusion(name: str, summary: dict[str, Any], folder: Path, curve: Path | None) -> str:
+    figures = [
+        f"{kind} {summary[before]:.2f} -> {summary[after]:.2f}"
+        for kind, before, after in (
+            ("success", "success_before", "success_after"),
+            ("greedy", "greedy_before", "greedy_after"),
+        )
+        if summary.get(before) is not None and summary.get(after) is not None
+    ]
+    if "steps" in summary:
+        figures.append(f"{summary['steps']} steps")
+    if "train_wall_seconds" in summary:
+        figures.append(f"{summary['train_wall_seconds']:.0f} s of training")
+    places = [f"checkpoint {summary['checkpoint']}"] if summary.get("checkpoint") else []
+    places += [f"curve {curve}"] if curve else []
+    return f"{name}: " + "; ".join([*([", ".join(figures)] if figures else []), *places, f"run folder {folder}"])

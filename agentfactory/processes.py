@@ -1,0 +1,159 @@
+"""Child processes of the launcher: started with a log, watched, and ended with all that they started."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+import psutil
+
+from tools import lifeline
+
+POLL_SECONDS = 0.1
+_TERM_SECONDS = 5.0
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class ChildFailed(Exception):
+    """A child ended that should not have, or ended badly; the message says which, how, and where its log is."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP came; like Ctrl-C it unwinds everything."""
+
+
+def python(*arguments: str) -> list[str]:
+    """A command that runs this Python without the current folder on its path, where a user's tools.py may lie."""
+    return [sys.executable, "-P", *arguments]
+
+
+@dataclass
+class Child:
+    """A running child; `name` is what people call it, `log` the file that it writes to."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def failure(self) -> ChildFailed:
+        """How this child, which has ended, ended."""
+        status = self.process.returncode
+        if status < 0:
+            how = f"was ended by signal {-status} ({signal.Signals(-status).name})"
+        else:
+            how = f"ended with exit status {status}"
+        # the last line of a traceback, or what the process said before it left
+        said = next((line.strip() for line in reversed(self.tail(40)) if line.strip()), "")
+        return ChildFailed(f"the {self.name} {how}" + (f": {said[:500]}" if said else "") + f" (log: {self.log})")
+
+    def tail(self, lines: int) -> list[str]:
+        """The log's last lines."""
+        return self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
+
+
+class Children:
+    """The children of one command. Leaving the context ends them and all their descendants.
+
+    A terminal's Ctrl-C reaches only this process, which then ends the others in order: each child leads a session of
+    its own. Descendants whose parent died come to this process, so that they are found (Linux); children of ours also
+    end by themselves when this process is killed (`tools.lifeline`).
+    """
+
+    def __enter__(self) -> Self:
+        self._children: list[Child] = []
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        # nohup has SIGHUP ignored, and it stays so
+        wanted = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+        self._handlers = {number: signal.signal(number, _terminated) for number in wanted}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        # a second Ctrl-C must not leave anything behind: the end is seconds away
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in self._handlers:
+            signal.signal(number, signal.SIG_IGN)
+        for child in reversed(self._children):
+            self.stop(child)
+        _kill(psutil.Process().children(recursive=True))
+        for number, handler in {**self._handlers, signal.SIGINT: interrupt}.items():
+            signal.signal(number, handler)
+
+    def start(
+        self, name: str, command: Sequence[str], log: Path, env: dict[str, str] | None = None, show: bool = False
+    ) -> Child:
+        """Start a child; its output goes to `log`, with `show` only what it writes to stderr."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=None if show else file,
+                stderr=file,
+                # waiting threads that spin would take the cores from the other processes
+                env={"OMP_WAIT_POLICY": "passive", **os.environ, **lifeline.environment(), **(env or {})},
+                start_new_session=True,
+            )
+        child = Child(name, process, log)
+        self._children.append(child)
+        return child
+
+    def wait(self, child: Child) -> None:
+        """Wait until `child` ends well. Raises ChildFailed when it ends badly, or another child ends first."""
+        while child.process.poll() is None:
+            self.check(*(other for other in self._children if other is not child))
+            time.sleep(POLL_SECONDS)
+        # what another one's death brought down is not the cause
+        self.check(*(other for other in self._children if other is not child))
+        self._children.remove(child)
+        if child.process.returncode != 0:
+            raise child.failure()
+
+    def check(self, *children: Child) -> None:
+        """Raise ChildFailed if one of these, which should run, does not."""
+        for child in children:
+            if child.process.poll() is not None:
+                raise child.failure()
+
+    def stop(self, child: Child) -> None:
+        """End a child: SIGTERM, which it passes on in its own order; what is left after 5 s is killed."""
+        descendants = _descendants(child)
+        if child.process.poll() is None:
+            child.process.terminate()
+            try:
+                child.process.wait(_TERM_SECONDS)
+            except subprocess.TimeoutExpired:
+                descendants += _descendants(child)
+                child.process.kill()
+                child.process.wait()
+        psutil.wait_procs(descendants, timeout=1.0)
+        _kill(descendants)
+        if child in self._children:
+            self._children.remove(child)
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    raise Terminated(signal.Signals(number).name)
+
+
+def _descendants(child: Child) -> list[psutil.Process]:
+    try:
+        return psutil.Process(child.process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(processes, timeout=1.0)

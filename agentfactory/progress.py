@@ -1,0 +1,104 @@
+"""Progress that a person likes to watch: a live table and a bar on a terminal, plain lines elsewhere."""
+
+import time
+from collections import deque
+from typing import Any, Literal
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+_ROWS = 10
+_COLUMNS = {
+    "grpo": {"reward": "{:.3f}", "success": "{:.2f}", "turns": "{:.1f}", "entropy": "{:.2f}"},
+    "sft": {"loss": "{:.4f}", "grad_norm": "{:.2f}"},
+}
+
+
+class Progress:
+    """Shows a training run of `total` steps. Feed it the lines of metrics.jsonl; use it as a context manager."""
+
+    def __init__(self, total: int, kind: Literal["grpo", "sft"], console: Console | None = None):
+        self.total = total
+        self.columns = _COLUMNS[kind]
+        self.console = console or Console(highlight=False)
+        self._rows: deque[list[str]] = deque(maxlen=_ROWS)
+        self._started = time.monotonic()
+        self._step = 0
+        self._plain_at = 0.0
+        self._live: Live | None = None
+        if self.console.is_terminal:
+            self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=4)
+            self._live.start()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def update(self, metrics: dict[str, Any]) -> None:
+        """Take one line of metrics. Lines without a step's figures are evaluations, and shown as notes."""
+        shown = {name: form.format(metrics[name]) for name, form in self.columns.items() if name in metrics}
+        if not shown:
+            self._note_evaluation(metrics)
+            return
+        self._step = metrics["step"]
+        speed = f"{metrics['tokens_per_second']:,.0f}" if "tokens_per_second" in metrics else ""
+        if self._live:
+            self._rows.append([str(self._step), *(shown.get(name, "") for name in self.columns), speed])
+            return
+        # many short steps, as in SFT, give a line per second and one for the last
+        now = time.monotonic()
+        if now - self._plain_at >= 1.0 or self._step == self.total:
+            self._plain_at = now
+            figures = "  ".join(f"{name} {text}" for name, text in shown.items())
+            self._print(f"step {self._step}/{self.total}  {figures}  {speed} tokens/s  {self._eta()}")
+
+    def note(self, text: str) -> None:
+        """A line of its own, which stays."""
+        self._print(text)
+
+    def close(self) -> None:
+        """Leave the terminal as it was; what was shown stays."""
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+    def _note_evaluation(self, metrics: dict[str, Any]) -> None:
+        figures = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
+        if figures:
+            # success where the tasks have one, else the reward
+            wanted = [name for name in figures if name.endswith("/success")] or [
+                name for name in figures if name.endswith("/reward")
+            ]
+            text = ", ".join(f"{name.replace('/', ' ')} {figures[name]:.3f}" for name in wanted or figures)
+            self._print(f"held-out tasks after step {metrics.get('step', 0)}: {text}")
+
+    def _print(self, text: str) -> None:
+        self.console.print(Text(text), soft_wrap=True)
+
+    def _eta(self) -> str:
+        if not self._step:
+            return ""
+        spent = time.monotonic() - self._started
+        return f"{_clock(spent)} spent, {_clock(spent / self._step * (self.total - self._step))} left"
+
+    def _render(self) -> Group:
+        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+        for name in ("step", *self.columns, "tokens/s"):
+            table.add_column(name, justify="right", header_style="bold")
+        for row in self._rows:
+            table.add_row(*row)
+        bar = Table.grid(padding=(0, 2, 0, 0))
+        done = f"{self._step}/{self.total}"
+        bar.add_row(ProgressBar(total=self.total, completed=self._step, width=40), done, self._eta())
+        return Group(table, bar) if self._rows else Group(bar)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

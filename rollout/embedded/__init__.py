@@ -1,0 +1,1 @@
+"""The embedded engine: continuous batching over one preallocated KV cache, for a CPU or one GPU, with vLLM's routes."""

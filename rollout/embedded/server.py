@@ -1,0 +1,453 @@
+"""The embedded engine behind vLLM's routes, on aiohttp: one thread, engine steps inline in the event loop."""
+
+import asyncio
+import hmac
+import json
+import random
+import uuid
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from aiohttp import web
+
+from rollout.embedded.engine import Engine, Request
+from rollout.embedded.lora import Adapter, AdapterError
+from rollout.embedded.weights import WeightsError, checksums, load_weights
+
+Json = dict[str, Any]
+Handler = Callable[["Server", web.BaseRequest], Awaitable[Json]]
+
+# Turns of the event loop after each step: sockets are read, requests parsed, answers written.
+LOOP_TURNS = 4
+
+# Sampling parameters that are understood, and those that are accepted only at the value that changes nothing.
+_SAMPLING = {"temperature", "max_tokens", "logprobs", "stop_token_ids", "ignore_eos", "seed"}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "stop": (None, []),
+    "prompt_logprobs": (None,),
+}
+_REQUEST = {"request_id", "token_ids", "sampling_params", "model", "stream"}
+
+
+class ApiError(Exception):
+    """An error answer in vLLM's shape."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Server:
+    """State of one server: the engine, its adapters, and whether it is paused, asleep or being updated."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        served_model_name: str,
+        max_loras: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        api_key: str | None = None,
+    ) -> None:
+        self.engine = engine
+        self.served_model_name = served_model_name
+        self.max_loras = max_loras
+        self.eos_token_ids = eos_token_ids
+        self.adapters: dict[str, Adapter] = {}
+        self._authorization = f"Bearer {api_key}".encode() if api_key else None
+        self._device = engine.device
+        self._asleep: set[str] = set()  # of "weights", "kv_cache"
+        self._frozen = False  # paused with requests kept: no steps
+        self._updating = False  # between start_weight_update and finish_weight_update: no steps
+        self._updated = False
+        self._open = asyncio.Event()  # new requests pass; closed while paused
+        self._open.set()
+        self._work = asyncio.Event()
+        self._in_flight: set[asyncio.Future[None]] = set()
+
+    # ---- the loop
+
+    async def run_engine(self) -> None:
+        """Step while there is work, for ever."""
+        while True:
+            if self._frozen or self._updating or self._asleep or not self.engine.busy:
+                self._work.clear()
+                await self._work.wait()
+                continue
+            self.engine.step()
+            for _ in range(LOOP_TURNS):
+                await asyncio.sleep(0)
+
+    async def dispatch(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one HTTP request: JSON in, JSON out."""
+        try:
+            if self._authorization and request.path != "/health":
+                given = request.headers.get("Authorization", "").encode()
+                if not hmac.compare_digest(given, self._authorization):
+                    return _answer({"error": "Unauthorized"}, 401)
+            methods = ROUTES.get(request.path)
+            if methods is None:
+                raise ApiError(404, f"there is no route {request.path}")
+            method, handler = methods
+            if request.method != method:
+                raise ApiError(405, f"{request.path} takes {method}, not {request.method}")
+            return _answer(await handler(self, request))
+        except ApiError as error:
+            kind = {400: "BadRequestError", 404: "NotFoundError"}.get(error.status, "ServerError")
+            body = {"message": str(error), "type": kind, "param": None, "code": error.status}
+            return _answer({"error": body}, error.status)
+
+    # ---- generation
+
+    async def generate(self, http: web.BaseRequest) -> Json:
+        body = await _body(http)
+        while not self._open.is_set():
+            await self._open.wait()
+        if self._asleep:
+            raise ApiError(503, "the server is asleep; POST /wake_up first")
+        finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        request = self._request(body, partial(_finish, finished))
+        self.engine.add(request)
+        self._in_flight.add(finished)
+        self._work.set()
+        try:
+            await finished
+        except asyncio.CancelledError:  # the client has gone
+            self.engine.abort(request)
+            raise
+        finally:
+            self._in_flight.discard(finished)
+        if request.finish_reason == "error":
+            raise ApiError(500, "the model's logits hold NaN: its weights or the adapter have diverged")
+        tokens = request.tokens
+        logprobs = None
+        if body["sampling_params"].get("logprobs") is not None:
+            logprobs = {
+                "content": [
+                    {"token_id": token, "logprob": logprob}
+                    for token, logprob in zip(tokens, request.logprobs, strict=True)
+                ]
+            }
+        ends = [start for _, start in request.versions[1:]] + [len(tokens)]
+        stopped = request.finish_reason == "stop" and tokens[-1] not in self.eos_token_ids
+        choice = {
+            "index": 0,
+            "finish_reason": request.finish_reason,
+            "stop_reason": tokens[-1] if stopped else None,
+            "token_ids": tokens,
+            "logprobs": logprobs,
+            "weight_versions": [
+                {"version": version, "start": start, "end": end}
+                for (version, start), end in zip(request.versions, ends, strict=True)
+            ],
+        }
+        return {"request_id": body.get("request_id") or uuid.uuid4().hex, "choices": [choice]}
+
+    def _request(self, body: Json, on_finish: Callable[[Request], None]) -> Request:
+        """Check a generate body and turn it into an engine request."""
+        if unknown := body.keys() - _REQUEST:
+            raise ApiError(400, f"{min(unknown)}: not supported by the embedded engine")
+        if body.get("stream"):
+            raise ApiError(400, "stream: not supported by the embedded engine")
+        name = body.get("model") or self.served_model_name
+        adapter = None
+        if name != self.served_model_name:
+            adapter = self.adapters.get(name)
+            if adapter is None:
+                raise ApiError(404, f"The model `{name}` does not exist.")
+        prompt, limit = _token_ids(body.get("token_ids"), "token_ids"), self.engine.max_model_len
+        if not len(prompt):
+            raise ApiError(400, "token_ids: must hold at least one token")
+        if len(prompt) >= limit:
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {limit} tokens. However, your prompt contains {len(prompt)} "
+                "input tokens, which leaves no room for output tokens. Please reduce the length of the input prompt.",
+            )
+        if int(prompt.min()) < 0 or int(prompt.max()) >= self.engine.vocab_size:
+            raise ApiError(400, f"token_ids: must be from 0 to {self.engine.vocab_size - 1}")
+        params = body.get("sampling_params")
+        if not isinstance(params, dict):
+            raise ApiError(400, "sampling_params: must be an object")
+        for key, value in params.items():
+            if key not in _SAMPLING and value not in _NEUTRAL.get(key, ()):
+                only = f"; only {_NEUTRAL[key][0]} is" if key in _NEUTRAL else ""
+                raise ApiError(400, f"sampling_params.{key}: {value!r} is not supported by the embedded engine{only}")
+        temperature = params.get("temperature", 1.0)
+        if not _is_number(temperature) or not 0 <= temperature < float("inf"):
+            raise ApiError(400, f"sampling_params.temperature: {temperature!r} is not a number of at least 0")
+        max_tokens = params.get("max_tokens")
+        if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+            raise ApiError(400, f"sampling_params.max_tokens: {max_tokens!r} is not an integer of at least 1")
+        if params.get("logprobs") not in (None, 0):
+            raise ApiError(400, "sampling_params.logprobs: only 0 (the sampled token's) is supported")
+        seed = params.get("seed")
+        if seed is not None and type(seed) is not int:
+            raise ApiError(400, f"sampling_params.seed: {seed!r} is not an integer")
+        stop = frozenset(_token_ids(params.get("stop_token_ids") or [], "sampling_params.stop_token_ids").tolist())
+        return Request(
+            prompt=prompt,
+            max_tokens=max_tokens or limit,
+            on_finish=on_finish,
+            temperature=float(temperature),
+            stop=stop if params.get("ignore_eos") else stop | self.eos_token_ids,
+            generator=random.Random(seed),
+            adapter=adapter,
+        )
+
+    # ---- pausing
+
+    async def pause(self, http: web.BaseRequest) -> Json:
+        """Hold new requests back; those in flight are ended (abort), completed (wait) or frozen (keep)."""
+        await self._pause(http.query.get("mode", "abort"))
+        return {"status": "paused"}
+
+    async def _pause(self, mode: str) -> None:
+        if mode not in ("abort", "wait", "keep"):
+            raise ApiError(400, f"mode: {mode!r} is not one of abort, wait, keep")
+        self._open.clear()
+        if mode == "abort":
+            for request in self.engine.requests():
+                self.engine.abort(request)
+        elif mode == "keep":
+            self._frozen = True
+        else:
+            self._frozen = False
+            self._work.set()
+            if self._in_flight:
+                await asyncio.wait(self._in_flight)
+
+    async def resume(self, http: web.BaseRequest) -> Json:
+        self._frozen = False
+        self._open.set()
+        self._work.set()
+        return {"status": "resumed"}
+
+    async def is_paused(self, http: web.BaseRequest) -> Json:
+        return {"is_paused": not self._open.is_set()}
+
+    # ---- weights
+
+    async def init_weight_transfer_engine(self, http: web.BaseRequest) -> Json:
+        if (await _body(http)).get("init_info"):
+            raise ApiError(400, "init_info: the file backend takes none; send {}")
+        return {"message": "Weight transfer initialized"}
+
+    async def start_weight_update(self, http: web.BaseRequest) -> Json:
+        """No step runs until finish_weight_update. Requests in flight must have been paused."""
+        if self.engine.busy and not self._frozen:
+            raise ApiError(409, "requests are running; POST /pause first")
+        self._updating, self._updated = True, False
+        return {"message": "Weight update started"}
+
+    async def update_weights(self, http: web.BaseRequest) -> Json:
+        info = (await _body(http)).get("update_info")
+        if not isinstance(info, dict) or info.keys() != {"path"} or not isinstance(info["path"], str):
+            raise ApiError(400, 'update_info: the file backend takes {"path": "<safetensors file>"}')
+        if not self._updating:
+            raise ApiError(400, "no weight update has been started; POST /start_weight_update first")
+        try:
+            load_weights(self.engine.model, info["path"])
+        except WeightsError as error:
+            raise ApiError(400, str(error)) from error
+        self._updated = True
+        return {"message": "Weights updated"}
+
+    async def finish_weight_update(self, http: web.BaseRequest) -> Json:
+        version = (await _body(http)).get("weight_version")
+        if not self._updating:
+            raise ApiError(400, "no weight update has been started; POST /start_weight_update first")
+        if version is not None and not isinstance(version, str):
+            raise ApiError(400, f"weight_version: {version!r} is not a string")
+        if version is not None and not self._updated:
+            raise ApiError(400, "weight_version: no weights were updated; POST /update_weights first")
+        self._updating = False
+        if version is not None:
+            self.engine.weight_version = version
+        self._work.set()
+        return {"message": "Weight update finished"}
+
+    async def weight_info(self, http: web.BaseRequest) -> Json:
+        return {"weight_version": self.engine.weight_version}
+
+    async def weight_checker(self, http: web.BaseRequest) -> Json:
+        action = (await _body(http)).get("action")
+        if action != "checksum":
+            raise ApiError(400, f"action: {action!r} is not supported by the embedded engine; only checksum is")
+        return {"checksums": checksums(self.engine.model)}
+
+    # ---- cache and sleep
+
+    async def reset_prefix_cache(self, http: web.BaseRequest) -> Json:
+        running = http.query.get("reset_running_requests", "false").lower() in ("true", "1")
+        return {"success": self.engine.reset_prefix_cache(running)}
+
+    async def sleep(self, http: web.BaseRequest) -> Json:
+        """Level 1: free the cache and, on a GPU, move the weights to the CPU. With requests in flight `mode` must
+        say what becomes of them, as in /pause; kept ones compute their cache again after /wake_up."""
+        if http.query.get("level", "1") != "1":
+            raise ApiError(400, f"level: {http.query['level']!r} is not supported by the embedded engine; only 1 is")
+        if not self._asleep:
+            was_open, was_frozen = self._open.is_set(), self._frozen
+            if self.engine.busy:
+                if "mode" not in http.query:
+                    raise ApiError(409, "requests are running; pause first or give mode=abort, wait or keep")
+                await self._pause(http.query["mode"])
+            self._asleep = {"weights", "kv_cache"}
+            self.engine.free_cache()
+            if self._device.type == "cuda":
+                self.engine.model.to("cpu")
+                torch.cuda.empty_cache()
+            self._frozen = was_frozen
+            if was_open:
+                self._open.set()
+        return {"status": "sleeping", "level": 1}
+
+    async def wake_up(self, http: web.BaseRequest) -> Json:
+        """Undo /sleep, all or the parts named by `tags` (weights, kv_cache)."""
+        tags = set(http.query.getall("tags", [])) or {"weights", "kv_cache"}
+        if unknown := tags - {"weights", "kv_cache"}:
+            raise ApiError(400, f"tags: {min(unknown)!r} is not one of weights, kv_cache")
+        if "weights" in tags & self._asleep:
+            self.engine.model.to(self._device)
+        if "kv_cache" in tags & self._asleep:
+            self.engine.allocate_cache()
+        self._asleep -= tags
+        self._work.set()
+        return {"status": "sleeping" if self._asleep else "awake"}
+
+    async def is_sleeping(self, http: web.BaseRequest) -> Json:
+        return {"is_sleeping": bool(self._asleep)}
+
+    # ---- models
+
+    async def health(self, http: web.BaseRequest) -> Json:
+        return {}
+
+    async def models(self, http: web.BaseRequest) -> Json:
+        base = {
+            "id": self.served_model_name,
+            "object": "model",
+            "owned_by": "agentfactory",
+            "root": self.engine.model.config.name_or_path,
+            "parent": None,
+            "max_model_len": self.engine.max_model_len,
+        }
+        adapters = [
+            {"id": a.name, "object": "model", "owned_by": "agentfactory", "root": a.path, "parent": base["id"]}
+            for a in self.adapters.values()
+        ]
+        return {"object": "list", "data": [base, *adapters]}
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Serve the adapter in folder `path` under `name`. Raises AdapterError."""
+        if name == self.served_model_name:
+            raise AdapterError(f"The lora adapter '{name}' conflicts with a served base model.")
+        if name in self.adapters:
+            raise AdapterError(f"The lora adapter '{name}' has already been loaded, from {self.adapters[name].path}.")
+        if len(self.adapters) >= self.max_loras:
+            raise AdapterError(f"{self.max_loras} adapters are loaded; unload one or raise --max-loras")
+        self.adapters[name] = self.engine.adapters.load(name, path)
+
+    async def load_lora_adapter(self, http: web.BaseRequest) -> Json:
+        body = await _body(http)
+        name, path = body.get("lora_name"), body.get("lora_path")
+        if not (isinstance(name, str) and name and isinstance(path, str) and path):
+            raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.")
+        if unknown := body.keys() - {"lora_name", "lora_path"}:
+            raise ApiError(400, f"{min(unknown)}: not supported by the embedded engine")
+        try:
+            self.load_adapter(name, path)
+        except AdapterError as error:
+            raise ApiError(400, str(error)) from error
+        return {"message": f"Success: LoRA adapter '{name}' added successfully."}
+
+    async def unload_lora_adapter(self, http: web.BaseRequest) -> Json:
+        """Forget the name at once, as vLLM does; requests in flight finish with the adapter they began with."""
+        name = (await _body(http)).get("lora_name")
+        if name not in self.adapters:
+            raise ApiError(404, f"The lora adapter '{name}' cannot be found.")
+        del self.adapters[name]
+        return {"message": f"Success: LoRA adapter '{name}' removed successfully."}
+
+    async def openapi(self, http: web.BaseRequest) -> Json:
+        return {
+            "openapi": "3.1.0",
+            "info": {"title": "AgentFactory embedded engine", "version": "0.1.0"},
+            "paths": {
+                path: {method.lower(): {"responses": {"200": {"description": "OK"}}}}
+                for path, (method, _) in ROUTES.items()
+            },
+        }
+
+
+ROUTES: dict[str, tuple[str, Handler]] = {
+    "/inference/v1/generate": ("POST", Server.generate),
+    "/pause": ("POST", Server.pause),
+    "/resume": ("POST", Server.resume),
+    "/is_paused": ("GET", Server.is_paused),
+    "/health": ("GET", Server.health),
+    "/v1/models": ("GET", Server.models),
+    "/openapi.json": ("GET", Server.openapi),
+    "/init_weight_transfer_engine": ("POST", Server.init_weight_transfer_engine),
+    "/start_weight_update": ("POST", Server.start_weight_update),
+    "/update_weights": ("POST", Server.update_weights),
+    "/finish_weight_update": ("POST", Server.finish_weight_update),
+    "/weight_info": ("GET", Server.weight_info),
+    "/weight_checker": ("POST", Server.weight_checker),
+    "/reset_prefix_cache": ("POST", Server.reset_prefix_cache),
+    "/sleep": ("POST", Server.sleep),
+    "/wake_up": ("POST", Server.wake_up),
+    "/is_sleeping": ("GET", Server.is_sleeping),
+    "/v1/load_lora_adapter": ("POST", Server.load_lora_adapter),
+    "/v1/unload_lora_adapter": ("POST", Server.unload_lora_adapter),
+}
+
+
+def _answer(body: Json, status: int = 200) -> web.Response:
+    return web.Response(body=json.dumps(body).encode(), status=status, content_type="application/json")
+
+
+def _finish(finished: "asyncio.Future[None]", request: Request) -> None:
+    if not finished.done():  # done: its client has gone
+        finished.set_result(None)
+
+
+async def _body(http: web.BaseRequest) -> Json:
+    raw = await http.read()
+    try:
+        body = json.loads(raw) if raw else {}
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return body
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _token_ids(value: Any, name: str) -> np.ndarray:
+    """A JSON list as int64; raises ApiError unless it holds integers only."""
+    if isinstance(value, list):
+        if not value:
+            return np.empty(0, np.int64)
+        try:
+            array = np.asarray(value)
+        except ValueError:  # nested lists of different lengths
+            array = np.empty((0, 0))
+        if array.ndim == 1 and array.dtype.kind == "i":
+            return array
+    raise ApiError(400, f"{name}: must be a list of integers")

@@ -1,0 +1,69 @@
+"""Recipes on disk, and the command as a person runs it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+TOOLS = '''
+from agentfactory import Environment, reward, tool
+
+
+@tool
+def search(query: str) -> str:
+    """Look something up."""
+    return query
+
+
+@reward
+def exact(prediction: str, answer: str) -> float:
+    return float(prediction == answer)
+
+
+class World(Environment):
+    def reward(self):
+        return 1.0
+
+
+def plain():
+    return 1
+'''
+
+RECIPE = """
+model: {path: model, dtype: float32}
+data: {path: tasks.jsonl}
+eval: {data: {path: heldout.jsonl}}
+tools: [my_tools.py:search]
+rewards: [my_tools.py:exact]
+server: {engine: embedded}
+train: {steps: 10, learning_rate: 1e-5}
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with `recipe.yaml` and all that it names; it is the current folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    for name in ("tasks.jsonl", "heldout.jsonl"):
+        (tmp_path / name).write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    (tmp_path / "my_tools.py").write_text(TOOLS)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def agentfactory() -> Command:
+    """Runs `agentfactory ARGUMENTS` in the current folder, as a process."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [os.path.join(os.path.dirname(sys.executable), "agentfactory"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    return run

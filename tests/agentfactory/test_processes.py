@@ -1,0 +1,106 @@
+"""Children are ended with all that they started, and their deaths are told."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from agentfactory.processes import Child, ChildFailed, Children
+
+# a child with a child, which notes its own number
+FAMILY = """
+import subprocess, sys, time
+inner = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+subprocess.Popen([sys.executable, "-c", inner, sys.argv[1]], start_new_session=True)
+time.sleep(60)
+"""
+
+
+def start(children: Children, folder: Path, name: str, code: str, *arguments: str) -> Child:
+    return children.start(name, [sys.executable, "-c", code, *arguments], folder / f"{name}.log")
+
+
+def wait_for(path: Path) -> str:
+    while not path.exists() or not path.read_text():
+        time.sleep(0.05)
+    return path.read_text()
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.parametrize("first", [None, signal.SIGKILL])
+def test_leaving_ends_grandchildren_too(tmp_path: Path, first: signal.Signals | None) -> None:
+    with Children() as children:
+        child = start(children, tmp_path, "family", FAMILY, str(tmp_path / "pid"))
+        grandchild = int(wait_for(tmp_path / "pid"))
+        if first:
+            # its parent dies first, so that only this process can still find it
+            child.process.send_signal(first)
+            child.process.wait()
+    assert child.process.poll() is not None
+    assert gone(grandchild)
+
+
+def test_a_stubborn_child_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import signal, sys, time; signal.signal(15, signal.SIG_IGN); open(sys.argv[1], 'w').write('x'); time.sleep(60)"
+    )
+    with Children() as children:
+        child = start(children, tmp_path, "stubborn", code, str(tmp_path / "up"))
+        wait_for(tmp_path / "up")
+    assert child.process.returncode == -signal.SIGKILL
+
+
+def test_a_bad_end_is_told_with_its_last_words(tmp_path: Path) -> None:
+    with Children() as children:
+        child = start(children, tmp_path, "trainer", "raise ValueError('no luck')")
+        with pytest.raises(
+            ChildFailed, match=r"the trainer ended with exit status 1: ValueError: no luck \(log: .*trainer\.log"
+        ):
+            children.wait(child)
+
+
+def test_the_death_of_a_neighbour_is_the_cause(tmp_path: Path) -> None:
+    with Children() as children:
+        server = start(children, tmp_path, "server", "import time; time.sleep(60)")
+        trainer = start(children, tmp_path, "trainer", "import time; time.sleep(60)")
+        server.process.kill()
+        with pytest.raises(ChildFailed, match=r"the server was ended by signal 9 \(SIGKILL\)"):
+            children.wait(trainer)
+    assert trainer.process.returncode == -signal.SIGTERM
+
+
+def test_a_good_end_is_silent(tmp_path: Path) -> None:
+    with Children() as children:
+        children.wait(start(children, tmp_path, "trainer", "print('done')"))
+    assert (tmp_path / "trainer.log").read_text() == "done\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_unwind_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from agentfactory.processes import Children
+try:
+    with Children() as children:
+        child = children.start("family", [sys.executable, "-c", {FAMILY!r}, sys.argv[1]], Path(sys.argv[1] + ".log"))
+        children.wait(child)
+except KeyboardInterrupt as error:
+    raise SystemExit(130)
+"""
+    pid = tmp_path / "pid"
+    launcher = subprocess.Popen([sys.executable, "-c", code, str(pid)])
+    grandchild = int(wait_for(pid))
+    launcher.send_signal(number)
+    assert launcher.wait(timeout=20) == 130
+    assert gone(grandchild)

@@ -1,0 +1,69 @@
+"""A run folder's layout, and what protects what is in it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentfactory.run_folder import RunFolder, RunFolderError, next_free
+
+
+def test_layout_and_metrics(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "name: x\n")
+    seen: list[dict] = []
+    folder.on_log = seen.append
+    assert sorted(path.name for path in folder.path.iterdir()) == ["checkpoints", "logs", "recipe.yaml", "trajectories"]
+    folder.log({"step": 1, "loss": 0.5})
+    folder.log({"step": 2, "loss": 0.25})
+    assert [json.loads(line) for line in folder.metrics.read_text().splitlines()] == seen
+    assert list(folder.read_metrics()) == seen
+    folder.metrics.write_text(folder.metrics.read_text() + '{"step": 3, "lo')
+    assert list(folder.read_metrics()) == seen
+
+
+def test_summary_is_whole(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "")
+    assert folder.read_summary() == {}
+    folder.write_summary({"success_after": 0.9})
+    folder.write_summary({"success_after": 0.95})
+    assert folder.read_summary() == {"success_after": 0.95}
+    assert [path.name for path in folder.path.glob("summary*")] == ["summary.json"]
+
+
+def test_the_last_checkpoint_is_that_of_the_highest_step(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "")
+    assert folder.last_checkpoint() is None
+    for step in ("step-000009", "step-1000000", "step-000100", ".step-2000000.partial"):
+        (folder.checkpoints / step).mkdir()
+    assert folder.last_checkpoint() == folder.checkpoints / "step-1000000"
+
+
+def test_only_a_run_is_overwritten_and_only_when_asked(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    RunFolder.create(path, "first")
+    with pytest.raises(RunFolderError, match=r"--overwrite"):
+        RunFolder.create(path, "second")
+    (path / "metrics.jsonl").write_text("{}\n")
+    assert RunFolder.create(path, "second", overwrite=True).recipe.read_text() == "second"
+    assert not (path / "metrics.jsonl").exists()
+    (path / "recipe.yaml").unlink()
+    with pytest.raises(RunFolderError, match="not a run folder"):
+        RunFolder.create(path, "third", overwrite=True)
+
+
+def test_a_process_of_the_launcher_attaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder.create(tmp_path / "run", "launcher's")
+    with pytest.raises(RunFolderError):
+        RunFolder.create_or_attach(folder.path, "trainer's")
+    for name, value in folder.attachment().items():
+        monkeypatch.setenv(name, value)
+    assert RunFolder.create_or_attach(folder.path, "trainer's").recipe.read_text() == "launcher's"
+    assert RunFolder.create_or_attach(tmp_path / "other", "trainer's").recipe.read_text() == "trainer's"
+
+
+def test_next_free(tmp_path: Path) -> None:
+    for expected in ("eval", "eval-2", "eval-3"):
+        path = next_free(tmp_path / "eval")
+        assert path.name == expected
+        path.mkdir()

@@ -1,0 +1,527 @@
+"""The embedded engine as users meet it: real processes over HTTP, compared with transformers and peft."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import peft
+import pytest
+import pytest_asyncio
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.3,  # far from uniform, so that a wrong key or position shows
+    "eos_token_id": 96,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+MAX_MODEL_LEN = 2000
+KEY = "s3cret"
+
+
+def make_model(folder: Path, kind: str = "qwen3", seed: int = 0) -> Path:
+    torch.manual_seed(seed)
+    model: PreTrainedModel
+    if kind == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1, tie_word_embeddings=False))
+    model.save_pretrained(folder)
+    return folder
+
+
+class Running:
+    """A server process and what a client does with it."""
+
+    def __init__(self, model: Path, *flags: str, env: dict[str, str] | None = None) -> None:
+        self.model = model
+        command = [sys.executable, "-P", "-m", "rollout.embedded", str(model), "--port", "0", *flags]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+        )
+
+    def wait(self) -> "Running":
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("ready http://127.0.0.1:"), line
+        self.url = line.split()[1]
+        return self
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Running]]:
+    folder = tmp_path_factory.mktemp("models")
+    flags = ("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "12", "--max-loras", "2")
+    qwen3 = Running(make_model(folder / "qwen3"), *flags)
+    llama = Running(make_model(folder / "llama", "llama"), *flags, "--api-key-env", "TEST_KEY", env={"TEST_KEY": KEY})
+    yield qwen3.wait(), llama.wait()
+    assert qwen3.stop() == 0
+    assert llama.stop() == 0
+
+
+class Client:
+    def __init__(self, server: Running, session: aiohttp.ClientSession) -> None:
+        self.server, self.session = server, session
+
+    async def post(self, path: str, body: Any = None, status: int = 200) -> Any:
+        async with self.session.post(self.server.url + path, json=body) as answer:
+            content = await answer.json()
+            assert answer.status == status, content
+            return content
+
+    async def get(self, path: str, status: int = 200) -> Any:
+        async with self.session.get(self.server.url + path) as answer:
+            content = await answer.json()
+            assert answer.status == status, content
+            return content
+
+    async def generate(self, ids: list[int], *, model: str = "policy", status: int = 200, **params: Any) -> Any:
+        params = {"temperature": 1.0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True, **params}
+        body = {"token_ids": ids, "sampling_params": params, "model": model}
+        content = await self.post("/inference/v1/generate", body, status)
+        return content["choices"][0] if status == 200 else content["error"]["message"]
+
+    async def update(self, weights: Path, version: str) -> None:
+        await self.post("/start_weight_update")
+        await self.post("/update_weights", {"update_info": {"path": str(weights)}})
+        await self.post("/finish_weight_update", {"weight_version": version})
+
+
+@pytest_asyncio.fixture
+async def client(servers: tuple[Running, Running]) -> AsyncIterator[Client]:
+    async with aiohttp.ClientSession() as session:
+        client = Client(servers[0], session)
+        yield client
+        # whatever a test did, the next one meets the first weights and an empty cache
+        await client.post("/wake_up")
+        await client.post("/resume")
+        await client.update(client.server.model / "model.safetensors", "0")
+        assert (await client.post("/reset_prefix_cache"))["success"]
+
+
+@pytest_asyncio.fixture
+async def llama(servers: tuple[Running, Running]) -> AsyncIterator[Client]:
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as session:
+        yield Client(servers[1], session)
+
+
+def reference(folder: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+@torch.no_grad()
+def expected_logprobs(model: torch.nn.Module, prompt: list[int], tokens: list[int], temperature: float) -> torch.Tensor:
+    logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, eos_token_id=-1
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def check_logprobs(model: torch.nn.Module, prompt: list[int], choice: Any, temperature: float = 1.0) -> None:
+    entries = choice["logprobs"]["content"]
+    assert [e["token_id"] for e in entries] == choice["token_ids"]
+    got = torch.tensor([e["logprob"] for e in entries])
+    torch.testing.assert_close(
+        got, expected_logprobs(model, prompt, choice["token_ids"], temperature), atol=1e-4, rtol=0
+    )
+
+
+def some_ids(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, 96, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def shifted(model: Path, target: Path, **change: torch.Tensor) -> Path:
+    """The model's weights, all multiplied by 1.1, with some tensors replaced."""
+    tensors = {name: tensor * 1.1 for name, tensor in load_file(model / "model.safetensors").items()}
+    save_file({**tensors, **change}, target)
+    return target
+
+
+async def test_greedy_equals_generate(client: Client, llama: Client) -> None:
+    for each in (client, llama):
+        model = reference(each.server.model)
+        for length in (1, 3, 40, 300):
+            prompt = some_ids(length)
+            choice = await each.generate(prompt, temperature=0, max_tokens=24)
+            assert choice["token_ids"] == greedy(model, prompt, 24)
+            assert choice["finish_reason"] == "length"
+            check_logprobs(model, prompt, choice)
+
+
+async def test_concurrent_logprobs_equal_transformers(client: Client, llama: Client) -> None:
+    for each in (client, llama):
+        model = reference(each.server.model)
+        cases = [(some_ids(n, n), t) for n in (1, 2, 17, 33, 70, 150, 400, 1500) for t in (0.7, 1.0, 1.6)]
+        prompts = [prompt for prompt, _ in cases]
+        choices = await asyncio.gather(
+            *[each.generate(p, temperature=t, max_tokens=5 + i) for i, (p, t) in enumerate(cases)]
+        )
+        for i, (prompt, (_, temperature), choice) in enumerate(zip(prompts, cases, choices, strict=True)):
+            assert len(choice["token_ids"]) == 5 + i
+            check_logprobs(model, prompt, choice, temperature)
+
+
+async def test_continued_conversations_reuse_the_cache_exactly(client: Client) -> None:
+    model = reference(client.server.model)
+
+    async def chain(index: int) -> None:
+        ids = some_ids(40, index // 4)  # groups of four share a prompt
+        for turn in range(4):
+            choice = await client.generate(ids, max_tokens=6 + index % 3)
+            check_logprobs(model, ids, choice)
+            ids = ids + choice["token_ids"] + some_ids(25, 100 * index + turn)
+        fork = ids[:60] + some_ids(9, index)
+        check_logprobs(model, fork, await client.generate(fork))
+
+    await asyncio.gather(*[chain(i) for i in range(16)])
+
+
+async def test_seed_decides_the_sample_whatever_the_batch(client: Client) -> None:
+    prompt = some_ids(30)
+    alone = await client.generate(prompt, seed=7, max_tokens=30)
+    others = [client.generate(some_ids(20 + i, i), max_tokens=30) for i in range(8)]
+    crowded, *_ = await asyncio.gather(client.generate(prompt, seed=7, max_tokens=30), *others)
+    assert alone["token_ids"] == crowded["token_ids"]
+    assert alone["token_ids"] != (await client.generate(prompt, seed=8, max_tokens=30))["token_ids"]
+
+
+async def test_samples_follow_the_distribution(client: Client) -> None:
+    prompt = some_ids(30)
+    choices = await asyncio.gather(*[client.generate(prompt, max_tokens=1, temperature=2.0) for _ in range(600)])
+    drawn = torch.bincount(torch.tensor([c["token_ids"][0] for c in choices]), minlength=97) / 600
+    with torch.no_grad():
+        logits = reference(client.server.model)(input_ids=torch.tensor([prompt])).logits[0, -1]
+    assert (drawn - torch.softmax(logits / 2.0, -1)).abs().max() < 0.1
+
+
+async def test_stop_tokens(client: Client) -> None:
+    prompt = some_ids(30)
+    free = (await client.generate(prompt, temperature=0, max_tokens=20))["token_ids"]
+    stop = free[4]
+    choice = await client.generate(prompt, temperature=0, max_tokens=20, stop_token_ids=[stop])
+    assert choice["token_ids"] == free[: free.index(stop) + 1]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+
+
+async def test_the_models_own_end_token_stops(client: Client) -> None:
+    choices = await asyncio.gather(
+        *[client.generate(some_ids(5, i), max_tokens=200, temperature=3.0, ignore_eos=False) for i in range(12)]
+    )
+    for choice in choices:
+        ended = choice["token_ids"][-1] == 96
+        assert choice["finish_reason"] == ("stop" if ended else "length")
+        assert choice["stop_reason"] is None
+        assert 96 not in choice["token_ids"][:-1]
+    assert any(choice["finish_reason"] == "stop" for choice in choices)
+
+
+async def test_full_update(client: Client, tmp_path: Path) -> None:
+    prompt = some_ids(30)
+    before = await client.generate(prompt, temperature=0)
+    assert before["weight_versions"] == [{"version": "0", "start": 0, "end": 8}]
+    old = await client.post("/weight_checker", {"action": "checksum"})
+    weights = shifted(client.server.model, tmp_path / "new.safetensors")
+    await client.update(weights, "1")
+    await client.post("/reset_prefix_cache")
+    after = await client.generate(prompt, temperature=0)
+    assert after["weight_versions"] == [{"version": "1", "start": 0, "end": 8}]
+    assert await client.get("/weight_info") == {"weight_version": "1"}
+    model = reference(client.server.model)
+    model.load_state_dict(load_file(weights), strict=False)
+    check_logprobs(model, prompt, after)
+    new = await client.post("/weight_checker", {"action": "checksum"})
+    assert old["checksums"].keys() == new["checksums"].keys() == dict(model.named_parameters()).keys()
+    assert all(old["checksums"][name] != new["checksums"][name] for name in new["checksums"])
+
+
+async def test_wrong_weights_change_nothing(client: Client, tmp_path: Path) -> None:
+    old = await client.post("/weight_checker", {"action": "checksum"})
+    tensors = load_file(shifted(client.server.model, tmp_path / "good.safetensors"))
+    norm = "model.norm.weight"
+    embed = tensors["model.embed_tokens.weight"]
+    broken = {
+        "lacks the tensor model.norm.weight": {k: v for k, v in tensors.items() if k != norm},
+        "has no tensor model.nonsense": {**tensors, "model.nonsense": torch.zeros(1)},
+        "model.norm.weight has shape (5,)": {**tensors, norm: torch.zeros(5)},
+        "are tied but differ": {**tensors, "lm_head.weight": embed + 1},
+    }
+    for message, content in broken.items():
+        save_file(content, tmp_path / "bad.safetensors")
+        info = {"update_info": {"path": str(tmp_path / "bad.safetensors")}}
+        assert "/start_weight_update first" in (await client.post("/update_weights", info, 400))["error"]["message"]
+        await client.post("/start_weight_update")
+        assert message in (await client.post("/update_weights", info, 400))["error"]["message"]
+        await client.post("/finish_weight_update", {"weight_version": "1"}, 400)
+        await client.post("/finish_weight_update")
+    (tmp_path / "bad.safetensors").write_bytes(b"no tensors here")
+    await client.post("/start_weight_update")
+    for path in ("bad.safetensors", "none.safetensors"):
+        await client.post("/update_weights", {"update_info": {"path": str(tmp_path / path)}}, 400)
+    assert await client.post("/weight_checker", {"action": "checksum"}) == old
+    # either name of tied tensors will do
+    del tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embed}, tmp_path / "head.safetensors")
+    await client.post("/update_weights", {"update_info": {"path": str(tmp_path / "head.safetensors")}})
+    await client.post("/finish_weight_update", {"weight_version": "1"})
+    assert await client.post("/weight_checker", {"action": "checksum"}) != old
+
+
+async def test_an_update_needs_a_reset_of_the_cache(client: Client, tmp_path: Path) -> None:
+    prompt = some_ids(60)
+    await client.generate(prompt, temperature=0)
+    weights = shifted(client.server.model, tmp_path / "new.safetensors")
+    await client.update(weights, "1")
+    model = reference(client.server.model)
+    model.load_state_dict(load_file(weights), strict=False)
+    stale = await client.generate(prompt, temperature=0)
+    with pytest.raises(AssertionError):
+        check_logprobs(model, prompt, stale)
+    assert (await client.post("/reset_prefix_cache")) == {"success": True}
+    check_logprobs(model, prompt, await client.generate(prompt, temperature=0))
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+async def test_update_in_mid_generation(client: Client, tmp_path: Path, recompute: bool) -> None:
+    prompt, count = some_ids(30), 1500
+    running = asyncio.create_task(client.generate(prompt, temperature=0, max_tokens=count))
+    await asyncio.sleep(0.2)
+    assert "POST /pause first" in (await client.post("/start_weight_update", status=409))["error"]["message"]
+    await client.post("/pause?mode=keep")
+    assert await client.get("/is_paused") == {"is_paused": True}
+    held = asyncio.create_task(client.generate(some_ids(5)))
+    weights = shifted(client.server.model, tmp_path / "new.safetensors")
+    await client.update(weights, "1")
+    if recompute:
+        assert (await client.post("/reset_prefix_cache")) == {"success": False}
+        assert (await client.post("/reset_prefix_cache?reset_running_requests=true")) == {"success": True}
+    assert not running.done()
+    assert not held.done()
+    await client.post("/resume")
+    choice = await running
+    assert (await held)["weight_versions"] == [{"version": "1", "start": 0, "end": 8}]
+    first, second = choice["weight_versions"]
+    cut = first["end"]
+    assert (first["version"], first["start"]) == ("0", 0)
+    assert second == {"version": "1", "start": cut, "end": count}
+    assert 0 < cut < count
+    tokens, entries = choice["token_ids"], choice["logprobs"]["content"]
+    old, new = reference(client.server.model), reference(client.server.model)
+    new.load_state_dict(load_file(weights), strict=False)
+    check_logprobs(old, prompt, {"token_ids": tokens[:cut], "logprobs": {"content": entries[:cut]}})
+    rest = {"token_ids": tokens[cut:], "logprobs": {"content": entries[cut:]}}
+    if recompute:
+        check_logprobs(new, prompt + tokens[:cut], rest)
+    else:
+        with pytest.raises(AssertionError):
+            check_logprobs(new, prompt + tokens[:cut], rest)
+
+
+async def test_pause_abort_and_wait(client: Client) -> None:
+    running = asyncio.create_task(client.generate(some_ids(30), max_tokens=1500))
+    await asyncio.sleep(0.1)
+    await client.post("/pause")
+    choice = await running
+    assert choice["finish_reason"] == "abort"
+    assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == choice["weight_versions"][0]["end"] < 1500
+    await client.post("/resume")
+    running = asyncio.create_task(client.generate(some_ids(30), max_tokens=300))
+    await asyncio.sleep(0.05)
+    await client.post("/pause?mode=wait")
+    assert (await running)["finish_reason"] == "length"
+    assert (
+        "'soon' is not one of abort, wait, keep"
+        in (await client.post("/pause?mode=soon", status=400))["error"]["message"]
+    )
+
+
+async def test_a_client_that_leaves_frees_its_slot(client: Client) -> None:
+    running = [asyncio.create_task(client.generate(some_ids(9, i), max_tokens=1900)) for i in range(20)]
+    await asyncio.sleep(0.2)
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    await client.generate(some_ids(5))
+    assert (await client.post("/reset_prefix_cache")) == {"success": True}
+
+
+def make_adapter(model: Path, folder: Path, seed: int, **config: Any) -> Path:
+    torch.manual_seed(seed)
+    wrapped = peft.get_peft_model(reference(model), peft.LoraConfig(**{"target_modules": "all-linear", **config}))
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    wrapped.save_pretrained(folder)
+    return folder
+
+
+async def test_adapters_and_base_in_one_batch(client: Client, tmp_path: Path) -> None:
+    model = client.server.model
+    paths = {
+        "run-1": make_adapter(model, tmp_path / "a", 1, r=4, lora_alpha=8),
+        "run-2": make_adapter(model, tmp_path / "b", 2, r=8, lora_alpha=4, use_rslora=True, target_modules=["q_proj"]),
+    }
+    for name, path in paths.items():
+        await client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+    models = (await client.get("/v1/models"))["data"]
+    assert [(m["id"], m["parent"]) for m in models] == [("policy", None), ("run-1", "policy"), ("run-2", "policy")]
+    references: dict[str, torch.nn.Module] = {"policy": reference(model)}
+    for name, path in paths.items():
+        references[name] = peft.PeftModel.from_pretrained(reference(model), path).eval()
+    prompt = some_ids(50)
+    cases = [name for name in references for _ in range(4)]
+    for _ in range(2):  # the second time from the cache, which no two models may share
+        choices = await asyncio.gather(*[client.generate(prompt, model=name, max_tokens=12) for name in cases])
+        for name, choice in zip(cases, choices, strict=True):
+            check_logprobs(references[name], prompt, choice)
+            version = "0" if name == "policy" else name
+            assert choice["weight_versions"] == [{"version": version, "start": 0, "end": 12}]
+
+    async def refused(name: str, path: Path) -> str:
+        body = {"lora_name": name, "lora_path": str(path)}
+        return (await client.post("/v1/load_lora_adapter", body, 400))["error"]["message"]
+
+    assert "already been loaded" in await refused("run-1", paths["run-2"])
+    assert "raise --max-loras" in await refused("run-3", paths["run-2"])
+    # unloading takes the name away at once; a request in flight finishes with its adapter
+    running = asyncio.create_task(client.generate(prompt, model="run-2", max_tokens=400))
+    await asyncio.sleep(0.1)
+    await client.post("/v1/unload_lora_adapter", {"lora_name": "run-2"})
+    assert "does not exist" in await client.generate(prompt, model="run-2", status=404)
+    check_logprobs(references["run-2"], prompt, await running)
+    await client.post("/v1/unload_lora_adapter", {"lora_name": "run-2"}, 404)
+    # the same name with other weights does not meet the old cache
+    await client.post("/v1/unload_lora_adapter", {"lora_name": "run-1"})
+    await client.post("/v1/load_lora_adapter", {"lora_name": "run-1", "lora_path": str(paths["run-2"])})
+    check_logprobs(references["run-2"], prompt, await client.generate(prompt, model="run-1"))
+    bad = {
+        "use_dora": {"use_dora": True},
+        "bias": {"bias": "lora_only"},
+        "modules_to_save": {"modules_to_save": ["norm"]},
+        "rank_pattern": {"rank_pattern": {"q_proj": 2}},
+        "lm_head": {"target_modules": ["lm_head"]},
+    }
+    for word, config in bad.items():
+        assert word in await refused("bad", make_adapter(model, tmp_path / word, 3, **config))
+    assert "not a readable adapter folder" in await refused("bad", tmp_path / "nowhere")
+    await client.post("/v1/unload_lora_adapter", {"lora_name": "run-1"})
+
+
+async def test_sleep_and_wake(client: Client) -> None:
+    prompt = some_ids(40)
+    before = await client.generate(prompt, temperature=0)
+    running = asyncio.create_task(client.generate(prompt, temperature=0, max_tokens=1000))
+    await asyncio.sleep(0.1)
+    assert "requests are running" in (await client.post("/sleep?level=1", status=409))["error"]["message"]
+    await client.post("/sleep?level=1&mode=keep")
+    assert await client.get("/is_sleeping") == {"is_sleeping": True}
+    assert "asleep" in await client.generate(prompt, status=503)
+    assert (await client.post("/wake_up?tags=weights"))["status"] == "sleeping"
+    assert (await client.post("/wake_up"))["status"] == "awake"
+    assert await client.get("/is_sleeping") == {"is_sleeping": False}
+    check_logprobs(reference(client.server.model), prompt, await running)
+    assert (await client.generate(prompt, temperature=0))["token_ids"] == before["token_ids"]
+    await client.post("/sleep?level=2", status=400)
+
+
+async def test_error_answers(client: Client) -> None:
+    assert await client.generate([1], model="other", status=404) == "The model `other` does not exist."
+    long = await client.generate([1] * MAX_MODEL_LEN, status=400)
+    assert long.startswith(f"This model's maximum context length is {MAX_MODEL_LEN} tokens.")
+    full = await client.generate([1] * (MAX_MODEL_LEN - 3), max_tokens=99)
+    assert (len(full["token_ids"]), full["finish_reason"]) == (3, "length")
+    assert "token_ids" in await client.generate([], status=400)
+    assert "from 0 to 96" in await client.generate([97], status=400)
+    assert "from 0 to 96" in await client.generate([-1], status=400)
+    for ids in ([1.5], ["a"], [[1], [1, 2]], [True], None, [2**70]):
+        assert "token_ids: must be a list of integers" in await client.generate(ids, status=400)  # type: ignore[arg-type]
+    for params in (
+        {"top_p": 0.9},
+        {"top_k": 5},
+        {"guided": 1},
+        {"temperature": -1},
+        {"temperature": "hot"},
+        {"max_tokens": 0},
+        {"logprobs": 3},
+        {"seed": "x"},
+        {"stop_token_ids": "x"},
+    ):
+        assert next(iter(params)) in await client.generate([1], status=400, **params)
+    await client.generate([1], top_p=1.0, top_k=0)
+    body = {"token_ids": [1], "sampling_params": {}, "wrong": 1}
+    assert "wrong" in (await client.post("/inference/v1/generate", body, 400))["error"]["message"]
+    assert "JSON object" in (await client.post("/inference/v1/generate", [1], 400))["error"]["message"]
+    await client.post("/nowhere", status=404)
+    await client.get("/pause", status=405)
+    await client.post("/weight_checker", {"action": "reset"}, 400)
+    async with client.session.post(client.server.url + "/inference/v1/generate", data=b"{") as answer:
+        assert answer.status == 400
+
+
+async def test_routes_are_listed(client: Client) -> None:
+    paths = (await client.get("/openapi.json"))["paths"]
+    assert {"/inference/v1/generate", "/pause", "/update_weights", "/v1/load_lora_adapter", "/sleep"} <= paths.keys()
+    assert await client.get("/health") == {}
+
+
+async def test_api_key_guards_everything_but_health(servers: tuple[Running, Running]) -> None:
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
+        async with aiohttp.ClientSession(headers=headers) as session:
+            stranger = Client(servers[1], session)
+            await stranger.post("/inference/v1/generate", {"token_ids": [1], "sampling_params": {}}, 401)
+            await stranger.post("/pause", status=401)
+            await stranger.get("/v1/models", 401)
+            await stranger.get("/health")
+
+
+def test_start_up_errors(servers: tuple[Running, Running], tmp_path: Path) -> None:
+    def fails(*flags: str) -> str:
+        command = [sys.executable, "-P", "-m", "rollout.embedded", *flags]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+        assert done.returncode == 2
+        return done.stderr.strip().splitlines()[-1]
+
+    model = str(servers[0].model)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert f"cannot listen on 127.0.0.1:{port}" in fails(model, "--port", port)
+    assert "needs --api-key-env" in fails(model, "--port", "0", "--host", "0.0.0.0")
+    assert "NO_SUCH_KEY: this environment variable is not set" in fails(
+        model, "--port", "0", "--api-key-env", "NO_SUCH_KEY"
+    )
+    assert "cannot load the model" in fails(str(tmp_path / "none"), "--port", "0")

@@ -1,0 +1,457 @@
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_tokenizers import MERGES_NEWLINE, REORDERS_KEYS, STRIPS_REASONING, make_tokenizer, trl_template
+from transformers import AutoTokenizer
+
+from rollout.config import ModelConfig
+from rollout.renderer import Parsed, TemplateRenderer, load_renderer, load_tokenizer, make_renderer
+from rollout.trajectory import Row, Span
+from tools.messages import Message, ToolCall, ToolSpec
+
+SPECS = [
+    ToolSpec("move", "Move.", {"type": "object", "properties": {"to": {"type": "string"}, "by": {"type": "integer"}}}),
+    ToolSpec("look", "Look.", {"type": "object", "properties": {}}),
+]
+OPENING: list[Message] = [{"role": "system", "content": "You hunt."}, {"role": "user", "content": "The treasure?"}]
+TEMPLATES = {
+    "qwen2_5": trl_template("qwen2_5"),
+    "qwen3": trl_template("qwen3"),
+    "qwen3_vl": trl_template("qwen3_vl"),
+    "strips reasoning": STRIPS_REASONING,
+    "merges a newline": MERGES_NEWLINE,
+    "reorders keys": REORDERS_KEYS,
+}
+
+
+def renderer_of(name: str, **options: Any) -> TemplateRenderer:
+    """Tokens of the tokenizer may span any characters where the template is to merge them with a newline."""
+    merges = name == "merges a newline"
+    tokenizer = make_tokenizer(TEMPLATES[name], splits=not merges, eos="<|endoftext|>" if merges else "<|im_end|>")
+    return make_renderer(tokenizer, **options)
+
+
+def encode(renderer: TemplateRenderer, text: str) -> list[int]:
+    return renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def whole_ids(renderer: TemplateRenderer, messages: list[Message], prompt: bool = False) -> list[int]:
+    return renderer.tokenizer.apply_chat_template(
+        messages,
+        tools=[spec.to_openai() for spec in SPECS],
+        chat_template=renderer.chat_template,
+        add_generation_prompt=prompt,
+    )["input_ids"]
+
+
+def call(n: int, name: str = "move", **arguments: Any) -> dict[str, Any]:
+    return ToolCall(f"call_{n}", name, arguments).to_openai()
+
+
+def result(n: int, content: str, name: str = "move") -> Message:
+    return {"role": "tool", "name": name, "tool_call_id": f"call_{n}", "content": content}
+
+
+CONVERSATION: list[Message] = [
+    *OPENING,
+    {"role": "assistant", "content": "I go.", "tool_calls": [call(0, to="north", by=2)]},
+    result(0, "A wall.\n\nIt says <tool_call>."),
+    {"role": "assistant", "content": "", "tool_calls": [call(1, by=1, to="east"), call(2, "look")]},
+    result(1, "Grass."),
+    result(2, "Trees.", "look"),
+    {"role": "user", "content": "Hurry!"},
+    {"role": "assistant", "content": "", "tool_calls": [call(3, "look")]},
+    result(3, "", "look"),
+    {"role": "assistant", "content": "Found it."},
+]
+
+
+# --- what the adversarial templates are found to do -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "choice", "reason"),
+    [
+        ("strips reasoning", "fork", "rewrites history: '<think>"),
+        ("merges a newline", "append", "tokens merge across the turn boundary: the boundary is tokenised apart"),
+        ("merges a newline", "append", "closes turns with plain text"),
+        ("reorders keys", "append", "re-serialises tool calls: sampled ids are kept"),
+        ("qwen3", "training variant", "rewrites history: '<think>"),
+        ("qwen2_5", "append", "leaves earlier turns as they were on every probe"),
+    ],
+)
+def test_the_choice_is_logged_with_its_reasons(name: str, choice: str, reason: str) -> None:
+    records: list[dict] = []
+    renderer = renderer_of(name, log=records.append)
+    assert records == [{"renderer": renderer.info}]
+    assert renderer.info["choice"] == choice
+    assert any(found.startswith(reason) for found in renderer.info["reasons"]), renderer.info
+    assert len(renderer.info["template_sha256"]) == 64
+    json.dumps(renderer.info)
+
+
+# --- chains ---------------------------------------------------------------------------------------------------------
+
+
+def sampled_turns(renderer: TemplateRenderer, rng: random.Random) -> Iterator[list[int]]:
+    """Ids as models sample them: calls in unusual JSON, reasoning, malformed calls, noise; some cut before the end."""
+    end = renderer.stop_token_ids[0]
+    vocabulary = [i for i in range(len(renderer.tokenizer)) if i not in renderer.stop_token_ids]
+    while True:
+        kind = rng.randrange(6)
+        if kind == 0:
+            ids = rng.choices(vocabulary, k=rng.randrange(12))
+        else:
+            text = [
+                '<tool_call>{"arguments":{"to":"north",  "by":1},"name":"move"}</tool_call>',
+                "<think>\nNorth.\n</think>\n\n" + '<tool_call>\n{"name": "look"}\n</tool_call>\n' * 2,
+                '<tool_call>{"name": "move", "arguments": ["north"]}</tool_call>',
+                "Done.\n",
+                "\nThe end\n\n",
+            ][kind - 1]
+            # not the canonical tokens of the text: a model may sample any split of it
+            at = rng.randrange(len(text))
+            ids = encode(renderer, text[:at]) + encode(renderer, text[at:])
+        yield ids[: rng.randrange(len(ids) + 1)] if rng.random() < 0.3 else [*ids, end]
+
+
+def answers(parsed: Parsed, rng: random.Random) -> list[Message]:
+    if parsed.calls:
+        texts = ["north\n", "", "<tool_call>{}</tool_call>", "You see <think> and ~."]
+        return [result(int(c.id.removeprefix("call_")), rng.choice(texts), c.name) for c in parsed.calls]
+    return [{"role": "user", "content": parsed.error or "Go on."}]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_pieces_are_what_the_server_was_sent_and_only_sampled_ids_are_trained(name: str) -> None:
+    renderer = renderer_of(name)
+    rng = random.Random(0)
+    forks = 0
+    for _ in range(40):
+        turns = sampled_turns(renderer, rng)
+        messages = list(OPENING)
+        rows, sampled = [Row()], []
+        rows[0].append_context(renderer.open(messages, SPECS))
+        for _ in range(6):
+            sent = list(rows[-1].token_ids)
+            ids = next(turns)
+            sampled.append((len(rows) - 1, len(sent), ids))
+            rows[-1].append_sampled(ids, [-1.0] * len(ids), [Span("0", 0, len(ids))])
+            parsed = renderer.parse(ids, first_call=10 * len(messages))
+            new = answers(parsed, rng)
+            messages += [parsed.message, *new]
+            following = renderer.extend(rows[-1].token_ids, messages, new, SPECS)
+            assert rows[-1].token_ids == sent + ids, "extend leaves the row alone"
+            if following is None:
+                rows.append(Row())
+                following = renderer.open(messages, SPECS)
+                assert following == whole_ids(renderer, messages, prompt=True)
+                forks += 1
+            rows[-1].append_context(following)
+        for number, row in enumerate(rows):
+            trained = [i for i, bit in enumerate(row.mask) if bit]
+            mine = [(start, ids) for n, start, ids in sampled if n == number]
+            assert trained == [start + i for start, ids in mine for i in range(len(ids))]
+            assert [row.token_ids[i] for i in trained] == [i for _, ids in mine for i in ids]
+    assert (forks > 0) == (name == "strips reasoning")
+
+
+@pytest.mark.parametrize("name", [n for n in TEMPLATES if n not in ("merges a newline", "strips reasoning")])
+def test_context_between_turns_is_the_templates_own(name: str) -> None:
+    """Whatever is sampled, the ids around it are those that the template gives around a turn of its own."""
+    renderer = renderer_of(name)
+    end = renderer.stop_token_ids[0]
+    row = renderer.conversation_row(CONVERSATION, SPECS)
+    assert row.token_ids == whole_ids(renderer, CONVERSATION)[: len(row.token_ids)]
+    expected: list[list[int]] = [[]]
+    for token, bit in zip(row.token_ids, row.mask, strict=True):
+        if bit and expected[-1]:
+            expected.append([])
+        elif not bit:
+            expected[-1].append(token)
+    turns = [i for i, m in enumerate(CONVERSATION) if m["role"] == "assistant"]
+    for cut in (False, True):
+        ids = renderer.open(CONVERSATION[: turns[0]], SPECS)
+        assert ids == expected[0]
+        for turn, following, context in zip(turns, turns[1:], expected[1:], strict=False):
+            ids += [70, 71] if cut else [70, 71, end]
+            new = CONVERSATION[turn + 1 : following]
+            piece = renderer.extend(ids, CONVERSATION[:following], new, SPECS)
+            assert piece == ([end, *context] if cut else context)
+            ids += piece
+
+
+def test_text_between_turns_of_a_template_without_an_end_of_turn_token() -> None:
+    renderer = renderer_of("merges a newline")
+    text = renderer.tokenizer.decode
+    eos = renderer.tokenizer.eos_token_id
+    assert renderer.stop_token_ids == [eos]
+    ids = renderer.open(OPENING, SPECS)
+    piece = renderer.extend([*ids, *encode(renderer, "Hm.")], [], [{"role": "user", "content": "So?"}], SPECS)
+    assert text(piece) == "\n\nuser: So?\n\nassistant: "
+    assert piece == encode(renderer, text(piece)), "tokenised apart from the sampled turn"
+    merged = encode(renderer, "Hm." + text(piece))
+    assert merged != encode(renderer, "Hm.") + piece, "the tokenizer would have merged over the boundary"
+    assert renderer.extend([*ids, eos], [], [{"role": "user", "content": "So?"}], SPECS) == piece
+    row = renderer.conversation_row(CONVERSATION, SPECS)
+    assert row.token_ids[-1] == eos, "training teaches the token that ends a turn in the chain"
+
+
+def test_a_forking_template_extends_where_it_leaves_the_text_alone() -> None:
+    renderer = renderer_of("strips reasoning")
+    end = renderer.stop_token_ids[0]
+
+    def following(said: str, new: list[Message], cut: bool = False) -> list[int] | None:
+        ids = [*renderer.open(OPENING, SPECS), *encode(renderer, said), *([] if cut else [end])]
+        return renderer.extend(ids, [*OPENING, renderer.parse(encode(renderer, said)).message, *new], new, SPECS)
+
+    user: list[Message] = [{"role": "user", "content": "So?"}]
+    thought = '<think>\nNorth.\n</think>\n\n<tool_call>\n{"name": "move", "arguments": {"to": "north"}}\n</tool_call>'
+    rest = "\n<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n"
+    assert following("Done.", user) == encode(renderer, rest)
+    assert following("Done.", user, cut=True) == encode(renderer, "<|im_end|>" + rest)
+    assert following("<think>\nNorth.\n</think>\n\nDone.", user) is None, "drops the reasoning"
+    assert following("<think>\nNorth.\n</think>\n\nDone.", [result(0, "Grass.")]) is not None, "still keeps it"
+    assert following(thought, [result(0, "Grass.")]) is not None
+    assert following(thought.replace(": ", ":"), [result(0, "Grass.")]) is None, "re-serialised"
+    with pytest.raises(ValueError, match="message 3: the chat template rewrites the turns before it"):
+        renderer.conversation_row(
+            [*OPENING, {"role": "assistant", "content": "<think>\nNo.\n</think>\n\nDone."}, *user, *CONVERSATION[-1:]],
+            SPECS,
+        )
+
+
+def test_context_that_was_cut_inside_a_call_or_a_thought_is_closed() -> None:
+    renderer = renderer_of("qwen3")
+    for text in ("<think>\nI wonder", '<tool_call>\n{"name": "mo', ""):
+        ids = [*renderer.open(OPENING, SPECS), *encode(renderer, text)]
+        piece = renderer.extend(ids, [], [{"role": "user", "content": "Too long."}], SPECS)
+        expected = "<|im_end|>\n<|im_start|>user\nToo long.<|im_end|>\n<|im_start|>assistant\n"
+        assert renderer.tokenizer.decode(piece) == expected
+
+
+def test_other_stop_tokens_do_not_close_a_turn() -> None:
+    tokenizer = make_tokenizer(trl_template("qwen2_5"))
+    other = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    renderer = make_renderer(tokenizer, eos_token_ids=[other])
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert renderer.stop_token_ids == sorted([other, end])
+    piece = renderer.extend([*renderer.open(OPENING, SPECS), other], [], [{"role": "user", "content": "?"}], SPECS)
+    assert piece is not None
+    assert piece[0] == end
+
+
+def test_tools_may_change_between_calls() -> None:
+    renderer = renderer_of("qwen2_5")
+    first, other = renderer.open(OPENING, SPECS), renderer.open(OPENING, SPECS[:1])
+    assert first != other
+    assert renderer.open(OPENING, SPECS) == first
+    assert renderer.open(OPENING, SPECS[:1]) == other
+
+
+def test_results_are_the_callers_own() -> None:
+    renderer = renderer_of("qwen2_5")
+    ids = renderer.open(OPENING, SPECS)
+    expected = list(ids)
+    ids.clear()
+    assert renderer.open(OPENING, SPECS) == expected
+
+
+# --- parse ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("added", [("<tool_call>", "</tool_call>", "<think>", "</think>"), ()])
+def test_parse_reads_calls_whether_or_not_the_tags_are_tokens(added: tuple[str, ...]) -> None:
+    renderer = make_renderer(make_tokenizer(trl_template("qwen3"), added=added))
+    text = (
+        '<think>\nNorth?\n</think>\n\nI go.\n<tool_call>\n{"name": "move", "arguments": {"to": "north"}}\n</tool_call>'
+    )
+    ids = [*encode(renderer, text), renderer.stop_token_ids[0]]
+    assert (len(encode(renderer, "<tool_call>")) == 1) == bool(added)
+    parsed = renderer.parse(ids, first_call=4)
+    assert parsed.error is None
+    assert parsed.calls == [ToolCall("call_4", "move", {"to": "north"})]
+    assert parsed.message == {
+        "role": "assistant",
+        "content": "I go.",
+        "reasoning_content": "North?",
+        "tool_calls": [call(4, to="north")],
+    }
+
+
+def test_parse_keeps_reasoning_in_the_content_of_templates_that_do_not_know_it() -> None:
+    renderer = renderer_of("qwen2_5")
+    said = '<think>\n<tool_call>{"name": "look"}</tool_call>?\n</think>\n\n'
+    parsed = renderer.parse(encode(renderer, said + '<tool_call>{"name": "look"}</tool_call>'))
+    assert parsed.message["content"] == said
+    assert [c.name for c in parsed.calls] == ["look"], "a call in the reasoning is only a thought"
+
+
+def test_parse_of_reasoning_that_the_generation_prompt_began() -> None:
+    tokenizer = make_tokenizer(trl_template("qwen3_5_think"))
+    renderer = make_renderer(tokenizer, tools=False)
+    parsed = renderer.parse(encode(renderer, "I wonder.\n</think>\n\nNorth."))
+    assert parsed.message == {"role": "assistant", "content": "North.", "reasoning_content": "I wonder."}
+    assert renderer.parse(encode(renderer, "I wond")).message["content"] == ""
+
+
+def test_parse_of_a_malformed_call_keeps_the_text() -> None:
+    renderer = renderer_of("qwen3")
+    text = 'I go.\n<tool_call>\n{"name": "move", "arguments": "north"}\n</tool_call>'
+    parsed = renderer.parse([*encode(renderer, text), renderer.stop_token_ids[0]])
+    assert parsed.calls == []
+    assert parsed.error is not None
+    assert '"arguments" must be a JSON object' in parsed.error
+    assert parsed.message == {"role": "assistant", "content": text}
+
+
+def test_parse_survives_any_ids() -> None:
+    renderer = renderer_of("qwen3")
+    rng = random.Random(1)
+    for _ in range(500):
+        ids = rng.choices(range(len(renderer.tokenizer)), k=rng.randrange(20))
+        json.dumps(renderer.parse(ids).message).encode()
+
+
+# --- supervised rows ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_vl", "reorders keys"])
+def test_a_conversation_row_is_the_chain_of_its_own_text(name: str) -> None:
+    renderer = renderer_of(name)
+    row = renderer.conversation_row(CONVERSATION, SPECS)
+    whole = whole_ids(renderer, CONVERSATION)
+    assert row.token_ids == whole[: len(row.token_ids)]
+    assert renderer.tokenizer.decode(whole[len(row.token_ids) :]) == "\n", "what follows the last end-of-turn token"
+    # the same by open and extend, with the masked ids as the sampled ones
+    chain = Row()
+    messages: list[Message] = []
+    position = 0
+    for i, message in enumerate(CONVERSATION):
+        if message["role"] != "assistant":
+            continue
+        new, messages = CONVERSATION[len(messages) + (1 if messages else 0) : i], CONVERSATION[:i]
+        piece = renderer.extend(chain.token_ids, messages, new, SPECS) if position else renderer.open(messages, SPECS)
+        assert piece is not None
+        chain.append_context(piece)
+        position = len(chain.token_ids)
+        length = row.mask[position:].index(0) if 0 in row.mask[position:] else len(row.mask) - position
+        sampled = row.token_ids[position : position + length]
+        chain.append_sampled(sampled, [0.0] * length, [])
+        assert sampled[-1] in renderer.stop_token_ids
+        calls = [
+            ToolCall(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", [])
+        ]
+        parsed = renderer.parse(sampled, first_call=int(calls[0].id.removeprefix("call_")) if calls else 0)
+        assert parsed.calls == calls
+        assert parsed.message["content"] == message["content"]
+    assert chain.token_ids == row.token_ids
+    assert chain.mask == row.mask
+    assert row.weights == [float(bit) for bit in row.mask]
+    assert len(row.logprobs) == len(row.mask)
+
+
+def test_weights_of_messages() -> None:
+    renderer = renderer_of("qwen2_5")
+    weights = {1: 0.25, 2: 0.0, 3: 0.5, 5: 0.125, 6: 2.0, 10: 4.0}
+    messages = [{**m, "weight": weights[i]} if i in weights else m for i, m in enumerate(CONVERSATION)]
+    row = renderer.conversation_row(messages, SPECS)
+    assert row.weights is not None
+    assert row.token_ids == renderer.conversation_row(CONVERSATION, SPECS).token_ids
+    assert row.mask == [int(w != 0) for w in row.weights]
+    texts: dict[float, str] = {}
+    for token, weight in zip(row.token_ids, row.weights, strict=True):
+        texts[weight] = texts.get(weight, "") + renderer.tokenizer.decode([token])
+    assert texts[0.25] == "<|im_start|>user\nThe treasure?<|im_end|>\n"
+    assert "A wall.\n\nIt says <tool_call>." in texts[0.5]
+    assert "Grass." in texts[0.125]
+    assert "Trees." not in texts[0.125]
+    assert "Trees." in texts[2.0]
+    assert texts[4.0] == "Found it.<|im_end|>"
+    assert "I go." in texts[0.0]
+    assert texts[1.0].count("<|im_end|>") == 2
+
+
+def test_a_conversation_may_end_with_an_observation() -> None:
+    renderer = renderer_of("qwen2_5")
+    row = renderer.conversation_row(CONVERSATION[:4], SPECS)
+    assert row.token_ids == whole_ids(renderer, CONVERSATION[:4])
+    assert row.mask[-1] == 0
+
+
+def test_rows_name_the_message_that_cannot_be_rendered() -> None:
+    renderer = renderer_of("qwen2_5")
+    with pytest.raises(ValueError, match="message 3: the chat template refuses the conversation"):
+        renderer.conversation_row([*CONVERSATION[:3], {"role": "user", "content": None}], SPECS)
+
+
+def test_system_messages_are_refused_where_the_template_has_none() -> None:
+    no_system = REORDERS_KEYS.replace("{%- for m in messages %}", "{%- for m in messages if m.role != 'system' %}")
+    renderer = make_renderer(make_tokenizer(no_system))
+    assert "has no system messages: a conversation with one is refused" in renderer.info["reasons"]
+    with pytest.raises(ValueError, match=r"rollout\.system_prompt"):
+        renderer.open(OPENING, SPECS)
+    assert renderer.open(OPENING[1:], SPECS)
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    make_tokenizer(trl_template("qwen3")).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    return tmp_path
+
+
+def test_load_from_a_model_folder(model_folder: Path) -> None:
+    records: list[dict] = []
+    renderer = load_renderer(ModelConfig(path=str(model_folder)), "hermes", records.append)
+    assert renderer.info["template"] == "trl:qwen3_training"
+    assert renderer.info["parser"] == "hermes"
+    assert renderer.stop_token_ids == [1, 2]
+    assert records == [{"renderer": renderer.info}]
+
+
+def test_load_with_a_template_file(model_folder: Path) -> None:
+    file = model_folder / "my.jinja"
+    file.write_text(trl_template("qwen2_5"), encoding="utf-8")
+    renderer = load_renderer(ModelConfig(path=str(model_folder), chat_template=str(file)), "hermes")
+    assert renderer.info["template"] == "model.chat_template"
+    assert renderer.info["choice"] == "append"
+    assert renderer.chat_template == trl_template("qwen2_5")
+
+
+def test_load_errors(model_folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"model\.chat_template: there is no file .*none\.jinja"):
+        load_renderer(ModelConfig(path=str(model_folder), chat_template=str(model_folder / "none.jinja")), "hermes")
+    with pytest.raises(ValueError, match=r"rollout\.parser: 'xml' is unknown; use 'hermes'"):
+        load_renderer(ModelConfig(path=str(model_folder)), "xml")
+    with pytest.raises(ValueError, match=r"model\.path: .*nowhere has no tokenizer"):
+        load_renderer(ModelConfig(path=str(model_folder / "nowhere")), "hermes")
+    (model_folder / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match=r"the tokenizer has no chat template: set model\.chat_template"):
+        load_renderer(ModelConfig(path=str(model_folder)), "hermes")
+
+
+def test_the_light_loader_gives_the_auto_tokenizers_ids(model_folder: Path) -> None:
+    light, auto = load_tokenizer(str(model_folder)), AutoTokenizer.from_pretrained(model_folder)
+    text = "<|im_start|>user\nThe treasure?\n\n 12 é😀<tool_call> <|im_end|>"
+    assert light(text)["input_ids"] == auto(text)["input_ids"]
+
+
+def test_a_worker_renders_without_torch(model_folder: Path) -> None:
+    code = (
+        "import sys; from rollout.renderer import load_renderer; from rollout.config import ModelConfig;"
+        f"r = load_renderer(ModelConfig(path={str(model_folder)!r}), 'hermes');"
+        "assert r.open([{'role': 'user', 'content': 'hi'}], []); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,183 @@
+import re
+
+import pytest
+from chat_tokenizers import SPECIAL, STRIPS_REASONING, TOOLS_IN_SYSTEM, TRL_TEMPLATES, make_tokenizer, trl_template
+
+from rollout.hermes import parse_calls
+from rollout.templates import ChatTemplate, Choice, RenderError, choose_template, training_variant
+
+
+def choose(template: str, tools: bool = True) -> Choice:
+    special = dict.fromkeys(["<|im_start|>", "<|im_end|>", *SPECIAL.findall(template), "<|endoftext|>"])
+    tokenizer = make_tokenizer(special=tuple(special))
+    return choose_template(tokenizer, template, tools, lambda text: parse_calls(text).calls)
+
+
+CHATML = (
+    TOOLS_IN_SYSTEM
+    + """
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\n' + m.content }}
+{%- for c in m.tool_calls or [] %}
+{{- '<tool_call>\n' + {'name': c.function.name, 'arguments': c.function.arguments} | tojson + '\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
+)
+
+WITH_TOOLS = {
+    "qwen2_5": "append",
+    "qwen3": "training variant",
+    "qwen3_training": "append",
+    "qwen3_instruct_2507": "append",
+    "qwen3_vl": "append",
+    "qwen3_5_think": "a format that rollout.parser does not read",
+    "glm4moe": "a format that rollout.parser does not read",
+    "gptoss": "a format that rollout.parser does not read",
+    "llama3_1": "a format that rollout.parser does not read",
+    "lfm2_v2": "a format that rollout.parser does not read",
+    "nemotron_3_nano": "a format that rollout.parser does not read",
+    "lfm2": "cannot render a tool call",
+    "llama3": "ignores `tools`",
+    "gemma3": "ignores `tools`",
+    "phi3": "ignores `tools`",
+    "cohere2": "ignores `tools`",
+    "deepseekv3": "ignores `tools`",
+    "smolvlm": "drops text from a message",
+    "llava_next": "refuses the conversation",
+}
+WITHOUT_TOOLS = {
+    "qwen2_5": "append",
+    "llama3_1": "append",
+    "gemma3": "append",
+    "phi3": "append",
+    "cohere2": "append",
+    "qwen3": "training variant",
+    "qwen3_5_think": "training variant",
+    "qwen3_5_nothink": "fork",
+    "deepseek_r1_distill": "fork",
+    "gptoss": "fork",
+    "glm4moe": "fork",
+    "nemotron_3_nano": "fork",
+    "smolvlm": "drops text from a message",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tools", "expected"),
+    [(n, True, e) for n, e in WITH_TOOLS.items()] + [(n, False, e) for n, e in WITHOUT_TOOLS.items()],
+)
+def test_published_templates(name: str, tools: bool, expected: str) -> None:
+    if expected in ("append", "training variant", "fork"):
+        choice = choose(trl_template(name), tools)
+        assert choice.use == expected
+        assert choice.reasons
+        assert (choice.variant is not None) == (expected == "training variant")
+    else:
+        with pytest.raises(RenderError, match=expected):
+            choose(trl_template(name), tools)
+
+
+@pytest.mark.parametrize("tools", [True, False])
+def test_every_template_of_trl_gets_a_verdict_with_a_reason(tools: bool) -> None:
+    for file in TRL_TEMPLATES.glob("*.jinja"):
+        try:
+            reason = choose(file.read_text(encoding="utf-8"), tools).reasons[0]
+        except RenderError as error:
+            reason = str(error)
+        assert reason, file.stem
+
+
+def test_variants_are_those_of_trl() -> None:
+    from trl.chat_template_utils import get_training_chat_template
+
+    tokenizer = make_tokenizer()
+    for file in TRL_TEMPLATES.glob("*.jinja"):
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+        ours = training_variant(tokenizer.chat_template)
+        try:
+            theirs = get_training_chat_template(tokenizer)
+        except Exception:  # TRL has none, or its own probe cannot render the template
+            continue
+        if theirs is not None:
+            assert ours is not None, file.stem
+            assert ours[1] == theirs, file.stem
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        (TOOLS_IN_SYSTEM, "", "ignores `tools`"),
+        ("{%- if add_generation_prompt %}", "{%- if false %}", "no generation prompt"),
+        ("{%- for c in m.tool_calls or [] %}", "{%- for c in [] %}", "cannot render a tool call: it leaves them out"),
+        ("m.tool_calls or []", "(m.tool_calls or [])[:1]", "cannot render two tool calls in one turn"),
+        ("\n</tool_call>'", "\n</call>'", "a format that rollout.parser does not read"),
+        (
+            "{{- '<|im_end|>\n' }}",
+            "{{- '<|im_end|>\n' if not m.tool_calls else '<|eom|>' }}",
+            "closes a turn with calls",
+        ),
+        (
+            "+ m.content }}",
+            "+ (m.content if m.role != 'tool' else raise_exception('no tools here')) }}",
+            "cannot render a tool message: .*no tools here",
+        ),
+        ("+ m.content }}", "+ (m.content if m.role != 'tool' else '') }}", "cannot render a tool message: it leaves"),
+        ("'<|im_end|>\n'", "'<|im_end|>' + range(99999) | random | string", "another text each time"),
+        ("m.content", "m.text", "refuses the conversation"),
+        ("{%- for m", "{%- fro m", "refuses the conversation: Encountered unknown tag"),
+    ],
+)
+def test_templates_that_cannot_serve_are_refused_with_the_reason(before: str, after: str, reason: str) -> None:
+    assert choose(CHATML).use == "append"
+    assert before in CHATML
+    with pytest.raises(RenderError, match=reason):
+        choose(CHATML.replace(before, after))
+
+
+def test_without_tools_the_tool_probes_do_not_apply() -> None:
+    assert choose(CHATML.replace(TOOLS_IN_SYSTEM, "").replace("m.tool_calls or []", "[]"), tools=False).use == "append"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (STRIPS_REASONING, "rewrites history: '<think>.*becomes 'word"),
+        (CHATML.replace("+ m.content", "+ m.content.split('</think>')[-1].strip()"), "drops 'wordwhy' \\(reasoning\\)"),
+        (
+            CHATML.replace("+ m.role", "+ m.role + ' ' ~ messages|length"),
+            "rewrites history: an assistant turn does not",
+        ),
+        (CHATML.replace("'<|im_end|>\n'", "('' if loop.last else '|') + '<|im_end|>\n'"), "rewrites history: "),
+        (CHATML.replace("+ m.role", "+ m.role + ' ' ~ loop.index0"), "rewrites history: "),
+    ],
+)
+def test_templates_that_rewrite_history_fork(template: str, reason: str) -> None:
+    choice = choose(template)
+    assert choice.use == "fork"
+    assert re.search(reason, choice.reasons[0]), choice.reasons
+
+
+def test_notes() -> None:
+    no_system = CHATML.replace("+ m.content", "+ (raise_exception('no') if m.role == 'system' else m.content)")
+    choice = choose(no_system)
+    assert choice.use == "append"
+    assert "has no system messages: a conversation with one is refused" in choice.behaviour.notes
+    assert "refuses two user messages in a row" in choose(trl_template("gemma3"), tools=False).behaviour.notes
+
+
+def test_reasoning_is_placed_where_the_template_knows_it() -> None:
+    assert choose(trl_template("qwen3")).behaviour.reasoning
+    assert not choose(CHATML).behaviour.reasoning
+    assert choose(trl_template("qwen3_5_think"), tools=False).behaviour.opens_reasoning
+
+
+def test_continuation_is_what_the_template_puts_there() -> None:
+    template = ChatTemplate(make_tokenizer(), trl_template("qwen2_5"))
+    results = [{"role": "tool", "name": n, "tool_call_id": n, "content": f"saw {n}"} for n in ("a", "b")]
+    text = template.continuation([*results, {"role": "user", "content": "go on"}], None, "\n")
+    assert text == (
+        "\n<|im_start|>user\n<tool_response>\nsaw a\n</tool_response>\n<tool_response>\nsaw b\n</tool_response>"
+        "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+    )

@@ -1,0 +1,63 @@
+"""An inference server whose completions are written by a test: real HTTP, vLLM's routes, no model behind it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from rollout.client import NEEDED_ROUTES
+
+Script = Callable[[list[int]], list[int]]
+"""Prompt ids -> the ids that are 'sampled' after them."""
+
+
+@dataclass
+class ScriptedServer:
+    """`script` answers each prompt; `requests` and `responses` keep what passed. `delay` is in seconds."""
+
+    script: Script
+    delay: float = 0.0
+    url: str = ""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    responses: list[list[int]] = field(default_factory=list)
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        await asyncio.sleep(self.delay)
+        limit = body["sampling_params"]["max_tokens"]
+        ids = self.script(body["token_ids"])
+        cut = len(ids) > limit
+        ids = ids[:limit]
+        self.requests.append(body)
+        self.responses.append(ids)
+        choice = {
+            "index": 0,
+            "finish_reason": "length" if cut else "stop",
+            "token_ids": ids,
+            "logprobs": {"content": [{"token_id": i, "logprob": -1.0} for i in ids]},
+            "weight_versions": [{"version": "0", "start": 0, "end": len(ids)}],
+        }
+        return web.json_response({"request_id": "r", "choices": [choice]})
+
+    async def describe(self, _: web.Request) -> web.Response:
+        return web.json_response({"paths": {route: {} for route in NEEDED_ROUTES}})
+
+
+@asynccontextmanager
+async def serve_script(script: Script, delay: float = 0.0) -> AsyncIterator[ScriptedServer]:
+    """Run the server on a free loopback port."""
+    server = ScriptedServer(script, delay)
+    app = web.Application(client_max_size=1 << 26)
+    app.add_routes([web.post("/inference/v1/generate", server.generate), web.get("/openapi.json", server.describe)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield server
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,54 @@
+"""The objects of scratchpad.py, served over each transport."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tools.config import ToolsRecipe
+
+FOLDER = Path(__file__).parent
+OBJECTS = [f"scratchpad.py:{name}" for name in ("Scratchpad", "add", "shout", "fail", "wait", "process_id")]
+
+
+@pytest.fixture
+def folder() -> Path:
+    return FOLDER
+
+
+def stdio_server(*objects: str, **fields: object) -> dict[str, object]:
+    """The `mcp_servers` entry of a child that serves `objects`."""
+    return {"command": "python", "args": ["-P", "-m", "tools.serve", *(objects or OBJECTS)], **fields}
+
+
+@contextmanager
+def http_server(*objects: str, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A running HTTP server of `objects`: its process and its address."""
+    command = [sys.executable, "-P", "-m", "tools.serve", *(objects or OBJECTS), "--http", str(port)]
+    with subprocess.Popen(command, cwd=FOLDER, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("ready http://127.0.0.1:"), line
+            yield process, line.split()[1]
+        finally:
+            process.terminate()
+
+
+@pytest.fixture(scope="session")
+def http_url() -> Iterator[str]:
+    with http_server() as (_, url):
+        yield url
+
+
+@pytest.fixture
+def recipes(http_url: str) -> dict[str, ToolsRecipe]:
+    """Transport -> the recipe that serves the same tools over it."""
+    servers = {"stdio": stdio_server(), "http": {"url": http_url}}
+    return {
+        "in process": ToolsRecipe(tools=OBJECTS),
+        **{name: ToolsRecipe.model_validate({"mcp_servers": {"pad": given}}) for name, given in servers.items()},
+    }

@@ -1,0 +1,101 @@
+"""What the tests of this folder serve: an environment with state, and tools that go wrong in every way."""
+
+import asyncio
+import os
+import time
+from typing import ClassVar, Literal
+
+from tools.environment import Environment
+from tools.tool import tool
+
+
+@tool
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first one.
+        b: The second one.
+    """
+    return a + b
+
+
+@tool
+async def shout(text: str, ending: Literal["!", "?"] = "!") -> str:
+    """Write a text in capitals."""
+    return text.upper() + ending
+
+
+@tool
+def fail(reason: str) -> str:
+    """Raise an error."""
+    raise RuntimeError(reason)
+
+
+@tool
+async def wait(seconds: float) -> str:
+    """Answer late."""
+    await asyncio.sleep(seconds)
+    return "awake"
+
+
+@tool
+def process_id() -> int:
+    """Tell the number of the server's process."""
+    return os.getpid()
+
+
+@tool
+def die() -> str:
+    """End the server's process."""
+    os._exit(3)
+
+
+@tool
+async def block() -> str:
+    """Block the event loop for a minute."""
+    time.sleep(60)  # noqa: ASYNC251
+    return "late"
+
+
+class Scratchpad(Environment):
+    """Remembers one word for each chain."""
+
+    closed: ClassVar[list[str]] = []
+
+    def __init__(self) -> None:
+        self.word = "nothing"
+
+    def reset(self, word: str, twice: bool = False) -> str:
+        if word == "forbidden":
+            raise ValueError("that word is forbidden")
+        self.word = word * 2 if twice else word
+        return f"The pad says {self.word}."
+
+    @tool
+    def write(self, word: str) -> str:
+        """Write a word on the pad."""
+        self.word = word
+        time.sleep(0.002)
+        return f"wrote {word}"
+
+    @tool
+    async def read(self) -> str:
+        """Read the pad."""
+        await asyncio.sleep(0.001)
+        return self.word
+
+    @tool
+    def tear(self) -> str:
+        """Tear the pad."""
+        raise ValueError("the pad cannot be torn")
+
+    def reward(self) -> dict[str, float]:
+        if self.word == "priceless":
+            raise ValueError("beyond measure")
+        return {"reward": float(len(self.word)), "success": self.word != "nothing"}
+
+    async def close(self) -> None:
+        self.closed.append(self.word)
+        if self.word == "clingy":
+            raise RuntimeError("will not close")

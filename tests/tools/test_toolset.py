@@ -1,0 +1,326 @@
+"""All of a recipe's tools behind one interface: the same over each transport, and every kind of error."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.config import ToolsRecipe
+from tools.messages import (
+    CallError,
+    EnvironmentReward,
+    EnvironmentRewardError,
+    ToolCall,
+    ToolInfrastructureError,
+    ToolResult,
+)
+from tools.toolset import ToolSession, Toolset, open_toolset
+from tools.user_code import UserCodeError, load_object
+
+TRANSPORTS = ("in process", "stdio", "http")
+
+SCRIPT: list[tuple[str, dict[str, Any]]] = [
+    ("read", {}),
+    ("write", {"word": "Grüße, 世界 \n\t\"quoted\" \\ 'too'"}),
+    ("read", {}),
+    ("write", {"word": ""}),
+    ("read", {}),
+    ("write", {}),
+    ("write", {"word": 3}),
+    ("write", {"word": "x", "size": [1, {"a": None}]}),
+    ("write", {"word": "\ud800"}),
+    ("tear", {}),
+    ("add", {"a": 2}),
+    ("add", {"a": "2", "b": 2**70}),
+    ("add", {"a": 2.5}),
+    ("add", {"a": float("nan")}),
+    ("shout", {"text": "hey", "ending": "?"}),
+    ("shout", {"text": "hey", "ending": "."}),
+    ("fail", {"reason": "on purpose"}),
+    ("fail", {"reason": ""}),
+    ("burn", {}),
+    ("reset", {"word": "x"}),
+    ("reward", {}),
+    ("close", {}),
+    ("bad \ud800", {}),
+    ("read", {}),
+]
+
+
+def make(name: str, **arguments: Any) -> ToolCall:
+    return ToolCall("1", name, arguments)
+
+
+async def transcript(toolset: Toolset, key: str) -> list[Any]:
+    """All that an agent could see of a scripted chain."""
+    async with toolset.chain(key, {"word": "first", "question": "ignored by reset"}) as session:
+        seen: list[Any] = [toolset.specs, session.opening]
+        for name, arguments in SCRIPT:
+            result = await session.call(make(name, **arguments))
+            seen.append((name, result.content, result.error, result.to_message(make(name))))
+        parallel = [make("write", word=word) for word in "abc"] + [make("read")]
+        seen.append([result.content for result in await asyncio.gather(*map(session.call, parallel))])
+        seen.append(await session.reward())
+    for task in ({"word": "forbidden"}, {"question": "no word"}):
+        with pytest.raises(ToolInfrastructureError) as refused:
+            async with toolset.chain(key, task):
+                pass
+        seen.append(str(refused.value).replace("Scratchpad", "pad"))
+    async with toolset.chain(key, {"word": "priceless", "twice": False}) as session:
+        with pytest.raises(EnvironmentRewardError) as worthless:
+            await session.reward()
+        seen.append(str(worthless.value).replace("Scratchpad", "pad"))
+    async with toolset.chain(key, {"word": "clingy", "twice": False}):
+        pass
+    return seen
+
+
+async def test_transports_give_identical_transcripts(recipes: dict[str, ToolsRecipe], folder: Path) -> None:
+    seen = {}
+    for transport, recipe in recipes.items():
+        async with open_toolset(recipe, folder) as toolset:
+            seen[transport] = await transcript(toolset, f"chain over {transport}")
+    assert repr(seen["stdio"]) == repr(seen["in process"])
+    assert repr(seen["http"]) == repr(seen["in process"])
+
+    specs, opening, *calls, parallel, reward, forbidden, incomplete, worthless = seen["in process"]
+    assert [spec.name for spec in specs] == [*("write", "read", "tear", "add", "shout", "fail", "wait", "process_id")]
+    assert opening == "The pad says first."
+    answers = [(content, error) for _, content, error, _ in calls]
+    assert answers == [
+        ("first", None),
+        ("wrote Grüße, 世界 \n\t\"quoted\" \\ 'too'", None),
+        ("Grüße, 世界 \n\t\"quoted\" \\ 'too'", None),
+        ("wrote ", None),
+        ("", None),
+        ("Invalid arguments for write: word is missing.", CallError.INVALID_ARGUMENTS),
+        ("Invalid arguments for write: word: Input should be a valid string, got 3.", CallError.INVALID_ARGUMENTS),
+        (
+            "Invalid arguments for write: size is not an argument of it (the arguments are word).",
+            CallError.INVALID_ARGUMENTS,
+        ),
+        (answers[8][0], CallError.INVALID_ARGUMENTS),
+        ("ValueError: the pad cannot be torn", CallError.TOOL_ERROR),
+        ("3", None),
+        (str(2 + 2**70), None),
+        (
+            "Invalid arguments for add: a: Input should be a valid integer, got a number with a fractional part, "
+            "got 2.5.",
+            CallError.INVALID_ARGUMENTS,
+        ),
+        (answers[13][0], CallError.INVALID_ARGUMENTS),
+        ("HEY?", None),
+        ("Invalid arguments for shout: ending: Input should be '!' or '?', got \".\".", CallError.INVALID_ARGUMENTS),
+        ("RuntimeError: on purpose", CallError.TOOL_ERROR),
+        ("RuntimeError: ", CallError.TOOL_ERROR),
+        *(
+            (
+                f"There is no tool {name!r}. The tools are: write, read, tear, add, shout, fail, wait, process_id.",
+                CallError.UNKNOWN_TOOL,
+            )
+            for name in ("burn", "reset", "reward", "close", "bad \ud800")
+        ),
+        ("", None),
+    ]
+    assert answers[8][0].startswith("Invalid arguments for write: not JSON in UTF-8: ")
+    assert answers[13][0].startswith("Invalid arguments for add: not JSON in UTF-8: Out of range float")
+    assert parallel == ["wrote a", "wrote b", "wrote c", "c"]
+    assert reward == EnvironmentReward(1.0, {"success": 1.0})
+    assert forbidden == "environment pad: reset: ValueError: that word is forbidden"
+    assert incomplete == ("environment pad: reset needs word, which the task does not have; its fields are question")
+    assert worthless == "environment pad: reward: ValueError: beyond measure"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_chains_never_see_each_other(recipes: dict[str, ToolsRecipe], folder: Path, transport: str) -> None:
+    async def live(toolset: Toolset, number: int) -> None:
+        async with toolset.chain(f"{transport} {number}", {"word": f"w{number}"}) as session:
+            assert session.opening == f"The pad says w{number}."
+            for turn in range(3):
+                word = f"{number}.{turn}"
+                assert (await session.call(make("write", word=word))).content == f"wrote {word}"
+                await asyncio.sleep(0.01 * (number % 5))
+                assert (await session.call(make("read"))).content == word
+            assert await session.reward() == EnvironmentReward(float(len(word)), {"success": 1.0})
+
+    async with open_toolset(recipes[transport], folder) as toolset:
+        await asyncio.gather(*(live(toolset, number) for number in range(64)))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_timeout_is_told_and_disturbs_nobody(
+    recipes: dict[str, ToolsRecipe], folder: Path, transport: str
+) -> None:
+    recipe = recipes[transport].model_copy(deep=True)
+    if transport == "in process":
+        recipe = ToolsRecipe.model_validate(
+            {"mcp_servers": {"slow": {"module": "scratchpad.py:wait", "timeout_seconds": 0.3}}}
+        )
+    else:
+        recipe.mcp_servers["pad"].timeout_seconds = 0.3
+        # the first answer of a fresh process may take longer than that
+        recipe.mcp_servers["pad"].timeout_seconds = 1.0
+    async with open_toolset(recipe, folder) as toolset, toolset.chain("slow", {"word": "x"}) as session:
+        late, quick = await asyncio.gather(
+            session.call(make("wait", seconds=30)), session.call(make("wait", seconds=0.01))
+        )
+        limit = "0.3" if transport == "in process" else "1"
+        assert (late.content, late.error) == (f"wait did not answer within {limit} s.", CallError.TIMEOUT)
+        assert late.seconds >= 0.3
+        assert (quick.content, quick.error) == ("awake", None)
+        assert (await session.call(make("wait", seconds=0))).content == "awake"
+
+
+async def test_environments_are_closed_whatever_happens(folder: Path) -> None:
+    closed = load_object("scratchpad.py:Scratchpad", folder).closed
+    async with open_toolset(ToolsRecipe(tools=["scratchpad.py:Scratchpad", "scratchpad.py:wait"]), folder) as toolset:
+
+        async def live(word: str, act: str) -> None:
+            async with toolset.chain(word, {"word": word}) as session:
+                await session.call(make("write", word=word))
+                if act == "raise":
+                    raise KeyError(word)
+                await session.call(make("wait", seconds=30 if act == "hang" else 0))
+
+        closed.clear()
+        hanging = asyncio.create_task(live("cancelled", "hang"))
+        with pytest.raises(KeyError):
+            await live("raised", "raise")
+        await live("ended", "end")
+        hanging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hanging
+        assert sorted(closed) == ["cancelled", "ended", "raised"]
+
+
+THEIRS = '''
+from typing import Any
+from mcp.server.mcpserver import Context, Image, MCPServer
+
+server = MCPServer("theirs")
+words = {}
+
+def chain(context):
+    return context.request_context.meta["agentfactory/chain"]
+
+@server.tool()
+async def begin(word: str, context: Context, size: int = 1) -> str:
+    words[chain(context)] = word * size
+    return ""
+
+@server.tool()
+async def judge(context: Context) -> float:
+    return len(words[chain(context)]) / 2
+
+@server.tool()
+async def say(context: Context, times: int = 1) -> list[str]:
+    """Say the word."""
+    return [words[chain(context)]] * times
+
+@server.tool()
+def crash() -> str:
+    raise RuntimeError("their fault")
+
+@server.tool(structured_output=False)
+def look() -> list[Any]:
+    return ["before", Image(data=b"x", format="png"), "after"]
+
+bare = MCPServer("bare")
+
+@bare.tool()
+def look() -> str:
+    return "nothing"
+'''
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    (tmp_path / "theirs.py").write_text(THEIRS)
+    return tmp_path
+
+
+async def test_a_server_that_is_not_ours(theirs: Path) -> None:
+    roles = {"reset": "begin", "reward": "judge", "close": None}
+    recipe = ToolsRecipe.model_validate({"mcp_servers": {"x": {"module": "theirs.py:server", "environment": roles}}})
+    async with open_toolset(recipe, theirs) as toolset:
+        assert [spec.name for spec in toolset.specs] == ["say", "crash", "look"]
+
+        async def ask(session: ToolSession, name: str, **arguments: Any) -> tuple[str, CallError | None]:
+            result: ToolResult = await session.call(make(name, **arguments))
+            return result.content, result.error
+
+        async with toolset.chain("a", {"word": "ab", "size": 2, "other": 1}) as session:
+            assert session.opening is None
+            assert await ask(session, "say", times=2) == ("abab\nabab", None)
+            assert await ask(session, "say", times="many") == (
+                "Invalid arguments for say: times: 'many' is not of type 'integer'.",
+                CallError.INVALID_ARGUMENTS,
+            )
+            content, error = await ask(session, "crash")
+            assert "their fault" in content
+            assert error is CallError.TOOL_ERROR
+            assert await ask(session, "look") == ("before\n[image/png image]\nafter", None)
+            assert await session.reward() == EnvironmentReward(2.0)
+
+
+async def test_two_environments(theirs: Path, folder: Path) -> None:
+    roles = {"reset": "begin", "reward": "judge", "close": None}
+    entry = {"module": str(theirs / "theirs.py") + ":server", "environment": roles}
+    recipe = ToolsRecipe.model_validate({"tools": ["scratchpad.py:Scratchpad"], "mcp_servers": {"x": entry}})
+    async with open_toolset(recipe, folder) as toolset, toolset.chain("a", {"word": "four"}) as session:
+        assert session.opening == "The pad says four."
+        assert await session.reward() == EnvironmentReward(6.0, {"Scratchpad/success": 1.0})
+
+
+async def test_no_tools(folder: Path) -> None:
+    async with open_toolset(ToolsRecipe(), folder) as toolset, toolset.chain("a", {}) as session:
+        assert toolset.specs == []
+        assert session.opening is None
+        assert (await session.call(make("look"))).content == "There is no tool 'look'. There are no tools."
+        assert await session.reward() is None
+
+
+@pytest.mark.parametrize(
+    ("recipe", "error", "reason"),
+    [
+        ({"tools": ["scratchpad.py:sub"]}, UserCodeError, "scratchpad.py defines no sub; it defines add, shout"),
+        ({"tools": ["nowhere.py:add"]}, UserCodeError, "there is no file"),
+        ({"tools": ["scratchpad.py:Literal"]}, TypeError, "neither a @tool function nor an Environment"),
+        (
+            {"tools": ["scratchpad.py:add"], "mcp_servers": {"add": {"module": "scratchpad.py:shout"}}},
+            ValueError,
+            "two tool servers are called add",
+        ),
+        (
+            {"tools": ["scratchpad.py:add"], "mcp_servers": {"more": {"module": "scratchpad.py:add"}}},
+            ValueError,
+            "the tool add is offered by add and by more",
+        ),
+        (
+            {"mcp_servers": {"pad": {"module": "scratchpad.py:add", "environment": {}}}},
+            ValueError,
+            "mcp_servers.pad.environment.reset: the server has no tool 'reset', it offers add; name one of them",
+        ),
+        (
+            {
+                "mcp_servers": {
+                    "pad": {"module": "scratchpad.py:Scratchpad", "environment": {"close": "shut"}},
+                }
+            },
+            ValueError,
+            "environment.close: the server has no tool 'shut', it offers write, .*; set it to null",
+        ),
+        (
+            {"mcp_servers": {"far": {"url": "http://127.0.0.1:1/mcp", "headers": {"Key": "x ${NOT_SET_1}"}}}},
+            ValueError,
+            "mcp_servers.far.headers.Key: the environment variable NOT_SET_1 is not set",
+        ),
+    ],
+)
+async def test_recipes_that_are_wrong(
+    folder: Path, recipe: dict[str, Any], error: type[Exception], reason: str
+) -> None:
+    with pytest.raises(error, match=reason):
+        async with open_toolset(ToolsRecipe.model_validate(recipe), folder):
+            pass

@@ -1,0 +1,136 @@
+"""A small Qwen3 made on the spot, and groups of chains with tool-like gaps between their sampled tokens."""
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from trainers.config import TrainRecipe
+from trainers.server_control import ServerControl
+
+VOCABULARY = 64
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved model (tied embeddings, 2 layers, hidden 32) with its tokenizer and chat template."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        initializer_range=0.3,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    base = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    base.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=base, eos_token="w1", pad_token="w2")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of `model_folder`."""
+    return PreTrainedTokenizerFast.from_pretrained(model_folder)
+
+
+@pytest.fixture(scope="session")
+def server(model_folder: Path) -> Iterator[ServerControl]:
+    """An embedded server of the model, behind an API key."""
+    command = [sys.executable, "-P", "-m", "rollout.embedded", str(model_folder), "--port", "0", "--max-loras", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TEST_SYNC_KEY": "s3cret"}
+    process = subprocess.Popen(
+        [*command, "--api-key-env", "TEST_SYNC_KEY", "--max-model-len", "64"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TEST_SYNC_KEY", "s3cret")
+        yield ServerControl(line.split()[1], "TEST_SYNC_KEY")
+    process.terminate()
+    process.wait(10)
+
+
+@pytest.fixture(scope="session")
+def accelerator() -> Accelerator:
+    """One process on the CPU."""
+    return Accelerator(cpu=True)
+
+
+@pytest.fixture
+def make_recipe(model_folder: Path) -> Callable[..., TrainRecipe]:
+    """`make_recipe(lora={...}, **train)`: a recipe for `model_folder` in float32."""
+
+    def make(lora: dict[str, Any] | None = None, **train: Any) -> TrainRecipe:
+        model = {"path": str(model_folder), "dtype": "float32", "lora": lora}
+        return TrainRecipe.model_validate({"model": model, "train": {"steps": 1, **train}})
+
+    return make
+
+
+def make_row(rng: random.Random, turns: int = 3) -> Row:
+    """A prompt, then sampled turns with observations between them, of ragged lengths."""
+    row = Row()
+    row.append_context([rng.randrange(VOCABULARY) for _ in range(rng.randint(3, 9))])
+    for _ in range(turns):
+        count = rng.randint(1, 6)
+        sampled = [rng.randrange(VOCABULARY) for _ in range(count)]
+        row.append_sampled(sampled, [rng.uniform(-6.0, -2.0) for _ in range(count)], [Span("0", 0, count)])
+        row.append_context([rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 5))])
+    return row
+
+
+def make_groups(count: int, size: int, seed: int = 0) -> list[Group]:
+    """Groups whose chains all completed, with rewards between 0 and 1."""
+    rng = random.Random(seed)
+    return [
+        Group(
+            id=f"group-{g}",
+            task={"question": f"task {g}"},
+            trajectories=[
+                Trajectory(
+                    id=f"group-{g}/{i}",
+                    messages=[],
+                    rows=[make_row(rng, turns=rng.randint(1, 4))],
+                    outcome=Outcome.COMPLETED,
+                    reward=rng.random(),
+                    metrics={"success": float(rng.random() > 0.5), "tool_calls": 2.0},
+                    turns=3,
+                )
+                for i in range(size)
+            ],
+        )
+        for g in range(count)
+    ]
+
+
+@pytest.fixture(name="make_groups")
+def _make_groups() -> Callable[..., list[Group]]:
+    return make_groups
+
+
+@pytest.fixture(name="make_row")
+def _make_row() -> Callable[..., Row]:
+    return make_row

@@ -1,0 +1,212 @@
+"""The GRPO loop on saved groups, and against a live source with a recorded order of events."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedTokenizerFast
+
+from rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from trainers.config import TrainRecipe
+from trainers.grpo import SavedGroups, TrainResult, credit, train_grpo
+from trainers.metrics import METRICS
+from trainers.policy import load_policy
+from trainers.server_control import ServerControl
+from trainers.sync import FileSync, LoraSync
+
+Make = Callable[..., TrainRecipe]
+MakeGroups = Callable[..., list[Group]]
+
+
+def save(groups: list[Group], path: Path) -> Path:
+    """A trajectories file."""
+    path.write_text("".join(group.to_json() + "\n" for group in groups))
+    return path
+
+
+def run(
+    recipe: TrainRecipe, groups: list[Group], folder: Path, tokenizer: PreTrainedTokenizerFast
+) -> tuple[TrainResult, list[dict[str, Any]]]:
+    """Training from saved groups; returns the result and what was logged."""
+    logged: list[dict[str, Any]] = []
+    source = SavedGroups(save(groups, folder / "groups.jsonl"), recipe.train.steps * recipe.train.batch_size)
+    accelerator = Accelerator(cpu=True)
+    result = train_grpo(
+        recipe, accelerator, folder / "checkpoints", source=source, sync=None, tokenizer=tokenizer, log=logged.append
+    )
+    return result, logged
+
+
+def test_from_saved_groups(
+    make_recipe: Make, make_groups: MakeGroups, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    recipe = make_recipe(steps=3, batch_size=2, updates_per_batch=2, learning_rate=1e-3, checkpoint_every=2)
+    result, logged = run(recipe, make_groups(6, 4), tmp_path, tokenizer)
+    assert [entry["step"] for entry in logged] == [1, 2, 3]
+    assert unlisted(set().union(*logged)) == set()
+    assert all(entry["grad_norm"] > 0 and entry["entropy"] > 0 for entry in logged)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
+    assert result.checkpoint == tmp_path / "checkpoints" / "step-000003"
+    states = [json.loads((tmp_path / f"checkpoints/step-00000{n}/trainer_state.json").read_text()) for n in (2, 3)]
+    assert states[0]["groups"] == ["group-0", "group-1", "group-2", "group-3"]
+    assert states[1]["groups"] == ["group-4", "group-5"]
+    assert states[1]["version"] == 3
+
+
+def unlisted(names: set[str]) -> set[str]:
+    """Names that no entry of the table of metrics describes."""
+    patterns = [re.compile(re.sub(r"<\w+>", ".+", metric.name)) for metric in METRICS]
+    return {name for name in names if not any(pattern.fullmatch(name) for pattern in patterns)}
+
+
+def test_too_few_saved_groups_are_refused(make_groups: MakeGroups, tmp_path: Path) -> None:
+    path = save(make_groups(3, 2), tmp_path / "groups.jsonl")
+    with pytest.raises(ValueError, match=r"holds 3 groups, and train.steps x train.batch_size asks for 4"):
+        SavedGroups(path, needed=4)
+    with pytest.raises(ValueError, match=r"train.from_trajectories: .* does not exist"):
+        SavedGroups(tmp_path / "none.jsonl", needed=1)
+
+
+def test_learns_what_is_rewarded(
+    make_recipe: Make, model_folder: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """On-policy in spirit: of two continuations of one prompt, the rewarded one becomes likelier."""
+    good, bad = [11, 12, 13], [21, 22, 23]
+
+    def group(number: int) -> Group:
+        chains = []
+        for name, said, reward in (("good", good, 1.0), ("bad", bad, 0.0)):
+            row = Row()
+            row.append_context([5, 6, 7])
+            row.append_sampled(said, [-4.0] * 3, [Span("0", 0, 3)])
+            chains.append(Trajectory(f"{number}/{name}", [], [row], Outcome.COMPLETED, reward))
+        return Group(f"g{number}", {}, chains)
+
+    recipe = make_recipe(steps=20, batch_size=1, learning_rate=1e-2)
+    result, _ = run(recipe, [group(n) for n in range(20)], tmp_path, tokenizer)
+    before = load_policy(recipe.model, seed=0)
+    after = load_policy(recipe.model.model_copy(update={"path": str(result.checkpoint)}), seed=0)
+
+    @torch.no_grad()
+    def logprob(policy: torch.nn.Module, said: list[int]) -> float:
+        ids = torch.tensor([[5, 6, 7, *said]])
+        return float(policy(ids, torch.tensor([2, 3, 4]), ids[0, 3:])[0].sum())
+
+    assert logprob(after, good) > logprob(before, good) + 1.0
+    assert logprob(after, bad) < logprob(before, bad)
+
+
+def test_credit_leaves_broken_chains_out(make_recipe: Make, make_groups: MakeGroups) -> None:
+    recipe = make_recipe(scale_advantages=False)
+    (group,) = make_groups(1, 4)
+    for chain, reward in zip(group.trajectories, [1.0, 2.0, 90.0, None], strict=True):
+        chain.reward = reward
+    group.trajectories[2].outcome = Outcome.TIMEOUT
+    first = group.trajectories[0]
+    first.rows = [first.rows[0], first.rows[0]]
+    rows = credit([group], recipe)
+    assert [row.advantage[0] for row in rows] == [-0.5, -0.5, 0.5]
+
+    kept = recipe.rollout.model_copy(update={"on_failure": {Outcome.TIMEOUT: "keep"}})
+    rows = credit([group], recipe.model_copy(update={"rollout": kept}))
+    assert [row.advantage[0] for row in rows] == [-30.0, -30.0, -29.0, 59.0]
+
+
+def test_a_batch_without_trainable_chains_is_an_error(
+    make_recipe: Make, make_groups: MakeGroups, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    groups = make_groups(1, 2)
+    for chain in groups[0].trajectories:
+        chain.outcome, chain.reward = Outcome.INFERENCE_ERROR, None
+    with pytest.raises(ValueError, match="step 1: no chain of the batch can be trained; they ended inference_error"):
+        run(make_recipe(batch_size=1), groups, tmp_path, tokenizer)
+
+
+def test_values_that_are_not_finite_stop_the_run(
+    make_recipe: Make, make_groups: MakeGroups, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    with pytest.raises(FloatingPointError, match="the gradient norm is nan"):
+        run(make_recipe(batch_size=1, steps=2, learning_rate=1e30), make_groups(2, 2), tmp_path, tokenizer)
+
+
+class LiveSource:
+    """Single-turn chains, sampled anew from a server for each batch; rewards even tokens."""
+
+    def __init__(self, server: ServerControl, temperature: float) -> None:
+        self.server = server
+        self.temperature = temperature
+        self.events: list[str] = []
+        self.version, self.model = -1, ""
+
+    def next_batch(self, groups: int) -> list[Group]:
+        self.events.append("batch")
+        return [self._group(number) for number in range(groups)]
+
+    def _group(self, number: int) -> Group:
+        prompt = [3 + number, 8, 21]
+        params = {"temperature": self.temperature, "max_tokens": 6, "logprobs": 0, "ignore_eos": True}
+        chains = []
+        for member in range(4):
+            body = {"token_ids": prompt, "sampling_params": params, "model": self.model}
+            choice = self.server.post("/inference/v1/generate", body)["choices"][0]
+            row = Row()
+            row.append_context(prompt)
+            logprobs = [content["logprob"] for content in choice["logprobs"]["content"]]
+            row.append_sampled(choice["token_ids"], logprobs, [Span(**span) for span in choice["weight_versions"]])
+            reward = sum(token % 2 == 0 for token in choice["token_ids"]) / 6
+            chains.append(Trajectory(f"{number}.{member}", [], [row], Outcome.COMPLETED, reward))
+        return Group(f"v{self.version}-{number}", {}, chains, self.version)
+
+    def published(self, version: int, model: str) -> None:
+        self.version, self.model = version, model
+        self.events.append(f"published {version} {model}")
+
+    def acknowledge(self, group_ids: list[str]) -> None:
+        self.events.append(f"acknowledged {','.join(group_ids)}")
+
+    def evaluate(self) -> dict[str, float]:
+        self.events.append("evaluated")
+        return {"eval/version": float(self.version)}
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_live_tokens_are_scored_as_the_server_sampled_them(
+    make_recipe: Make,
+    tokenizer: PreTrainedTokenizerFast,
+    accelerator: Accelerator,
+    server: ServerControl,
+    tmp_path: Path,
+    lora: dict[str, Any] | None,
+) -> None:
+    """At staleness 0 the trainer agrees with the server to 1e-4 after each of several large updates."""
+    full = load_policy(make_recipe().model, seed=0)
+    file_sync = FileSync(server, tmp_path / "file")
+    file_sync.push(0, full, full.gather())
+    recipe = make_recipe(lora, steps=4, batch_size=2, learning_rate=1e-2, checkpoint_every=2)
+    recipe.rollout.temperature = 0.8
+    recipe.eval.every = 3
+    source = LiveSource(server, temperature=0.8)
+    sync = LoraSync(server, tmp_path / "lora", "live", 1, keep=2) if lora else file_sync
+    logged: list[dict[str, Any]] = []
+    result = train_grpo(recipe, accelerator, tmp_path, source=source, sync=sync, tokenizer=tokenizer, log=logged.append)
+    steps = [entry for entry in logged if "loss" in entry]
+    assert all(0 < entry["mismatch/max"] < 1e-4 for entry in steps)
+    assert [entry["staleness/max"] for entry in steps] == [0, 0, 0, 0]
+    assert unlisted(set().union(*logged)) == set()
+    names = [f"{n} live-1-v{n}" if lora else f"{n} policy" for n in range(5)]
+    assert source.events == [
+        *(f"published {names[0]}", "evaluated"),
+        *("batch", f"published {names[1]}"),
+        *("batch", f"published {names[2]}", "acknowledged v0-0,v0-1,v1-0,v1-1"),
+        *("batch", f"published {names[3]}", "evaluated"),
+        *("batch", f"published {names[4]}", "acknowledged v2-0,v2-1,v3-0,v3-1", "evaluated"),
+    ]
+    assert (result.before, result.after) == ({"eval/version": 0.0}, {"eval/version": 4.0})
+    if isinstance(sync, LoraSync):
+        for name in ("live-1-v3", "live-1-v4"):
+            server.post("/v1/unload_lora_adapter", {"lora_name": name})

@@ -1,0 +1,33 @@
+"""The table of metrics, and what is computed from groups."""
+
+from collections.abc import Callable
+
+import pytest
+
+from rollout.trajectory import Group, Outcome
+from trainers.metrics import group_metrics
+
+
+def test_group_metrics_by_hand(make_groups: Callable[..., list[Group]]) -> None:
+    groups = make_groups(2, 2)
+    chains = [chain for group in groups for chain in group.trajectories]
+    for chain, reward, success in zip(chains, [1.0, 3.0, 2.0, None], [1.0, 0.0, 1.0, 1.0], strict=True):
+        chain.reward, chain.metrics, chain.turns = reward, {"success": success}, 4
+    del chains[3].metrics["success"]
+    chains[3].outcome = Outcome.TIMEOUT
+    groups[1].version = 3
+    metrics = group_metrics(groups, version=4)
+    assert metrics == pytest.approx(
+        {
+            "reward": 2.0,
+            "reward_std": (2 / 3) ** 0.5,
+            "success": 2 / 3,
+            "turns": 4.0,
+            "groups/equal_rewards": 0.5,  # of the second group, one chain has a reward
+            "outcome/completed": 0.75,
+            "outcome/timeout": 0.25,
+            "staleness/mean": 2.5,
+            "staleness/max": 4,
+        }
+    )
+    assert "staleness/mean" not in group_metrics(groups, version=None)

@@ -1,0 +1,93 @@
+"""The SFT loop: weighted likelihood by hand, epochs, and learning."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from rollout.trajectory import Group, Outcome, Row
+from trainers.config import TrainRecipe
+from trainers.sft import _shuffled, saved_rows, train_sft
+
+Make = Callable[..., TrainRecipe]
+
+
+def run(
+    recipe: TrainRecipe, rows: list[Row], folder: Path, tokenizer: PreTrainedTokenizerFast
+) -> tuple[Path, list[dict[str, Any]]]:
+    """Trains; returns the last checkpoint and what was logged."""
+    logged: list[dict[str, Any]] = []
+    result = train_sft(recipe, Accelerator(cpu=True), folder, rows=rows, tokenizer=tokenizer, log=logged.append)
+    assert result.checkpoint is not None
+    return result.checkpoint, logged
+
+
+def test_loss_is_the_mean_over_weights(
+    make_recipe: Make, model_folder: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    rows = [
+        Row([3, 4, 5, 6], [0, 1, 1, 0], [0.0] * 4, weights=[0.0, 0.5, 4.0, 0.0]),
+        Row([7, 8, 9], [0, 0, 1], [0.0] * 3, weights=[0.0, 0.0, 1.0]),
+    ]
+    _, logged = run(make_recipe(algorithm="sft", batch_size=2), rows, tmp_path, tokenizer)
+    network = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+
+    def logprob(ids: list[int], position: int) -> float:
+        return float(network(torch.tensor([ids])).logits[0, position - 1].log_softmax(-1)[ids[position]])
+
+    total = 0.5 * logprob([3, 4, 5], 1) + 4.0 * logprob([3, 4, 5], 2) + logprob([7, 8, 9], 2)
+    assert logged[0]["loss"] == pytest.approx(-total / 5.5, abs=1e-6)
+    assert logged[0]["tokens"] == 3
+
+
+def test_learns_its_rows(make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    ids = [3, 9, 27, 17, 51, 25, 11, 33]
+    rows = [Row(ids, [0] + [1] * 7, [0.0] * 8)]
+    recipe = make_recipe(algorithm="sft", steps=60, batch_size=4, learning_rate=1e-2, schedule="cosine", warmup_steps=5)
+    checkpoint, logged = run(recipe, rows, tmp_path, tokenizer)
+    assert logged[-1]["loss"] < 0.05 < logged[0]["loss"]
+    rates = [entry["learning_rate"] for entry in logged]
+    assert rates[0] == 0.0
+    assert max(rates) == rates[5] == pytest.approx(1e-2)
+    assert rates[-1] < 1e-4
+    network = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    given = network.generate(torch.tensor([ids[:1]]), max_new_tokens=7, do_sample=False)
+    assert given[0].tolist() == ids
+
+
+def test_epochs_are_whole_and_depend_on_the_seed(make_row: Callable[..., Row]) -> None:
+    rng = random.Random(0)
+    rows = [make_row(rng) for _ in range(5)]
+    taken = [tuple(row.token_ids) for row in islice(_shuffled(rows, seed=1), 10)]
+    assert set(Counter(taken).values()) == {2}
+    assert len(set(taken[:5])) == 5
+    assert taken[:5] != taken[5:]
+    assert taken == [tuple(row.token_ids) for row in islice(_shuffled(rows, seed=1), 10)]
+    assert taken != [tuple(row.token_ids) for row in islice(_shuffled(rows, seed=2), 10)]
+
+
+def test_saved_rows_are_those_of_whole_chains(make_groups: Callable[..., list[Group]], tmp_path: Path) -> None:
+    groups = make_groups(2, 2)
+    groups[0].trajectories[1].outcome = Outcome.CANCELLED
+    path = tmp_path / "groups.jsonl"
+    path.write_text("".join(group.to_json() + "\n" for group in groups))
+    rows = saved_rows(path)
+    assert [row.token_ids for row in rows] == [
+        chain.rows[0].token_ids for group in groups for chain in group.trajectories if not chain.outcome.failed
+    ]
+    with pytest.raises(ValueError, match=r"train\.from_trajectories: .* does not exist"):
+        saved_rows(tmp_path / "none")
+
+
+def test_rows_that_teach_nothing_are_refused(
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="none of its 1 rows has a token with a loss weight"):
+        run(make_recipe(algorithm="sft"), [Row([1, 2], [0, 0], [0.0, 0.0])], tmp_path, tokenizer)

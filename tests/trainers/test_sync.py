@@ -1,0 +1,111 @@
+"""Weight sync against the embedded engine, over HTTP: new weights arrive, and what did not arrive is found."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainers.config import TrainRecipe
+from trainers.policy import Policy, load_policy
+from trainers.server_control import ServerControl, SyncError
+from trainers.sync import FileSync, LoraSync, check_content, parameter_digest
+
+PROMPT = [5, 9, 12, 3, 7]
+
+
+def sampled(server: ServerControl, model: str) -> tuple[list[int], list[float], list[str]]:
+    """Eight greedy tokens, their log-probabilities, and the versions that sampled them."""
+    params = {"temperature": 0.0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True}
+    body = {"token_ids": PROMPT, "sampling_params": params, "model": model}
+    choice: dict[str, Any] = server.post("/inference/v1/generate", body)["choices"][0]
+    logprobs = [content["logprob"] for content in choice["logprobs"]["content"]]
+    return choice["token_ids"], logprobs, [span["version"] for span in choice["weight_versions"]]
+
+
+def scored(policy: Policy, tokens: list[int]) -> list[float]:
+    """The trainer's log-probabilities of the same tokens."""
+    ids = torch.tensor([PROMPT + tokens])
+    sources = torch.arange(len(PROMPT) - 1, ids.shape[1] - 1)
+    with torch.no_grad():
+        return policy(ids, sources, ids[0, sources + 1])[0].tolist()
+
+
+def disturb(policy: Policy, seed: int) -> None:
+    """Moves the trainable weights, as an update would."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+def test_full_weights_arrive(make_recipe: Callable[..., TrainRecipe], server: ServerControl, tmp_path: Path) -> None:
+    policy = load_policy(make_recipe().model, seed=0)
+    sync = FileSync(server, tmp_path)
+    for version in (0, 1, 2):
+        report = sync.push(version, policy, policy.gather())
+        assert (report.version, report.label, report.model) == (version, str(version), "policy")
+        assert report.bytes > sum(parameter.numel() * 4 for parameter in policy.parameters())
+        tokens, logprobs, versions = sampled(server, report.model)
+        assert versions == [str(version)]
+        assert logprobs == pytest.approx(scored(policy, tokens), abs=1e-4)
+        assert list(tmp_path.iterdir()) == []
+        disturb(policy, version)
+
+
+def test_adapters_arrive_and_old_ones_go(
+    make_recipe: Callable[..., TrainRecipe], server: ServerControl, tmp_path: Path
+) -> None:
+    full = load_policy(make_recipe().model, seed=0)
+    FileSync(server, tmp_path / "file").push(0, full, full.gather())
+    policy = load_policy(make_recipe(lora={"rank": 2}).model, seed=0)
+    sync = LoraSync(server, tmp_path / "lora", "quick", attempt=4, keep=2)
+    for version in (0, 1, 2):
+        report = sync.push(version, policy, policy.gather())
+        assert report.model == report.label == f"quick-4-v{version}"
+        assert report.bytes < 40_000
+        tokens, logprobs, versions = sampled(server, report.model)
+        assert versions == [report.label]
+        assert logprobs == pytest.approx(scored(policy, tokens), abs=1e-4)
+        disturb(policy, version)
+    assert sorted(child.name for child in (tmp_path / "lora").iterdir()) == ["quick-4-v1", "quick-4-v2"]
+    served = [card["id"] for card in server.get("/v1/models")["data"]]
+    assert served == ["policy", "quick-4-v1", "quick-4-v2"]
+
+
+def test_weights_that_did_not_arrive_are_found(make_recipe: Callable[..., TrainRecipe], server: ServerControl) -> None:
+    policy = load_policy(make_recipe().model, seed=0)
+    disturb(policy, 5)
+    checksums = server.post("/weight_checker", {"action": "checksum"})["checksums"]
+    with pytest.raises(SyncError, match="differs from the trainer's"):
+        check_content(policy.gather(), checksums)
+
+
+def test_content_is_proven_through_vllms_names() -> None:
+    """vLLM puts the worker before a name and stacks projections; what it does not list stays unproven."""
+    layer = "model.layers.0.self_attn"
+    state = {f"{layer}.{name}_proj.weight": torch.randn(4, 3) for name in "qkvo"}
+    checksums = {
+        f"dp0:pp0:pcp0:tp0:{layer}.qkv_proj.weight": parameter_digest(
+            [torch.cat([state[f"{layer}.{n}_proj.weight"] for n in "qkv"])]
+        ),
+        f"dp0:pp0:pcp0:tp0:{layer}.o_proj.weight": parameter_digest([state[f"{layer}.o_proj.weight"]]),
+    }
+    check_content(state, checksums)
+    with pytest.raises(SyncError, match=r"no checksum for model\.norm"):
+        check_content({**state, "model.norm.weight": torch.ones(3)}, checksums)
+    with pytest.raises(SyncError, match=r"o_proj\.weight was not sent"):
+        check_content({k: v for k, v in state.items() if "o_proj" not in k}, checksums)
+
+
+def test_a_server_that_refuses_or_is_gone_stops_the_run(server: ServerControl) -> None:
+    with pytest.raises(SyncError, match=r"/update_weights answered 400: .*start_weight_update"):
+        server.post("/update_weights", {"update_info": {"path": "nowhere"}})
+    with pytest.raises(SyncError, match="ConnectionRefusedError"):
+        ServerControl("http://127.0.0.1:9").get("/health")
+    with pytest.raises(ValueError, match=r"server\.api_key_env: the environment variable NO_SUCH_KEY"):
+        ServerControl(server.url, "NO_SUCH_KEY")
+    with pytest.raises(ValueError, match=r"server\.url: 'localhost:8000'"):
+        ServerControl("localhost:8000")

@@ -1,0 +1,52 @@
+"""Processes that end when the process that started them is gone, even by kill -9.
+
+Linux's parent-death signal is not enough: a launcher such as accelerate's stands between parent and child.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import psutil
+
+VARIABLE = "AGENTFACTORY_PARENT"
+_POLL_SECONDS = 0.5
+_GRACE_SECONDS = 4.0
+
+
+def environment() -> dict[str, str]:
+    """Environment variables by which processes started from this one follow it; add them to the child's own."""
+    return {VARIABLE: f"{os.getpid()}:{psutil.Process().create_time()}"}
+
+
+def follow_parent() -> None:
+    """End this process when the one that started it is gone: SIGTERM, and after 4 s an exit without clean-up.
+
+    Call it once, first thing in a child's main. Does nothing where no process asked to be followed. Returns at once.
+    """
+    value = os.environ.get(VARIABLE)
+    if value is None:
+        return
+    pid, create_time = value.split(":")
+    threading.Thread(target=_follow, args=(int(pid), float(create_time)), name="lifeline", daemon=True).start()
+
+
+def is_alive(pid: int, create_time: float) -> bool:
+    """Whether the process `pid` still runs; one that took over its number, or a zombie, is not it."""
+    try:
+        process = psutil.Process(pid)
+        # clock adjustments shift the computed start by some hundredths of a second
+        return abs(process.create_time() - create_time) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _follow(pid: int, create_time: float) -> None:
+    while is_alive(pid, create_time):
+        time.sleep(_POLL_SECONDS)
+    print(f"process {pid}, which started this one, is gone: ending", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE_SECONDS)
+    os._exit(1)

@@ -1,0 +1,73 @@
+"""The training loops' metrics: a table of what each name means, and those that come from a batch's groups."""
+
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+
+from rollout.trajectory import Group
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One figure of metrics.jsonl. `<...>` in a name stands for what the run fills in."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+METRICS = [
+    Metric("step", "", "training step, from 1; 0 is before the first"),
+    Metric("version", "", "version of the weights that the step ended with"),
+    Metric("loss", "", "the algorithm's loss, a mean over the step's trained tokens (by their weight)"),
+    Metric("grad_norm", "", "Euclidean norm of the gradient before it is scaled down to train.max_grad_norm"),
+    Metric("learning_rate", "", "of the step's updates"),
+    Metric("tokens", "tokens", "trained tokens of the step, all processes"),
+    Metric("tokens_per_second", "tokens/s", "trained tokens over the seconds of the whole step"),
+    Metric("seconds/step", "s", "the whole step; evaluation and checkpoints are not in it"),
+    Metric("seconds/wait", "s", "waiting for groups"),
+    Metric("seconds/update", "s", "batching, forward, backward and optimiser"),
+    Metric("seconds/sync", "s", "bringing the new weights into the server, proof included"),
+    Metric("seconds/eval", "s", "evaluation on held-out tasks"),
+    Metric("sync/bytes", "bytes", "size of the weights that travelled to the server"),
+    Metric("reward", "", "mean reward of the chains that have one"),
+    Metric("reward_std", "", "standard deviation of the same over the batch"),
+    Metric("success", "", "mean of the trajectories' `success`"),
+    Metric("trajectory/<metric>", "", "mean of a trajectory metric over the chains that have it"),
+    Metric("turns", "", "mean number of assistant turns of a chain"),
+    Metric("outcome/<outcome>", "", "share of the chains that ended so"),
+    Metric("groups/equal_rewards", "", "share of the groups without two different rewards: they teach nothing"),
+    Metric("staleness/mean", "versions", "age of a group's first weights when it was trained, mean over groups"),
+    Metric("staleness/max", "versions", "the same, largest of the batch"),
+    Metric("clip_fraction", "", "share of the tokens whose probability ratio is clipped, mean over updates"),
+    Metric("entropy", "nats", "mean entropy of the policy at the trained tokens, before the step's first update"),
+    Metric("mismatch/mean", "nats", "mean |trainer - server| log-probability of the trained tokens, before the update"),
+    Metric("mismatch/max", "nats", "the same, largest of the batch"),
+    Metric("mismatch/kl", "nats", "KL(server || trainer) by the k3 estimate, mean over tokens, before the update"),
+    Metric("eval/<metric>", "", "what the rollout worker measures on held-out tasks"),
+]
+
+
+def group_metrics(groups: list[Group], version: int | None) -> dict[str, float]:
+    """Means over the chains of a batch. `version` is that of the weights being trained; None (saved groups, whose
+    versions are another run's) leaves staleness out."""
+    chains = [trajectory for group in groups for trajectory in group.trajectories]
+    rewards = [chain.reward for chain in chains if chain.reward is not None]
+    metrics = {
+        "reward": fmean(rewards) if rewards else 0.0,
+        "reward_std": pstdev(rewards) if rewards else 0.0,
+        "turns": fmean(chain.turns for chain in chains),
+        "groups/equal_rewards": fmean(_teaches_nothing(group) for group in groups),
+    }
+    for name in sorted({name for chain in chains for name in chain.metrics}):
+        mean = fmean(chain.metrics[name] for chain in chains if name in chain.metrics)
+        metrics["success" if name == "success" else f"trajectory/{name}"] = mean
+    for outcome in sorted({chain.outcome for chain in chains}):
+        metrics[f"outcome/{outcome}"] = fmean(chain.outcome == outcome for chain in chains)
+    if version is not None:
+        ages = [version - group.version for group in groups]
+        metrics |= {"staleness/mean": fmean(ages), "staleness/max": max(ages)}
+    return metrics
+
+
+def _teaches_nothing(group: Group) -> bool:
+    return len({chain.reward for chain in group.trajectories if chain.reward is not None}) < 2

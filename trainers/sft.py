@@ -1,0 +1,120 @@
+"""Supervised fine-tuning on conversations or on saved rows: the loop."""
+
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rollout.renderer import Renderer
+from rollout.trajectory import Row, read_groups
+from tools.messages import ToolSpec
+from trainers.batch import MicroBatch, TrainingRow, padded, scatter, training_row
+from trainers.checkpoint import save_checkpoint
+from trainers.config import TrainRecipe
+from trainers.grpo import Log, TrainResult
+from trainers.learner import Learner, Terms
+from trainers.losses import negative_log_likelihood
+
+
+def conversation_rows(tasks: list[dict[str, Any]], renderer: Renderer) -> list[Row]:
+    """One row per conversation: `messages`, and `tools` in the OpenAI shape if the assistant has any. A message's
+    `weight` is the loss weight of its tokens, by default 1 for what the assistant wrote and 0 elsewhere.
+
+    Raises ValueError that names the row which is no such conversation.
+    """
+    rows = []
+    for number, task in enumerate(tasks, 1):
+        if "messages" not in task:
+            raise ValueError(f"data.path: row {number} has no 'messages'; supervised fine-tuning learns conversations")
+        try:
+            specs = [ToolSpec(**tool["function"]) for tool in task.get("tools") or []]
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"data.path: row {number}: 'tools' is not in the OpenAI shape: {error!r}") from error
+        rows.append(renderer.conversation_row(task["messages"], specs))
+    return rows
+
+
+def saved_rows(path: Path) -> list[Row]:
+    """The rows of all chains of a trajectories file that did not break."""
+    if not path.exists():
+        raise ValueError(f"train.from_trajectories: {path} does not exist")
+    return [
+        row
+        for group in read_groups(path)
+        for chain in group.trajectories
+        if not chain.outcome.failed
+        for row in chain.rows
+    ]
+
+
+def train_sft(
+    recipe: TrainRecipe,
+    accelerator: Accelerator,
+    folder: Path,
+    *,
+    rows: list[Row] | None,
+    tokenizer: PreTrainedTokenizerBase,
+    log: Log,
+    checkpoint_info: dict[str, Any] | None = None,
+) -> TrainResult:
+    """Runs `recipe.train.steps` steps of `batch_size` rows, in shuffled epochs, on the weighted likelihood of their
+    tokens; the loss is a mean over the weights of the step's tokens.
+
+    Every process calls it; only rank 0's `rows` and `log` are used. Checkpoints as in `train_grpo`.
+    """
+    train = recipe.train
+    main = accelerator.is_main_process
+    learner = Learner(recipe, accelerator)
+    examples = _shuffled(rows or [], recipe.seed) if main else iter(())
+    result = TrainResult(steps=train.steps, seconds=0.0)
+    for step in range(1, train.steps + 1):
+        started = time.perf_counter()
+        chosen = list(itertools.islice(examples, train.batch_size))
+        batches = padded(chosen, train.token_budget, accelerator.num_processes) if main else None
+        batch = scatter(batches, accelerator)
+        learning_rate = learner.learning_rate
+        update = learner.update(batch, _weighted_likelihood)
+        learner.end_step()
+        seconds = time.perf_counter() - started
+        result.seconds += seconds
+        if main:
+            log(
+                {
+                    "step": step,
+                    "loss": update.loss,
+                    "grad_norm": update.grad_norm,
+                    "learning_rate": learning_rate,
+                    "tokens": batch.tokens,
+                    "tokens_per_second": batch.tokens / seconds,
+                    "seconds/step": seconds,
+                }
+            )
+        if step == train.steps or (train.checkpoint_every and step % train.checkpoint_every == 0):
+            state = learner.policy.gather()
+            if main:
+                info = {"algorithm": "sft", "seed": recipe.seed, **(checkpoint_info or {})}
+                result.checkpoint = save_checkpoint(folder, step, learner.policy, state, tokenizer, info)
+            accelerator.wait_for_everyone()
+    return result
+
+
+def _weighted_likelihood(
+    index: int, part: MicroBatch, logprob: Float[Tensor, "targets"], entropy: Float[Tensor, "targets"]
+) -> Terms:
+    return Terms(loss=(part.weight * negative_log_likelihood(logprob)).sum())
+
+
+def _shuffled(rows: list[Row], seed: int) -> Iterator[TrainingRow]:
+    """Endless epochs, each its own shuffle that depends on (seed, epoch) alone."""
+    examples = [example for example in map(training_row, rows) if example is not None]
+    if not examples:
+        raise ValueError(f"data.path: none of its {len(rows)} rows has a token with a loss weight")
+    for epoch in itertools.count():
+        yield from random.Random(f"rows/{seed}/{epoch}").sample(examples, len(examples))
