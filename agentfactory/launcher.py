@@ -32,8 +32,8 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, say: Say) -> None:
             _prepare(recipe, children, say)
             last = _train_stages(recipe, folder, children, say)
     except BaseException as error:
-        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        reason = str(error) or type(error).__name__
+        interrupted = isinstance(error, KeyboardInterrupt)
+        status, reason = ("interrupted", str(error) or "Ctrl-C") if interrupted else ("failed", str(error))
         folder.write_summary({**folder.read_summary(), "status": status, "reason": reason, "seed": recipe.seed})
         raise
     summary = {**last.read_summary(), "status": "completed"}
@@ -155,8 +155,9 @@ def evaluate(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say) -
 
         figures = run_eval(served.recipe, folder.path, url, folder.trajectories, folder.log, served.name)
         folder.write_summary({"checkpoint": served.label, "seed": recipe.seed, **figures})
+    width = max(map(len, figures))
     for name, value in figures.items():
-        say(f"{name:32} {value:.4f}")
+        say(f"{name:{width}}  {value:.4f}")
     say(f"{recipe.name}: evaluated {served.label}; run folder {folder.path}")
 
 

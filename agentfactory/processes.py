@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
@@ -48,10 +49,10 @@ class Child:
         if status < 0:
             how = f"was ended by signal {-status} ({signal.Signals(-status).name})"
         else:
-            how = f"ended with exit status {status}"
-        # the last line of a traceback, or what the process said before it left
-        said = next((line.strip() for line in reversed(self.tail(40)) if line.strip()), "")
-        return ChildFailed(f"the {self.name} {how}" + (f": {said[:500]}" if said else "") + f" (log: {self.log})")
+            # the last line of a traceback, or what the process said before it left; torchrun ends with a ruler
+            lines = (line.strip() for line in reversed(self.tail(40)) if any(map(str.isalnum, line)))
+            how = ": ".join([f"ended with exit status {status}", *(line[:500] for line in islice(lines, 1))])
+        return ChildFailed(f"the {self.name} {how} (log: {self.log})")
 
     def tail(self, lines: int) -> list[str]:
         """The log's last lines."""

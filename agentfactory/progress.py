@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from statistics import fmean
 from typing import Any, Literal
 
 from rich.console import Console, Group
@@ -27,6 +28,8 @@ class Progress:
         self._rows: deque[list[str]] = deque(maxlen=_ROWS)
         self._started = time.monotonic()
         self._step = 0
+        # the last steps say best how long the next ones take
+        self._seconds: deque[float] = deque(maxlen=20)
         self._plain_at = 0.0
         self._live: Live | None = None
         if self.console.is_terminal:
@@ -46,6 +49,8 @@ class Progress:
             self._note_evaluation(metrics)
             return
         self._step = metrics["step"]
+        if "seconds/step" in metrics:
+            self._seconds.append(metrics["seconds/step"])
         speed = f"{metrics['tokens_per_second']:,.0f}" if "tokens_per_second" in metrics else ""
         if self._live:
             self._rows.append([str(self._step), *(shown.get(name, "") for name in self.columns), speed])
@@ -81,10 +86,10 @@ class Progress:
         self.console.print(Text(text), soft_wrap=True)
 
     def _eta(self) -> str:
-        if not self._step:
-            return ""
-        spent = time.monotonic() - self._started
-        return f"{_clock(spent)} spent, {_clock(spent / self._step * (self.total - self._step))} left"
+        spent = _clock(time.monotonic() - self._started)
+        if not self._seconds:
+            return f"{spent} spent"
+        return f"{spent} spent, {_clock(fmean(self._seconds) * (self.total - self._step))} left"
 
     def _render(self) -> Group:
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))

@@ -13,7 +13,7 @@ from rollout.data import Task, opening_messages
 from rollout.renderer import Renderer
 from rollout.rewards import Rewards
 from rollout.trajectory import Outcome, Row, Trajectory
-from tools.messages import CallError, Message, ToolCall, ToolInfrastructureError
+from tools.messages import CallError, EnvironmentRewardError, Message, ToolCall, ToolInfrastructureError
 from tools.toolset import ToolSession, Toolset
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,8 @@ class ChainRunner:
             except TimeoutError:
                 trajectory.outcome = Outcome.TIMEOUT
                 trajectory.error = f"the chain took longer than rollout.timeout_seconds={self.config.timeout_seconds}"
+            except EnvironmentRewardError as error:
+                trajectory.outcome, trajectory.error = Outcome.REWARD_ERROR, str(error)
             except ToolInfrastructureError as error:
                 trajectory.outcome, trajectory.error = Outcome.TOOL_INFRASTRUCTURE, str(error)
             trajectory.turns = chain.turns

@@ -22,13 +22,15 @@ logger = logging.getLogger(__name__)
 @asynccontextmanager
 async def open_runner(recipe: RolloutRecipe, base: Path, url: str) -> AsyncIterator[ChainRunner]:
     """Everything that chains of `recipe` need: renderer, connection to the server at `url`, tools and rewards."""
-    renderer = load_renderer(recipe.model, recipe.rollout.parser, logger.info)
     rewards = Rewards.load(recipe.rewards, base)
     async with (
         InferenceClient(url, recipe.server.api_key_env) as client,
         open_toolset(recipe, base, logger.info) as toolset,
     ):
         await client.check_routes()
+        # which probes a template must pass depends on whether the chains have tools
+        tools = bool(toolset.specs)
+        renderer = load_renderer(recipe.model, recipe.rollout.parser, logger.info, tools=tools)
         yield ChainRunner(recipe, renderer, client, toolset, rewards)
 
 

@@ -3,9 +3,9 @@
 Linux's parent-death signal is not enough: a launcher such as accelerate's stands between parent and child.
 """
 
+import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 
@@ -46,7 +46,9 @@ def is_alive(pid: int, create_time: float) -> bool:
 def _follow(pid: int, create_time: float) -> None:
     while is_alive(pid, create_time):
         time.sleep(_POLL_SECONDS)
-    print(f"process {pid}, which started this one, is gone: ending", file=sys.stderr, flush=True)
+    # on stdout, which for a trainer is the terminal; whoever read it may be gone too
+    with contextlib.suppress(OSError, ValueError):
+        print(f"process {pid}, which started this one, is gone: ending", flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_GRACE_SECONDS)
     os._exit(1)

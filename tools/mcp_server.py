@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import math
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 from mcp import MCPError
 from mcp.server import Server, ServerRequestContext
@@ -123,9 +124,7 @@ class _ToolHost:
         attributes = dict.fromkeys(name for base in reversed(environment.__mro__) for name in vars(base))
         for method in filter(is_tool, (getattr(environment, attribute) for attribute in attributes)):
             if method.spec.name in ("reset", "reward", "close"):
-                raise TypeError(
-                    f"{label}.{method.spec.name} is no @tool: the environment itself is reset and judged by it"
-                )
+                raise TypeError(f"{label}.{method.spec.name} is not for the model: take @tool off it")
             self._methods[method.spec.name] = method
             self._list(method.spec, "tool")
         self._list(ToolSpec("reset", "Begins a chain's task.", _reset_schema(environment)), "reset")
@@ -231,15 +230,12 @@ async def _run(function: Callable[..., Any], **arguments: Any) -> Any:
 
 
 def _run_in_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
-    """Run `function` in a fresh daemon thread.
-
-    Not in a pool: a tool that never returns would fill it, and hold up the interpreter's exit. A thread costs 0.1 ms.
-    """
+    """Run `function` in a daemon thread; costs about 0.05 ms."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
 
-    def settle(result: Any, error: BaseException | None) -> None:
+    def settle(result: Any, error: Exception | None) -> None:
         if future.done():
             return
         if error is None:
@@ -247,20 +243,33 @@ def _run_in_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
         else:
             future.set_exception(error)
 
-    def work() -> None:
+    def job() -> None:
         result: Any = None
-        error: BaseException | None = None
+        error: Exception | None = None
         try:
             result = context.run(function)
-        except StopIteration as stop:  # a future cannot carry it
-            error = RuntimeError(f"StopIteration: {stop}")
         except BaseException as raised:
-            error = raised if isinstance(raised, Exception) else RuntimeError(f"{type(raised).__name__}: {raised}")
+            # a future carries no StopIteration, and a tool's SystemExit must not end the process
+            plain = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
+            error = cast(Exception, raised) if plain else RuntimeError(f"{type(raised).__name__}: {raised}")
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=work, name="tool", daemon=True).start()
+    _jobs.put(job)
+    if not _idle_threads.acquire(blocking=False):
+        threading.Thread(target=_work, name="tool", daemon=True).start()
     return future
+
+
+# Not a ThreadPoolExecutor: tools that never return would fill it, and it would wait for them when the process ends.
+_jobs: "queue.SimpleQueue[Callable[[], None]]" = queue.SimpleQueue()
+_idle_threads = threading.Semaphore(0)
+
+
+def _work() -> None:
+    while True:
+        _jobs.get()()
+        _idle_threads.release()
 
 
 def _to_text(value: Any) -> str:

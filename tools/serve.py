@@ -21,10 +21,11 @@ from mcp.server import Server
 from mcp.server.mcpserver import MCPServer
 from mcp.server.stdio import stdio_server
 
+from tools import lifeline
 from tools.mcp_server import build_server
 from tools.user_code import UserCodeError, load_object
 
-_EXIT_SECONDS = 3.0
+_EXIT_SECONDS = 2.0
 """How long a stdio server may take to end after its parent is gone."""
 
 
@@ -69,6 +70,7 @@ def _exit_with_parent(stdin: int) -> None:
 
 def serve_http(server: Server[Any], port: int) -> None:
     """Serve streamable HTTP under /mcp on 127.0.0.1 until SIGINT or SIGTERM."""
+    lifeline.follow_parent()
     # the protocol is named because asyncio turns Nagle's algorithm off only for sockets that name it: 40 ms a call
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -76,7 +78,7 @@ def serve_http(server: Server[Any], port: int) -> None:
     listener.listen(1024)
     # chains are told apart by `_meta`, so that HTTP sessions would only have to be kept and expired
     app = server.streamable_http_app(stateless_http=True, json_response=True)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
     print(f"ready http://127.0.0.1:{listener.getsockname()[1]}/mcp", flush=True)
     uvicorn.Server(config).run(sockets=[listener])
 

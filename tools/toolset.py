@@ -46,6 +46,8 @@ from tools.user_code import load_object
 
 logger = logging.getLogger(__name__)
 
+_MAX_DEPTH = 64
+"""Deepest arguments that are sent. The SDK drops what is nested some 200 levels deep, and the call would hang."""
 _CLOSE_SECONDS = 10.0
 """How long a chain that ends waits for its environments to close."""
 
@@ -287,6 +289,8 @@ def _validator(server: str, tool: Tool) -> Validator | None:
 
 def _fault(arguments: dict[str, Any], validator: Validator | None) -> str | None:
     """What is wrong with `arguments` as far as can be seen here."""
+    if _is_deeper(arguments, _MAX_DEPTH):
+        return f"they are nested more than {_MAX_DEPTH} levels deep"
     try:
         json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
     except ValueError as error:  # NaN, infinity or a lone surrogate, which a model can write and nobody can send
@@ -294,6 +298,14 @@ def _fault(arguments: dict[str, Any], validator: Validator | None) -> str | None
     if validator is not None and (mismatch := best_match(validator.iter_errors(arguments))):
         return f"{mismatch.json_path.removeprefix('$').removeprefix('.') or 'the arguments'}: {mismatch.message}"
     return None
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    if not isinstance(value, (dict, list)):
+        return False
+    return levels == 0 or any(
+        _is_deeper(item, levels - 1) for item in (value.values() if isinstance(value, dict) else value)
+    )
 
 
 def _text(result: CallToolResult) -> str:

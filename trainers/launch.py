@@ -1,9 +1,10 @@
 """The Accelerator of a run, checked: accelerate's launchers can set up something else than was asked, in silence."""
 
 import os
+from datetime import timedelta
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 
 from trainers.config import TrainConfig
 
@@ -29,8 +30,11 @@ def make_accelerator(train: TrainConfig) -> Accelerator:
     if train.strategy == "fsdp2":
         raise LaunchError("train.strategy: fsdp2 is not supported yet; use ddp, or single with train.processes=1")
     # all buffers are constants, and every process loads the same ones
-    handlers = [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)]
-    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=handlers)
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    # ranks wait in a collective call while rank 0 waits for rollouts, which may take longer than torch's 10 minutes;
+    # a rank that dies is noticed by the launcher
+    group = InitProcessGroupKwargs(timeout=timedelta(days=7))
+    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[ddp, group])
     check_launch(train, accelerator)
     return accelerator
 

@@ -10,6 +10,7 @@ from agentfactory.curve import draw_curve
 from agentfactory.progress import Progress
 
 STEP = {"step": 1, "reward": 0.25, "success": 0.125, "turns": 5.0, "entropy": 1.5, "tokens_per_second": 1234.5}
+STEP["seconds/step"] = 90.0
 
 
 def test_plain_lines_without_a_terminal() -> None:
@@ -24,6 +25,7 @@ def test_plain_lines_without_a_terminal() -> None:
     lines = out.getvalue().splitlines()
     assert lines[0] == "held-out tasks after step 0: sampled success 0.050, greedy success 0.000"
     assert lines[1].startswith("step 1/2  reward 0.250  success 0.12  turns 5.0  entropy 1.50  1,234 tokens/s")
+    assert lines[1].endswith("1:30 left")
     assert lines[2] == "hello"
     assert lines[3].startswith("step 2/2")
     assert lines[3].endswith("0:00 left")

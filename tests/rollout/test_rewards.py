@@ -50,7 +50,7 @@ async def test_without_rewards_the_environment_counts() -> None:
 
 
 def test_a_field_that_no_row_has_is_told_before_the_run() -> None:
-    with pytest.raises(ValueError, match="exact wants 'answer'.*question"):
+    with pytest.raises(ValueError, match=r"exact wants 'answer'.*question"):
         Rewards([exact]).check({"question": "q"})
     Rewards([exact, brevity]).check({"question": "q", "answer": "4"})
 
@@ -75,5 +75,5 @@ def test_loading(tmp_path: Path) -> None:
         "from agentfactory import reward\n\n@reward\ndef one(): return 1\n\ndef two(): return 2\n"
     )
     assert len(Rewards.load(["mine.py:one"], tmp_path).functions) == 1
-    with pytest.raises(ValueError, match="mine.py:two is not a reward; put @reward"):
+    with pytest.raises(ValueError, match=r"mine\.py:two is not a reward; put @reward"):
         Rewards.load(["mine.py:two"], tmp_path)

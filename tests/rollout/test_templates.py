@@ -1,7 +1,7 @@
 import re
 
 import pytest
-from chat_tokenizers import SPECIAL, STRIPS_REASONING, TOOLS_IN_SYSTEM, TRL_TEMPLATES, make_tokenizer, trl_template
+from tests.chat_tokenizers import SPECIAL, STRIPS_REASONING, TOOLS_IN_SYSTEM, TRL_TEMPLATES, make_tokenizer, trl_template
 
 from rollout.hermes import parse_calls
 from rollout.templates import ChatTemplate, Choice, RenderError, choose_template, training_variant

@@ -1,4 +1,4 @@
-"""Launches through accelerate's own launcher: two processes equal one, and what accelerate did not set up is refused."""
+"""Launches by accelerate's own launcher: two processes equal one, and what accelerate did not set up is refused."""
 
 import json
 import os
@@ -97,7 +97,7 @@ def test_what_accelerate_does_not_set_up_is_refused(
 
 def test_one_process_where_the_recipe_asks_for_two(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     two = TrainConfig(steps=1, processes=2, strategy="ddp")
-    with pytest.raises(LaunchError, match="asks for train.processes=2 and train.strategy=ddp, but accelerate set up 1"):
+    with pytest.raises(LaunchError, match=r"train\.processes=2 and train\.strategy=ddp, but accelerate set up 1"):
         check_launch(two, accelerator)
     single = TrainConfig(steps=1)
     check_launch(single, accelerator)

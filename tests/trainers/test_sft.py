@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from rollout.config import ModelConfig
+from rollout.renderer import load_renderer
 from rollout.trajectory import Group, Outcome, Row
 from trainers.config import TrainRecipe
-from trainers.sft import _shuffled, saved_rows, train_sft
+from trainers.metrics import METRICS
+from trainers.sft import _shuffled, conversation_rows, saved_rows, train_sft
 
 Make = Callable[..., TrainRecipe]
 
@@ -39,12 +43,14 @@ def test_loss_is_the_mean_over_weights(
     _, logged = run(make_recipe(algorithm="sft", batch_size=2), rows, tmp_path, tokenizer)
     network = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
 
+    @torch.no_grad()
     def logprob(ids: list[int], position: int) -> float:
         return float(network(torch.tensor([ids])).logits[0, position - 1].log_softmax(-1)[ids[position]])
 
     total = 0.5 * logprob([3, 4, 5], 1) + 4.0 * logprob([3, 4, 5], 2) + logprob([7, 8, 9], 2)
     assert logged[0]["loss"] == pytest.approx(-total / 5.5, abs=1e-6)
     assert logged[0]["tokens"] == 3
+    assert logged[0].keys() <= {metric.name for metric in METRICS}
 
 
 def test_learns_its_rows(make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -91,3 +97,33 @@ def test_rows_that_teach_nothing_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match="none of its 1 rows has a token with a loss weight"):
         run(make_recipe(algorithm="sft"), [Row([1, 2], [0, 0], [0.0, 0.0])], tmp_path, tokenizer)
+
+
+def test_conversations_become_weighted_rows(tmp_path: Path) -> None:
+    """A Qwen-style template over bytes: what is trained are the assistant's turns and what a weight asks for."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    base = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    base.pre_tokenizer, base.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=base, eos_token="<|im_end|>", pad_token="<|pad|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = (Path(__file__).parents[2] / "recipes/quickstart/chat_template.jinja").read_text()
+    tokenizer.save_pretrained(tmp_path)
+    renderer = load_renderer(ModelConfig(path=str(tmp_path)), "hermes", tools=False)
+    messages = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hi there", "weight": 2},
+        {"role": "user", "content": "Bye", "weight": 0.5},
+        {"role": "assistant", "content": "See you"},
+    ]
+    (row,) = conversation_rows([{"messages": messages}], renderer)
+    assert row.weights is not None
+    trained = {
+        weight: tokenizer.decode([t for t, w in zip(row.token_ids, row.weights, strict=True) if w == weight])
+        for weight in (2.0, 1.0)
+    }
+    assert trained == {2.0: "Hi there<|im_end|>", 1.0: "See you<|im_end|>"}
+    assert "Bye" in tokenizer.decode([t for t, w in zip(row.token_ids, row.weights, strict=True) if w == 0.5])
+    with pytest.raises(ValueError, match=r"data\.path: row 2 has no 'messages'"):
+        conversation_rows([{"messages": messages}, {"question": "What?"}], renderer)
+    with pytest.raises(ValueError, match=r"data\.path: row 1: 'tools' is not in the OpenAI shape"):
+        conversation_rows([{"messages": messages, "tools": [{"name": "move"}]}], renderer)

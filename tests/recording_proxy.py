@@ -1,0 +1,46 @@
+"""A proxy before a real inference server that keeps every request and answer: what the server really received."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+
+@dataclass
+class Recording:
+    """`exchanges` are pairs of a `/inference/v1/generate` request and its answer, in the order of the answers."""
+
+    url: str = ""
+    exchanges: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def record(upstream: str) -> AsyncIterator[Recording]:
+    """Run the proxy on a free loopback port."""
+    recording = Recording()
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def forward(request: web.Request) -> web.Response:
+            body = await request.read()
+            headers = {"Content-Type": request.headers.get("Content-Type", "application/json")}
+            url = upstream + request.path_qs
+            async with session.request(request.method, url, data=body, headers=headers) as answer:
+                content = await answer.read()
+                if request.path == "/inference/v1/generate" and answer.status == 200:
+                    recording.exchanges.append((json.loads(body), json.loads(content)))
+                return web.Response(body=content, status=answer.status, content_type=answer.content_type)
+
+        app = web.Application(client_max_size=1 << 26)
+        app.router.add_route("*", "/{path:.*}", forward)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        recording.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield recording
+        finally:
+            await runner.cleanup()

@@ -1,0 +1,304 @@
+"""Chains with scripted completions: error turns, endings, failures, transports and isolation."""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from rollout.chain import ChainRunner, Sampling
+from rollout.client import InferenceClient, ServerUnreachableError
+from rollout.config import RolloutRecipe
+from rollout.renderer import TemplateRenderer, make_renderer
+from rollout.rewards import Rewards
+from rollout.trajectory import Outcome, Trajectory
+from tests.conftest import QUICKSTART
+from tests.scripted_server import ScriptedServer, serve_script
+from tools.toolset import open_toolset
+
+TOOLS = '''
+import asyncio
+from typing import Literal
+from agentfactory import Environment, reward, tool
+
+
+class Diary(Environment):
+    """Keeps what one chain wrote."""
+
+    def reset(self, word: str = "nothing", **task):
+        if word == "forbidden":
+            raise ValueError("that word is forbidden")
+        self.pages = [word]
+
+    @tool
+    async def write(self, text: str, mood: Literal["good", "bad"] = "good") -> str:
+        """Write a page."""
+        await asyncio.sleep(0.01)
+        self.pages.append(text)
+        return f"page {len(self.pages)}"
+
+    @tool
+    def burn(self) -> str:
+        """Burn it."""
+        raise RuntimeError("it does not burn")
+
+    @tool
+    async def wait(self) -> str:
+        """Wait."""
+        await asyncio.sleep(60)
+
+    @tool
+    async def read(self) -> str:
+        """Read all pages."""
+        await asyncio.sleep(0.01)
+        return "/".join(self.pages)
+
+    def reward(self):
+        return {"reward": len(self.pages) / 10, "pages": len(self.pages)}
+
+
+@reward
+def broken():
+    raise RuntimeError("no verdict")
+'''
+
+
+@pytest.fixture(scope="session")
+def tokenizer(quickstart_run: Path) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast.from_pretrained(quickstart_run / "prepared" / "model")
+
+
+def call(name: str, **arguments: object) -> str:
+    """A Hermes tool call."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+class Script:
+    """Says the n-th of `turns` in the n-th turn of any chain; a turn without its end is cut by the token limit."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, turns: list[str]):
+        self.tokenizer = tokenizer
+        self.turns = turns
+
+    def __call__(self, prompt: list[int]) -> list[int]:
+        text = self.tokenizer.decode(prompt)
+        turn = text.count("<|im_start|>assistant") - 1
+        return self.tokenizer.encode(self.turns[turn] + "<|im_end|>", add_special_tokens=False)
+
+
+@asynccontextmanager
+async def open_chains(
+    tokenizer: PreTrainedTokenizerFast, script: Callable[[list[int]], list[int]], folder: Path, **fields: object
+) -> AsyncIterator[tuple[ChainRunner, ScriptedServer]]:
+    """A runner of the diary against `script`; `fields` are recipe sections."""
+    (folder / "diary.py").write_text(TOOLS)
+    recipe = RolloutRecipe.model_validate({"model": {"path": "x"}, "tools": ["diary.py:Diary"], **fields})
+    renderer: TemplateRenderer = make_renderer(tokenizer)
+    async with (
+        serve_script(script) as server,
+        InferenceClient(server.url) as client,
+        open_toolset(recipe, folder) as toolset,
+    ):
+        yield ChainRunner(recipe, renderer, client, toolset, Rewards.load(recipe.rewards, folder)), server
+
+
+async def run_one(runner: ChainRunner, **task: object) -> Trajectory:
+    return await runner.run("c0", {"question": "go", **task}, Sampling("policy", 1.0, seed=""))
+
+
+async def test_every_mistake_gets_an_error_turn_and_the_chain_goes_on(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    turns = [
+        '<tool_call>\n{"name": "write", "arguments": {"text": \n</tool_call>',
+        call("fly"),
+        call("write", text="a", mood="ugly"),
+        call("burn"),
+        call("write", text="b"),
+        "done",
+    ]
+    async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path) as (runner, _):
+        trajectory = await run_one(runner)
+    assert trajectory.outcome is Outcome.COMPLETED
+    answers = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
+    assert len(answers) == 5
+    assert "JSON" in answers[0]
+    assert "fly" in answers[1]
+    assert "write" in answers[1], "the known tools are named"
+    assert "mood" in answers[2]
+    assert "bad" in answers[2], "the allowed values are named"
+    assert "it does not burn" in answers[3]
+    assert answers[4] == "page 2"
+    errors = {name: value for name, value in trajectory.metrics.items() if name.startswith("tool_errors/") and value}
+    assert errors == {
+        "tool_errors/malformed_call": 1,
+        "tool_errors/unknown_tool": 1,
+        "tool_errors/invalid_arguments": 1,
+        "tool_errors/tool_error": 1,
+    }
+    assert trajectory.metrics["tool_calls"] == 4
+    assert trajectory.reward == 0.2
+
+
+async def test_endings(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    async def outcome(turns: list[str], **rollout: object) -> Trajectory:
+        async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path, rollout=rollout) as (runner, _):
+            return await run_one(runner)
+
+    write = call("write", text="a")
+    trajectory = await outcome([write] * 9, max_turns=3)
+    assert (trajectory.outcome, trajectory.turns, trajectory.reward) == (Outcome.MAX_TURNS, 3, 0.4)
+    trajectory = await outcome(["word " * 50], max_tokens=10)
+    assert trajectory.outcome is Outcome.MAX_TOKENS
+    trajectory = await outcome([write] * 9, max_total_tokens=len(trajectory.rows[0].token_ids) + 40, max_turns=9)
+    assert trajectory.outcome in (Outcome.CONTEXT_OVERFLOW, Outcome.MAX_TOKENS)
+    assert trajectory.reward is not None, "an ending is scored"
+
+
+async def test_a_cut_call_is_told_and_its_closing_is_context(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    turns = [call("write", text="very " * 30), "done"]
+    async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path, rollout={"max_tokens": 15}) as (
+        runner,
+        server,
+    ):
+        trajectory = await run_one(runner)
+    assert trajectory.outcome is Outcome.COMPLETED
+    assert "cut at 15 tokens" in trajectory.messages[2]["content"]
+    row, end = trajectory.rows[0], tokenizer.convert_tokens_to_ids("<|im_end|>")
+    first = len(server.requests[0]["token_ids"])
+    assert row.mask[first : first + 16] == [1] * 15 + [0]
+    assert row.token_ids[first + 15] == end, "the template's closing token was not sampled, so it is not trained"
+
+
+async def test_failures_are_typed_and_never_a_reward(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    async with open_chains(tokenizer, Script(tokenizer, ["done"]), tmp_path, rewards=["diary.py:broken"]) as (
+        runner,
+        _,
+    ):
+        trajectory = await run_one(runner)
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.REWARD_ERROR, None)
+    assert "no verdict" in (trajectory.error or "")
+
+    slow = {"rollout": {"timeout_seconds": 0.3}}
+    async with open_chains(tokenizer, Script(tokenizer, [call("wait")]), tmp_path, **slow) as (runner, _):
+        trajectory = await run_one(runner)
+    assert (trajectory.outcome, trajectory.reward, trajectory.turns) == (Outcome.TIMEOUT, None, 1)
+
+    async with open_chains(tokenizer, Script(tokenizer, ["done"]), tmp_path) as (runner, _):
+        trajectory = await run_one(runner, word="forbidden")
+        assert trajectory.outcome is Outcome.TOOL_INFRASTRUCTURE, "a task that the environment refuses"
+        assert trajectory.reward is None
+
+    def explode(prompt: list[int]) -> list[int]:
+        raise RuntimeError("boom")
+
+    async with open_chains(tokenizer, explode, tmp_path) as (runner, _):
+        trajectory = await run_one(runner)
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.INFERENCE_ERROR, None)
+
+
+async def test_a_server_that_is_gone_stops_everything(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    async with open_chains(tokenizer, Script(tokenizer, ["done"]), tmp_path) as (runner, _):
+        runner.client.url = "http://127.0.0.1:9"
+        with pytest.raises(ServerUnreachableError, match="no server answers at"):
+            await run_one(runner)
+
+
+async def test_parallel_calls_answer_in_order(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    turns = [call("write", text="a") + "\n" + call("burn") + "\n" + call("nothing"), "done"]
+    async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path) as (runner, _):
+        trajectory = await run_one(runner)
+    answers = [m for m in trajectory.messages if m["role"] == "tool"]
+    assert [m["name"] for m in answers] == ["write", "burn", "nothing"]
+    calls = [c["id"] for c in trajectory.messages[1]["tool_calls"]]
+    assert [m["tool_call_id"] for m in answers] == calls
+    assert len(set(calls)) == 3
+
+
+def hunt_script(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[int]], list[int]]:
+    """Plays treasure hunts from the text alone: follows hints, with a mistake every third turn."""
+
+    def script(prompt: list[int]) -> list[int]:
+        text = tokenizer.decode(prompt)
+        turn = text.count("<|im_start|>assistant") - 1
+        last = text.rsplit("<|im_start|>user", 1)[1]
+        hint = re.search(r"treasure lies ([a-z]+)", last)
+        if "found" in last:
+            answer = "I found the treasure."
+        elif turn % 3 == 1:
+            answer = [call("move", direction="up"), call("jump"), '<tool_call>\n{"name": "move"\n</tool_call>'][
+                turn % 2
+            ]
+        else:
+            answer = call("move", direction=hint.group(1) if hint else "north")
+        return tokenizer.encode(answer + "<|im_end|>", add_special_tokens=False)
+
+    return script
+
+
+HUNT = str(QUICKSTART / "treasure_hunt.py:TreasureHunt")
+
+
+@pytest.fixture
+def hunt_url() -> Iterator[str]:
+    """The treasure hunt behind streamable HTTP."""
+    command = [sys.executable, "-P", "-m", "tools.serve", HUNT, "--http", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        yield server.stdout.readline().split()[1]
+        server.terminate()
+
+
+async def test_transports_give_identical_transcripts(
+    tokenizer: PreTrainedTokenizerFast, quickstart_run: Path, tmp_path: Path, hunt_url: str
+) -> None:
+    lines = (quickstart_run / "prepared" / "train.jsonl").read_text().splitlines()
+    tasks = [json.loads(line) for line in lines[:40]]
+    stdio = {"command": "python", "args": ["-P", "-m", "tools.serve", HUNT]}
+    recipes: dict[str, dict] = {
+        "in process": {"tools": [HUNT]},
+        "stdio": {"mcp_servers": {"hunt": stdio}},
+        "http": {"mcp_servers": {"hunt": {"url": hunt_url}}},
+    }
+    transcripts = {}
+    for name, servers in recipes.items():
+        fields = {"tools": [], "rollout": {"max_turns": 9}, **servers}
+        async with open_chains(tokenizer, hunt_script(tokenizer), tmp_path, **fields) as (runner, _):
+            chains = (runner.run(f"c{i}", task, Sampling("policy", 1.0, seed="")) for i, task in enumerate(tasks))
+            played = await asyncio.gather(*chains)
+        transcripts[name] = [(t.messages, t.rows, t.outcome, t.reward, t.metrics, t.turns, t.error) for t in played]
+    assert transcripts["in process"] == transcripts["stdio"] == transcripts["http"]
+    assert {t[2] for t in transcripts["stdio"]} >= {Outcome.COMPLETED}
+    assert sum(t[4]["tool_errors/unknown_tool"] + t[4]["tool_errors/malformed_call"] for t in transcripts["http"]) > 20
+
+
+@pytest.mark.parametrize("transport", ["in process", "stdio"])
+async def test_64_chains_never_see_each_others_state(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, transport: str
+) -> None:
+    def script(prompt: list[int]) -> list[int]:
+        text = tokenizer.decode(prompt)
+        mine = re.findall(r"I am (chain \d+)", text)[0]
+        turn = text.count("<|im_start|>assistant") - 1
+        said = [call("write", text=f"{mine} page {turn}"), call("read")][turn % 2] if turn < 6 else "done"
+        return tokenizer.encode(said + "<|im_end|>", add_special_tokens=False)
+
+    serve = {"command": "python", "args": ["-P", "-m", "tools.serve", "diary.py:Diary"]}
+    fields: dict = {} if transport == "in process" else {"tools": [], "mcp_servers": {"diary": serve}}
+    async with open_chains(tokenizer, script, tmp_path, **fields) as (runner, _):
+        tasks = [{"question": f"I am chain {i}", "word": f"start {i}"} for i in range(64)]
+        chains = (runner.run(f"c{i}", task, Sampling("policy", 1.0, seed="")) for i, task in enumerate(tasks))
+        trajectories = await asyncio.gather(*chains)
+    for i, trajectory in enumerate(trajectories):
+        assert trajectory.outcome is Outcome.COMPLETED, trajectory.error
+        answers = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
+        pages = [f"start {i}", *(f"chain {i} page {turn}" for turn in (0, 2, 4))]
+        assert answers[1::2] == ["/".join(pages[:n]) for n in (2, 3, 4)]
