@@ -26,7 +26,12 @@ Say = Callable[[str], None]
 
 def train(recipe: Recipe | StagedRecipe, overwrite: bool, say: Say) -> None:
     """Run every stage; leaves a run folder. Raises ChildFailed, RunFolderError, KeyboardInterrupt."""
-    folder = RunFolder.create(recipe.output, recipe.to_yaml(), overwrite)
+    text = recipe.to_yaml()
+    if overwrite and "${output}/" in text:
+        raise RunFolderError(
+            f"output: the recipe reads files in {recipe.output}, which --overwrite would delete; fix: output=OTHER"
+        )
+    folder = RunFolder.create(recipe.output, text, overwrite)
     try:
         with Children() as children:
             _prepare(recipe, children, say)

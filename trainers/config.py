@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rollout.config import RolloutRecipe
 from tools.config import Section
@@ -46,14 +46,6 @@ class TrainConfig(Section):
     """Trainer processes; a launch with another number is refused."""
     strategy: Literal["single", "ddp", "fsdp2"] = "single"
     """How processes share the work; a launch that accelerate set up otherwise is refused."""
-
-    @model_validator(mode="after")
-    def _processes_fit_the_strategy(self) -> "TrainConfig":
-        if self.strategy == "single" and self.processes > 1:
-            raise ValueError(f"processes: {self.processes} need train.strategy=ddp; single is for one process")
-        if self.strategy == "ddp" and self.processes == 1:
-            raise ValueError("strategy: ddp needs train.processes of at least 2; use single for one process")
-        return self
 
 
 class SyncConfig(Section):

@@ -1,5 +1,6 @@
 """Group-relative policy optimisation: the loop (Shao et al., 2024, DeepSeekMath, arXiv:2402.03300)."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from trainers.learner import Learner, Terms, Update
 from trainers.losses import clipped_policy_loss, mismatch_kl
 from trainers.metrics import group_metrics
 from trainers.sync import WeightSync
+
+logger = logging.getLogger(__name__)
 
 Log = Callable[[dict[str, Any]], None]
 
@@ -46,7 +49,7 @@ class SavedGroups:
     """Groups from trajectories files, in their order, each once: training without worker or server."""
 
     def __init__(self, path: Path, needed: int) -> None:
-        """Reads nothing but checks, by one pass, that at least `needed` groups are there."""
+        """Raises ValueError where `path` holds fewer than `needed` groups, or a line that is not one."""
         if not path.exists():
             raise ValueError(f"train.from_trajectories: {path} does not exist")
         held = sum(1 for _ in read_groups(path))
@@ -115,6 +118,7 @@ def train_grpo(
             return {}
         report = sync.push(version, learner.policy, state)
         source.published(version, report.model)
+        logger.info("version %d is live as %s, sha256 of its file %s", version, report.model, report.digest)
         return {"sync/bytes": report.bytes, "seconds/sync": report.seconds}
 
     def evaluate(step: int) -> dict[str, float]:
@@ -126,7 +130,9 @@ def train_grpo(
             log({"step": step, **metrics, "seconds/eval": time.perf_counter() - started})
         return metrics
 
-    publish(0)
+    first = publish(0)
+    if first:
+        log({"step": 0, "version": 0, **first})
     result.before = evaluate(0)
     for step in range(1, train.steps + 1):
         started = time.perf_counter()

@@ -20,6 +20,7 @@ SIZE, STEPS, compass, distance, opening = (
 )
 
 HELD_OUT = 200
+FINAL_ANSWER = "The hunt is over."
 TRANSCRIPTS = 3000
 FOLLOWS_TURNED_HINT = 0.6
 TRANSCRIPTS_WITH_SUCCESS = 0.2
@@ -97,8 +98,7 @@ def play_badly(task: dict[str, Any], rng: random.Random) -> tuple[bool, list[Mes
         observation = hunt.move(direction)
         messages.append({"role": "tool", "name": "move", "tool_call_id": call["id"], "content": observation})
     success = hunt.here == hunt.treasure
-    answer = "I found the treasure." if success else "I did not find the treasure."
-    messages.append({"role": "assistant", "content": answer})
+    messages.append({"role": "assistant", "content": FINAL_ANSWER})
     return success, messages
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart" / "quickstart.yaml"
+RECIPES = Path(__file__).parents[2] / "recipes" / "quickstart"
 SEEDS = [int(seed) for seed in os.environ.get("SEEDS", "0").split()]
 HELD_OUT_TASKS = 200
 
@@ -24,9 +24,9 @@ def read_json(path: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def train(tmp_path: Path, *overrides: str) -> dict:
+def train(recipe: str, seed: int, tmp_path: Path) -> dict:
     output = tmp_path / "run"
-    agentfactory("train", str(RECIPE), f"output={output}", *overrides)
+    agentfactory("train", str(RECIPES / recipe), f"output={output}", f"seed={seed}")
     summary = read_json(output / "summary.json")
     print(json.dumps(summary, indent=2))
     return summary
@@ -34,7 +34,7 @@ def train(tmp_path: Path, *overrides: str) -> dict:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_reinforcement_reverses_the_habit(tmp_path: Path, seed: int) -> None:
-    summary = train(tmp_path, f"seed={seed}")
+    summary = train("quickstart.yaml", seed, tmp_path)
     assert summary["seed"] == seed
     assert summary["success_before"] <= 0.25
     assert summary["greedy_before"] <= 0.10
@@ -50,9 +50,10 @@ def test_reinforcement_reverses_the_habit(tmp_path: Path, seed: int) -> None:
 
 
 def test_an_adapter_learns_too(tmp_path: Path) -> None:
-    summary = train(tmp_path, f"seed={SEEDS[0]}", "grpo.model.lora.rank=8", "grpo.train.learning_rate=2e-3")
+    summary = train("quickstart-lora.yaml", SEEDS[0], tmp_path)
     assert summary["success_after"] >= 0.70
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "grpo" / "metrics.jsonl").open(encoding="utf-8")]
+    stage = Path(summary["checkpoint"]).parents[1]
+    lines = [json.loads(line) for line in (stage / "metrics.jsonl").open(encoding="utf-8")]
     model = (tmp_path / "run" / "prepared" / "model" / "model.safetensors").stat().st_size
     # only the adapter travels
-    assert 0 < max(line.get("sync/bytes", 0) for line in metrics) < model / 4
+    assert 0 < max(line.get("sync/bytes", 0) for line in lines) < model / 4

@@ -109,9 +109,3 @@ def test_one_process_where_the_recipe_asks_for_two(accelerator: Accelerator, mon
 def test_fsdp2_is_refused_with_the_way_out() -> None:
     with pytest.raises(LaunchError, match=r"train\.strategy: fsdp2 is not supported yet; use ddp"):
         make_accelerator(TrainConfig(steps=1, processes=2, strategy="fsdp2"))
-
-
-@pytest.mark.parametrize(("processes", "strategy"), [(2, "single"), (1, "ddp")])
-def test_processes_must_fit_the_strategy(processes: int, strategy: Any) -> None:
-    with pytest.raises(ValueError, match=r"train\.(strategy=ddp|processes)"):
-        TrainConfig(steps=1, processes=processes, strategy=strategy)

@@ -1,0 +1,150 @@
+"""The launcher's own work: stages in order, prepared once, failures told. The trainer is a script of a few lines, so
+that no model is needed; whole runs are tested with the real one elsewhere."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+PREPARE = """
+def make(folder, seed):
+    (folder / "model").mkdir()
+    (folder / "talks.jsonl").write_text(f'{{"question": "seed {seed}"}}')
+
+def fail(folder, seed):
+    (folder / "half").write_text("")
+    raise RuntimeError("no disk")
+"""
+
+TRAINER = """
+import os, sys, time
+from agentfactory.recipe import load_recipe
+from agentfactory.run_folder import RunFolder
+recipe = load_recipe(sys.argv[1], sys.argv[2:])
+folder = RunFolder.create_or_attach(recipe.output, recipe.to_yaml())
+print("training", recipe.name, flush=True)
+if recipe.train.max_grad_norm == 13:
+    raise ValueError("unlucky")
+if recipe.train.max_grad_norm == 60:
+    time.sleep(60)
+for step in range(1, recipe.train.steps + 1):
+    folder.log({"step": step, "loss": 1 / step})
+(folder.checkpoints / f"step-{step:06d}").mkdir()
+assert os.environ["OMP_WAIT_POLICY"] == "passive"
+folder.write_summary({"steps": step, "seed": recipe.seed, "checkpoint": str(folder.last_checkpoint())})
+"""
+
+COMMAND = """
+import sys
+from pathlib import Path
+from agentfactory import cli, launcher
+launcher.TRAIN_SCRIPT = Path("trainer.py").resolve()
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+STAGE = """
+model: {path: '${prepared}/model'}
+data: {path: '${prepared}/talks.jsonl'}
+train: {algorithm: sft, steps: 3}
+"""
+
+
+@pytest.fixture
+def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "make.py": PREPARE,
+        "trainer.py": TRAINER,
+        "first.yaml": STAGE,
+        "second.yaml": STAGE,
+        "both.yaml": "prepare: make.py:make\nstages: [first.yaml, second.yaml]\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path / "runs" / "both"
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-P", "-c", COMMAND, *arguments]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60)
+
+
+def test_stages_run_in_order_each_from_the_last_ones_checkpoint(staged: Path) -> None:
+    result = run("train", "both.yaml", "seed=5", "first.train.steps=12")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert [line for line in lines if line.startswith("training")] == ["training first", "training second"]
+    assert lines[-1].startswith("both: 3 steps")
+    assert str(staged / "curve.png") in lines[-1]
+    second = yaml.safe_load((staged / "second" / "recipe.yaml").read_text())
+    assert second["model"]["path"] == str(staged / "first" / "checkpoints" / "step-000012")
+    assert "seed 5" in (staged / "prepared" / "talks.jsonl").read_text()
+    summary = json.loads((staged / "summary.json").read_text())
+    assert summary["status"] == "completed"
+    assert summary["checkpoint"] == str(staged / "second" / "checkpoints" / "step-000003")
+
+    # what is there is kept, unless a person says otherwise
+    assert run("train", "both.yaml").returncode == 2
+    assert run("train", "both.yaml", "--overwrite", "second.data.path=runs/both/second/metrics.jsonl").returncode == 2
+    assert (staged / "second" / "metrics.jsonl").exists()
+    assert run("train", str(staged / "recipe.yaml"), "--overwrite").returncode == 0
+    assert run("train", str(staged / "recipe.yaml"), "output=again").returncode == 0
+    assert (staged.parents[1] / "again" / "prepared").is_dir()
+
+
+def test_a_failed_trainer_is_told_and_the_folder_says_so(staged: Path) -> None:
+    result = run("train", "both.yaml", "second.train.max_grad_norm=13.0")
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert "the trainer ended with exit status 1: ValueError: unlucky" in last
+    assert str(staged / "second" / "logs" / "train.log") in last
+    summary = json.loads((staged / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert "unlucky" in summary["reason"]
+    # the stage before is whole
+    assert (staged / "first" / "summary.json").exists()
+
+
+def test_a_failed_prepare_leaves_nothing_that_looks_prepared(staged: Path) -> None:
+    result = run("train", "both.yaml", "prepare=make.py:fail")
+    assert result.returncode == 1
+    assert "the prepare function ended with exit status 1: RuntimeError: no disk" in result.stderr
+    assert not (staged / "prepared").exists()
+
+
+@pytest.mark.parametrize(("number", "by"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_an_interrupted_run_says_so(staged: Path, number: signal.Signals, by: str) -> None:
+    launcher = subprocess.Popen(
+        command("train", "both.yaml", "train.max_grad_norm=60.0"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdout is not None
+    while "training" not in launcher.stdout.readline():
+        assert launcher.poll() is None
+        time.sleep(0.01)
+    os.kill(launcher.pid, number)
+    _, said = launcher.communicate(timeout=20)
+    assert launcher.returncode == 130
+    assert said.splitlines()[-1] == f"agentfactory: interrupted by {by}; run folder {staged}"
+    assert json.loads((staged / "summary.json").read_text())["status"] == "interrupted"
+
+
+def test_evaluating_a_staged_recipe_needs_its_checkpoint(staged: Path) -> None:
+    (staged.parents[1] / "second.yaml").write_text(
+        STAGE + "eval: {data: {path: '${prepared}/talks.jsonl'}}\nserver: {engine: embedded}\n"
+        "mcp_servers: {world: {url: 'http://127.0.0.1:9/mcp', environment: {}}}\n"
+    )
+    result = run("eval", "both.yaml")
+    assert result.returncode == 2
+    assert "agentfactory train" in result.stderr
+    assert not staged.exists()
