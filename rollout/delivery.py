@@ -18,6 +18,7 @@ from typing import Any
 
 from rollout.config import RolloutRecipe
 from rollout.trajectory import Group
+from tools import lifeline
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, TOKEN_VARIABLE: token, "CUDA_VISIBLE_DEVICES": ""},
+                env={**os.environ, **lifeline.environment(), TOKEN_VARIABLE: token, "CUDA_VISIBLE_DEVICES": ""},
             )
             self._socket = self._accept(listener)
         self._lines = self._socket.makefile("rb")

@@ -19,6 +19,7 @@ from rollout.evaluate import evaluate, open_runner
 from rollout.producer import GroupProducer, Published, RolloutStoppedError
 from rollout.scheduler import Admission
 from rollout.trajectory import Group
+from tools import lifeline
 from tools.messages import ToolInfrastructureError
 
 logger = logging.getLogger(__name__)
@@ -109,6 +110,7 @@ EXPECTED = (ServerUnreachableError, RolloutStoppedError, ToolInfrastructureError
 
 async def main(address: str) -> int:
     """Connect to rank 0, work, and tell it why when work cannot go on. Returns the exit status."""
+    lifeline.follow_parent()
     reader, writer = await connect(address)
     # the terminal's Ctrl-C reaches the whole process group; the trainer decides when the worker ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -10,6 +10,8 @@ import sys
 from types import FrameType
 from typing import Any, NoReturn
 
+from tools import lifeline
+
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -P -m rollout.embedded", description=__doc__)
@@ -103,6 +105,7 @@ def main() -> None:
     """Serve until SIGTERM or SIGINT. Exit status 2 and one line on stderr when it cannot start."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
+    lifeline.follow_parent()
     args = _arguments()
     api_key = None
     if args.api_key_env and not (api_key := os.environ.get(args.api_key_env)):
