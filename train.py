@@ -35,6 +35,8 @@ def load(arguments: list[str]) -> Recipe:
 def train(recipe: Recipe) -> None:
     """Train, and leave a run folder: rank 0 writes it and owns the worker, the sync and the log."""
     # torch and transformers take seconds to import; a broken recipe is told before
+    import transformers
+
     from rollout.data import load_tasks
     from rollout.delivery import WorkerProcess
     from rollout.renderer import load_renderer
@@ -44,6 +46,8 @@ def train(recipe: Recipe) -> None:
     from trainers.sft import conversation_rows, saved_rows, train_sft
     from trainers.sync import FileSync, LoraSync, WeightSync
 
+    # bars of loading and writing would run through our own progress
+    transformers.utils.logging.disable_progress_bar()
     accelerator = make_accelerator(recipe.train)
     train, main = recipe.train, accelerator.is_main_process
     folder = RunFolder(recipe.output)
@@ -107,6 +111,7 @@ def train(recipe: Recipe) -> None:
                     "checkpoint": str(result.checkpoint),
                 }
             )
+        accelerator.end_training()
 
 
 def _headline(figures: dict[str, float]) -> dict[str, float]:
@@ -132,9 +137,11 @@ def main() -> int:
     try:
         train(recipe)
     except (LaunchError, RunFolderError) as error:
-        print(error, file=sys.stderr)
+        # every rank finds it; one says it
+        if os.environ.get("RANK", "0") == "0":
+            print(error, file=sys.stderr)
         return 2
-    except (WorkerDiedError, SyncError, ValueError) as error:
+    except (WorkerDiedError, SyncError, ValueError, FloatingPointError) as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -255,7 +255,7 @@ def _check_server(recipe: "Recipe", refuse: Refuse) -> None:
         )
     if server.args:
         refuse("server.args", f"got {short(server.args)}: the embedded engine takes none", "remove it, or use vllm")
-    if recipe.model.lora is not None and server.max_loras < 2:
+    if recipe.model.lora is not None and server.max_loras < recipe.rollout.max_staleness + 2:
         refuse("server.max_loras", f"got {server.max_loras}: the next adapter joins the last one", "use at least 2")
 
 
