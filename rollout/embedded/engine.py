@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rollout.embedded.lora import Adapter, AdapterLayers
 
-PREFILL_TOKENS = 1024  # new prompt tokens per step: bounds how long decoding requests wait for others' prompts
+PREFILL_TOKENS = 2048  # new prompt tokens per step: bounds how long decoding requests wait for others' prompts
 MASK_ELEMENTS = 2**23  # queries x keys of one prefill chunk: bounds the memory of its attention mask
 SHARE_TOKENS = 16  # a request waits a step for a prompt being computed when that spares it more tokens than this
 _engines = itertools.count()
