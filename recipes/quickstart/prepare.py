@@ -1,4 +1,4 @@
-"""What the quickstart needs, made on the spot: hunts, transcripts of bad play, a tokenizer, an untrained small model."""
+"""What the quickstart needs, made on the spot: hunts, transcripts of bad play, a tokenizer, an untrained model."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ TRANSCRIPTS_WITH_SUCCESS = 0.2
 
 
 def prepare(folder: Path, seed: int) -> None:
-    """Write model/, train.jsonl, heldout.jsonl and transcripts.jsonl into `folder`. The same seed gives the same files."""
+    """Write model/, train.jsonl, heldout.jsonl and transcripts.jsonl into `folder`; a seed always gives the same."""
     rng = random.Random(seed)
     train, heldout = split_tasks(rng)
     specs = [TreasureHunt.move.spec.to_openai()]
@@ -66,7 +66,7 @@ def split_tasks(rng: random.Random) -> tuple[list[dict[str, Any]], list[dict[str
 def play_transcripts(tasks: list[dict[str, Any]], rng: random.Random) -> list[list[Message]]:
     """Conversations of the bad policy, in random order, with a fixed share of lucky ones.
 
-    Without that share the model would hardly ever see how a successful hunt is reported.
+    Without that share the model would hardly ever see how a successful hunt ends.
     """
     wanted = {True: round(TRANSCRIPTS * TRANSCRIPTS_WITH_SUCCESS)}
     wanted[False] = TRANSCRIPTS - wanted[True]
@@ -81,7 +81,11 @@ def play_transcripts(tasks: list[dict[str, Any]], rng: random.Random) -> list[li
 
 
 def play_badly(task: dict[str, Any], rng: random.Random) -> tuple[bool, list[Message]]:
-    """One hunt that follows the hint turned right by 90 degrees, and every now and then none at all."""
+    """One hunt of a policy that mostly follows the hint turned right by 90 degrees, and otherwise no hint at all.
+
+    Returns whether it was lucky, and the conversation. Both ends get the same answer: with one for failure, learning
+    to avoid failure would unlearn how to answer.
+    """
     hunt = TreasureHunt()
     hunt.reset(**task)
     directions = list(STEPS)

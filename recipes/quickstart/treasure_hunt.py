@@ -19,7 +19,9 @@ def distance(here: Cell, there: Cell) -> int:
 def compass(here: Cell, there: Cell) -> str:
     """Where `there` lies as seen from `here`: one of eight directions, such as `north-east`."""
     rows, columns = there[0] - here[0], there[1] - here[1]
-    return "-".join(["north"] * (rows < 0) + ["south"] * (rows > 0) + ["east"] * (columns > 0) + ["west"] * (columns < 0))
+    return "-".join(
+        ["north"] * (rows < 0) + ["south"] * (rows > 0) + ["east"] * (columns > 0) + ["west"] * (columns < 0)
+    )
 
 
 def move_limit(start: Cell, treasure: Cell) -> int:

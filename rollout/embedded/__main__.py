@@ -87,6 +87,8 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str | 
             server.load_adapter(name, path)
     except UnsupportedModel as error:
         _fail(f"the embedded engine cannot serve {args.model}: {error}; use engine: vllm")
+    except MemoryError as error:
+        _fail(str(error))
     except AdapterError as error:
         _fail(f"--adapter {adapter}: {error}")
     runner = web.ServerRunner(web.Server(server.dispatch, access_log=None, handler_cancellation=True))

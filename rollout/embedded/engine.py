@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -20,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rollout.embedded.linear import use_onednn
 from rollout.embedded.lora import Adapter, AdapterLayers
 
 PREFILL_TOKENS = 2048  # new prompt tokens per step: bounds how long decoding requests wait for others' prompts
@@ -125,6 +127,7 @@ class Engine:
         self.allocate_cache()
         self._attention_name = f"agentfactory_embedded_{next(_engines)}"
         ALL_ATTENTION_FUNCTIONS.register(self._attention_name, self._attention)
+        use_onednn(model)
         self._prove()
 
     # ---- requests
@@ -162,8 +165,16 @@ class Engine:
     # ---- cache
 
     def allocate_cache(self) -> None:
-        """Take the cache's memory; slots are empty afterwards."""
+        """Take the cache's memory; slots are empty afterwards. Raises MemoryError where there is too little."""
         self._forget(np.ones_like(self._held))
+        gib = np.prod(self.cache_shape) * self.model.dtype.itemsize / 2**30
+        cuda = self.device.type == "cuda"
+        free = (torch.cuda.mem_get_info(self.device)[0] if cuda else psutil.virtual_memory().available) / 2**30
+        if gib > free:
+            raise MemoryError(
+                f"the KV cache of {self.max_num_seqs} x {self.max_model_len} tokens needs {gib:.1f} GiB and "
+                f"{free:.1f} GiB are free: lower max_num_seqs or max_model_len"
+            )
         # zeros, not empty: a masked position must not hold a NaN
         self.cache = torch.zeros(self.cache_shape, dtype=self.model.dtype, device=self.device)
         # each layer's keys and values as rows [slots * kv_heads * length, head_dim], which a step's tokens overwrite

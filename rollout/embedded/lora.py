@@ -8,6 +8,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 # Fields of adapter_config.json that do not change the forward pass, or that are read below. Any other field must be
 # empty: what peft adds later is refused, not ignored.
@@ -42,12 +43,13 @@ class AdapterLayers:
     `segments` holds (adapter, first token, end) of the step that is about to run; other tokens see the bare model.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.segments: list[tuple[Adapter, int, int]] = []
         self._linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         # its input is one row per sampled token, not per token of the step
-        self._head = next((n for n, m in self._linear.items() if m is model.get_output_embeddings()), None)  # type: ignore[operator]
+        self._head = next((n for n, m in self._linear.items() if m is model.get_output_embeddings()), None)
         self._hooked: set[str] = set()
+        self._device = model.device  # not that of the weights, which may be asleep on the CPU
 
     def load(self, name: str, path: str) -> Adapter:
         """Read a peft folder (adapter_config.json, adapter_model.safetensors). Raises AdapterError."""
@@ -76,8 +78,8 @@ class AdapterLayers:
                 raise AdapterError(f"{module}: the adapter's factors have shapes {got}, the model needs {want}")
             weight = linear.weight
             factors[module] = (
-                pair["A"].to(weight.device, weight.dtype).T.contiguous(),
-                (pair["B"].float() * scale).to(weight.device, weight.dtype).T.contiguous(),
+                pair["A"].to(self._device, weight.dtype).T.contiguous(),
+                (pair["B"].float() * scale).to(self._device, weight.dtype).T.contiguous(),
             )
         if not factors:
             raise AdapterError(f"{path} holds no tensors")

@@ -1,0 +1,179 @@
+"""The quickstart's environment, tasks, transcripts, tokenizer and chat template."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, PreTrainedTokenizerFast
+from trl.chat_template_utils import is_chat_template_prefix_preserving
+
+from agentfactory.recipe import load_recipe
+from rollout.renderer import load_renderer, load_tokenizer
+from tools.tool import InvalidArguments
+from tools.user_code import load_object
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart"
+TreasureHunt = load_object("treasure_hunt.py:TreasureHunt", QUICKSTART)
+distance, opening = (load_object(f"treasure_hunt.py:{name}", QUICKSTART) for name in ("distance", "opening"))
+prepare = load_object("prepare.py:prepare", QUICKSTART)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    prepare(folder, 0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(prepared: Path) -> PreTrainedTokenizerFast:
+    return load_tokenizer(str(prepared / "model"))
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def hunt(start: list[int], treasure: list[int]) -> TreasureHunt:
+    environment = TreasureHunt()
+    environment.reset(start=start, treasure=treasure, question="any")
+    return environment
+
+
+def test_the_way_to_the_treasure() -> None:
+    environment = hunt([4, 4], [3, 6])
+    assert opening((4, 4), (3, 6)) == "The treasure lies north-east.\nYou stand in row 4, column 4 and have 5 moves."
+    assert environment.reward() == {"reward": 0.0, "success": 0.0}
+    assert environment.move("north") == "The treasure lies east."
+    assert environment.reward() == {"reward": pytest.approx(0.5 / 3), "success": 0.0}
+    assert environment.move("east") == "The treasure lies east."
+    assert environment.move("east") == "You found the treasure."
+    assert environment.reward() == {"reward": 1.0, "success": 1.0}
+    assert environment.move("west") == "You already have the treasure."
+    assert environment.reward() == {"reward": 1.0, "success": 1.0}
+
+
+def test_moves_run_out() -> None:
+    environment = hunt([1, 1], [1, 3])
+    assert environment.move("north") == "The treasure lies east."  # a wall: the move is spent in place
+    assert environment.move("south") == "The treasure lies north-east."
+    assert environment.move("south") == "The treasure lies north-east."
+    assert environment.move("south") == "You have no moves left."
+    assert environment.move("east") == "You have no moves left."
+    # further away than at the start: progress is not below 0
+    assert environment.reward() == {"reward": 0.0, "success": 0.0}
+
+
+def test_one_wrong_step_can_be_made_good() -> None:
+    environment = hunt([4, 4], [4, 2])
+    assert [environment.move(direction) for direction in ("east", "west", "west", "west")][-1] == (
+        "You found the treasure."
+    )
+
+
+def test_the_model_may_only_name_a_direction() -> None:
+    assert TreasureHunt.move.spec.parameters["properties"]["direction"]["enum"] == ["north", "east", "south", "west"]
+    with pytest.raises(InvalidArguments, match="direction"):
+        TreasureHunt.move.parse_arguments({"direction": "up"})
+
+
+def test_heldout_openings_never_occur_in_training(prepared: Path) -> None:
+    train, heldout = read_rows(prepared / "train.jsonl"), read_rows(prepared / "heldout.jsonl")
+    transcripts = read_rows(prepared / "transcripts.jsonl")
+    assert len(heldout) >= 200
+    seen = {task["question"] for task in train} | {row["messages"][0]["content"] for row in transcripts}
+    assert seen.isdisjoint(task["question"] for task in heldout)
+    for task in train + heldout:
+        assert task["question"] == opening(task["start"], task["treasure"])
+        assert 2 <= distance(task["start"], task["treasure"]) <= 4
+
+
+def test_transcripts_are_what_the_environment_says(prepared: Path) -> None:
+    tasks = {}
+    for task in read_rows(prepared / "train.jsonl"):
+        tasks.setdefault(task["question"], []).append(task)
+    for row in read_rows(prepared / "transcripts.jsonl")[:100]:
+        question, *rest = row["messages"]
+        calls = [message["tool_calls"][0]["function"] for message in rest if message.get("tool_calls")]
+        said = [message["content"] for message in rest if message["role"] == "tool"]
+        # an opening does not give away the place: one of its hunts went this way
+        replays = []
+        for task in tasks[question["content"]]:
+            environment = hunt(task["start"], task["treasure"])
+            replays.append([environment.move(**call["arguments"]) for call in calls])
+        assert said in replays
+        assert rest[-1] == {"role": "assistant", "content": "The hunt is over."}
+
+
+def test_transcripts_show_a_bad_policy(prepared: Path) -> None:
+    """Of the moves that answer a hint of one direction, most turn right, and few go where the hint points."""
+    directions = ["north", "east", "south", "west"]
+    turns = [0, 0, 0, 0]
+    for row in read_rows(prepared / "transcripts.jsonl"):
+        for before, after in zip(row["messages"], row["messages"][1:], strict=False):
+            hint = before["content"].split(".")[0].rpartition(" ")[2]
+            if after.get("tool_calls") and hint in directions:
+                went = after["tool_calls"][0]["function"]["arguments"]["direction"]
+                turns[(directions.index(went) - directions.index(hint)) % 4] += 1
+    assert turns[1] > sum(turns) / 2
+    assert turns[0] < sum(turns) / 4
+
+
+def test_the_same_seed_prepares_the_same_files(prepared: Path, tmp_path: Path) -> None:
+    for name, seed in (("again", 0), ("other", 1)):
+        (tmp_path / name).mkdir()
+        prepare(tmp_path / name, seed)
+    files = sorted(path.relative_to(prepared) for path in prepared.rglob("*") if path.is_file())
+    assert [str(file) for file in files if file.suffix == ".jsonl"] == [
+        "heldout.jsonl",
+        "train.jsonl",
+        "transcripts.jsonl",
+    ]
+    for file in files:
+        assert (tmp_path / "again" / file).read_bytes() == (prepared / file).read_bytes(), file
+    for file in ("train.jsonl", "heldout.jsonl", "transcripts.jsonl", "model/model.safetensors"):
+        assert (tmp_path / "other" / file).read_bytes() != (prepared / file).read_bytes(), file
+
+
+def test_prompts_and_turns_are_short(prepared: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    assert AutoConfig.from_pretrained(prepared / "model").vocab_size == len(tokenizer) < 1000
+    for row in read_rows(prepared / "transcripts.jsonl")[:50]:
+        prompt, call = (
+            tokenizer.apply_chat_template(row["messages"][:end], tools=row["tools"], add_generation_prompt=end == 1)
+            for end in (1, 2)
+        )
+        assert len(prompt["input_ids"]) <= 45
+        assert len(call["input_ids"]) - len(prompt["input_ids"]) <= 8
+
+
+def test_the_template_is_standard_and_keeps_prefixes(prepared: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    renderer = load_renderer(
+        load_recipe(QUICKSTART / "grpo.yaml", [f"model.path={prepared / 'model'}"]).model, "hermes"
+    )
+    assert renderer.info["template"] == "tokenizer"
+    assert renderer.info["choice"] == "append"
+    assert is_chat_template_prefix_preserving(tokenizer)
+    assert renderer.stop_token_ids == [tokenizer.eos_token_id]
+    specs = [TreasureHunt.move.spec]
+    for row in read_rows(prepared / "transcripts.jsonl")[:20]:
+        messages = row["messages"]
+        ids = renderer.open(messages[:1], specs)
+        for index in range(1, len(messages), 2):
+            text = tokenizer.apply_chat_template(messages[:index], tools=row["tools"], add_generation_prompt=True)
+            assert ids == text["input_ids"]
+            whole = tokenizer.apply_chat_template(messages[: index + 1], tools=row["tools"])["input_ids"]
+            sampled = whole[len(ids) : whole.index(tokenizer.eos_token_id, len(ids)) + 1]
+            parsed = renderer.parse(sampled)
+            assert [call.arguments for call in parsed.calls] == [
+                call["function"]["arguments"] for call in messages[index].get("tool_calls", [])
+            ]
+            ids = ids + sampled
+            if index + 1 < len(messages):
+                ids += renderer.extend(ids, messages[: index + 2], messages[index + 1 : index + 2], specs)
+
+
+def test_the_recipes_are_valid() -> None:
+    for name in ("quickstart", "quickstart-lora"):
+        sft, grpo = load_recipe(QUICKSTART / f"{name}.yaml").stages
+        assert (sft.train.algorithm, grpo.train.algorithm) == ("sft", "grpo")
+        assert (grpo.model.lora is not None) == (name == "quickstart-lora")
