@@ -10,6 +10,7 @@ import sys
 from types import FrameType
 from typing import Any, NoReturn
 
+from rollout.embedded.memory import keep_freed_memory
 from tools import lifeline
 
 
@@ -108,6 +109,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
     lifeline.follow_parent()
+    keep_freed_memory()
     args = _arguments()
     api_key = None
     if args.api_key_env and not (api_key := os.environ.get(args.api_key_env)):

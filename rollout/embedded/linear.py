@@ -1,7 +1,5 @@
 """Linear layers in float32 on the CPU by oneDNN, which runs twice as fast as torch's default MKL on AMD processors."""
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,22 +13,35 @@ MULTIPLICATIONS = 2**20
 def use_onednn(model: nn.Module) -> None:
     """Let the model's float32 `nn.Linear` modules on a CPU with AVX-512 compute by oneDNN; elsewhere do nothing.
 
-    Their inputs must be [1, rows, features] or [rows, features], without gradients. Weights may change in place.
+    Their inputs must be [1, rows, features] or [rows, features], without gradients. Weights may change in place. A
+    second copy of them is kept, in the order that oneDNN reads.
     """
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
         return
     for module in model.modules():
         if type(module) is nn.Linear and (module.weight.dtype, module.weight.device.type) == (torch.float32, "cpu"):
-            module.forward = partial(_linear, module)  # type: ignore[method-assign]
+            module.forward = _PackedLinear(module)  # type: ignore[assignment, method-assign]
 
 
-def _linear(module: nn.Linear, x: Tensor) -> Tensor:
-    rows = x.shape[-2]
-    if rows * module.weight.numel() < MULTIPLICATIONS:
-        return F.linear(x, module.weight, module.bias)
-    padding = -rows % ROWS
-    if padding:
-        x = F.pad(x, (0, 0, 0, padding))
-    # the operator behind torch.compile's CPU back end; torch's version is bounded in setup.py
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, module.weight, module.bias, "none", [], "")
-    return y[..., :rows, :] if padding else y
+class _PackedLinear:
+    """The forward of one linear module, by the operators behind torch.compile's CPU back end."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        self._weight = module.weight
+        self._bias = module.bias
+        self._packed: Tensor | None = None
+        self._version = -1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[-2]
+        if rows * self._weight.numel() < MULTIPLICATIONS:
+            return F.linear(x, self._weight, self._bias)
+        # torch counts in-place changes of a tensor: a weight update makes a new packed copy
+        if self._version != self._weight._version:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight, ROWS)
+            self._version = self._weight._version
+        padding = -rows % ROWS
+        if padding:
+            x = F.pad(x, (0, 0, 0, padding))
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return y[..., :rows, :] if padding else y
