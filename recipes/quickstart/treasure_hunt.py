@@ -49,8 +49,6 @@ class TreasureHunt(Environment):
     @tool
     def move(self, direction: Literal["north", "east", "south", "west"]) -> str:
         """Take one step."""
-        if self.here == self.treasure:
-            return "You already have the treasure."
         if self.moves_left == 0:
             return "You have no moves left."
         self.moves_left -= 1

@@ -49,8 +49,9 @@ def test_the_way_to_the_treasure() -> None:
     assert environment.move("east") == "The treasure lies east."
     assert environment.move("east") == "You found the treasure."
     assert environment.reward() == {"reward": 1.0, "success": 1.0}
-    assert environment.move("west") == "You already have the treasure."
-    assert environment.reward() == {"reward": 1.0, "success": 1.0}
+    # whoever does not stop there walks away from it
+    assert environment.move("west") == "The treasure lies east."
+    assert environment.reward() == {"reward": pytest.approx(0.5 * (1 - 1 / 3)), "success": 0.0}
 
 
 def test_moves_run_out() -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_tokenizers import MERGES_NEWLINE, REORDERS_KEYS, STRIPS_REASONING, make_tokenizer, trl_template
 from transformers import AutoTokenizer
 
 from rollout.config import ModelConfig
 from rollout.renderer import Parsed, TemplateRenderer, load_renderer, load_tokenizer, make_renderer
 from rollout.trajectory import Row, Span
+from tests.chat_tokenizers import MERGES_NEWLINE, REORDERS_KEYS, STRIPS_REASONING, make_tokenizer, trl_template
 from tools.messages import Message, ToolCall, ToolSpec
 
 SPECS = [

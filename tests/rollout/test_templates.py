@@ -1,10 +1,17 @@
 import re
 
 import pytest
-from tests.chat_tokenizers import SPECIAL, STRIPS_REASONING, TOOLS_IN_SYSTEM, TRL_TEMPLATES, make_tokenizer, trl_template
 
 from rollout.hermes import parse_calls
 from rollout.templates import ChatTemplate, Choice, RenderError, choose_template, training_variant
+from tests.chat_tokenizers import (
+    SPECIAL,
+    STRIPS_REASONING,
+    TOOLS_IN_SYSTEM,
+    TRL_TEMPLATES,
+    make_tokenizer,
+    trl_template,
+)
 
 
 def choose(template: str, tools: bool = True) -> Choice:
