@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 setup: $(VENV)/.installed-dev
 
 $(VENV)/.installed: setup.py
+	@echo "installing into $(VENV): a minute or two"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	touch $@
