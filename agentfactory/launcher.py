@@ -2,14 +2,13 @@
 
 import json
 import logging
-import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from agentfactory.checks import runs_chains
 from agentfactory.composition import COMMAND_LINE, RecipeError
@@ -17,8 +16,10 @@ from agentfactory.curve import draw_curve
 from agentfactory.processes import POLL_SECONDS, Child, ChildFailed, Children, python
 from agentfactory.recipe import Recipe, StagedRecipe
 from agentfactory.run_folder import RunFolder, RunFolderError, next_free
+from rollout import serving
 
 _ADAPTER = "adapter_config.json"
+_SAY_EVERY_SECONDS = 10.0
 TRAIN_SCRIPT = Path(__file__).resolve().parent.parent / "train.py"
 
 Say = Callable[[str], None]
@@ -66,7 +67,8 @@ def _train_one(recipe: Recipe, folder: RunFolder, children: Children, say: Say) 
     command = [*_trainer_command(recipe), str(folder.recipe)]
     server = None
     if runs_chains(recipe, "train") and recipe.server.url is None:
-        server, url = _start_server(recipe, children, folder.logs / "server.log", say)
+        log = folder.logs / "server.log"
+        server, url = _start_server(recipe, children, log, say, weight_transfer=_weight_transfer(recipe))
         command.append(f"server.url={url}")
     trainer = children.start("trainer", command, folder.logs / "train.log", env=_trainer_env(recipe, folder), show=True)
     children.wait(trainer)
@@ -111,54 +113,61 @@ def _prepare(recipe: Recipe | StagedRecipe, children: Children, say: Say) -> Non
     children.wait(children.start("prepare function", python(*arguments), recipe.output / "logs" / "prepare.log"))
 
 
-def server_command(recipe: Recipe, adapters: dict[str, Path] | None = None) -> list[str]:
-    """The command that serves `recipe.model`; `adapters` are loaded at the start, by name."""
-    server, model = recipe.server, recipe.model
-    command = python("-m", "rollout.embedded", model.path, "--host", server.host, "--port", str(server.port))
-    command += ["--dtype", model.dtype, "--max-model-len", str(server.max_model_len)]
-    command += ["--max-num-seqs", str(server.max_num_seqs), "--max-loras", str(server.max_loras)]
-    if server.api_key_env:
-        command += ["--api-key-env", server.api_key_env]
-    for name, path in (adapters or {}).items():
-        command += ["--adapter", f"{name}={path}"]
-    return command
-
-
 def _start_server(
-    recipe: Recipe, children: Children, log: Path, say: Say, adapters: dict[str, Path] | None = None
+    recipe: Recipe,
+    children: Children,
+    log: Path,
+    say: Say,
+    adapters: dict[str, Path] | None = None,
+    weight_transfer: str | None = None,
 ) -> tuple[Child, str]:
-    """Start a server and wait until it is ready; returns it and its address."""
+    """Start a server and wait until it is ready; returns it and its address. Further arguments: see server_command."""
     say(f"starting the {recipe.server.engine} server on {recipe.model.path}")
-    server = children.start("server", server_command(recipe, adapters), log)
-    deadline = time.monotonic() + recipe.server.startup_seconds
-    while time.monotonic() < deadline:
+    command = serving.server_command(recipe, adapters, weight_transfer)
+    server = children.start("server", command, log, explain=serving.explain)
+    started = said = time.monotonic()
+    while (now := time.monotonic()) < started + recipe.server.startup_seconds:
         children.check(server)
-        for line in server.tail(200):
-            # the server takes a free port itself, and says which once it answers
-            if line.startswith("ready http"):
-                return server, line.split()[1]
+        lines = server.tail(1000)
+        # the server takes a free port itself, and says which once it answers
+        if url := serving.ready_url(lines):
+            if said > started:
+                say(f"the server is ready after {now - started:.0f} s")
+            return server, url
+        if now > said + _SAY_EVERY_SECONDS:
+            say(f"waiting for the server, {now - started:.0f} s so far: {serving.stage(lines)}")
+            said = now
         time.sleep(POLL_SECONDS)
     raise ChildFailed(
         f"the server was not ready after server.startup_seconds={recipe.server.startup_seconds:g} (log: {log})"
     )
 
 
-def serve(recipe: Recipe | StagedRecipe, say: Say) -> NoReturn:
-    """Become the server of the recipe's model; of a staged recipe, of its last checkpoint."""
+def _weight_transfer(recipe: Recipe) -> str | None:
+    """How a trainer will bring full weights into the server."""
+    if recipe.model.lora is not None:
+        return None
+    return "file" if recipe.sync.backend == "auto" else recipe.sync.backend
+
+
+def serve(recipe: Recipe | StagedRecipe, say: Say) -> None:
+    """Serve the recipe's model until the server or this process is ended; of a staged recipe, its last checkpoint.
+    The log goes to `<output>/serve`, serve-2, ..."""
     with Children() as children:
-        _prepare(recipe, children, say)
-    served = _served(recipe, None)
-    command = server_command(served.recipe, served.adapters)
-    os.execve(command[0], command, {"OMP_WAIT_POLICY": "passive", **os.environ})
+        served, folder = _open("serve", recipe, None, children, say)
+        log, transfer = folder.logs / "server.log", _weight_transfer(served.recipe)
+        server, url = _start_server(served.recipe, children, log, say, served.adapters, transfer)
+        say(f"ready {url} (log: {log})")
+        children.wait(server)
 
 
 def evaluate(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say) -> None:
     """Evaluate `checkpoint` on `eval.data` into `<output>/eval`, eval-2, ... Without one, the recipe's model; of a
     staged recipe, its last checkpoint."""
-    with _acting("eval", recipe, checkpoint, say) as (served, folder, url):
+    with _acting("eval", recipe, checkpoint, say) as (served, folder, urls):
         from rollout.evaluate import run_eval
 
-        figures = run_eval(served.recipe, folder.path, url, folder.trajectories, folder.log, served.name)
+        figures = run_eval(served.recipe, folder.path, urls, folder.trajectories, folder.log, served.name)
         folder.write_summary({"checkpoint": served.label, "seed": recipe.seed, **figures})
     width = max(map(len, figures))
     for name, value in figures.items():
@@ -168,10 +177,10 @@ def evaluate(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say) -
 
 def roll_out(recipe: Recipe | StagedRecipe, say: Say) -> None:
     """Run one group of chains for every task of `data` and save them into `<output>/rollout`, rollout-2, ..."""
-    with _acting("rollout", recipe, None, say) as (served, folder, url):
+    with _acting("rollout", recipe, None, say) as (served, folder, urls):
         from rollout.evaluate import run_rollout
 
-        figures = run_rollout(served.recipe, folder.path, url, folder.trajectories, folder.log, served.name)
+        figures = run_rollout(served.recipe, folder.path, urls, folder.trajectories, folder.log, served.name)
         folder.write_summary({"checkpoint": served.label, "seed": recipe.seed, **figures})
     say(f"{recipe.name}: chains are saved; train on them with train.from_trajectories={folder.trajectories}")
 
@@ -202,25 +211,32 @@ def _served(recipe: Recipe | StagedRecipe, checkpoint: Path | None) -> _Served:
     return _Served(_with_model(stage, str(path)), str(path))
 
 
+def _open(
+    command: str, recipe: Recipe | StagedRecipe, checkpoint: Path | None, children: Children, say: Say
+) -> tuple[_Served, RunFolder]:
+    """What `command` needs served, and a run folder of its own."""
+    served = _served(recipe, checkpoint)
+    _prepare(recipe, children, say)
+    path = next_free(recipe.output / command)
+    acting = served.recipe.model_copy(update={"output": path, "prepare": None})
+    return served, RunFolder.create(path, acting.to_yaml())
+
+
 @contextmanager
 def _acting(
     command: str, recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say
-) -> Iterator[tuple[_Served, RunFolder, str]]:
-    """A run folder of its own, and the address of a server for `command`."""
-    served = _served(recipe, checkpoint)
+) -> Iterator[tuple[_Served, RunFolder, list[str]]]:
+    """A run folder, and the addresses of servers for `command`."""
     with Children() as children:
-        _prepare(recipe, children, say)
-        path = next_free(recipe.output / command)
-        acting = served.recipe.model_copy(update={"output": path, "prepare": None})
-        folder = RunFolder.create(path, acting.to_yaml())
+        served, folder = _open(command, recipe, checkpoint, children, say)
         logging.basicConfig(filename=folder.logs / f"{command}.log", level=logging.INFO)
         if served.recipe.server.url is not None:
-            yield served, folder, served.recipe.server.url
+            yield served, folder, served.recipe.server.urls
             return
         log = folder.logs / "server.log"
         server, url = _start_server(served.recipe, children, log, say, served.adapters)
         try:
-            yield served, folder, url
+            yield served, folder, [url]
         except Exception:
             # where the server is gone, that is the cause
             children.check(server)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -37,17 +37,21 @@ def python(*arguments: str) -> list[str]:
 
 @dataclass
 class Child:
-    """A running child; `name` is what people call it, `log` the file that it writes to."""
+    """A running child; `name` is what people call it, `log` the file that it writes to, and `explain` finds in the
+    log's last lines why it ended, or None."""
 
     name: str
     process: subprocess.Popen[bytes]
     log: Path
+    explain: Callable[[list[str]], str | None] | None = None
 
     def failure(self) -> ChildFailed:
         """How this child, which has ended, ended."""
         status = self.process.returncode
         if status < 0:
             how = f"was ended by signal {-status} ({signal.Signals(-status).name})"
+        elif self.explain and (reason := self.explain(self.tail(1000))):
+            how = f"ended with exit status {status}: {reason[:500]}"
         else:
             # the last line of a traceback, or what the process said before it left; torchrun ends with a ruler
             lines = (line.strip() for line in reversed(self.tail(40)) if any(map(str.isalnum, line)))
@@ -88,9 +92,15 @@ class Children:
             signal.signal(number, handler)
 
     def start(
-        self, name: str, command: Sequence[str], log: Path, env: dict[str, str] | None = None, show: bool = False
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        env: dict[str, str] | None = None,
+        show: bool = False,
+        explain: Callable[[list[str]], str | None] | None = None,
     ) -> Child:
-        """Start a child; its output goes to `log`, with `show` only what it writes to stderr."""
+        """Start a child; its output goes to `log`, with `show` only what it writes to stderr. `explain`: see Child."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             process = subprocess.Popen(
@@ -102,7 +112,7 @@ class Children:
                 env={"OMP_WAIT_POLICY": "passive", **os.environ, **lifeline.environment(), **(env or {})},
                 start_new_session=True,
             )
-        child = Child(name, process, log)
+        child = Child(name, process, log, explain)
         self._children.append(child)
         return child
 

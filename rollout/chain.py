@@ -5,14 +5,16 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from rollout.client import Completion, ContextOverflowError, InferenceClient, InferenceError
+from rollout.concurrency import Places
 from rollout.config import RolloutRecipe
 from rollout.data import Task, opening_messages
 from rollout.renderer import Renderer
 from rollout.rewards import Rewards
-from rollout.trajectory import Outcome, Row, Trajectory
+from rollout.trajectory import Outcome, Row, Span, Trajectory
 from tools.messages import CallError, EnvironmentRewardError, Message, ToolCall, ToolInfrastructureError
 from tools.toolset import ToolSession, Toolset
 
@@ -23,12 +25,16 @@ logger = logging.getLogger(__name__)
 class Sampling:
     """With what a chain is sampled: the weights by the server's name for them, and how.
 
-    `seed` is any text: with the recipe's seed it makes the chain reproducible on a server that takes seeds.
+    A function as `model` is asked for the name at each turn, and a turn keeps the weights that it began with unless
+    the server updates them in place. `seed` is any text: with the recipe's seed it makes the chain reproducible on a
+    server that takes seeds. `cache_salt` keeps a server that does not drop old caches (`rollout.inflight: keep`) from
+    using those of other weights than the version that the salt names; what it samples with later ones is mixed.
     """
 
-    model: str
+    model: str | Callable[[], str]
     temperature: float
     seed: str
+    cache_salt: str | None = None
 
 
 def turn_seed(recipe_seed: int, chain_seed: str, turn: int) -> int:
@@ -37,14 +43,9 @@ def turn_seed(recipe_seed: int, chain_seed: str, turn: int) -> int:
     return int.from_bytes(digest) >> 1
 
 
-@dataclass
-class _Chain:
-    """What a running chain has gathered; it outlives an exception so that a broken chain can be looked at."""
-
-    messages: list[Message]
-    rows: list[Row] = field(default_factory=list)
-    turns: int = 0
-    counts: Counter[str] = field(default_factory=Counter)
+def begin(chain_id: str) -> Trajectory:
+    """A chain that has nothing yet; unless it is played to an end it counts as cancelled."""
+    return Trajectory(id=chain_id, messages=[], rows=[], outcome=Outcome.CANCELLED)
 
 
 class ChainRunner:
@@ -59,22 +60,33 @@ class ChainRunner:
         self.client = client
         self.toolset = toolset
         self.rewards = rewards
-        self._places = asyncio.Semaphore(recipe.rollout.concurrency)
+        limit = recipe.rollout.concurrency
+        self.places = Places(recipe.server.max_num_seqs if limit == "auto" else limit)
 
     async def run(
         self, chain_id: str, task: Task, sampling: Sampling, keep: frozenset[Outcome] = frozenset()
     ) -> Trajectory:
-        """Run one chain to its end. Failures are outcomes; only ServerUnreachableError and programming errors raise.
+        """Run one chain to its end; see `play`."""
+        trajectory = begin(chain_id)
+        await self.play(trajectory, task, sampling, keep)
+        return trajectory
 
-        A failure in `keep` is scored like a chain that ended.
+    async def play(
+        self, trajectory: Trajectory, task: Task, sampling: Sampling, keep: frozenset[Outcome] = frozenset()
+    ) -> None:
+        """Run a chain that was just begun to its end. Failures are outcomes; only ServerUnreachableError and
+        programming errors raise.
+
+        A failure in `keep` is scored like a chain that ended. `trajectory` holds at any time what the chain has
+        gathered: who cancels the call has it still.
         """
-        async with self._places:
+        async with self.places:
             started = time.monotonic()
-            chain = _Chain(messages=opening_messages(task, self.config.system_prompt))
-            trajectory = Trajectory(id=chain_id, messages=chain.messages, rows=chain.rows, outcome=Outcome.CANCELLED)
+            counts: Counter[str] = Counter()
+            trajectory.messages += opening_messages(task, self.config.system_prompt)
             try:
                 async with asyncio.timeout(self.config.timeout_seconds):
-                    await self._play_and_score(chain, trajectory, task, sampling, keep)
+                    await self._play_and_score(trajectory, counts, task, sampling, keep)
             except TimeoutError:
                 trajectory.outcome = Outcome.TIMEOUT
                 trajectory.error = f"the chain took longer than rollout.timeout_seconds={self.config.timeout_seconds}"
@@ -82,19 +94,17 @@ class ChainRunner:
                 trajectory.outcome, trajectory.error = Outcome.REWARD_ERROR, str(error)
             except ToolInfrastructureError as error:
                 trajectory.outcome, trajectory.error = Outcome.TOOL_INFRASTRUCTURE, str(error)
-            trajectory.turns = chain.turns
             trajectory.seconds = time.monotonic() - started
-            trajectory.metrics = {**_count_metrics(chain), **trajectory.metrics}
-            return trajectory
+            trajectory.metrics = {**_count_metrics(trajectory, counts), **trajectory.metrics}
 
     async def _play_and_score(
-        self, chain: _Chain, trajectory: Trajectory, task: Task, sampling: Sampling, keep: frozenset[Outcome]
+        self, trajectory: Trajectory, counts: Counter[str], task: Task, sampling: Sampling, keep: frozenset[Outcome]
     ) -> None:
         async with self.toolset.chain(trajectory.id, task) as session:
             if session.opening:
-                chain.messages.append({"role": "user", "content": session.opening})
+                trajectory.messages.append({"role": "user", "content": session.opening})
             try:
-                trajectory.outcome = await self._play(chain, session, sampling)
+                trajectory.outcome = await self._play(trajectory, counts, session, sampling)
             except InferenceError as error:
                 trajectory.outcome, trajectory.error = Outcome.INFERENCE_ERROR, str(error)
             if trajectory.outcome.failed and trajectory.outcome not in keep:
@@ -110,40 +120,42 @@ class ChainRunner:
             trajectory.reward = scored.reward
             trajectory.metrics = dict(scored.metrics)
 
-    async def _play(self, chain: _Chain, session: ToolSession, sampling: Sampling) -> Outcome:
+    async def _play(
+        self, trajectory: Trajectory, counts: Counter[str], session: ToolSession, sampling: Sampling
+    ) -> Outcome:
         specs = self.toolset.specs
         row = Row()
-        row.append_context(self.renderer.open(chain.messages, specs))
-        chain.rows.append(row)
-        while chain.turns < self.config.max_turns:
+        row.append_context(self.renderer.open(trajectory.messages, specs))
+        trajectory.rows.append(row)
+        while trajectory.turns < self.config.max_turns:
             room = self.config.max_total_tokens - len(row.token_ids)
             if room <= 0:
                 return Outcome.CONTEXT_OVERFLOW
             try:
-                completion = await self._sample(row, sampling, chain.turns, min(self.config.max_tokens, room))
+                completion = await self._sample(row, sampling, trajectory.turns, min(self.config.max_tokens, room))
             except ContextOverflowError:
                 return Outcome.CONTEXT_OVERFLOW
             row.append_sampled(completion.token_ids, completion.logprobs, completion.versions)
-            parsed = self.renderer.parse(completion.token_ids, chain.counts["tool_calls"])
-            chain.messages.append(parsed.message)
-            chain.turns += 1
-            chain.counts["truncated_turns"] += completion.cut
+            parsed = self.renderer.parse(completion.token_ids, counts["tool_calls"])
+            trajectory.messages.append(parsed.message)
+            trajectory.turns += 1
+            counts["truncated_turns"] += completion.cut
             if parsed.error is None and not parsed.calls:
                 return Outcome.MAX_TOKENS if completion.cut else Outcome.COMPLETED
             if parsed.error is not None:
-                chain.counts[CallError.MALFORMED_CALL] += 1
+                counts[CallError.MALFORMED_CALL] += 1
                 answers: list[Message] = [{"role": "tool", "content": _explain(parsed.error, completion)}]
             else:
-                answers = await _answer(parsed.calls, session, chain.counts)
-            chain.messages += answers
-            if chain.turns == self.config.max_turns:
+                answers = await _answer(parsed.calls, session, counts)
+            trajectory.messages += answers
+            if trajectory.turns == self.config.max_turns:
                 break
-            extension = self.renderer.extend(row.token_ids, chain.messages, answers, specs)
+            extension = self.renderer.extend(row.token_ids, trajectory.messages, answers, specs)
             if extension is None:
                 # the template rewrites what was said before: what follows is sampled in a row of its own
                 row = Row()
-                row.append_context(self.renderer.open(chain.messages, specs))
-                chain.rows.append(row)
+                row.append_context(self.renderer.open(trajectory.messages, specs))
+                trajectory.rows.append(row)
             else:
                 row.append_context(extension)
         return Outcome.MAX_TURNS
@@ -157,7 +169,18 @@ class ChainRunner:
         # vLLM's CPU engine dies of per-request seeds, so only our own engine gets them
         if self.recipe.server.engine == "embedded":
             parameters["seed"] = turn_seed(self.recipe.seed, sampling.seed, turn)
-        return await self.client.generate(row.token_ids, sampling.model, parameters)
+        model = sampling.model if isinstance(sampling.model, str) else sampling.model()
+        completion = await self.client.generate(
+            row.token_ids, model, parameters, sampling.cache_salt, chain=sampling.seed
+        )
+        if self.recipe.model.lora is not None:
+            # vLLM gives the version of the base weights here; what matters is the adapter, and a turn keeps it
+            count = len(completion.token_ids)
+            return replace(completion, versions=[Span(model, 0, count)] if count else [])
+        if sampling.cache_salt is not None:
+            mixed = [replace(span, mixed=span.version != sampling.cache_salt) for span in completion.versions]
+            return replace(completion, versions=mixed)
+        return completion
 
 
 def _explain(error: str, completion: Completion) -> str:
@@ -177,12 +200,12 @@ async def _answer(calls: list[ToolCall], session: ToolSession, counts: Counter[s
     return [result.to_message(call) for call, result in zip(calls, results, strict=True)]
 
 
-def _count_metrics(chain: _Chain) -> dict[str, float]:
+def _count_metrics(trajectory: Trajectory, counts: Counter[str]) -> dict[str, float]:
     """Every count by its metric's name, zeros too, so that means over chains are right."""
     return {
-        "tool_calls": chain.counts["tool_calls"],
-        "truncated_turns": chain.counts["truncated_turns"],
-        "sampled_tokens": sum(sum(row.mask) for row in chain.rows),
-        "rows": len(chain.rows),
-        **{f"tool_errors/{kind}": chain.counts[kind] for kind in CallError},
+        "tool_calls": counts["tool_calls"],
+        "truncated_turns": counts["truncated_turns"],
+        "sampled_tokens": sum(sum(row.mask) for row in trajectory.rows),
+        "rows": len(trajectory.rows),
+        **{f"tool_errors/{kind}": counts[kind] for kind in CallError},
     }

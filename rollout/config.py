@@ -65,6 +65,15 @@ class OutcomePolicy(StrEnum):
     """Scored and trained as it stands; dropped where no reward can be computed."""
 
 
+class Inflight(StrEnum):
+    """What becomes of a running turn's cache when the server gets new full weights."""
+
+    RECOMPUTE = "recompute"
+    """Computed again with the new weights: every token's log-probability is that of one version."""
+    KEEP = "keep"
+    """Kept, which is cheaper: what is sampled on such a cache is marked as mixed, and agrees with no version."""
+
+
 class RolloutConfig(Section):
     """How chains are run."""
 
@@ -82,10 +91,14 @@ class RolloutConfig(Section):
     """Put before each task's messages."""
     parser: Literal["hermes"] = "hermes"
     """How tool calls are written: Hermes JSON in <tool_call> tags."""
-    concurrency: PositiveInt = 64
-    """Chains alive at a time."""
+    concurrency: PositiveInt | Literal["auto"] = 64
+    """Chains alive at a time; auto starts at server.max_num_seqs and, while training, follows the server's load. To run
+    ahead, train.batch_size x group_size x (max_staleness + 1) of them must fit."""
     max_staleness: int = Field(default=0, ge=0)
     """How many updates old a trained token may be; 0 alternates generation and training."""
+    inflight: Inflight = Inflight.RECOMPUTE
+    """What becomes of the caches of running turns when full weights are updated: recompute | keep. An adapter's turns
+    keep their adapter."""
     timeout_seconds: float = Field(default=600.0, gt=0)
     """Time limit of one chain."""
     on_failure: dict[Outcome, OutcomePolicy] = {}
@@ -105,8 +118,14 @@ class ServerConfig(Section):
 
     engine: Literal["vllm", "embedded"] = "vllm"
     """vllm, or the embedded engine: one small decode loop for a CPU or one GPU."""
-    url: str | None = None
-    """Address of a server that is already running; null starts one."""
+    python: str | None = None
+    """Python to run vLLM with, such as .venv-vllm/bin/python; null is the one that runs this. AgentFactory must be
+    installed there too, `pip install --no-deps -e .` is enough."""
+    url: str | list[str] | None = None
+    """Address of a server that is already running, or a list of several; null starts one."""
+    retry_seconds: float = Field(default=300.0, gt=0)
+    """How long what can heal is tried again: a server that is gone, 5xx, 429. Then a request fails, and where no
+    server completed any, the run stops."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = Field(default=0, ge=0, le=65535)
@@ -119,10 +138,37 @@ class ServerConfig(Section):
     """Sequences decoded together."""
     max_loras: PositiveInt = 4
     """Adapters held at a time."""
+    tensor_parallel_size: PositiveInt = 1
+    """vLLM: devices that share each layer."""
+    data_parallel_size: PositiveInt = 1
+    """vLLM: copies of the model."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """vLLM: share of a GPU's memory, or of a CPU machine's, to use; null is vLLM's default, on a CPU 1 GiB of cache."""
+    quantization: str | None = None
+    """vLLM: how the served base model is quantised, such as fp8, awq or bitsandbytes."""
     args: list[str] = []
     """Further command-line flags for vLLM, as they are."""
     startup_seconds: float = Field(default=600.0, gt=0)
     """How long the server may take to answer."""
+
+    @property
+    def urls(self) -> list[str]:
+        """The addresses in `url`."""
+        return [self.url] if isinstance(self.url, str) else self.url or []
+
+    def vllm_only(self) -> dict[str, object]:
+        """Fields that only vLLM heeds, as far as they are set."""
+        names = (
+            "python",
+            "tensor_parallel_size",
+            "data_parallel_size",
+            "gpu_memory_utilization",
+            "quantization",
+            "args",
+        )
+        return {
+            name: value for name in names if (value := getattr(self, name)) != type(self).model_fields[name].default
+        }
 
 
 class EvalConfig(Section):

@@ -93,9 +93,13 @@ class TaskOrder:
         self._order = list(range(len(tasks)))
 
     def __getitem__(self, position: int) -> Task:
+        return self.tasks[self.row(position)]
+
+    def row(self, position: int) -> int:
+        """Where the task at `position` stands in the data, from 0."""
         epoch, index = divmod(position, len(self.tasks))
         if self.shuffle and epoch != self._epoch:
             self._order = list(range(len(self.tasks)))
             random.Random(f"tasks/{self.seed}/{epoch}").shuffle(self._order)
             self._epoch = epoch
-        return self.tasks[self._order[index]]
+        return self._order[index]

@@ -1,7 +1,8 @@
 """Between trainer rank 0 and the rollout worker: one loopback socket that carries JSON lines.
 
-Rank 0 listens, starts the worker and sends `start`; the worker answers `ready`, then sends each accepted group. Either
-end learns of the other's death by the socket's end.
+Rank 0 listens, starts the worker and sends `start`; the worker answers `ready`, then sends the groups of each batch and
+`batch` after them. It sends a batch when the weights that will train it are live, so that nothing grows old in between.
+Either end learns of the other's death by the socket's end.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +49,27 @@ async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWri
 class WorkerProcess:
     """Rank 0's end: starts the worker and takes its groups. Its methods block, and raise WorkerDiedError.
 
-    `total` is the number of groups that training will take in all.
+    `total` is the number of groups that training will take in all. `restore` brings the published weights to the server
+    at an address, which came back without them; it returns whether the server has proven it.
     """
 
     def __init__(
         self,
         recipe: RolloutRecipe,
         base: Path,
-        url: str,
+        urls: list[str],
         trajectories: Path,
         log_file: Path,
         batch_size: int,
         total: int,
+        restore: Callable[[str], bool],
     ):
         self._log_file = log_file
+        self._restore = restore
         self._evaluates = recipe.eval.data is not None
-        self._groups: deque[Group] = deque()
+        self._groups: list[Group] = []
+        self._batches: deque[tuple[list[Group], dict[str, float]]] = deque()
+        self._figures: dict[str, float] = {}
         self._evaluations: deque[dict[str, float]] = deque()
         token = secrets.token_hex(16)
         with socket.create_server(("127.0.0.1", 0)) as listener, log_file.open("ab") as log:
@@ -83,7 +90,7 @@ class WorkerProcess:
             "start",
             recipe=recipe.model_dump(mode="json", include=set(RolloutRecipe.model_fields)),
             base=str(base),
-            url=url,
+            urls=urls,
             trajectories=str(trajectories),
             batch_size=batch_size,
             total=total,
@@ -101,10 +108,17 @@ class WorkerProcess:
                     raise self._death() from None
 
     def next_batch(self, groups: int) -> list[Group]:
-        """Wait for as many accepted groups."""
-        while len(self._groups) < groups:
+        """Wait for the batch that the published weights are to train: as many groups."""
+        while not self._batches:
             self._take_one()
-        return [self._groups.popleft() for _ in range(groups)]
+        batch, self._figures = self._batches.popleft()
+        if len(batch) != groups:
+            raise WorkerDiedError(f"the worker sent a batch of {len(batch)} groups where {groups} were due")
+        return batch
+
+    def figures(self) -> dict[str, float]:
+        """What the worker counted while it made the last batch, by metric name."""
+        return self._figures
 
     def published(self, version: int, model: str) -> None:
         """Tell the worker that the weights `version` are live under the name `model`; the first call starts it off."""
@@ -124,14 +138,13 @@ class WorkerProcess:
         return {f"eval/{name}": value for name, value in self._evaluations.popleft().items()}
 
     def close(self) -> None:
-        """End the worker."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(timeout=5)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        """End the worker, once it has heard everything that it was told."""
+        try:
+            self._socket.shutdown(socket.SHUT_WR)
+            self._process.wait(timeout=5)
+        except (OSError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
         self._lines.close()
         self._socket.close()
 
@@ -163,6 +176,13 @@ class WorkerProcess:
         message = self._receive()
         if message["kind"] == "group":
             self._groups.append(Group.from_dict(message["group"]))
+        elif message["kind"] == "batch":
+            self._batches.append((self._groups, message["figures"]))
+            self._groups = []
+        elif message["kind"] == "restore":
+            # the weights are those that were published last: rank 0 listens only between updates
+            url = message["url"]
+            self._send("restored", url=url, proven=self._restore(url))
         elif message["kind"] == "evaluation":
             self._evaluations.append(message["figures"])
         else:

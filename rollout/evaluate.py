@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def open_runner(recipe: RolloutRecipe, base: Path, url: str) -> AsyncIterator[ChainRunner]:
-    """Everything that chains of `recipe` need: renderer, connection to the server at `url`, tools and rewards."""
+async def open_runner(recipe: RolloutRecipe, base: Path, urls: str | Sequence[str]) -> AsyncIterator[ChainRunner]:
+    """Everything that chains of `recipe` need: renderer, connections to the servers at `urls`, tools and rewards."""
     rewards = Rewards.load(recipe.rewards, base)
     async with (
-        InferenceClient(url, recipe.server.api_key_env) as client,
+        InferenceClient(urls, recipe.server.api_key_env, recipe.server.retry_seconds) as client,
         open_toolset(recipe, base, logger.info) as toolset,
     ):
         await client.check_routes()
@@ -35,9 +35,16 @@ async def open_runner(recipe: RolloutRecipe, base: Path, url: str) -> AsyncItera
 
 
 async def evaluate(
-    runner: ChainRunner, recipe: RolloutRecipe, tasks: list[Task], model: str, folder: Path, name: str
+    runner: ChainRunner,
+    recipe: RolloutRecipe,
+    tasks: list[Task],
+    model: str,
+    folder: Path,
+    name: str,
+    cache_salt: str | None = None,
 ) -> dict[str, float]:
-    """Run `recipe.eval` on `tasks` with the weights called `model`; trajectories go to `folder`.
+    """Run `recipe.eval` on `tasks` with the weights called `model`; trajectories go to `folder`. For `cache_salt` see
+    Sampling.
 
     Returns means over the chains that did not fail, by `sampled/...` and `greedy/...`: `reward`, every metric of
     the trajectories, and `failed`, the share of chains that broke.
@@ -50,7 +57,7 @@ async def evaluate(
         chain_id = f"{name}-{mode}-{number:05d}.{sample}"
         # the seed leaves out `name`, so that the same weights give the same figures wherever they are evaluated
         seed = f"eval/{mode}/{number}/{sample}"
-        return await runner.run(chain_id, tasks[number], Sampling(model, modes[mode][0], seed))
+        return await runner.run(chain_id, tasks[number], Sampling(model, modes[mode][0], seed, cache_salt))
 
     numbers = range(len(tasks))
     by_mode = await asyncio.gather(
@@ -83,18 +90,18 @@ def mean_figures(trajectories: list[Trajectory]) -> dict[str, float]:
 def run_eval(
     recipe: RolloutRecipe,
     base: Path,
-    url: str,
+    urls: str | Sequence[str],
     folder: Path,
     log: Callable[[dict[str, Any]], None],
     model: str = "policy",
 ) -> dict[str, float]:
-    """Evaluate the weights that the server at `url` calls `model` on `recipe.eval.data`; blocking."""
+    """Evaluate the weights that the servers at `urls` call `model` on `recipe.eval.data`; blocking."""
     if recipe.eval.data is None:
         raise ValueError("eval.data: nothing to evaluate on; name a file, such as eval.data.path=heldout.jsonl")
     tasks = load_tasks(recipe.eval.data)
 
     async def run() -> dict[str, float]:
-        async with open_runner(recipe, base, url) as runner:
+        async with open_runner(recipe, base, urls) as runner:
             return await evaluate(runner, recipe, tasks, model, folder, "final")
 
     figures = asyncio.run(run())
@@ -105,7 +112,7 @@ def run_eval(
 def run_rollout(
     recipe: RolloutRecipe,
     base: Path,
-    url: str,
+    urls: str | Sequence[str],
     folder: Path,
     log: Callable[[dict[str, Any]], None],
     model: str = "policy",
@@ -127,7 +134,7 @@ def run_rollout(
         return group
 
     async def run() -> list[Group]:
-        async with open_runner(recipe, base, url) as runner:
+        async with open_runner(recipe, base, urls) as runner:
             return list(await asyncio.gather(*(run_group(runner, number) for number in range(len(tasks)))))
 
     figures = mean_figures([t for group in asyncio.run(run()) for t in group.trajectories])

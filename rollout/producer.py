@@ -1,4 +1,4 @@
-"""Produces groups: starts them as admission allows, keeps what can be trained, saves all of it before delivery."""
+"""Produces batches: starts groups as admission allows, saves what they leave, delivers those that are chosen."""
 
 import asyncio
 import logging
@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout.chain import ChainRunner, Sampling
-from rollout.config import OutcomePolicy, RolloutConfig
-from rollout.data import TaskOrder
-from rollout.scheduler import Admission
-from rollout.trajectory import Group, Trajectory
+from rollout.chain import ChainRunner, Sampling, begin
+from rollout.config import Inflight, OutcomePolicy, RolloutConfig
+from rollout.data import Task, TaskOrder
+from rollout.scheduler import Admission, BatchChoice, Candidate
+from rollout.staleness import Cancellations
+from rollout.trajectory import Group, Outcome, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +39,47 @@ class _Place:
     position: int
     attempt: int = 0
 
+    @property
+    def group_id(self) -> str:
+        return f"g{self.position:06d}" + (f"-{self.attempt}" if self.attempt else "")
+
+
+@dataclass
+class _OpenGroup:
+    """A started group that no batch has taken yet; `running` are the indices of the `chains` that have not ended."""
+
+    place: _Place
+    task: Task
+    version: int
+    chains: list[Trajectory]
+    running: set[int]
+    oldest: int | None = None
+    """Newest weights when the first turn of any chain was asked for: no token is older."""
+    complete: bool = False
+    """All chains have ended, and are saved."""
+    closed: bool = False
+    """A batch took it, or it was cancelled: what still runs is to end. (A tool that fails while it is closed replaces
+    the cancellation by its own error.)"""
+    runs: asyncio.Task[None] | None = None
+
+    @property
+    def ended(self) -> list[Trajectory]:
+        """Chains that can be trained now."""
+        return [t for i, t in enumerate(self.chains) if i not in self.running and t.reward is not None]
+
+    def candidate(self) -> Candidate:
+        rewards = tuple(t.reward for t in self.ended if t.reward is not None)
+        return Candidate(self.place.group_id, self.oldest, self.complete, rewards)
+
+    def group(self, chains: list[Trajectory]) -> Group:
+        return Group(self.place.group_id, self.task, chains, self.version)
+
 
 class GroupProducer:
     """Runs groups until admission's total is delivered.
 
-    `deliver` gets each group that can be trained. Every group, with its failed chains, is appended to
-    `trajectories` first.
+    `deliver` gets the groups of each batch, and what was counted since the last one. Every group, with its failed and
+    its cancelled chains, is appended to `trajectories` first.
     """
 
     def __init__(
@@ -54,36 +90,50 @@ class GroupProducer:
         admission: Admission,
         published: Published,
         trajectories: Path,
-        deliver: Callable[[Group], Awaitable[None]],
+        deliver: Callable[[list[Group], dict[str, float]], Awaitable[None]],
     ):
         self.config = config
         self.runner = runner
         self.order = order
         self.admission = admission
+        self.batches = BatchChoice(
+            admission.batch_size, admission.max_staleness, admission.version, chosen=admission.version
+        )
+        self.cancellations = Cancellations()
         self.published = published
         self.trajectories = trajectories
         self.deliver = deliver
         self._wake = asyncio.Event()
         self._next_position = admission.started
         self._again: deque[_Place] = deque()
+        self._open: dict[str, _OpenGroup] = {}
         self._lost_in_a_row = 0
         self._keep = frozenset(o for o, policy in self.config.on_failure.items() if policy is OutcomePolicy.KEEP)
 
     def publish(self, published: Published) -> None:
-        """New weights are live: chains that start from now on use them, and more groups may start."""
+        """New weights are live: turns that begin from now on use them, and more groups may start."""
         self.published = published
         self.admission.publish(published.version)
+        self.batches.publish(published.version)
         self._wake.set()
 
     async def run(self) -> None:
-        """Start groups as long as the trainer may want one. Runs until cancelled."""
-        async with asyncio.TaskGroup() as groups:
+        """Start groups as long as the trainer may want one, and deliver batches. Runs until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
             while True:
                 while self.admission.may_start():
                     self.admission.start()
-                    groups.create_task(self._run_group(self._take_place()))
-                await self._wake.wait()
-                self._wake.clear()
+                    group = self._begin_group()
+                    group.runs = tasks.create_task(self._run_group(group))
+                choice = self.batches.choose([group.candidate() for group in self._open.values()])
+                if choice is None:
+                    await self._wake.wait()
+                    self._wake.clear()
+                    continue
+                batch = [self._take(self._open.pop(group_id)) for group_id in choice.train]
+                for group_id in choice.cancel:
+                    self._cancel(self._open.pop(group_id))
+                await self.deliver(batch, self.cancellations.take_figures())
 
     def _take_place(self) -> _Place:
         if self._again:
@@ -91,42 +141,113 @@ class GroupProducer:
         self._next_position += 1
         return _Place(self._next_position - 1)
 
-    async def _run_group(self, place: _Place) -> None:
-        task = self.order[place.position]
-        published = self.published
-        group_id = f"g{place.position:06d}" + (f"-{place.attempt}" if place.attempt else "")
-        chains = (self._run_chain(f"{group_id}.{i}", task, published) for i in range(self.config.group_size))
-        group = Group(group_id, task, list(await asyncio.gather(*chains)), published.version)
-        with self.trajectories.open("a", encoding="utf-8") as file:
-            file.write(group.to_json() + "\n")
-        group.trajectories = [t for t in group.trajectories if t.reward is not None]
-        if len(group.trajectories) >= min(2, self.config.group_size):
+    def _begin_group(self) -> _OpenGroup:
+        place = self._take_place()
+        size = self.config.group_size
+        chains = [begin(f"{place.group_id}.{index}") for index in range(size)]
+        group = _OpenGroup(place, self.order[place.position], self.published.version, chains, set(range(size)))
+        self._open[place.group_id] = group
+        return group
+
+    async def _run_group(self, group: _OpenGroup) -> None:
+        async with asyncio.TaskGroup() as chains:
+            for index in range(len(group.chains)):
+                chains.create_task(self._run_chain(group, index))
+        self._save(group)
+        group.complete = True
+        if len(group.ended) >= min(2, self.config.group_size):
             self._lost_in_a_row = 0
-            await self.deliver(group)
         else:
-            self._lose(place, group_id)
+            self._lose(group)
+        self._wake.set()
 
-    async def _run_chain(self, chain_id: str, task: dict, published: Published) -> Trajectory:
-        sampling = Sampling(published.model, self.config.temperature, seed=chain_id)
-        trajectory = await self.runner.run(chain_id, task, sampling, self._keep)
-        if trajectory.outcome.failed:
-            logger.warning("chain %s failed: %s: %s", chain_id, trajectory.outcome, trajectory.error)
-            if self.config.on_failure.get(trajectory.outcome) is OutcomePolicy.RETRY:
-                retry_id = f"{chain_id}.retry"
-                sampling = Sampling(published.model, self.config.temperature, seed=retry_id)
-                return await self.runner.run(retry_id, task, sampling, self._keep)
-        return trajectory
+    async def _run_chain(self, group: _OpenGroup, index: int) -> None:
+        await self._play(group, index)
+        if group.closed:
+            return
+        chain = group.chains[index]
+        if chain.outcome.failed:
+            logger.warning("chain %s failed: %s: %s", chain.id, chain.outcome, chain.error)
+            if self.config.on_failure.get(chain.outcome) is OutcomePolicy.RETRY:
+                group.chains[index] = begin(f"{chain.id}.retry")
+                await self._play(group, index)
+        group.running.discard(index)
 
-    def _lose(self, place: _Place, group_id: str) -> None:
-        """Too few chains are left to compare: another group takes the place, the same task once more at first."""
-        logger.warning("group %s is dropped: fewer than two of its chains can be trained", group_id)
+    async def _play(self, group: _OpenGroup, index: int) -> None:
+        def newest_model() -> str:
+            if group.oldest is None:
+                group.oldest = self.published.version
+            return self.published.model
+
+        chain = group.chains[index]
+        sampling = Sampling(newest_model, self.config.temperature, chain.id, self.cache_salt())
+        await self.runner.play(chain, group.task, sampling, self._keep)
+
+    def cache_salt(self) -> str | None:
+        """The salt for a chain that begins now: with `inflight: keep`, it must not find caches of older weights."""
+        keeps = self.config.inflight is Inflight.KEEP and self.runner.recipe.model.lora is None
+        return str(self.published.version) if keeps else None
+
+    def _save(self, group: _OpenGroup) -> None:
+        with self.trajectories.open("a", encoding="utf-8") as file:
+            file.write(group.group(group.chains).to_json() + "\n")
+
+    def _take(self, group: _OpenGroup) -> Group:
+        """What a batch takes of `group`: its chains that have ended; those that still run are cancelled."""
+        self.cancellations.trained(self.order.row(group.place.position))
+        taken = group.ended
+        self._end_running(group)
+        return group.group(taken)
+
+    def _cancel(self, group: _OpenGroup) -> None:
+        """Too old for any later batch, and too little of it has ended for this one: another group takes the place."""
+        self._end_running(group)
+        row = self.order.row(group.place.position)
+        if self.cancellations.cancelled(row):
+            logger.warning(
+                "task %d was cancelled each time, with chains of %s tokens: its chains take longer than "
+                "rollout.max_staleness=%d updates; raise it, or make the task shorter",
+                row,
+                self.cancellations.lengths[row],
+                self.admission.max_staleness,
+            )
+        self._replace(group.place)
+
+    def _end_running(self, group: _OpenGroup) -> None:
+        if group.complete:
+            return
+        chains = [group.chains[i] for i in sorted(group.running)]
+        row = self.order.row(group.place.position)
+        lengths = self.cancellations.ended(row, chains)
+        logger.info(
+            "group %s (task %d) was too old to wait for %d of its chains, of %s tokens",
+            group.place.group_id,
+            row,
+            len(chains),
+            lengths,
+        )
+        for chain in chains:
+            chain.outcome = Outcome.CANCELLED
+            chain.error = f"its group reached rollout.max_staleness={self.admission.max_staleness}"
+        self._save(group)
+        group.closed = True
+        assert group.runs is not None
+        group.runs.cancel()
+
+    def _lose(self, group: _OpenGroup) -> None:
+        """Too few chains are left to compare: another group takes the place."""
+        logger.warning("group %s is dropped: fewer than two of its chains can be trained", group.place.group_id)
         self._lost_in_a_row += 1
         if self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
             raise RolloutStoppedError(
                 f"{MAX_LOST_IN_A_ROW} groups in a row had fewer than two chains that can be trained; "
                 f"see the outcomes and errors in {self.trajectories}"
             )
+        del self._open[group.place.group_id]
+        self._replace(group.place)
+
+    def _replace(self, place: _Place) -> None:
+        """A group was not delivered: another takes its place, the same task once more at first."""
         self.admission.dropped()
         if place.attempt == 0:
             self._again.append(_Place(place.position, attempt=1))
-        self._wake.set()

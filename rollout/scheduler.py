@@ -1,4 +1,4 @@
-"""Which groups may start: a pure state machine, so that the bound on staleness can be read and tested."""
+"""Which groups may start and which are trained: pure state machines, so that the bound on staleness can be tested."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,9 @@ class Admission:
     """Bounds how far generation runs ahead of training.
 
     A group may start while `started < (max_staleness + 1 + version) * batch_size`: the groups beyond what version
-    `version` has consumed are at most `max_staleness + 1` batches, so none is older than `max_staleness` updates
-    when its turn to be trained comes. `total` ends the run: no more groups than will be trained are started.
+    `version` has consumed are at most `max_staleness + 1` batches, so that groups which are trained in the order of
+    their start keep within `max_staleness` updates; BatchChoice sees to those that are overtaken. `total` ends the
+    run: no more groups than will be trained are started.
     """
 
     batch_size: int
@@ -37,3 +38,80 @@ class Admission:
         if version <= self.version:
             raise ValueError(f"version {version} follows {self.version}: versions must rise")
         self.version = version
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A started group, as the choice of a batch sees it.
+
+    `oldest` is the version of its oldest token (None: nothing is sampled yet), `rewards` are those of its chains that
+    can be trained, `complete` says that none of its chains runs any more.
+    """
+
+    id: str
+    oldest: int | None
+    complete: bool
+    rewards: tuple[float, ...]
+
+    @property
+    def worth_closing(self) -> bool:
+        """Whether the chains that have ended teach something without the others."""
+        return len(self.rewards) >= 2 and len(set(self.rewards)) >= 2
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The groups of one batch, and those that no later batch may take."""
+
+    train: list[str]
+    cancel: list[str]
+
+
+@dataclass
+class BatchChoice:
+    """Chooses each batch's groups, so that no token older than `max_staleness` updates is trained.
+
+    Batch n is trained by the weights of version n, and is chosen once these are live: whoever takes it trains it at
+    that version, so nothing grows older on the way. A group that is not chosen could be trained at version + 1 at the
+    earliest. If its oldest token would be too old by then, this is its last chance: complete groups come first, then
+    groups that run still, with the chains that have ended (most first) if two of these differ in their reward; what
+    finds no place is cancelled. Nothing is closed before `batch_size` groups are complete: at staleness 0 that means
+    never, since every group is needed whole.
+    """
+
+    batch_size: int
+    max_staleness: int
+    version: int = 0
+    chosen: int = 0
+    """Batches chosen so far; the next one is for this version."""
+
+    def publish(self, version: int) -> None:
+        """New weights are live."""
+        if version <= self.version:
+            raise ValueError(f"version {version} follows {self.version}: versions must rise")
+        self.version = version
+
+    def choose(self, candidates: list[Candidate]) -> Choice | None:
+        """The batch for the present version, or None while it is chosen already or too few groups are complete.
+
+        `candidates` stand in the order in which their groups were started.
+        """
+        complete = [group for group in candidates if group.complete]
+        if self.chosen > self.version or len(complete) < self.batch_size:
+            return None
+        last_chance = [group for group in candidates if self._expires(group)]
+        whole = [group for group in last_chance if group.complete]
+        cut = [group for group in last_chance if not group.complete and group.worth_closing]
+        cut.sort(key=lambda group: len(group.rewards), reverse=True)
+        # oldest first: the younger ones have more time
+        others = sorted((group for group in complete if not self._expires(group)), key=self._begun)
+        train = [group.id for group in [*whole, *cut, *others][: self.batch_size]]
+        self.chosen = self.version + 1
+        return Choice(train, [group.id for group in last_chance if group.id not in train])
+
+    def _expires(self, group: Candidate) -> bool:
+        """Whether it would be too old for the next version's batch."""
+        return group.oldest is not None and self.version + 1 - group.oldest > self.max_staleness
+
+    def _begun(self, group: Candidate) -> int:
+        return self.version if group.oldest is None else group.oldest

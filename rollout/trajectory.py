@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,16 @@ _FAILURES = frozenset(
 
 @dataclass
 class Span:
-    """Tokens [start, end) of a row were sampled by the weights labelled `version`."""
+    """Tokens [start, end) of a row were sampled by the weights labelled `version`.
+
+    `mixed` marks those whose cached context may come from older weights (`rollout.inflight: keep`): their
+    log-probabilities are of no single version.
+    """
 
     version: str
     start: int
     end: int
+    mixed: bool = False
 
 
 @dataclass
@@ -79,7 +84,7 @@ class Row:
         self.token_ids += token_ids
         self.mask += [1] * len(token_ids)
         self.logprobs += logprobs
-        self.versions += [Span(span.version, start + span.start, start + span.end) for span in versions]
+        self.versions += [replace(span, start=start + span.start, end=start + span.end) for span in versions]
 
 
 @dataclass

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout.chain import ChainRunner
-from rollout.client import ServerUnreachableError
+from rollout.client import InferenceError, ServerUnreachableError
+from rollout.concurrency import ConcurrencyControl
 from rollout.config import RolloutRecipe
 from rollout.data import TaskOrder, load_tasks
 from rollout.delivery import connect, encode
@@ -23,6 +24,9 @@ from tools import lifeline
 from tools.messages import ToolInfrastructureError
 
 logger = logging.getLogger(__name__)
+
+LOAD_SECONDS = 1.0
+"""Between two looks at the server's load, where it sets the number of chains."""
 
 
 class TrainerGoneError(Exception):
@@ -37,7 +41,8 @@ class Worker:
         self.writer = writer
         self.recipe = RolloutRecipe(**start["recipe"])
         self.base = Path(start["base"])
-        self.url: str = start["url"]
+        self.urls: list[str] = start["urls"]
+        self._restored: dict[str, asyncio.Future[bool]] = {}
         self.trajectories = Path(start["trajectories"])
         self.batch_size: int = start["batch_size"]
         self.total: int = start["total"]
@@ -48,7 +53,7 @@ class Worker:
 
     async def run(self) -> None:
         """Serve until rank 0 is gone."""
-        async with open_runner(self.recipe, self.base, self.url) as runner:
+        async with open_runner(self.recipe, self.base, self.urls) as runner:
             runner.rewards.check(self.order.tasks[0])
             await self._send("ready", renderer=runner.renderer.info)
             messages = self._messages()
@@ -60,6 +65,8 @@ class Worker:
             admission = Admission(
                 self.batch_size, self.recipe.rollout.max_staleness, self.total, version, version * self.batch_size
             )
+            runner.client.restore = self._restore
+            runner.client.published(version, first["model"])
             producer = GroupProducer(
                 self.recipe.rollout,
                 runner,
@@ -71,12 +78,17 @@ class Worker:
             )
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(producer.run())
+                if self.recipe.rollout.concurrency == "auto":
+                    tasks.create_task(self._follow_load(runner))
                 async for message in messages:
                     match message["kind"]:
                         case "published":
+                            runner.client.published(message["version"], message["model"])
                             producer.publish(Published(message["version"], message["model"]))
                         case "evaluate":
-                            tasks.create_task(self._evaluate(runner, producer.published))
+                            tasks.create_task(self._evaluate(runner, producer.published, producer.cache_salt()))
+                        case "restored":
+                            self._restored.pop(message["url"]).set_result(message["proven"])
                         case "acknowledge":
                             self._note_acknowledged(message["groups"])
                         case kind:
@@ -91,13 +103,37 @@ class Worker:
         with (self.trajectories / "acknowledged.txt").open("a", encoding="utf-8") as file:
             file.writelines(f"{group}\n" for group in groups)
 
-    async def _evaluate(self, runner: ChainRunner, published: Published) -> None:
-        name = f"{published.version:06d}"
-        figures = await evaluate(runner, self.recipe, self.held_out, published.model, self.trajectories / "eval", name)
+    async def _follow_load(self, runner: ChainRunner) -> None:
+        places = runner.places
+        control = ConcurrencyControl(places.limit, step=self.recipe.rollout.group_size)
+        while True:
+            await asyncio.sleep(LOAD_SECONDS)
+            try:
+                load = await runner.client.load()
+            except (InferenceError, ServerUnreachableError) as error:
+                # the chains find out by themselves, and for them it may matter
+                logger.warning("the server's load is not known: %s", error)
+                continue
+            before = places.limit
+            places.resize(control.observe(load, places.taken))
+            if places.limit != before:
+                logger.info("%d chains may be alive, after %d: %s", places.limit, before, load)
+
+    async def _evaluate(self, runner: ChainRunner, published: Published, cache_salt: str | None) -> None:
+        name, folder = f"{published.version:06d}", self.trajectories / "eval"
+        figures = await evaluate(runner, self.recipe, self.held_out, published.model, folder, name, cache_salt)
         await self._send("evaluation", figures=figures)
 
-    async def _deliver(self, group: Group) -> None:
-        await self._send("group", group=asdict(group))
+    async def _restore(self, url: str) -> bool:
+        """Have rank 0 bring the published weights to the server at `url`; whether it has proven to hold them."""
+        restored = self._restored[url] = asyncio.get_running_loop().create_future()
+        await self._send("restore", url=url)
+        return await restored
+
+    async def _deliver(self, batch: list[Group], figures: dict[str, float]) -> None:
+        for group in batch:
+            await self._send("group", group=asdict(group))
+        await self._send("batch", figures=figures)
 
     async def _send(self, kind: str, **fields: Any) -> None:
         self.writer.write(encode(kind, **fields))

@@ -12,9 +12,14 @@ from aiohttp import web
 
 @dataclass
 class Recording:
-    """`exchanges` are pairs of a `/inference/v1/generate` request and its answer, in the order of the answers."""
+    """`exchanges` are pairs of a `/inference/v1/generate` request and its answer, in the order of the answers.
+
+    While `fails_with` is a status, such requests are answered with it and go no further; `failures` counts them.
+    """
 
     url: str = ""
+    fails_with: int | None = None
+    failures: int = 0
     exchanges: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
 
 
@@ -26,6 +31,9 @@ async def record(upstream: str) -> AsyncIterator[Recording]:
 
         async def forward(request: web.Request) -> web.Response:
             body = await request.read()
+            if recording.fails_with is not None and request.path == "/inference/v1/generate":
+                recording.failures += 1
+                return web.Response(status=recording.fails_with, text="out of order")
             headers = {"Content-Type": request.headers.get("Content-Type", "application/json")}
             url = upstream + request.path_qs
             async with session.request(request.method, url, data=body, headers=headers) as answer:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 from accelerate import Accelerator
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch import distributed as dist
 
@@ -26,6 +26,7 @@ class TrainingRow:
     behaviour: list[float]
     advantage: list[float]
     weight: list[float]
+    mixed: list[bool]
 
 
 def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
@@ -40,12 +41,14 @@ def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
     targets = [position for position, trained in enumerate(row.mask) if trained and position > 0]
     if not targets:
         return None
+    mixed = {position for span in row.versions if span.mixed for position in range(span.start, span.end)}
     return TrainingRow(
         token_ids=row.token_ids[: targets[-1] + 1],
         targets=targets,
         behaviour=[row.logprobs[position] for position in targets],
         advantage=[advantage] * len(targets),
         weight=[1.0] * len(targets) if row.weights is None else [row.weights[position] for position in targets],
+        mixed=[position in mixed for position in targets],
     )
 
 
@@ -60,6 +63,8 @@ class MicroBatch:
     behaviour: Float[Tensor, "targets"]
     advantage: Float[Tensor, "targets"]
     weight: Float[Tensor, "targets"]
+    mixed: Bool[Tensor, "targets"]
+    """Whether the token's cached context may be of older weights than it; see rollout.trajectory.Span."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on `device`."""
@@ -99,7 +104,7 @@ def padded(rows: Sequence[TrainingRow], token_budget: int, processes: int = 1) -
     ]
 
 
-_IDLE = TrainingRow(token_ids=[0, 0], targets=[1], behaviour=[0.0], advantage=[0.0], weight=[0.0])
+_IDLE = TrainingRow(token_ids=[0, 0], targets=[1], behaviour=[0.0], advantage=[0.0], weight=[0.0], mixed=[False])
 """Keeps a process in step with the others (their collective calls must match) and adds nothing."""
 
 
@@ -127,6 +132,7 @@ def _pad(rows: list[TrainingRow]) -> MicroBatch:
         behaviour=_stream([row.behaviour for row in rows]),
         advantage=_stream([row.advantage for row in rows]),
         weight=_stream([row.weight for row in rows]),
+        mixed=torch.from_numpy(np.concatenate([np.asarray(row.mixed, dtype=bool) for row in rows])),
     )
 
 

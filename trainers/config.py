@@ -51,8 +51,10 @@ class TrainConfig(Section):
 class SyncConfig(Section):
     """How new weights reach the inference server."""
 
-    backend: Literal["auto", "file", "lora"] = "auto"
-    """file: full weights as safetensors; lora: the adapter's files; auto: lora when model.lora is set, else file."""
+    backend: Literal["auto", "file", "lora", "nccl"] = "auto"
+    """lora: the adapter's files; file: full weights as safetensors, on a disk that the servers read; nccl: full weights
+    by broadcast from GPU to GPUs, to vLLM only (untested on a GPU so far); auto: lora when model.lora is set, else
+    file."""
 
 
 class TrainRecipe(RolloutRecipe):

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rollout.config import OutcomePolicy
+from rollout.staleness import WeightVersions
 from rollout.trajectory import Group, Trajectory, read_groups
 from trainers.advantages import group_advantages
 from trainers.batch import Batch, MicroBatch, TrainingRow, padded, scatter, training_row
@@ -23,6 +25,7 @@ from trainers.learner import Learner, Terms, Update
 from trainers.losses import clipped_policy_loss, mismatch_kl
 from trainers.metrics import group_metrics
 from trainers.sync import WeightSync
+from trainers.sync.canary import Canary, push_proven
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,9 @@ class GroupSource(Protocol):
 
     def published(self, version: int, model: str) -> None:
         """Weights of this version are live: new turns ask the server for `model`. The first call is version 0."""
+
+    def figures(self) -> dict[str, float]:
+        """What was counted while the last batch was made, by metric name."""
 
     def acknowledge(self, group_ids: list[str]) -> None:
         """A durable checkpoint holds what these groups taught."""
@@ -66,6 +72,10 @@ class SavedGroups:
 
     def published(self, version: int, model: str) -> None:
         """Saved groups do not depend on the weights."""
+
+    def figures(self) -> dict[str, float]:
+        """Nothing is counted."""
+        return {}
 
     def acknowledge(self, group_ids: list[str]) -> None:
         """The files stay as they are."""
@@ -98,28 +108,34 @@ def train_grpo(
     sync: WeightSync | None,
     tokenizer: PreTrainedTokenizerBase,
     log: Log,
+    canary: Canary | None = None,
     checkpoint_info: dict[str, Any] | None = None,
 ) -> TrainResult:
     """Runs `recipe.train.steps` steps; each takes a batch of groups, updates the policy, and publishes new weights.
 
     Every process calls it. `source`, `sync` and `log` are used on rank 0 only; `source` is None elsewhere, `sync` is
-    None where no server is to be updated. Checkpoints go to `folder` as step-000080 and so on, with `tokenizer` and
-    `checkpoint_info` (JSON) beside the weights. Version 0 are the first weights; step k ends with version k.
+    None where no server is to be updated; `canary` proves what `sync` has pushed, and is given to all. Checkpoints go
+    to `folder` as step-000080 and so on, with `tokenizer` and `checkpoint_info` (JSON) beside the weights. Version 0
+    are the first weights; step k ends with version k.
     """
     train = recipe.train
     main = accelerator.is_main_process
     learner = Learner(recipe, accelerator, recipe.rollout.temperature)
     result = TrainResult(steps=train.steps, seconds=0.0)
     trained: list[str] = []
+    weights = WeightVersions(adapters=recipe.model.lora is not None)
 
     def publish(version: int) -> dict[str, float]:
         state = learner.policy.gather()
+        scores = canary.trainer_scores(learner.policy) if canary else None
         if sync is None or source is None:
             return {}
-        report = sync.push(version, learner.policy, state)
+        started = time.perf_counter()
+        report, proof = push_proven(sync, canary, version, learner.policy, state, scores)
+        weights.note(version, report.model)
         source.published(version, report.model)
         logger.info("version %d is live as %s, sha256 of its file %s", version, report.model, report.digest)
-        return {"sync/bytes": report.bytes, "seconds/sync": report.seconds}
+        return {"sync/bytes": report.bytes, "seconds/sync": time.perf_counter() - started, **proof}
 
     def evaluate(step: int) -> dict[str, float]:
         if source is None:
@@ -138,7 +154,13 @@ def train_grpo(
         started = time.perf_counter()
         groups = source.next_batch(train.batch_size) if source else []
         waited = time.perf_counter()
-
+        # the groups of saved files have the versions of another run
+        ages = weights.ages(groups, step - 1) if sync else Counter[int]()
+        if max(ages, default=0) > recipe.rollout.max_staleness:
+            raise ValueError(
+                f"step {step}: a token is {max(ages)} versions old, and rollout.max_staleness is "
+                f"{recipe.rollout.max_staleness} (a bug)"
+            )
         rows = credit(groups, recipe)
         if main and not rows:
             outcomes = sorted({t.outcome.value for group in groups for t in group.trajectories})
@@ -158,7 +180,8 @@ def train_grpo(
             metrics = {
                 "step": step,
                 "version": step,
-                **group_metrics(groups, version=step - 1 if sync else None),
+                **group_metrics(groups, ages),
+                **(source.figures() if source else {}),
                 **update_metrics(updates, batch),
                 "learning_rate": learning_rate,
                 "tokens": batch.tokens,
@@ -230,6 +253,8 @@ def ppo_updates(learner: Learner, batch: Batch, recipe: TrainRecipe) -> list[Upd
                 "clipped": clipped[real].sum(),
                 "mismatch": gap.abs().sum(),
                 "mismatch_kl": mismatch_kl(gap, torch.zeros_like(gap)).sum(),
+                "mixed": (real & part.mixed).sum(),
+                "mismatch_mixed": gap.abs()[part.mixed].sum(),
             },
             maxima={"mismatch": gap.abs().max()},
         )
@@ -240,6 +265,7 @@ def ppo_updates(learner: Learner, batch: Batch, recipe: TrainRecipe) -> list[Upd
 def update_metrics(updates: list[Update], batch: Batch) -> dict[str, float]:
     """Means over a step's updates; entropy and mismatch are those before the first."""
     count, first = len(updates), updates[0]
+    mixed = first.sums["mixed"]
     return {
         "loss": sum(update.loss for update in updates) / count,
         "grad_norm": sum(update.grad_norm for update in updates) / count,
@@ -248,4 +274,9 @@ def update_metrics(updates: list[Update], batch: Batch) -> dict[str, float]:
         "mismatch/mean": first.sums["mismatch"] / batch.tokens,
         "mismatch/max": first.maxima["mismatch"],
         "mismatch/kl": first.sums["mismatch_kl"] / batch.tokens,
+        **(
+            {"mismatch/mixed": first.sums["mismatch_mixed"] / mixed, "mixed_tokens": mixed / batch.tokens}
+            if mixed
+            else {}
+        ),
     }

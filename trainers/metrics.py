@@ -1,5 +1,6 @@
 """The training loops' metrics: a table of what each name means, and those that come from a batch's groups."""
 
+from collections import Counter
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
@@ -29,6 +30,13 @@ METRICS = [
     Metric("seconds/sync", "s", "bringing the new weights into the server, proof included"),
     Metric("seconds/eval", "s", "evaluation on held-out tasks"),
     Metric("sync/bytes", "bytes", "size of the weights that travelled to the server"),
+    Metric("sync/provable", "", "1 where the weights changed enough since the last proof to prove them by the canary"),
+    Metric("sync/canary_drift", "nats", "the trainer's change of log-probability since that proof, root mean square"),
+    Metric(
+        "sync/canary_slope", "", "the server's change over the trainer's, where it is provable: 1 follows, 0 is stale"
+    ),
+    Metric("sync/canary_cache_gap", "nats", "server with its prefix cache against without, root mean square"),
+    Metric("sync/canary_noise", "nats", "of scoring the same weights twice, as measured at the start"),
     Metric("reward", "", "mean reward of the chains that have one"),
     Metric("reward_std", "", "standard deviation of the same over the batch"),
     Metric("success", "", "mean of the trajectories' `success`"),
@@ -36,20 +44,25 @@ METRICS = [
     Metric("turns", "", "mean number of assistant turns of a chain"),
     Metric("outcome/<outcome>", "", "share of the chains that ended so"),
     Metric("groups/equal_rewards", "", "share of the groups without two different rewards: they teach nothing"),
-    Metric("staleness/mean", "versions", "age of a group's first weights when it was trained, mean over groups"),
+    Metric("staleness/mean", "versions", "age of the weights behind a token when it is trained, mean over tokens"),
     Metric("staleness/max", "versions", "the same, largest of the batch"),
+    Metric("cancelled/groups", "", "groups that rollout.max_staleness cancelled while the batch was made"),
+    Metric("cancelled/chains", "", "chains that it ended, of these groups and of those that were trained without them"),
+    Metric("cancelled/tokens", "tokens", "length of these chains, prompts and tool results included"),
     Metric("clip_fraction", "", "share of the tokens whose probability ratio is clipped, mean over updates"),
     Metric("entropy", "nats", "mean entropy of the policy at the trained tokens, before the step's first update"),
     Metric("mismatch/mean", "nats", "mean |trainer - server| log-probability of the trained tokens, before the update"),
     Metric("mismatch/max", "nats", "the same, largest of the batch"),
+    Metric("mismatch/mixed", "nats", "mismatch/mean of the tokens whose cached context is of older weights, if any"),
+    Metric("mixed_tokens", "", "share of such tokens (rollout.inflight: keep)"),
     Metric("mismatch/kl", "nats", "KL(server || trainer) by the k3 estimate, mean over tokens, before the update"),
     Metric("eval/<metric>", "", "what the rollout worker measures on held-out tasks"),
 ]
 
 
-def group_metrics(groups: list[Group], version: int | None) -> dict[str, float]:
-    """Means over the chains of a batch. `version` is that of the weights being trained; None (saved groups, whose
-    versions are another run's) leaves staleness out."""
+def group_metrics(groups: list[Group], ages: Counter[int]) -> dict[str, float]:
+    """Means over the chains of a batch. `ages` tells how many tokens are how many versions old; empty leaves staleness
+    out."""
     chains = [trajectory for group in groups for trajectory in group.trajectories]
     rewards = [chain.reward for chain in chains if chain.reward is not None]
     metrics = {
@@ -63,9 +76,8 @@ def group_metrics(groups: list[Group], version: int | None) -> dict[str, float]:
         metrics["success" if name == "success" else f"trajectory/{name}"] = mean
     for outcome in sorted({chain.outcome for chain in chains}):
         metrics[f"outcome/{outcome}"] = fmean(chain.outcome == outcome for chain in chains)
-    if version is not None:
-        ages = [version - group.version for group in groups]
-        metrics |= {"staleness/mean": fmean(ages), "staleness/max": max(ages)}
+    if ages:
+        metrics |= {"staleness/mean": fmean(ages, weights=ages.values()), "staleness/max": max(ages)}
     return metrics
 
 

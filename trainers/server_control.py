@@ -3,12 +3,19 @@
 import http.client
 import json
 import os
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
+
+from rollout.client import missing_routes
 
 
 class SyncError(Exception):
     """The server did not take new weights, or did not prove that it has them. It stops the run."""
+
+
+class ServerGoneError(SyncError):
+    """Nothing answers at the server's address; another server, or the same one started again, may do its work."""
 
 
 class ServerControl:
@@ -31,8 +38,15 @@ class ServerControl:
             self._headers["Authorization"] = f"Bearer {os.environ[api_key_env]}"
 
     def get(self, path: str) -> dict[str, Any]:
-        """The JSON object that `path` answers. Raises SyncError with the server's words otherwise."""
+        """The JSON object that `path` answers. Raises SyncError with the server's words, ServerGoneError where
+        nothing answers."""
         return self._request("GET", path, None)
+
+    def require(self, routes: Sequence[str]) -> None:
+        """Raises SyncError unless the server describes all of `routes`; it names the switch that turns them on."""
+        problem = missing_routes(self.url, list(self.get("/openapi.json").get("paths", {})), routes)
+        if problem:
+            raise SyncError(problem)
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Posts JSON; returns the answer if it is a JSON object, else {}. Raises SyncError with the server's words."""
@@ -45,11 +59,13 @@ class ServerControl:
             response = connection.getresponse()
             text = response.read().decode("utf-8", "replace")
         except OSError as error:
-            raise SyncError(f"{method} {self.url}{path}: {error!r}") from error
+            raise ServerGoneError(f"{method} {self.url}{path}: {error!r}") from error
         except http.client.HTTPException as error:
-            raise SyncError(f"{method} {self.url}{path}: {error!r}") from error
+            raise ServerGoneError(f"{method} {self.url}{path}: {error!r}") from error
         finally:
             connection.close()
+        if response.status in (502, 503, 504):
+            raise ServerGoneError(f"{method} {self.url}{path} answered {response.status}: {text[:500]}")
         if response.status != 200:
             raise SyncError(f"{method} {self.url}{path} answered {response.status}: {text[:500]}")
         # vLLM answers some of its routes with plain words or nothing

@@ -39,7 +39,9 @@ class Request:
     """One sequence to continue: what was asked, and what has been sampled so far.
 
     `temperature` 0 is greedy. `logprobs` are those of the sampled tokens, natural logarithm, after temperature (at
-    temperature 0 those of the unscaled distribution). `versions` lists (label, index of its first token).
+    temperature 0 those of the unscaled distribution); `candidate_logprobs` holds for each sampled token those that
+    `candidates` had in its place. `fresh` computes the prompt anew, whatever the cache holds; with a `cache_salt` it
+    takes only what requests with the same one left there. `versions` lists (label, index of its first token).
     `on_finish` is called once, when `finish_reason` ("stop", "length", "abort" or "error") is set.
     """
 
@@ -50,9 +52,13 @@ class Request:
     stop: frozenset[int] = frozenset()
     generator: random.Random = field(default_factory=random.Random)
     adapter: Adapter | None = None
+    candidates: list[int] = field(default_factory=list)
+    fresh: bool = False
+    cache_salt: str | None = None
     slot: int = -1
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    candidate_logprobs: list[list[float]] = field(default_factory=list)
     versions: list[tuple[str, int]] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -114,11 +120,12 @@ class Engine:
         self._length = -(-max_model_len // 16) * 16  # aligned keys, as GPU attention kernels want them
         self.cache_shape = (config.num_hidden_layers, 2, max_num_seqs, self._kv_heads, self._length, self._head_dim)
         # Per slot: its token ids, how many are known and how many of those have keys and values in the cache, the
-        # serial number of the adapter that computed them (0: none), the last use, and whether a request holds it.
+        # hash of the adapter that computed them and the salt that shuts others out, the last use, and whether a request
+        # holds it.
         self._ids = np.zeros((max_num_seqs, self._length), np.int64)
         self._known = np.zeros(max_num_seqs, np.int64)
         self._computed = np.zeros(max_num_seqs, np.int64)
-        self._adapter = np.zeros(max_num_seqs, np.int64)
+        self._shared_by = np.zeros(max_num_seqs, np.int64)
         self._used = np.zeros(max_num_seqs, np.int64)
         self._held = np.zeros(max_num_seqs, bool)
         self._clock = 0
@@ -136,6 +143,11 @@ class Engine:
     def busy(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self.running or self.waiting)
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of the cache that running requests fill."""
+        return float(self._known[self._held].sum()) / self._ids.size
 
     def requests(self) -> list[Request]:
         """All unfinished requests."""
@@ -216,10 +228,11 @@ class Engine:
     def _place(self, request: Request) -> bool:
         """Find the slot in which `request` has least to compute; False when it should wait for a shared prompt."""
         prompt, size = request.prompt, len(request.prompt)
-        serial = request.adapter.serial if request.adapter else 0
+        shared_by = hash((request.adapter.serial if request.adapter else 0, request.cache_salt))
         same = self._ids[:, : size - 1] == prompt[:-1]  # the last token is always computed: its logits are needed
         shared = np.where(same.all(1), size - 1, same.argmin(1) if size > 1 else 0)
-        shared = np.where(self._adapter == serial, np.minimum(shared, self._known), 0)
+        sharing = (self._shared_by == shared_by) & (not request.fresh)
+        shared = np.where(sharing, np.minimum(shared, self._known), 0)
         usable = np.minimum(shared, self._computed)
         best = int(usable.argmax())
         if (shared[self._held] > usable[best] + SHARE_TOKENS).any():
@@ -232,7 +245,7 @@ class Engine:
             assert self.cache is not None
             self.cache[:, :, slot, :, :prefix] = self.cache[:, :, best, :, :prefix]
         self._ids[slot, :size] = prompt
-        self._known[slot], self._computed[slot], self._adapter[slot] = size, prefix, serial
+        self._known[slot], self._computed[slot], self._shared_by[slot] = size, prefix, shared_by
         self._held[slot] = True
         request.slot = slot
         return True
@@ -389,10 +402,14 @@ class Engine:
 
     def _extend(self, requests: list[Request], slots: np.ndarray, logits: Float[Tensor, "n vocabulary"]) -> None:
         """Sample the next token of each request and end those that are complete."""
-        tokens, logprobs = _sample(logits, requests)
+        tokens, distribution = _sample(logits, requests)
+        logprobs = distribution.gather(1, torch.tensor(tokens, device=distribution.device)[:, None])[:, 0].tolist()
         self._ids[slots, self._known[slots]] = tokens
         self._known[slots] += 1
         finished = False
+        for row, request in enumerate(requests):
+            if request.candidates:
+                request.candidate_logprobs.append(distribution[row, request.candidates].tolist())
         for request, token, logprob, known in zip(requests, tokens, logprobs, self._known[slots].tolist(), strict=True):
             if logprob != logprob:
                 request.finish_reason = "error"  # NaN: the weights or the adapter have diverged
@@ -448,9 +465,11 @@ def _segments(requests: list[Request], after: np.ndarray) -> Iterator[tuple[Adap
             begin = int(after[index])
 
 
-def _sample(logits: Float[Tensor, "n vocabulary"], requests: list[Request]) -> tuple[list[int], list[float]]:
-    """One token per row and its log-probability: inverse of the cumulative distribution at one uniform per token,
-    from the request's own generator, so that a result does not depend on what else was in the batch."""
+def _sample(
+    logits: Float[Tensor, "n vocabulary"], requests: list[Request]
+) -> tuple[list[int], Float[Tensor, "n vocabulary"]]:
+    """One token per row, and the log-probabilities of all: inverse of the cumulative distribution at one uniform per
+    token, from the request's own generator, so that a result does not depend on what else was in the batch."""
     temperature = [r.temperature for r in requests]
     scaled = logits.float()
     if any(t not in (0.0, 1.0) for t in temperature):
@@ -466,4 +485,4 @@ def _sample(logits: Float[Tensor, "n vocabulary"], requests: list[Request]) -> t
             tokens = torch.where(greedy, scaled.argmax(-1, keepdim=True), tokens)
     else:
         tokens = scaled.argmax(-1, keepdim=True)
-    return tokens[:, 0].tolist(), logprobs.gather(1, tokens)[:, 0].tolist()
+    return tokens[:, 0].tolist(), logprobs

@@ -13,18 +13,22 @@ import numpy as np
 import torch
 from aiohttp import web
 
+from rollout.concurrency import METRICS_ROUTE, Load, write_load
 from rollout.embedded.engine import Engine, Request
 from rollout.embedded.lora import Adapter, AdapterError
 from rollout.embedded.weights import WeightsError, checksums, load_weights
 
 Json = dict[str, Any]
-Handler = Callable[["Server", web.BaseRequest], Awaitable[Json]]
+Handler = Callable[["Server", web.BaseRequest], Awaitable[Json | str]]
 
 # Turns of the event loop after each step: sockets are read, requests parsed, answers written.
 LOOP_TURNS = 4
 
 # Sampling parameters that are understood, and those that are accepted only at the value that changes nothing.
-_SAMPLING = {"temperature", "max_tokens", "logprobs", "stop_token_ids", "ignore_eos", "seed"}
+_SAMPLING = {
+    *("temperature", "max_tokens", "logprobs", "stop_token_ids", "ignore_eos", "seed"),
+    *("logprob_token_ids", "skip_reading_prefix_cache"),
+}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "top_p": (1,),
@@ -37,7 +41,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stop": (None, []),
     "prompt_logprobs": (None,),
 }
-_REQUEST = {"request_id", "token_ids", "sampling_params", "model", "stream"}
+_REQUEST = {"request_id", "token_ids", "sampling_params", "model", "stream", "cache_salt"}
 
 
 class ApiError(Exception):
@@ -90,7 +94,7 @@ class Server:
                 await asyncio.sleep(0)
 
     async def dispatch(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one HTTP request: JSON in, JSON out."""
+        """Answer one HTTP request: JSON in, JSON out (/metrics: text)."""
         try:
             if self._authorization and request.path != "/health":
                 given = request.headers.get("Authorization", "").encode()
@@ -133,12 +137,12 @@ class Server:
         tokens = request.tokens
         logprobs = None
         if body["sampling_params"].get("logprobs") is not None:
-            logprobs = {
-                "content": [
-                    {"token_id": token, "logprob": logprob}
-                    for token, logprob in zip(tokens, request.logprobs, strict=True)
-                ]
-            }
+            content: list[Json] = [
+                {"token_id": token, "logprob": logprob} for token, logprob in zip(tokens, request.logprobs, strict=True)
+            ]
+            logprobs = {"content": content}
+            for entry, candidates in zip(content, request.candidate_logprobs, strict=False):
+                entry["top_logprobs"] = _top_logprobs(entry, request.candidates, candidates)
         ends = [start for _, start in request.versions[1:]] + [len(tokens)]
         stopped = request.finish_reason == "stop" and tokens[-1] not in self.eos_token_ids
         choice = {
@@ -149,7 +153,8 @@ class Server:
             "logprobs": logprobs,
             "weight_versions": [
                 {"version": version, "start": start, "end": end}
-                for (version, start), end in zip(request.versions, ends, strict=True)
+                # a request that was ended before its first token has no version
+                for (version, start), end in zip(request.versions, ends, strict=False)
             ],
         }
         return {"request_id": body.get("request_id") or uuid.uuid4().hex, "choices": [choice]}
@@ -190,8 +195,18 @@ class Server:
         max_tokens = params.get("max_tokens")
         if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
             raise ApiError(400, f"sampling_params.max_tokens: {max_tokens!r} is not an integer of at least 1")
-        if params.get("logprobs") not in (None, 0):
-            raise ApiError(400, "sampling_params.logprobs: only 0 (the sampled token's) is supported")
+        candidates = _token_ids(params.get("logprob_token_ids") or [], "sampling_params.logprob_token_ids").tolist()
+        if any(not 0 <= token < self.engine.vocab_size for token in candidates):
+            raise ApiError(400, f"sampling_params.logprob_token_ids: must be from 0 to {self.engine.vocab_size - 1}")
+        if params.get("logprobs") not in (None, len(candidates)):
+            raise ApiError(
+                400,
+                "sampling_params.logprobs: only 0 (the sampled token's), or as many as logprob_token_ids has, is "
+                "supported",
+            )
+        salt = body.get("cache_salt")
+        if salt is not None and not (isinstance(salt, str) and salt):
+            raise ApiError(400, f"cache_salt: {salt!r} is not a text of at least one character")
         seed = params.get("seed")
         if seed is not None and type(seed) is not int:
             raise ApiError(400, f"sampling_params.seed: {seed!r} is not an integer")
@@ -204,6 +219,9 @@ class Server:
             stop=stop if params.get("ignore_eos") else stop | self.eos_token_ids,
             generator=random.Random(seed),
             adapter=adapter,
+            candidates=candidates,
+            fresh=bool(params.get("skip_reading_prefix_cache")),
+            cache_salt=salt,
         )
 
     # ---- pausing
@@ -335,6 +353,10 @@ class Server:
     async def health(self, http: web.BaseRequest) -> Json:
         return {}
 
+    async def metrics(self, http: web.BaseRequest) -> str:
+        engine = self.engine
+        return write_load(Load(len(engine.waiting), len(engine.running), engine.cache_usage))
+
     async def models(self, http: web.BaseRequest) -> Json:
         base = {
             "id": self.served_model_name,
@@ -399,6 +421,7 @@ ROUTES: dict[str, tuple[str, Handler]] = {
     "/is_paused": ("GET", Server.is_paused),
     "/health": ("GET", Server.health),
     "/v1/models": ("GET", Server.models),
+    METRICS_ROUTE: ("GET", Server.metrics),
     "/openapi.json": ("GET", Server.openapi),
     "/init_weight_transfer_engine": ("POST", Server.init_weight_transfer_engine),
     "/start_weight_update": ("POST", Server.start_weight_update),
@@ -415,8 +438,16 @@ ROUTES: dict[str, tuple[str, Handler]] = {
 }
 
 
-def _answer(body: Json, status: int = 200) -> web.Response:
+def _answer(body: Json | str, status: int = 200) -> web.Response:
+    if isinstance(body, str):
+        return web.Response(text=body, status=status)
     return web.Response(body=json.dumps(body).encode(), status=status, content_type="application/json")
+
+
+def _top_logprobs(sampled: Json, candidates: list[int], logprobs: list[float]) -> list[Json]:
+    """The candidates as vLLM lists them: after the sampled token, each once, no more than were asked for."""
+    listed = {sampled["token_id"]: sampled["logprob"], **dict(zip(candidates, logprobs, strict=True))}
+    return [{"token_id": token, "logprob": logprob} for token, logprob in listed.items()][: len(candidates)]
 
 
 def _finish(finished: "asyncio.Future[None]", request: Request) -> None:

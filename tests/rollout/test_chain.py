@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from transformers import PreTrainedTokenizerFast
 
 from rollout.chain import ChainRunner, Sampling
@@ -198,7 +199,7 @@ async def test_failures_are_typed_and_never_a_reward(tokenizer: PreTrainedTokeni
         assert trajectory.reward is None
 
     def explode(prompt: list[int]) -> list[int]:
-        raise RuntimeError("boom")
+        raise web.HTTPBadRequest(text="boom")
 
     async with open_chains(tokenizer, explode, tmp_path) as (runner, _):
         trajectory = await run_one(runner)
@@ -206,8 +207,10 @@ async def test_failures_are_typed_and_never_a_reward(tokenizer: PreTrainedTokeni
 
 
 async def test_a_server_that_is_gone_stops_everything(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    async with open_chains(tokenizer, Script(tokenizer, ["done"]), tmp_path) as (runner, _):
-        runner.client.url = "http://127.0.0.1:9"
+    async with (
+        open_chains(tokenizer, Script(tokenizer, ["done"]), tmp_path) as (runner, _),
+        InferenceClient("http://127.0.0.1:9", retry_seconds=0.3) as runner.client,
+    ):
         with pytest.raises(ServerUnreachableError, match="no server answers at"):
             await run_one(runner)
 

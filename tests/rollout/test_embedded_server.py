@@ -314,6 +314,27 @@ async def test_an_update_needs_a_reset_of_the_cache(client: Client, tmp_path: Pa
     check_logprobs(model, prompt, await client.generate(prompt, temperature=0))
 
 
+async def test_a_salt_keeps_requests_from_caches_of_others(client: Client, tmp_path: Path) -> None:
+    prompt, params = some_ids(60), {"temperature": 0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True}
+
+    async def salted(salt: str) -> Any:
+        body = {"token_ids": prompt, "sampling_params": params, "cache_salt": salt}
+        return (await client.post("/inference/v1/generate", body))["choices"][0]
+
+    await salted("0")
+    weights = shifted(client.server.model, tmp_path / "new.safetensors")
+    await client.update(weights, "1")
+    model = reference(client.server.model)
+    model.load_state_dict(load_file(weights), strict=False)
+    check_logprobs(model, prompt, await salted("1"))
+    check_logprobs(model, prompt, await client.generate(prompt, temperature=0))
+    stale = await salted("0")
+    with pytest.raises(AssertionError):
+        check_logprobs(model, prompt, stale)
+    body = {"token_ids": prompt, "sampling_params": params, "cache_salt": ""}
+    assert "cache_salt: ''" in (await client.post("/inference/v1/generate", body, 400))["error"]["message"]
+
+
 @pytest.mark.parametrize("recompute", [True, False])
 async def test_update_in_mid_generation(client: Client, tmp_path: Path, recompute: bool) -> None:
     prompt, count = some_ids(30), 1500

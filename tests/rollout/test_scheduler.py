@@ -1,8 +1,13 @@
-"""Admission: how far generation may run ahead."""
+"""Admission and the choice of batches: how far generation may run ahead, and what becomes of groups that grow old."""
+
+import random
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rollout.scheduler import Admission
+from rollout.scheduler import Admission, BatchChoice, Candidate, Choice
 
 
 def start_all(admission: Admission) -> int:
@@ -46,3 +51,113 @@ def test_misuse_is_an_error() -> None:
     admission.publish(1)
     with pytest.raises(ValueError, match="must rise"):
         admission.publish(1)
+
+
+def candidate(
+    name: str, oldest: int | None = 0, rewards: tuple[float, ...] = (0.0, 1.0), complete: bool = True
+) -> Candidate:
+    return Candidate(name, oldest, complete, rewards)
+
+
+def running(name: str, oldest: int | None = 0, rewards: tuple[float, ...] = ()) -> Candidate:
+    return candidate(name, oldest, rewards, complete=False)
+
+
+def test_no_batch_before_enough_groups_are_complete() -> None:
+    batches = BatchChoice(batch_size=2, max_staleness=0)
+    assert batches.choose([candidate("a"), running("b", rewards=(0.0, 1.0))]) is None
+    assert batches.choose([candidate("a"), candidate("b")]) == Choice(["a", "b"], [])
+    assert batches.choose([candidate("c"), candidate("d")]) is None, "the batch of this version is chosen already"
+    batches.publish(1)
+    assert batches.choose([candidate("c", 1), candidate("d", 1)]) == Choice(["c", "d"], [])
+
+
+def test_an_old_group_is_closed_with_the_chains_that_have_ended() -> None:
+    batches = BatchChoice(batch_size=2, max_staleness=1)
+    groups = [running("old", 0, (0.0, 1.0)), candidate("young", 1), candidate("younger", 1)]
+    assert batches.choose(groups) == Choice(["young", "younger"], []), "at version 0 there is time until version 1"
+    batches.publish(1)
+    assert batches.choose(groups) == Choice(["old", "young"], [])
+
+
+@pytest.mark.parametrize("rewards", [(), (1.0,), (1.0, 1.0, 1.0)])
+def test_an_old_group_that_would_teach_nothing_is_cancelled(rewards: tuple[float, ...]) -> None:
+    batches = BatchChoice(batch_size=1, max_staleness=0)
+    assert batches.choose([running("old", 0, rewards), candidate("whole")]) == Choice(["whole"], ["old"])
+
+
+def test_the_oldest_go_first_and_of_those_closed_the_fullest() -> None:
+    batches = BatchChoice(batch_size=3, max_staleness=2, version=5, chosen=5)
+    groups = [
+        running("two", 3, (0.0, 1.0)),
+        running("three", 3, (0.0, 1.0, 1.0)),
+        candidate("newer", 5),
+        candidate("whole", 3),
+        candidate("middle", 4),
+        running("unborn", None),
+    ]
+    assert batches.choose(groups) == Choice(["whole", "three", "two"], [])
+    batches = BatchChoice(batch_size=2, max_staleness=2, version=5, chosen=5)
+    assert batches.choose(groups) == Choice(["whole", "three"], ["two"])
+    batches = BatchChoice(batch_size=3, max_staleness=4, version=5, chosen=5)
+    assert batches.choose(groups) == Choice(["whole", "middle", "newer"], [])
+
+
+class Run:
+    """Rollouts and a trainer, played step by step without time: what may happen next is drawn at random."""
+
+    def __init__(self, batch_size: int, max_staleness: int, steps: int, group_size: int):
+        self.admission = Admission(batch_size, max_staleness, total=steps * batch_size)
+        self.batches = BatchChoice(batch_size, max_staleness)
+        self.steps, self.group_size = steps, group_size
+        self.open: dict[str, list[Any]] = {}
+        self.serial = 0
+        self.trained: list[list[int]] = []
+        """Of each batch, the ages of its groups."""
+
+    def act(self, draw: random.Random) -> None:
+        """Starts what may start; a chain moves on or ends; a batch that is chosen is trained at once or later."""
+        while self.admission.may_start():
+            self.admission.start()
+            self.open[str(self.serial)] = [None, 0, ()]
+            self.serial += 1
+        version = self.admission.version
+        for _ in range(draw.randint(1, 8)):
+            if alive := [group for group in self.open.values() if group[1] < self.group_size]:
+                group = draw.choice(alive)
+                group[0] = version if group[0] is None else group[0]
+                if draw.random() < 0.7:
+                    group[1] += 1
+                    group[2] = (*group[2], float(draw.random() < 0.5))
+        choice = self.batches.choose(
+            [Candidate(n, oldest, ended == self.group_size, r) for n, (oldest, ended, r) in self.open.items()]
+        )
+        if choice is not None:
+            assert len(choice.train) == self.admission.batch_size
+            assert not set(choice.train) & set(choice.cancel)
+            self.trained.append([version - self.open.pop(name)[0] for name in choice.train])
+            for name in choice.cancel:
+                del self.open[name]
+                self.admission.dropped()
+        if self.batches.chosen > version and version + 1 < self.steps and draw.random() < 0.5:
+            self.admission.publish(version + 1)
+            self.batches.publish(version + 1)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    batch_size=st.integers(1, 4),
+    max_staleness=st.integers(0, 4),
+    group_size=st.integers(1, 4),
+)
+def test_nothing_older_than_the_bound_is_trained_and_no_run_gets_stuck(
+    seed: int, batch_size: int, max_staleness: int, group_size: int
+) -> None:
+    run, draw = Run(batch_size, max_staleness, 8, group_size), random.Random(seed)
+    for _ in range(2000):
+        run.act(draw)
+        if len(run.trained) == run.steps:
+            break
+    assert len(run.trained) == run.steps
+    assert all(0 <= age <= max_staleness for ages in run.trained for age in ages)
+    assert run.open == {}, "exactly as many groups are started as are trained"

@@ -28,24 +28,33 @@ CHAINS = 200
 
 @pytest.fixture(scope="module")
 def played(warm_server: str, warm_start: Path, quickstart_run: Path) -> tuple[list[Trajectory], Recording]:
-    """200 chains of the treasure hunt on the embedded engine, and what passed between worker and server.
+    """200 chains on the embedded engine."""
+    return play_chains(
+        warm_start, quickstart_run / "prepared" / "train.jsonl", {"engine": "embedded"}, warm_server, CHAINS
+    )
+
+
+def play_chains(
+    model: Path, tasks_file: Path, server: dict, url: str, count: int
+) -> tuple[list[Trajectory], Recording]:
+    """`count` chains of the treasure hunt, and what passed between them and the server at `url`.
 
     The turns of every fourth chain are cut at 3 tokens, in the middle of a call.
     """
     recipe = RolloutRecipe.model_validate(
         {
-            "model": {"path": str(warm_start), "dtype": "float32"},
-            "data": {"path": str(quickstart_run / "prepared" / "train.jsonl")},
+            "model": {"path": str(model), "dtype": "float32"},
+            "data": {"path": str(tasks_file)},
             "tools": [str(QUICKSTART / "treasure_hunt.py:TreasureHunt")],
             "rollout": {"max_turns": 8, "max_tokens": 40, "max_total_tokens": 1024, "concurrency": 64},
-            "server": {"engine": "embedded"},
+            "server": server,
         }
     )
     assert recipe.data is not None
     tasks = load_tasks(recipe.data)
 
     async def play() -> tuple[list[Trajectory], Recording]:
-        async with record(warm_server) as recording, open_runner(recipe, QUICKSTART, recording.url) as runner:
+        async with record(url) as recording, open_runner(recipe, QUICKSTART, recording.url) as runner:
             cutting = ChainRunner(
                 recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"max_tokens": 3})}),
                 runner.renderer,
@@ -53,9 +62,9 @@ def played(warm_server: str, warm_start: Path, quickstart_run: Path) -> tuple[li
                 runner.toolset,
                 runner.rewards,
             )
-            sampling = [Sampling("policy", 1.0, seed=str(i)) for i in range(CHAINS)]
-            runners = [runner if i % 4 else cutting for i in range(CHAINS)]
-            chains = (runners[i].run(f"c{i}", tasks[i], sampling[i]) for i in range(CHAINS))
+            sampling = [Sampling("policy", 1.0, seed=str(i)) for i in range(count)]
+            runners = [runner if i % 4 else cutting for i in range(count)]
+            chains = (runners[i].run(f"c{i}", tasks[i % len(tasks)], sampling[i]) for i in range(count))
             return list(await asyncio.gather(*chains)), recording
 
     return asyncio.run(play())
@@ -91,15 +100,34 @@ def sampled_spans(row: Row) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def test_pieces_are_what_the_server_was_sent(played: tuple[list[Trajectory], Recording]) -> None:
-    trajectories, recording = played
+def largest_difference(trajectories: list[Trajectory], folder: Path) -> float:
+    """Between the log-probabilities of the server and those of the model in `folder`, over all sampled tokens."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    worst = 0.0
+    with torch.no_grad():
+        for trajectory in trajectories:
+            for row in trajectory.rows:
+                ids = torch.tensor([row.token_ids])
+                scores = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+                for i in range(1, len(row.token_ids)):
+                    if row.mask[i]:
+                        worst = max(worst, abs(float(scores[i - 1]) - row.logprobs[i]))
+    return worst
+
+
+def check_exactness(trajectories: list[Trajectory], recording: Recording) -> None:
+    """Assert that what is trained is what the server was sent and sampled, also after cut turns."""
     assert not any(t.outcome.failed for t in trajectories), {t.error for t in trajectories}
     exchanges = [(request, answer["choices"][0]["token_ids"]) for request, answer in recording.exchanges]
     turns = check_rows(trajectories, exchanges)
-    assert turns == sum(t.turns for t in trajectories) > 2 * CHAINS
+    assert turns == sum(t.turns for t in trajectories) > 2 * len(trajectories)
     cut = sum(t.metrics["truncated_turns"] for t in trajectories)
     assert cut == sum(answer["choices"][0]["finish_reason"] == "length" for _, answer in recording.exchanges)
-    assert cut > CHAINS / 4, "chains went on after a cut turn"
+    assert cut > len(trajectories) / 4, "chains went on after a cut turn"
+
+
+def test_pieces_are_what_the_server_was_sent(played: tuple[list[Trajectory], Recording]) -> None:
+    check_exactness(*played)
 
 
 def test_every_sampled_token_names_its_weights(played: tuple[list[Trajectory], Recording]) -> None:
@@ -115,16 +143,7 @@ def test_every_sampled_token_names_its_weights(played: tuple[list[Trajectory], R
 def test_server_and_trainer_agree_on_log_probabilities(
     played: tuple[list[Trajectory], Recording], warm_start: Path
 ) -> None:
-    model = AutoModelForCausalLM.from_pretrained(warm_start, dtype=torch.float32).eval()
-    worst = 0.0
-    with torch.no_grad():
-        for trajectory in played[0]:
-            for row in trajectory.rows:
-                ids = torch.tensor([row.token_ids])
-                scores = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
-                for i in range(1, len(row.token_ids)):
-                    if row.mask[i]:
-                        worst = max(worst, abs(float(scores[i - 1]) - row.logprobs[i]))
+    worst = largest_difference(played[0], warm_start)
     print(f"largest difference over {CHAINS} chains: {worst:.2e}")
     assert worst <= 1e-4
 

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from trainers.config import TrainRecipe
 from trainers.grpo import SavedGroups, train_grpo
 from trainers.launch import LaunchError, make_accelerator
+from trainers.sync.canary import Canary, canary_rows
 
 
 def main() -> int:
@@ -30,6 +31,8 @@ def main() -> int:
         Path(sys.argv[3]),
         source=SavedGroups(Path(sys.argv[2]), needed) if accelerator.is_main_process else None,
         sync=None,
+        # every rank scores the canary's rows, also where the policy is sharded
+        canary=Canary([], canary_rows(range(64), longest=40), recipe.model.dtype),
         tokenizer=AutoTokenizer.from_pretrained(recipe.model.path),
         log=lambda metrics: print(json.dumps(metrics), flush=True),
     )

@@ -18,6 +18,7 @@ from trainers.metrics import METRICS
 from trainers.policy import load_policy
 from trainers.server_control import ServerControl
 from trainers.sync import FileSync, LoraSync
+from trainers.sync.canary import Canary, canary_rows
 
 Make = Callable[..., TrainRecipe]
 MakeGroups = Callable[..., list[Group]]
@@ -166,6 +167,9 @@ class LiveSource:
         self.version, self.model = version, model
         self.events.append(f"published {version} {model}")
 
+    def figures(self) -> dict[str, float]:
+        return {"cancelled/groups": 0.0}
+
     def acknowledge(self, group_ids: list[str]) -> None:
         self.events.append(f"acknowledged {','.join(group_ids)}")
 
@@ -185,17 +189,29 @@ def test_live_tokens_are_scored_as_the_server_sampled_them(
 ) -> None:
     """At staleness 0 the trainer agrees with the server to 1e-4 after each of several large updates."""
     full = load_policy(make_recipe().model, seed=0)
-    file_sync = FileSync(server, tmp_path / "file")
+    file_sync = FileSync([server], tmp_path / "file")
     file_sync.push(0, full, full.gather())
     recipe = make_recipe(lora, steps=4, batch_size=2, learning_rate=1e-2, checkpoint_every=2)
     recipe.rollout.temperature = 0.8
     recipe.eval.every = 3
     source = LiveSource(server, temperature=0.8)
-    sync = LoraSync(server, tmp_path / "lora", "live", 1, keep=2) if lora else file_sync
+    sync = LoraSync([server], tmp_path / "lora", "live", 1, keep=2) if lora else file_sync
     logged: list[dict[str, Any]] = []
-    result = train_grpo(recipe, accelerator, tmp_path, source=source, sync=sync, tokenizer=tokenizer, log=logged.append)
+    canary = Canary([server], canary_rows(range(64), longest=63), "float32")
+    result = train_grpo(
+        recipe,
+        accelerator,
+        tmp_path,
+        source=source,
+        sync=sync,
+        canary=canary,
+        tokenizer=tokenizer,
+        log=logged.append,
+    )
     steps = [entry for entry in logged if "loss" in entry]
     assert all(0 < entry["mismatch/max"] < 1e-4 for entry in steps)
+    assert [entry["sync/provable"] for entry in steps] == [1.0] * 4
+    assert all(entry["sync/canary_slope"] == pytest.approx(1.0, abs=1e-3) for entry in steps)
     assert [entry["staleness/max"] for entry in steps] == [0, 0, 0, 0]
     assert unlisted(set().union(*logged)) == set()
     names = [f"{n} live-1-v{n}" if lora else f"{n} policy" for n in range(5)]
@@ -210,3 +226,37 @@ def test_live_tokens_are_scored_as_the_server_sampled_them(
     if isinstance(sync, LoraSync):
         for name in ("live-1-v3", "live-1-v4"):
             server.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+
+class LateSource(LiveSource):
+    """Delivers what the first weights sampled again and again."""
+
+    def next_batch(self, groups: int) -> list[Group]:
+        self.first = getattr(self, "first", None) or super().next_batch(groups)
+        return self.first
+
+
+@pytest.mark.parametrize("k", [0, 1])
+def test_a_token_that_is_too_old_is_refused(
+    make_recipe: Make,
+    tokenizer: PreTrainedTokenizerFast,
+    accelerator: Accelerator,
+    server: ServerControl,
+    tmp_path: Path,
+    k: int,
+) -> None:
+    """The worker never delivers such a group; if it did, it would not be trained."""
+    recipe = make_recipe(steps=4, batch_size=2)
+    recipe.rollout.max_staleness = k
+    sync, logged = FileSync([server], tmp_path / "file"), []
+    with pytest.raises(ValueError, match=f"step {k + 2}: a token is {k + 1} versions old"):
+        train_grpo(
+            recipe,
+            accelerator,
+            tmp_path,
+            source=LateSource(server, temperature=1.0),
+            sync=sync,
+            tokenizer=tokenizer,
+            log=logged.append,
+        )
+    assert [entry["staleness/max"] for entry in logged if "loss" in entry] == list(range(k + 1))

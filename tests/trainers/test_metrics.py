@@ -1,5 +1,6 @@
 """The table of metrics, and what is computed from groups."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -15,8 +16,7 @@ def test_group_metrics_by_hand(make_groups: Callable[..., list[Group]]) -> None:
         chain.reward, chain.metrics, chain.turns = reward, {"success": success}, 4
     del chains[3].metrics["success"]
     chains[3].outcome = Outcome.TIMEOUT
-    groups[1].version = 3
-    metrics = group_metrics(groups, version=4)
+    metrics = group_metrics(groups, ages=Counter({4: 3, 0: 1}))
     assert metrics == pytest.approx(
         {
             "reward": 2.0,
@@ -26,8 +26,8 @@ def test_group_metrics_by_hand(make_groups: Callable[..., list[Group]]) -> None:
             "groups/equal_rewards": 0.5,  # of the second group, one chain has a reward
             "outcome/completed": 0.75,
             "outcome/timeout": 0.25,
-            "staleness/mean": 2.5,
+            "staleness/mean": 3.0,
             "staleness/max": 4,
         }
     )
-    assert "staleness/mean" not in group_metrics(groups, version=None)
+    assert "staleness/mean" not in group_metrics(groups, Counter())

@@ -1,5 +1,6 @@
 """Weight sync against the embedded engine, over HTTP: new weights arrive, and what did not arrive is found."""
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import embedded_server
 from trainers.config import TrainRecipe
 from trainers.policy import Policy, load_policy
-from trainers.server_control import ServerControl, SyncError
-from trainers.sync import FileSync, LoraSync, check_content, parameter_digest
+from trainers.server_control import ServerControl, ServerGoneError, SyncError
+from trainers.sync import FileSync, LoraSync, WeightSync
+from trainers.sync.canary import Canary, canary_rows
+from trainers.sync.content import check_content, file_digest, parameter_digest
 
+VOCABULARY = 64
 PROMPT = [5, 9, 12, 3, 7]
 
 
@@ -43,7 +48,7 @@ def disturb(policy: Policy, seed: int) -> None:
 
 def test_full_weights_arrive(make_recipe: Callable[..., TrainRecipe], server: ServerControl, tmp_path: Path) -> None:
     policy = load_policy(make_recipe().model, seed=0)
-    sync = FileSync(server, tmp_path)
+    sync = FileSync([server], tmp_path)
     for version in (0, 1, 2):
         report = sync.push(version, policy, policy.gather())
         assert (report.version, report.label, report.model) == (version, str(version), "policy")
@@ -51,17 +56,20 @@ def test_full_weights_arrive(make_recipe: Callable[..., TrainRecipe], server: Se
         tokens, logprobs, versions = sampled(server, report.model)
         assert versions == [str(version)]
         assert logprobs == pytest.approx(scored(policy, tokens), abs=1e-4)
-        assert list(tmp_path.iterdir()) == []
+        # the last version's file stays, for a server that is started again
+        assert [child.name for child in tmp_path.iterdir()] == [str(version)]
         disturb(policy, version)
+    sync.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_adapters_arrive_and_old_ones_go(
     make_recipe: Callable[..., TrainRecipe], server: ServerControl, tmp_path: Path
 ) -> None:
     full = load_policy(make_recipe().model, seed=0)
-    FileSync(server, tmp_path / "file").push(0, full, full.gather())
+    FileSync([server], tmp_path / "file").push(0, full, full.gather())
     policy = load_policy(make_recipe(lora={"rank": 2}).model, seed=0)
-    sync = LoraSync(server, tmp_path / "lora", "quick", attempt=4, keep=2)
+    sync = LoraSync([server], tmp_path / "lora", "quick", attempt=4, keep=2)
     for version in (0, 1, 2):
         report = sync.push(version, policy, policy.gather())
         assert report.model == report.label == f"quick-4-v{version}"
@@ -70,9 +78,19 @@ def test_adapters_arrive_and_old_ones_go(
         assert versions == [report.label]
         assert logprobs == pytest.approx(scored(policy, tokens), abs=1e-4)
         disturb(policy, version)
-    assert sorted(child.name for child in (tmp_path / "lora").iterdir()) == ["quick-4-v1", "quick-4-v2"]
+    # a folder carries the digest of its weights, so that no path is used twice
+    folders = sorted((tmp_path / "lora").iterdir())
+    digests = [file_digest(folder / "adapter_model.safetensors")[:16] for folder in folders]
+    assert [folder.name for folder in folders] == [f"quick-4-v1-{digests[0]}", f"quick-4-v2-{digests[1]}"]
     served = [card["id"] for card in server.get("/v1/models")["data"]]
     assert served == ["policy", "quick-4-v1", "quick-4-v2"]
+
+    # the same version again is another adapter
+    assert sync.push(2, policy, policy.gather()).model == "quick-4-v2-2"
+    served = [card["id"] for card in server.get("/v1/models")["data"]]
+    assert served == ["policy", "quick-4-v2", "quick-4-v2-2"]
+    for name in served[1:]:
+        server.post("/v1/unload_lora_adapter", {"lora_name": name})
 
 
 def test_weights_that_did_not_arrive_are_found(make_recipe: Callable[..., TrainRecipe], server: ServerControl) -> None:
@@ -109,3 +127,41 @@ def test_a_server_that_refuses_or_is_gone_stops_the_run(server: ServerControl) -
         ServerControl(server.url, "NO_SUCH_KEY")
     with pytest.raises(ValueError, match=r"server\.url: 'localhost:8000'"):
         ServerControl("localhost:8000")
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_a_server_that_is_started_again_gets_the_last_version_back(
+    make_recipe: Callable[..., TrainRecipe], model_folder: Path, tmp_path: Path, lora: dict[str, Any] | None
+) -> None:
+    """The server is killed and another one is started at its port; a second server goes on meanwhile."""
+    policy = load_policy(make_recipe(lora).model, seed=0)
+    rows = canary_rows(range(VOCABULARY), longest=63)
+    flags = ["--max-model-len", "64"]
+    with embedded_server(model_folder, *flags) as staying, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        servers = [ServerControl(staying), ServerControl(f"http://127.0.0.1:{port}")]
+        with embedded_server(model_folder, *flags, "--port", str(port)):
+            sync: WeightSync = LoraSync(servers, tmp_path, "run", 1, 2) if lora else FileSync(servers, tmp_path)
+            canary = Canary(servers, rows, "float32")
+            canary.prove(sync.push(0, policy, policy.gather()), canary.trainer_scores(policy))
+            disturb(policy, 1)
+            canary.prove(sync.push(1, policy, policy.gather()), canary.trainer_scores(policy))
+        # the other goes on alone
+        disturb(policy, 2)
+        metrics = canary.prove(sync.push(2, policy, policy.gather()), canary.trainer_scores(policy))
+        assert metrics["sync/canary_slope"] == pytest.approx(1.0, abs=1e-3)
+        with pytest.raises(ServerGoneError):
+            sync.restore(servers[1].url)
+        with embedded_server(model_folder, *flags, "--port", str(port)):
+            before = sampled(servers[1], "policy")
+            report = sync.restore(servers[1].url)
+            canary.prove(report, canary.trainer_scores(policy))
+            canary.prove_again(report, servers[1].url)
+            assert report.version == 2
+            assert sampled(servers[1], report.model) == sampled(servers[0], report.model) != before
+            # a server that holds it is left alone
+            assert sync.restore(servers[1].url).seconds < 1.0
+    with pytest.raises(ServerGoneError):
+        sync.push(3, policy, policy.gather())

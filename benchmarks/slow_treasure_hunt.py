@@ -1,0 +1,34 @@
+"""The quickstart's environment with tools that take their time: log-normal, and now and then many times as long."""
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any, Literal
+
+from agentfactory import tool
+from tools.user_code import load_object
+
+TreasureHunt = load_object("treasure_hunt.py:TreasureHunt", Path(__file__).parents[1] / "recipes" / "quickstart")
+
+_draws = random.Random(0)
+
+
+def draw_latency(draws: random.Random, median: float, sigma: float, tail: float, factor: float) -> float:
+    """Seconds of one call: log-normal with `median` and the logarithm's standard deviation `sigma`; a share `tail` of
+    the calls takes `factor` times as long."""
+    return median * draws.lognormvariate(0.0, sigma) * (factor if draws.random() < tail else 1.0)
+
+
+class SlowTreasureHunt(TreasureHunt):
+    """A hunt whose moves take as long as the task's `latency` says: the parameters of `draw_latency`."""
+
+    def reset(self, start: list[int], treasure: list[int], latency: dict[str, float], **task: Any) -> None:
+        """Begin at cell `start` with the treasure at cell `treasure`."""
+        super().reset(start, treasure)
+        self.latency = latency
+
+    @tool
+    async def move(self, direction: Literal["north", "east", "south", "west"]) -> str:
+        """Take one step."""
+        await asyncio.sleep(draw_latency(_draws, **self.latency))
+        return super().move(direction)

@@ -1,0 +1,123 @@
+"""Which server takes a request, and when a failed request is tried again: pure state machines, without clock or I/O."""
+
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+REMEMBERED = 1 << 15
+"""Chains and prompts whose server is remembered; a forgotten one costs a prefill, not a token."""
+FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
+"""Seconds between tries: the first doubles up to the longest."""
+
+
+class ServerState(StrEnum):
+    """Whether a server gets requests."""
+
+    SERVING = "serving"
+    DOWN = "down"
+    """Nothing answers at its address."""
+    UNPROVEN = "unproven"
+    """It answers, and has yet to prove that it holds the current weights."""
+
+
+class Router:
+    """Sends a chain's turns to the server that holds its prefix and a new chain to one that holds its prompt, unless
+    that one has far more to do; everything else goes where the load, in requests, is least."""
+
+    def __init__(self, urls: Collection[str]):
+        self.states = dict.fromkeys(urls, ServerState.SERVING)
+        self.load: Counter[str] = Counter()
+        self.silent_since: float | None = None
+        """Since when no server has answered; None while one does."""
+        self.last_success: float | None = None
+        """When a server last completed a request."""
+        self._chains: OrderedDict[str, str] = OrderedDict()
+        self._prompts: OrderedDict[Hashable, set[str]] = OrderedDict()
+
+    def choose(self, chain: str, prompt: Hashable, avoid: Collection[str] = ()) -> str | None:
+        """The server for a turn of `chain`, whose first prompt has the key `prompt`; None while no server serves.
+
+        Servers in `avoid` are taken only where no other serves.
+        """
+        serving = [url for url, state in self.states.items() if state is ServerState.SERVING]
+        serving = [url for url in serving if url not in avoid] or serving
+        if not serving:
+            return None
+        home = self._chains.get(chain)
+        if home not in serving:
+            home = self._choose_for_prompt(prompt, serving)
+        _remember(self._chains, chain, home)
+        _remember(self._prompts, prompt, self._prompts.get(prompt, set()) | {home})
+        return home
+
+    def _choose_for_prompt(self, prompt: Hashable, serving: list[str]) -> str:
+        idlest = min(serving, key=lambda url: self.load[url])
+        homes = [url for url in serving if url in self._prompts.get(prompt, ())]
+        if homes:
+            home = min(homes, key=lambda url: self.load[url])
+            if self.load[home] <= 2 * self.load[idlest] + 8:
+                return home
+        return idlest
+
+    def started(self, url: str) -> None:
+        """A request is on its way to `url`."""
+        self.load[url] += 1
+
+    def ended(self, url: str) -> None:
+        """It was answered, or is lost."""
+        self.load[url] -= 1
+
+    def succeeded(self, now: float) -> None:
+        """A server completed a request."""
+        self.last_success = now
+
+    def lost(self, url: str, now: float) -> None:
+        """The connection to `url` failed: it gets no requests until it is proven."""
+        self.states[url] = ServerState.DOWN
+        if self.silent_since is None and set(self.states.values()) == {ServerState.DOWN}:
+            self.silent_since = now
+
+    def answers(self, url: str) -> None:
+        """`url` answers, or turned out to hold other weights than the current ones."""
+        self.states[url] = ServerState.UNPROVEN
+        self.silent_since = None
+
+    def proven(self, url: str) -> None:
+        """`url` holds the current weights."""
+        self.states[url] = ServerState.SERVING
+        self.silent_since = None
+
+
+def _remember(memory: OrderedDict[Any, Any], key: Hashable, value: Any) -> None:
+    memory[key] = value
+    memory.move_to_end(key)
+    if len(memory) > REMEMBERED:
+        memory.popitem(last=False)
+
+
+@dataclass
+class Retries:
+    """The tries of one request: exponential backoff with jitter, until it has failed for `limit` seconds."""
+
+    limit: float
+    failing_since: float | None = None
+    _attempts: int = 0
+
+    def delay(self, now: float, draw: float | None = None) -> float | None:
+        """Seconds to wait after a failure at `now`; None when the limit is reached. `draw` in [0, 1) is the jitter."""
+        if self.failing_since is None:
+            self.failing_since = now
+        left = self.failing_since + self.limit - now
+        if left <= 0:
+            return None
+        self._attempts += 1
+        return min(left, self.pause(self._attempts, draw))
+
+    @staticmethod
+    def pause(attempt: int, draw: float | None = None) -> float:
+        """Seconds before try `attempt` + 1: between half and the whole of the doubled delay."""
+        longest = min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** min(attempt - 1, 30))
+        return longest * (0.5 + 0.5 * (random.random() if draw is None else draw))

@@ -1,0 +1,308 @@
+"""The inference client over real sockets: what it tries again, where it goes, what it never accepts."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rollout.client import (
+    GENERATE,
+    NEEDED_ROUTES,
+    Completion,
+    ContextOverflowError,
+    InferenceClient,
+    InferenceError,
+    ServerUnreachableError,
+)
+
+PROMPT = [1, 2, 3]
+SAMPLING = {"max_tokens": 4}
+Answer = Callable[[], Awaitable[web.Response] | web.Response]
+
+
+def turn(version: str = "0", reason: str = "stop") -> web.Response:
+    """One sampled token, as vLLM answers."""
+    choice = {
+        "index": 0,
+        "finish_reason": reason,
+        "token_ids": [7],
+        "logprobs": {"content": [{"token_id": 7, "logprob": -1.0}]},
+        "weight_versions": [{"version": version, "start": 0, "end": 1}],
+    }
+    return web.json_response({"request_id": "r", "choices": [choice]})
+
+
+def refuse(status: int, text: str = "no") -> Answer:
+    return lambda: web.Response(status=status, text=text)
+
+
+class Server:
+    """Answers by `script`, one entry a request, then for ever by its last one; counts what it gets."""
+
+    def __init__(self, *script: Answer) -> None:
+        self.script = list(script) or [turn]
+        self.version = "0"
+        self.paused = False
+        self.models = ["policy"]
+        self.routes = list(NEEDED_ROUTES)
+        self.prompts: list[list[int]] = []
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def generate(self, request: web.Request) -> web.Response:
+        self.prompts.append((await request.json())["token_ids"])
+        answer = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        made = answer()
+        return made if isinstance(made, web.Response) else await made
+
+    async def start(self) -> None:
+        """On the port that it had before, if any."""
+        app = web.Application()
+        described = {"paths": {route: {} for route in self.routes}}
+        cards = {"data": [{"id": name, "parent": None if name == "policy" else "policy"} for name in self.models]}
+        answers: dict[str, Callable[[], Any]] = {
+            "/openapi.json": lambda: described,
+            "/v1/models": lambda: cards,
+            "/health": lambda: {},
+            "/is_paused": lambda: {"is_paused": self.paused},
+            "/weight_info": lambda: {"weight_version": self.version},
+        }
+
+        async def answer(request: web.Request) -> web.Response:
+            return web.json_response(answers[request.path]())
+
+        app.router.add_post(GENERATE, self.generate)
+        for route in answers:
+            app.router.add_get(route, answer)
+        self.runner = web.AppRunner(app, shutdown_timeout=0.05)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", self.port).start()
+        self.port = self.runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        await self.runner.cleanup()
+
+
+@asynccontextmanager
+async def connected(*servers: Server, retry_seconds: float = 5.0) -> AsyncIterator[InferenceClient]:
+    async with AsyncExitStack() as stack:
+        for server in servers:
+            await server.start()
+            stack.push_async_callback(server.stop)
+        client = InferenceClient([server.url for server in servers], retry_seconds=retry_seconds)
+        yield await stack.enter_async_context(client)
+
+
+async def ask(client: InferenceClient, chain: str = "c", prompt: list[int] = PROMPT) -> Completion:
+    return await client.generate(prompt, "policy", SAMPLING, chain=chain)
+
+
+@pytest.mark.parametrize("status", [500, 502, 429, 503])
+async def test_what_can_heal_is_tried_again_from_the_same_ids(status: int) -> None:
+    server = Server(refuse(status), refuse(status), turn)
+    async with connected(server) as client:
+        assert (await ask(client)).token_ids == [7]
+    assert server.prompts == [PROMPT] * 3
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
+async def test_a_permanent_refusal_is_not_tried_again(status: int) -> None:
+    server = Server(refuse(status, "never"))
+    async with connected(server) as client:
+        with pytest.raises(InferenceError, match=f"answered {status}: never"):
+            await ask(client)
+    assert len(server.prompts) == 1
+
+
+async def test_a_full_context_is_typed() -> None:
+    server = Server(refuse(400, "This model's maximum context length is 8 tokens."))
+    async with connected(server) as client:
+        with pytest.raises(ContextOverflowError):
+            await ask(client)
+    assert len(server.prompts) == 1
+
+
+async def test_an_aborted_turn_is_sampled_again() -> None:
+    server = Server(lambda: turn(reason="abort"), turn)
+    async with connected(server) as client:
+        assert (await ask(client)).token_ids == [7]
+
+
+async def test_a_paused_server_is_waited_for_beyond_the_limit() -> None:
+    server = Server(refuse(503), refuse(503), refuse(503), refuse(503), turn)
+    server.paused = True
+    started = time.monotonic()
+    async with connected(server, retry_seconds=0.2) as client:
+        assert (await ask(client)).token_ids == [7]
+    assert time.monotonic() - started > 0.4
+
+
+async def test_a_request_that_always_fails_is_given_up_and_a_server_that_always_fails_stops_the_run() -> None:
+    poison = [9]
+
+    def judge() -> web.Response:
+        return web.Response(status=500, text="NaN") if server.prompts[-1] == poison else turn()
+
+    server = Server(judge)
+    async with connected(server, retry_seconds=0.5) as client:
+
+        async def others() -> None:
+            while True:
+                await ask(client)
+                await asyncio.sleep(0.05)
+
+        going_on = asyncio.create_task(others())
+        with pytest.raises(InferenceError, match="500: NaN"):
+            await ask(client, prompt=poison)
+        going_on.cancel()
+        with pytest.raises(ServerUnreachableError, match=r"no server completed a request for 0.5 s.*NaN"):
+            await ask(client, prompt=poison)
+
+
+async def test_a_dead_servers_requests_move_to_the_other() -> None:
+    held = asyncio.Event()
+
+    async def hang() -> web.Response:
+        held.set()
+        await asyncio.sleep(60)
+        return turn()
+
+    dying, other = Server(hang), Server()
+    async with connected(dying, other) as client:
+        lost = asyncio.create_task(ask(client, "c0"))
+        await held.wait()
+        await dying.stop()
+        assert (await lost).token_ids == [7]
+        assert other.prompts == [PROMPT], "sampled again from its ids, once"
+        for i in range(4):
+            await ask(client, f"d{i}", [i])
+    assert len(dying.prompts) == 1
+
+
+async def test_a_server_that_comes_back_is_used_again_and_silence_ends_the_run() -> None:
+    server = Server()
+    async with connected(server, retry_seconds=2.0) as client:
+        await ask(client)
+        await server.stop()
+        waiting = asyncio.create_task(ask(client))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        await server.start()
+        assert (await waiting).token_ids == [7]
+        await server.stop()
+        started = time.monotonic()
+        with pytest.raises(ServerUnreachableError, match=r"no server answers at http://127.* for 2 s: .*[Cc]onnect"):
+            await ask(client)
+        assert 1.5 < time.monotonic() - started < 4
+
+
+@asynccontextmanager
+async def trained(*servers: Server, version: int) -> AsyncIterator[tuple[InferenceClient, list[str]]]:
+    """A client of servers that a trainer keeps at `version`; the list says which it had to restore."""
+    restored: list[str] = []
+    async with connected(*servers) as client:
+        by_url = {server.url: server for server in servers}
+
+        async def restore(url: str) -> bool:
+            await asyncio.sleep(0.05)
+            restored.append(url)
+            by_url[url].version = str(version)
+            return True
+
+        await client.check_routes()
+        client.restore = restore
+        client.published(version, "policy")
+        yield client, restored
+
+
+async def test_a_restarted_server_gets_no_request_before_it_has_its_weights() -> None:
+    server = Server()
+    server.script = [lambda: turn(server.version)]
+    server.version = "5"
+    async with trained(server, version=5) as (client, restored):
+        await ask(client)
+        await server.stop()
+        waiting = asyncio.create_task(ask(client))
+        await asyncio.sleep(0.1)
+        server.version = "0"
+        count = len(server.prompts)
+        await server.start()
+        assert (await waiting).versions[0].version == "5"
+        assert restored == [server.url]
+        assert len(server.prompts) == count + 1
+
+
+async def test_a_connection_that_breaks_asks_the_trainer_nothing() -> None:
+    server = Server()
+    server.script = [lambda: turn(server.version)]
+    server.version = "5"
+    async with trained(server, version=5) as (client, restored):
+        await ask(client)
+        await server.stop()
+        waiting = asyncio.create_task(ask(client))
+        await asyncio.sleep(0.1)
+        await server.start()
+        await waiting
+        assert restored == [], "it says the version that only this run can have given it"
+
+
+@pytest.mark.parametrize("label", ["0", "4", "default"])
+async def test_tokens_of_other_weights_never_pass(label: str) -> None:
+    server = Server()
+    server.version = label
+    server.script = [lambda: turn(server.version)]
+    async with trained(server, version=5) as (client, restored):
+        assert (await ask(client)).versions[0].version == "5"
+    assert restored == [server.url]
+    assert len(server.prompts) == 2
+
+
+async def test_an_update_under_a_turn_is_no_fault() -> None:
+    server = Server(lambda: turn("6"))
+    async with trained(server, version=5) as (client, restored):
+        assert (await ask(client)).versions[0].version == "6", "newer than published: the trainer says so in a moment"
+        late = asyncio.create_task(ask(client))
+        client.published(6, "policy")
+        await late
+    assert restored == []
+
+
+async def test_a_server_without_the_newest_adapter_is_restored() -> None:
+    server = Server(refuse(404, "The model `run-v3` does not exist."), turn)
+    async with connected(server) as client:
+        restored = []
+
+        async def restore(url: str) -> bool:
+            restored.append(url)
+            return True
+
+        await client.check_routes()
+        client.restore = restore
+        client.published(3, "run-v3")
+        await client.generate(PROMPT, "run-v3", SAMPLING)
+        assert restored == [server.url]
+        server.script = [refuse(404, "The model `run-v1` does not exist.")]
+        with pytest.raises(InferenceError, match="404"):
+            await client.generate(PROMPT, "run-v1", SAMPLING)
+        assert len(restored) == 1, "an adapter that was unloaded is no fault of the server"
+
+
+async def test_routes_are_checked_on_every_server_and_the_switch_is_named() -> None:
+    good, bad = Server(), Server()
+    bad.routes = ["/health", "/v1/models"]
+    async with connected(good, bad) as client:
+        with pytest.raises(ServerUnreachableError, match=rf"{bad.url} lacks {GENERATE}; .*--enable-scale-out"):
+            await client.check_routes()
+        await bad.stop()
+        started = time.monotonic()
+        with pytest.raises(ServerUnreachableError, match=f"no server answers at {bad.url}"):
+            await client.check_routes()
+        assert time.monotonic() - started < 2, "a wrong address is told at once"
+        await bad.start()

@@ -1,0 +1,236 @@
+"""Faults under a running training: real servers that are killed, fail or overflow. Training goes on, or says why not.
+
+Whatever happens: the run's chains are all on record, no group is trained twice, a fault is never a reward, and what is
+trained was sampled by the weights that it says (the trainer's log-probabilities agree with the server's).
+"""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.trajectory import Group, Outcome, read_groups
+from tests.conftest import QUICKSTART
+from tests.recording_proxy import record
+
+STEPS, BATCH, MEMBERS = 6, 4, 4
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+class Server:
+    """An embedded engine on a port of its own; `supervised` starts it again on this port whenever it dies."""
+
+    def __init__(self, model: Path, supervised: bool = False, max_model_len: int = 512):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.starts = 0
+        self._command = [sys.executable, "-P", "-m", "rollout.embedded", str(model), "--port", str(self.port)]
+        self._command += ["--max-model-len", str(max_model_len), "--max-num-seqs", "64"]
+        self._ended = False
+        self._start()
+        if supervised:
+            threading.Thread(target=self._supervise, daemon=True).start()
+
+    def _start(self) -> None:
+        self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+        assert self.process.stdout is not None
+        ready = self.process.stdout.readline()
+        assert self._ended or ready.startswith("ready "), ready
+        self.starts += 1
+
+    def _supervise(self) -> None:
+        while not self._ended:
+            self.process.wait()
+            if not self._ended:
+                self._start()
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def end(self) -> None:
+        self._ended = True
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def servers(model: Path, count: int = 1, **options: Any) -> Iterator[list[Server]]:
+    started: list[Server] = []
+    try:
+        for _ in range(count):
+            started.append(Server(model, **options))
+        yield started
+    finally:
+        for server in started:
+            server.end()
+
+
+class Run:
+    """A running `agentfactory train` against servers that it did not start."""
+
+    def __init__(self, process: asyncio.subprocess.Process, output: Path):
+        self.process = process
+        self.output = output
+
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.output / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [entry for entry in map(json.loads, lines) if "loss" in entry]
+
+    async def steps(self, number: int) -> None:
+        """Wait until as many have been trained."""
+        while len(self.metrics()) < number:
+            assert self.process.returncode is None, await self.end()
+            await asyncio.sleep(0.05)
+
+    async def end(self) -> str:
+        """What it said."""
+        said, _ = await self.process.communicate()
+        return said.decode()
+
+    def log(self, name: str) -> str:
+        return (self.output / "logs" / f"{name}.log").read_text()
+
+    def groups(self) -> list[Group]:
+        return list(read_groups(self.output / "trajectories" / "train.jsonl"))
+
+
+@asynccontextmanager
+async def training(folder: Path, start: Path, tasks: Path, urls: list[str], **fields: Any) -> AsyncIterator[Run]:
+    recipe = {
+        "model": {"path": str(start), "dtype": "float32", **fields.pop("model", {})},
+        "data": {"path": str(tasks)},
+        "tools": [str(QUICKSTART / "treasure_hunt.py:TreasureHunt")],
+        "rollout": {"group_size": MEMBERS, "max_turns": 8, "max_tokens": 32, "max_total_tokens": 512}
+        | fields.pop("rollout", {}),
+        "server": {"engine": "embedded", "max_model_len": 512, "url": urls, **fields.pop("server", {})},
+        # large steps: what other weights sampled is far from what the trainer computes
+        "train": {"steps": STEPS, "batch_size": BATCH, "learning_rate": 1e-3},
+        **fields,
+    }
+    # JSON is YAML
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    output = folder / "run"
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "agentfactory", "train", str(folder / "recipe.yaml"), f"output={output}"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env=ENVIRONMENT,
+    )
+    try:
+        yield Run(process, output)
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+
+
+async def check_whole(run: Run) -> None:
+    """The run went on to its end, and its books are right."""
+    said = await run.end()
+    assert run.process.returncode == 0, said
+    metrics, groups = run.metrics(), run.groups()
+    assert [entry["step"] for entry in metrics] == list(range(1, STEPS + 1))
+    assert max(entry["mismatch/max"] for entry in metrics) < 1e-3, "trained tokens come from the weights they name"
+    trained = (run.output / "trajectories" / "acknowledged.txt").read_text().split()
+    assert len(trained) == len(set(trained)) == STEPS * BATCH, "none twice"
+    ids = [group.id for group in groups]
+    assert len(ids) == len(set(ids))
+    assert set(trained) <= set(ids), "nothing is trained that is not on record"
+    positions = {int(group.id.removeprefix("g")[:6]) for group in groups}
+    assert positions == set(range(len(positions))), "no task is passed over"
+    for group in groups:
+        assert len(group.trajectories) == MEMBERS, "no chain is lost silently"
+        for chain in group.trajectories:
+            assert (chain.reward is None) == chain.outcome.failed, "a fault is no reward"
+            for row in chain.rows:
+                # spans cover every sampled token once: what was sampled again is in no row
+                covered = [i for span in row.versions for i in range(span.start, span.end)]
+                assert covered == [i for i, sampled in enumerate(row.mask) if sampled]
+
+
+@pytest.fixture
+def tasks(quickstart_run: Path) -> Path:
+    return quickstart_run / "prepared" / "train.jsonl"
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+async def test_a_server_that_is_killed_comes_back_with_the_current_weights(
+    tmp_path: Path, warm_start: Path, tasks: Path, lora: dict[str, int] | None
+) -> None:
+    """Its supervisor starts it again from the first weights, at the same port, twice."""
+    with servers(warm_start, supervised=True) as (server,):
+        async with training(tmp_path, warm_start, tasks, [server.url], model={"lora": lora}) as run:
+            for step in (2, 4):
+                await run.steps(step)
+                server.kill()
+            await check_whole(run)
+        assert server.starts == 3
+    log = run.log("train")
+    assert log.count("has proven to hold version") + log.count("waits for a server") >= 2
+
+
+async def test_of_two_servers_one_is_enough(tmp_path: Path, warm_start: Path, tasks: Path) -> None:
+    with servers(warm_start, 2) as (first, second):
+        async with training(tmp_path, warm_start, tasks, [first.url, second.url]) as run:
+            await run.steps(3)
+            first.kill()
+            await check_whole(run)
+        assert f"server {first.url} is lost" in run.log("worker")
+
+
+async def test_ten_seconds_of_errors_are_waited_out(tmp_path: Path, warm_start: Path, tasks: Path) -> None:
+    with servers(warm_start) as (server,):
+        async with record(server.url) as proxy, training(tmp_path, warm_start, tasks, [proxy.url]) as run:
+            await run.steps(2)
+            proxy.fails_with = 500
+            await asyncio.sleep(10)
+            done = len(run.metrics())
+            proxy.fails_with = None
+            await check_whole(run)
+    assert proxy.failures > 0
+    assert done < STEPS
+    # a failed turn is asked for again with the same ids, and each answer is in one row
+    turns = [answer for asked, answer in proxy.exchanges if "logprob_token_ids" not in asked["sampling_params"]]
+    sampled = sum(len(answer["choices"][0]["token_ids"]) for answer in turns)
+    kept = sum(sum(row.mask) for group in run.groups() for chain in group.trajectories for row in chain.rows)
+    assert sampled == kept
+
+
+async def test_a_chain_over_the_servers_context_ends_there(tmp_path: Path, warm_start: Path, tasks: Path) -> None:
+    """The recipe allows more than the server that it was given, and long prompts reach that server's limit."""
+    long = {"system_prompt": "Please be so kind and look for the treasure. " * 4}
+    with servers(warm_start, max_model_len=180) as (server,):
+        async with training(tmp_path, warm_start, tasks, [server.url], rollout=long) as run:
+            await check_whole(run)
+    ended = [chain for group in run.groups() for chain in group.trajectories]
+    assert any(chain.outcome is Outcome.CONTEXT_OVERFLOW and chain.reward is not None for chain in ended)
+    assert not any(chain.outcome.failed for chain in ended)
+
+
+async def test_when_no_server_is_left_the_run_stops_and_says_so(tmp_path: Path, warm_start: Path, tasks: Path) -> None:
+    with servers(warm_start) as (server,):
+        async with training(tmp_path, warm_start, tasks, [server.url], server={"retry_seconds": 3}) as run:
+            await run.steps(2)
+            killed = time.monotonic()
+            server.kill()
+            said = await run.end()
+    assert run.process.returncode == 1
+    assert time.monotonic() - killed < 15
+    last = said.strip().splitlines()[-1]
+    assert server.url in last
+    assert "for 3 s" in last
+    assert all(chain.reward is None for group in run.groups() for chain in group.trajectories if chain.outcome.failed)

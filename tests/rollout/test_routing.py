@@ -1,0 +1,100 @@
+"""Where requests go, and how long they are tried: the pure parts of the client."""
+
+from rollout.routing import FIRST_DELAY, LONGEST_DELAY, REMEMBERED, Retries, Router, ServerState
+
+A, B = "http://a", "http://b"
+
+
+def send(router: Router, chain: str, prompt: object = None, avoid: tuple[str, ...] = ()) -> str:
+    """One request that stays under way."""
+    url = router.choose(chain, prompt or chain, avoid)
+    assert url is not None
+    router.started(url)
+    return url
+
+
+def test_new_prompts_go_where_the_load_is_least() -> None:
+    router = Router([A, B])
+    assert [send(router, f"c{i}") for i in range(4)] == [A, B, A, B]
+    for _ in range(2):
+        router.ended(B)
+    assert [send(router, f"d{i}") for i in range(2)] == [B, B]
+
+
+def test_a_chain_stays_where_its_prefix_is_however_busy() -> None:
+    router = Router([A, B])
+    assert send(router, "chain") == A
+    for _ in range(50):
+        router.started(A)
+    assert send(router, "chain", prompt="a longer prompt, as each turn has") == A
+
+
+def test_a_group_shares_its_prompt_until_the_load_is_uneven() -> None:
+    router = Router([A, B])
+    assert [send(router, f"g0.{i}", "g0") for i in range(9)] == [A] * 9
+    assert send(router, "g1.0", "g1") == B, "another group goes to the idle server"
+    members = [send(router, f"g0.{i}", "g0") for i in range(9, 30)]
+    assert B in members, "far more work at home: the prompt is computed a second time"
+    assert abs(router.load[A] - router.load[B]) < 15
+
+
+def test_a_lost_server_gets_nothing_and_comes_back_only_when_proven() -> None:
+    router = Router([A, B])
+    assert send(router, "chain") == A
+    router.lost(A, now=5.0)
+    assert router.silent_since is None, "the other one serves"
+    assert send(router, "chain") == B
+    router.answers(A)
+    assert router.states[A] is ServerState.UNPROVEN
+    assert [send(router, f"c{i}") for i in range(4)] == [B] * 4
+    router.proven(A)
+    assert send(router, "new") == A
+    assert send(router, "chain") == B, "its prefix is there now"
+
+
+def test_silence_is_counted_from_the_last_servers_loss() -> None:
+    router = Router([A, B])
+    router.lost(A, now=1.0)
+    router.lost(B, now=7.0)
+    router.lost(A, now=9.0)
+    assert router.silent_since == 7.0
+    assert router.choose("c", "p") is None
+    router.answers(B)
+    assert router.silent_since is None, "a server that waits for its weights is not silence"
+    assert router.choose("c", "p") is None
+    router.lost(B, now=20.0)
+    assert router.silent_since == 20.0
+
+
+def test_what_failed_is_avoided_while_there_is_another() -> None:
+    router = Router([A, B])
+    assert send(router, "chain") == A
+    assert send(router, "chain", avoid=(A,)) == B
+    assert send(router, "chain", avoid=(A, B)) == B
+    router.lost(B, now=0.0)
+    assert send(router, "chain", avoid=(A,)) == A
+
+
+def test_memory_is_bounded() -> None:
+    router = Router([A, B])
+    for i in range(REMEMBERED + 10):
+        router.choose(f"c{i}", i)
+    assert len(router._chains) == len(router._prompts) == REMEMBERED
+
+
+def test_delays_double_up_to_a_longest_and_end_at_the_limit() -> None:
+    retries = Retries(limit=60.0)
+    now, delays = 100.0, []
+    while (delay := retries.delay(now, draw=1.0)) is not None:
+        delays.append(delay)
+        now += delay
+    assert delays[:4] == [FIRST_DELAY, 2 * FIRST_DELAY, 4 * FIRST_DELAY, 8 * FIRST_DELAY]
+    assert max(delays) == LONGEST_DELAY
+    assert now == 160.0, "the last try is at the limit, not before and not after"
+    assert retries.failing_since == 100.0
+
+
+def test_jitter_keeps_between_half_and_the_whole() -> None:
+    drawn = [Retries.pause(3) for _ in range(200)]
+    assert 0.5 * 4 * FIRST_DELAY <= min(drawn) < max(drawn) <= 4 * FIRST_DELAY
+    assert len(set(drawn)) > 100

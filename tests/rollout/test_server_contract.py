@@ -1,0 +1,486 @@
+"""What every inference server must do, whoever wrote it: the same tests against the embedded engine and real vLLM.
+
+vLLM takes part where the variable AGENTFACTORY_VLLM_PYTHON names a Python that has it, as `make test-vllm` does.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import peft
+import pytest
+import pytest_asyncio
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from rollout.client import ContextOverflowError, InferenceClient, InferenceError
+from tests.chat_tokenizers import make_tokenizer
+from tests.served import VLLM_PYTHON, serve
+from trainers.config import TrainRecipe
+from trainers.policy import load_policy
+from trainers.server_control import ServerControl
+from trainers.sync import FileSync
+
+MAX_MODEL_LEN = 2000
+KEY_VARIABLE, KEY = "CONTRACT_TEST_KEY", "s3cret"
+ENGINES = ["embedded", pytest.param("vllm", marks=pytest.mark.skipif(not VLLM_PYTHON, reason="no vLLM here"))]
+
+ROUTES = {
+    *("/inference/v1/generate", "/v1/models", "/health", "/pause", "/resume", "/is_paused"),
+    *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+    *("/weight_info", "/weight_checker", "/reset_prefix_cache", "/sleep", "/wake_up"),
+}
+ADAPTER_ROUTES = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+
+
+def make_model(folder: Path, tied: bool) -> Path:
+    """A random model that is far from uniform, so that a wrong key, position or weight shows."""
+    tokenizer = make_tokenizer()
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.15,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+    torch.manual_seed(0)
+    model: PreTrainedModel
+    if tied:
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_key_value_heads=2, tie_word_embeddings=True))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, tie_word_embeddings=False))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@dataclass
+class Served:
+    """A running server."""
+
+    url: str
+    model: Path
+    key: str | None = None
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: make_model(folder / name, name == "tied") for name in ("tied", "untied")}
+
+
+def start(engine: str, model: Path, folder: Path, lora: bool = False) -> Any:
+    server: dict[str, Any] = {"engine": engine, "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 12, "max_loras": 3}
+    if engine == "vllm":
+        server["python"] = VLLM_PYTHON
+    if lora:
+        server["api_key_env"] = KEY_VARIABLE
+    policy = {"path": str(model), "dtype": "float32", "lora": {"rank": 8} if lora else None}
+    return serve({"model": policy, "server": server}, folder, None if lora else "file")
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def untied(
+    request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    with start(request.param, models["untied"], tmp_path_factory.mktemp("server")) as url:
+        yield Served(url, models["untied"])
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def tied(
+    request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    with start(request.param, models["tied"], tmp_path_factory.mktemp("server")) as url:
+        yield Served(url, models["tied"])
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def adapting(
+    request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """A server that takes adapters and asks for a key."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(KEY_VARIABLE, KEY)
+        with start(request.param, models["tied"], tmp_path_factory.mktemp("server"), lora=True) as url:
+            yield Served(url, models["tied"], KEY)
+
+
+class Client:
+    """Plain HTTP to one server."""
+
+    def __init__(self, server: Served, session: aiohttp.ClientSession) -> None:
+        self.server, self.session = server, session
+
+    async def call(self, method: str, path: str, body: Any = None, status: int = 200) -> Any:
+        async with self.session.request(method, self.server.url + path, json=body) as answer:
+            content = await answer.read()
+            assert answer.status == status, content
+            return await answer.json(content_type=None) if content.startswith((b"{", b"[")) else None
+
+    async def post(self, path: str, body: Any = None, status: int = 200) -> Any:
+        return await self.call("POST", path, body, status)
+
+    async def get(self, path: str, status: int = 200) -> Any:
+        return await self.call("GET", path, None, status)
+
+    async def generate(self, ids: list[int], *, model: str = "policy", salt: str | None = None, **params: Any) -> Any:
+        params = {"temperature": 1.0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True, **params}
+        body = {"token_ids": ids, "sampling_params": params, "model": model}
+        body |= {"cache_salt": salt} if salt else {}
+        return (await self.post("/inference/v1/generate", body))["choices"][0]
+
+    async def update(self, weights: Path, version: str) -> None:
+        await self.post("/init_weight_transfer_engine", {"init_info": {}})
+        await self.post("/start_weight_update")
+        await self.post("/update_weights", {"update_info": {"path": str(weights)}})
+        await self.post("/finish_weight_update", {"weight_version": version})
+
+
+@asynccontextmanager
+async def connect(server: Served) -> AsyncIterator[Client]:
+    headers = {"Authorization": f"Bearer {server.key}"} if server.key else {}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        yield Client(server, session)
+
+
+@pytest_asyncio.fixture
+async def client(untied: Served) -> AsyncIterator[Client]:
+    async with connect(untied) as client:
+        yield client
+        # whatever a test did, the next one meets the first weights and an empty cache
+        await client.post("/resume")
+        await client.update(untied.model / "model.safetensors", "0")
+        assert (await client.post("/reset_prefix_cache"))["success"]
+
+
+def reference(folder: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+def with_weights(folder: Path, weights: Path) -> PreTrainedModel:
+    model = reference(folder)
+    model.load_state_dict(load_file(weights), strict=False)
+    return model
+
+
+def some_ids(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(4, 300, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, eos_token_id=-1
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def check_logprobs(
+    model: torch.nn.Module,
+    prompt: list[int],
+    choice: Any,
+    temperature: float = 1.0,
+    span: tuple[int, int] | None = None,
+) -> None:
+    """Assert that the log-probabilities of the tokens in `span` are the model's."""
+    tokens, entries = choice["token_ids"], choice["logprobs"]["content"]
+    assert [entry["token_id"] for entry in entries] == tokens
+    logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    wanted = torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    got = torch.tensor([entry["logprob"] for entry in entries])
+    start, end = span or (0, len(tokens))
+    torch.testing.assert_close(got[start:end], wanted[start:end], atol=1e-4, rtol=0)
+
+
+def shifted(model: Path, target: Path) -> Path:
+    """The model's weights, all multiplied by 1.1."""
+    save_file(
+        {n: t * 1.1 for n, t in load_file(model / "model.safetensors").items()}, target, metadata={"format": "pt"}
+    )
+    return target
+
+
+async def test_routes_are_described(client: Client) -> None:
+    assert (await client.get("/openapi.json"))["paths"].keys() >= ROUTES
+    async with InferenceClient(client.server.url) as ours:
+        await ours.check_routes()
+
+
+async def test_routes_for_adapters_are_described(adapting: Served) -> None:
+    async with connect(adapting) as client:
+        assert (await client.get("/openapi.json"))["paths"].keys() >= ADAPTER_ROUTES
+
+
+async def test_greedy_tokens_are_transformers(client: Client) -> None:
+    model = reference(client.server.model)
+    for length in (1, 40, 300):
+        prompt = some_ids(length)
+        choice = await client.generate(prompt, temperature=0, max_tokens=24)
+        assert choice["token_ids"] == greedy(model, prompt, 24)
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+
+
+async def test_log_probabilities_are_those_after_temperature(client: Client) -> None:
+    model = reference(client.server.model)
+    cases = [(some_ids(n, n), t) for n in (1, 2, 33, 150, 700) for t in (0.7, 1.0, 1.6)]
+    choices = await asyncio.gather(
+        *[client.generate(p, temperature=t, max_tokens=5 + i) for i, (p, t) in enumerate(cases)]
+    )
+    for i, ((prompt, temperature), choice) in enumerate(zip(cases, choices, strict=True)):
+        assert len(choice["token_ids"]) == 5 + i
+        check_logprobs(model, prompt, choice, temperature)
+
+
+async def test_continued_chains_reuse_the_cache_exactly(client: Client) -> None:
+    model = reference(client.server.model)
+
+    async def chain(index: int) -> None:
+        ids = some_ids(300, index // 4)
+        for turn in range(3):
+            choice = await client.generate(ids, max_tokens=6 + index % 3)
+            check_logprobs(model, ids, choice)
+            ids = ids + choice["token_ids"] + some_ids(25, 100 * index + turn)
+
+    await asyncio.gather(*[chain(i) for i in range(8)])
+
+
+async def test_chosen_tokens_are_scored_in_the_place_of_a_sampled_one(client: Client) -> None:
+    """What the canary of the weight sync asks for."""
+    prompt, chosen = some_ids(200), some_ids(16, 1)
+    asked = [*dict.fromkeys(chosen), chosen[0]]
+    choice = await client.generate(prompt, max_tokens=1, logprobs=len(asked), logprob_token_ids=asked)
+    given = {entry["token_id"]: entry["logprob"] for entry in choice["logprobs"]["content"][0]["top_logprobs"]}
+    with torch.no_grad():
+        wanted = reference(client.server.model)(input_ids=torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    assert {token: given[token] for token in chosen} == pytest.approx(
+        {token: float(wanted[token]) for token in chosen}, abs=1e-4
+    )
+
+
+async def test_the_load_is_told(client: Client) -> None:
+    """What adaptive concurrency goes by."""
+    async with InferenceClient(client.server.url) as ours:
+        idle = await ours.load()
+        running = [asyncio.create_task(client.generate(some_ids(30, i), max_tokens=1500)) for i in range(14)]
+        await asyncio.sleep(0.5)
+        busy = await ours.load()
+        assert (idle.running, idle.waiting) == (0, 0)
+        # the server decodes twelve at a time
+        assert (busy.running, busy.waiting) == (12, 2)
+        await client.post("/pause")
+        await asyncio.gather(*running)
+
+
+async def test_stop_tokens_and_the_models_own_end(client: Client) -> None:
+    prompt = some_ids(30)
+    free = (await client.generate(prompt, temperature=0, max_tokens=20))["token_ids"]
+    stop = free[4]
+    choice = await client.generate(prompt, temperature=0, max_tokens=20, stop_token_ids=[stop])
+    assert choice["token_ids"] == free[: free.index(stop) + 1]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    end = make_tokenizer().eos_token_id
+    choices = await asyncio.gather(
+        *[client.generate(some_ids(5, i), max_tokens=400, temperature=2.0, ignore_eos=False) for i in range(12)]
+    )
+    for choice in choices:
+        ended = choice["token_ids"][-1] == end
+        assert choice["finish_reason"] == ("stop" if ended else "length")
+        assert choice["stop_reason"] is None
+        assert end not in choice["token_ids"][:-1]
+    assert any(choice["finish_reason"] == "stop" for choice in choices)
+
+
+async def test_a_turn_ends_at_the_context_length(client: Client) -> None:
+    prompt = some_ids(MAX_MODEL_LEN - 3)
+    choice = await client.generate(prompt, max_tokens=3)
+    assert (len(choice["token_ids"]), choice["finish_reason"]) == (3, "length")
+    async with InferenceClient(client.server.url) as ours:
+        with pytest.raises(ContextOverflowError, match="length"):
+            await ours.generate(some_ids(MAX_MODEL_LEN), "policy", {"max_tokens": 8, "temperature": 1.0})
+
+
+async def test_an_unknown_model_is_refused(client: Client) -> None:
+    async with InferenceClient(client.server.url) as ours:
+        with pytest.raises(InferenceError, match=r"404.*nobody"):
+            await ours.generate([5, 6], "nobody", {"max_tokens": 8, "temperature": 1.0})
+
+
+def check_full_updates(server: Served, tmp_path: Path) -> None:
+    """Three versions through the trainer's own sync; each is what the server then samples with."""
+    control = ServerControl(server.url)
+    recipe = TrainRecipe.model_validate(
+        {"model": {"path": str(server.model), "dtype": "float32"}, "train": {"steps": 1}}
+    )
+    policy = load_policy(recipe.model, seed=0)
+    sync = FileSync([control], tmp_path)
+    prompt = some_ids(200)
+    params = {"temperature": 0.0, "max_tokens": 24, "logprobs": 0, "ignore_eos": True}
+    body = {"token_ids": prompt, "model": "policy", "sampling_params": params}
+    seen = []
+    for version in (0, 1, 2):
+        report = sync.push(version, policy, policy.gather())
+        assert (report.label, report.model) == (str(version), "policy")
+        choice: Any = control.post("/inference/v1/generate", body)["choices"][0]
+        assert choice["weight_versions"] == [{"version": str(version), "start": 0, "end": 24}]
+        wanted = greedy(policy.network, prompt, 24)
+        assert choice["token_ids"] == wanted
+        check_logprobs(policy.network, prompt, choice)
+        seen.append(wanted)
+        torch.manual_seed(version)
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    assert seen[0] != seen[1] != seen[2], "the versions cannot be told apart"
+
+
+def test_full_updates_are_proven(untied: Served, tmp_path: Path) -> None:
+    check_full_updates(untied, tmp_path)
+
+
+def test_full_updates_of_tied_embeddings_are_proven(tied: Served, tmp_path: Path) -> None:
+    check_full_updates(tied, tmp_path)
+
+
+async def test_caches_of_old_weights_stay_until_they_are_dropped(client: Client, tmp_path: Path) -> None:
+    prompt = some_ids(400)
+    await client.generate(prompt, temperature=0)
+    weights = shifted(client.server.model, tmp_path / "new.safetensors")
+    await client.update(weights, "1")
+    assert await client.get("/weight_info") == {"weight_version": "1"}
+    model = with_weights(client.server.model, weights)
+    with pytest.raises(AssertionError):
+        check_logprobs(model, prompt, await client.generate(prompt, temperature=0))
+    # neither do requests meet them that pass the cache by, nor those of another salt
+    fresh = await client.generate(prompt, temperature=0, skip_reading_prefix_cache=True)
+    check_logprobs(model, prompt, fresh)
+    check_logprobs(model, prompt, await client.generate(prompt, temperature=0, salt="1"))
+    assert (await client.post("/reset_prefix_cache")) == {"success": True}
+    check_logprobs(model, prompt, await client.generate(prompt, temperature=0))
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+async def test_an_update_in_mid_generation(client: Client, tmp_path: Path, recompute: bool) -> None:
+    prompt, count = some_ids(300), 1500
+    await client.update(client.server.model / "model.safetensors", "0")
+    running = asyncio.create_task(client.generate(prompt, temperature=0, max_tokens=count))
+    await asyncio.sleep(0.3)
+    await client.post("/pause?mode=keep&clear_cache=false")
+    assert await client.get("/is_paused") == {"is_paused": True}
+    held = asyncio.create_task(client.generate(some_ids(5)))
+    weights = shifted(client.server.model, tmp_path / "new.safetensors")
+    await client.update(weights, "1")
+    if recompute:
+        assert (await client.post("/reset_prefix_cache")) == {"success": False}
+        assert (await client.post("/reset_prefix_cache?reset_running_requests=true")) == {"success": True}
+    assert not running.done()
+    assert not held.done()
+    await client.post("/resume")
+    choice = await running
+    assert (await held)["weight_versions"] == [{"version": "1", "start": 0, "end": 8}]
+    first, second = choice["weight_versions"]
+    cut = first["end"]
+    assert first == {"version": "0", "start": 0, "end": cut}
+    assert second == {"version": "1", "start": cut, "end": count}
+    assert 0 < cut < count
+    check_logprobs(reference(client.server.model), prompt, choice, span=(0, cut))
+    new = with_weights(client.server.model, weights)
+    if recompute:
+        check_logprobs(new, prompt, choice, span=(cut, count))
+    else:
+        with pytest.raises(AssertionError):
+            check_logprobs(new, prompt, choice, span=(cut, count))
+
+
+async def test_pause_aborts_or_waits(client: Client) -> None:
+    running = asyncio.create_task(client.generate(some_ids(30), max_tokens=1500))
+    await asyncio.sleep(0.2)
+    await client.post("/pause")
+    choice = await running
+    assert choice["finish_reason"] == "abort"
+    assert len(choice["token_ids"]) < 1500
+    await client.post("/resume")
+    running = asyncio.create_task(client.generate(some_ids(30), max_tokens=200))
+    await asyncio.sleep(0.05)
+    await client.post("/pause?mode=wait")
+    assert (await running)["finish_reason"] == "length"
+
+
+def make_adapter(model: Path, folder: Path, seed: int) -> Path:
+    torch.manual_seed(seed)
+    wrapped = peft.get_peft_model(reference(model), peft.LoraConfig(r=8, lora_alpha=8, target_modules="all-linear"))
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    wrapped.save_pretrained(folder)
+    return folder
+
+
+async def test_adapters_are_loaded_by_name_and_share_a_batch(adapting: Served, tmp_path: Path) -> None:
+    model, prompt = adapting.model, some_ids(200)
+    paths = {f"run-{i}": make_adapter(model, tmp_path / str(i), i) for i in (1, 2)}
+    models: dict[str, torch.nn.Module] = {"policy": reference(model)}
+    async with connect(adapting) as client:
+        for name, path in paths.items():
+            await client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+            models[name] = peft.PeftModel.from_pretrained(reference(model), path).eval()
+        cards = {card["id"]: card for card in (await client.get("/v1/models"))["data"]}
+        assert {name: (card["parent"], card["root"]) for name, card in cards.items() if name != "policy"} == {
+            name: ("policy", str(path)) for name, path in paths.items()
+        }
+        assert cards["policy"]["parent"] is None
+        cases = [name for name in models for _ in range(3)]
+        for _ in range(2):  # the second time from the cache, which no two models may share
+            choices = await asyncio.gather(*[client.generate(prompt, model=name) for name in cases])
+            for name, choice in zip(cases, choices, strict=True):
+                check_logprobs(models[name], prompt, choice)
+        # a name stands for one set of weights
+        await client.post("/v1/load_lora_adapter", {"lora_name": "run-1", "lora_path": str(paths["run-2"])}, 400)
+        # a request keeps the adapter that it began with
+        running = asyncio.create_task(client.generate(prompt, model="run-2", max_tokens=300))
+        await asyncio.sleep(0.1)
+        await client.post("/v1/unload_lora_adapter", {"lora_name": "run-2"})
+        assert "run-2" not in {card["id"] for card in (await client.get("/v1/models"))["data"]}
+        check_logprobs(models["run-2"], prompt, await running)
+        with pytest.raises(AssertionError, match="run-2"):
+            await client.generate(prompt, model="run-2")
+        await client.post("/v1/unload_lora_adapter", {"lora_name": "run-2"}, 404)
+        await client.post("/v1/unload_lora_adapter", {"lora_name": "run-1"})
+
+
+async def test_an_adapter_that_is_not_there_is_refused(adapting: Served, tmp_path: Path) -> None:
+    async with connect(adapting) as client:
+        body = {"lora_name": "none", "lora_path": str(tmp_path / "nowhere")}
+        async with client.session.post(adapting.url + "/v1/load_lora_adapter", json=body) as answer:
+            assert 400 <= answer.status < 500
+        assert "none" not in {card["id"] for card in (await client.get("/v1/models"))["data"]}
+
+
+async def test_the_key_guards_generation_and_models(adapting: Served) -> None:
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        async with aiohttp.ClientSession(headers=headers) as session:
+            stranger = Client(adapting, session)
+            await stranger.post("/inference/v1/generate", {"token_ids": [5], "sampling_params": {}}, 401)
+            await stranger.get("/v1/models", 401)
+            await stranger.get("/health")

@@ -1,0 +1,104 @@
+"""The command line of a server, and what its log says, without starting one."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.config import RolloutRecipe
+from rollout.serving import explain, missing_from, ready_url, server_command, stage
+
+
+def command(
+    weight_transfer: str | None = None, adapters: dict[str, Path] | None = None, lora: int = 0, **server: Any
+) -> str:
+    recipe = RolloutRecipe.model_validate(
+        {"model": {"path": "m", "dtype": "bfloat16", "lora": {"rank": lora} if lora else None}, "server": server}
+    )
+    return shlex.join(server_command(recipe, adapters, weight_transfer))
+
+
+def test_vllm_gets_what_the_recipe_says() -> None:
+    text = command("file", python="/v/bin/python", max_model_len=512, max_num_seqs=7)
+    assert text.startswith("/v/bin/python -P -m rollout.vllm_server m --host 127.0.0.1 --port 0 --dtype bfloat16 ")
+    assert "--max-model-len 512 --max-num-seqs 7" in text
+    assert "--logprobs-mode processed_logprobs" in text
+    assert '--weight-transfer-config \'{"backend": "file"}\'' in text
+    assert "lora" not in text
+    text = command(tensor_parallel_size=2, data_parallel_size=3, gpu_memory_utilization=0.5, quantization="fp8")
+    assert "--tensor-parallel-size 2 --data-parallel-size 3 --gpu-memory-utilization 0.5 --quantization fp8" in text
+    assert command(args=["--block-size", "32"]).endswith(" --block-size 32")
+
+
+def test_vllm_gets_adapters_of_a_rank_that_it_knows(tmp_path: Path) -> None:
+    assert "--enable-lora --max-loras 3 --max-lora-rank 16" in command(lora=9, max_loras=3)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 40}))
+    text = command(adapters={"checkpoint": tmp_path})
+    assert "--enable-lora --max-loras 4 --max-lora-rank 64" in text
+    assert f"--lora-modules checkpoint={tmp_path}" in text
+
+
+def test_the_embedded_engine_gets_what_it_knows(tmp_path: Path) -> None:
+    text = command("file", {"checkpoint": tmp_path}, engine="embedded", api_key_env="KEY")
+    assert " -P -m rollout.embedded m --host 127.0.0.1 --port 0 --dtype bfloat16 " in text
+    assert f"--api-key-env KEY --max-loras 4 --adapter checkpoint={tmp_path}" in text
+    assert "weight-transfer" not in text
+
+
+SAID = {
+    "error: cannot listen on 127.0.0.1:8000: [Errno 98] Address already in use": "127.0.0.1:8000 is taken",
+    "OSError: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '/m'.": "model.path",
+    "  Value error, User-specified max_model_len (9000) is greater than the derived max_model_len "
+    "(max_position_embeddings=1024.0 or model_max_length=None in model's config.json). To allow": (
+        "server.max_model_len=9000 is more than the model takes (max_position_embeddings=1024.0"
+    ),
+    "(EngineCore pid=1) ERROR To serve at least one request with the model's max seq len (512), (0.5 GiB KV "
+    "cache is needed, which is larger than the available KV cache memory (0.1 GiB). Try": (
+        "server.max_model_len=512 tokens needs 0.5 GiB of cache, and there are 0.1 GiB"
+    ),
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.": "out of memory",
+    "ValueError: Free memory on device cuda:0 (2.1/23.6 GiB) on startup is less than desired GPU memory": (
+        "too little memory on device cuda:0 (2.1/23.6 GiB)"
+    ),
+    "ValueError: Available memory on node 0 (11.13/15.34 GiB) on startup is less than desired CPU memory": (
+        "too little memory on node 0 (11.13/15.34 GiB)"
+    ),
+    "ValueError: Invalid weight transfer backend: file. Available engines: ['nccl']": "VLLM_PLUGINS",
+    "(EngineCore pid=1) ERROR Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting": (
+        "Worker proc VllmWorker-0 was killed: out of memory?"
+    ),
+    "error: vLLM cannot be imported by /v/bin/python: No module named 'vllm'": "server.python",
+}
+
+
+@pytest.mark.parametrize("line", SAID)
+def test_usual_failures_are_explained_with_a_fix(line: str) -> None:
+    log = ["INFO starting", line, "RuntimeError: Engine core initialization failed. See root cause above."]
+    reason = explain(log)
+    assert reason is not None
+    assert SAID[line] in reason
+    assert "; fix: " in reason
+    assert "\n" not in reason
+
+
+def test_an_unknown_failure_shows_its_first_cause() -> None:
+    log = ["(Worker pid=1) ERROR 1 ValueError: no kernel", "RuntimeError: Engine core initialization failed."]
+    assert explain(log) == "ValueError: no kernel"
+    assert explain(["all is well"]) is None
+
+
+def test_a_log_tells_how_far_the_server_is() -> None:
+    log = ["hello"]
+    seen = [stage(log)]
+    for line in ("Starting to load model m...", "Loading weights took 1.0 s", "init engine took 2 s"):
+        log.append(line)
+        seen.append(stage(log))
+    assert seen == ["starting", "loading the model", "making the cache", "opening its routes"]
+    assert ready_url(log) is None
+    assert ready_url([*log, "ready http://127.0.0.1:1"]) == "http://127.0.0.1:1"
+
+
+def test_what_a_python_lacks_is_found_without_importing_it() -> None:
+    assert missing_from(None) in (None, "vllm")

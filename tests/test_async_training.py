@@ -1,0 +1,213 @@
+"""Generation ahead of training, through the real worker, engine and trainer: how old trained tokens are, and whether
+each was sampled by the weights that its span names."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from rollout.delivery import WorkerProcess
+from rollout.trajectory import Group, Row, read_groups
+from tests.conftest import REPOSITORY, embedded_server
+from trainers.config import TrainRecipe
+from trainers.grpo import train_grpo
+from trainers.policy import Policy, load_policy
+from trainers.server_control import ServerControl
+from trainers.sync import FileSync, SyncReport, WeightSync, make_sync
+
+STEPS, BATCH = 6, 4
+LATENCY = {"median": 0.02, "sigma": 0.5, "tail": 0.01, "factor": 20.0}
+
+
+@pytest.fixture(scope="module")
+def server(warm_start: Path) -> Iterator[str]:
+    """An engine of the quickstart's warm start, for all runs of this file."""
+    flags = ("--max-model-len", "512", "--max-num-seqs", "64", "--max-loras", "8")
+    with embedded_server(warm_start, *flags) as url:
+        yield url
+
+
+@dataclass
+class Played:
+    """What went through a run: the groups of each batch, the weights of each version, and what was logged."""
+
+    recipe: TrainRecipe
+    folder: Path
+    batches: list[list[Group]] = field(default_factory=list)
+    weights: list[dict[str, Tensor]] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+
+    def rows(self) -> Iterator[tuple[int, Row]]:
+        """The version that trained a row, and the row."""
+        for version, batch in enumerate(self.batches):
+            for trajectory in (trajectory for group in batch for trajectory in group.trajectories):
+                yield from ((version, row) for row in trajectory.rows)
+
+    def gaps(self, mixed: bool = False) -> Iterator[tuple[int, float]]:
+        """Versions in a row up to a span, and how far the span's log-probabilities are from those that transformers
+        gives its tokens with the weights that it names."""
+        policy = load_policy(self.recipe.model, seed=0)
+        for label, version in self.labels.items():
+            set_weights(policy, self.weights[version])
+            for _, row in self.rows():
+                for index, span in enumerate(row.versions):
+                    if span.version == label and span.mixed == mixed:
+                        expected = scored(policy, row, span.start, span.end)
+                        gap = (expected - torch.tensor(row.logprobs[span.start : span.end])).abs().max().item()
+                        yield len({s.version for s in row.versions[: index + 1]}), gap
+
+
+def set_weights(policy: Policy, state: dict[str, Tensor]) -> None:
+    """Puts what `policy.gather()` gave back into place."""
+    with torch.no_grad():
+        for name, value in policy.gather().items():
+            value.copy_(state[name])
+
+
+@torch.no_grad()
+def scored(policy: Policy, row: Row, start: int, end: int) -> Tensor:
+    ids = torch.tensor([row.token_ids[:end]])
+    sources = torch.arange(start - 1, end - 1)
+    return policy(ids, sources, ids[0, sources + 1])[0]
+
+
+class RecordingSync:
+    """A backend, and the weights that went through it."""
+
+    def __init__(self, sync: WeightSync, played: Played):
+        self.sync, self.played = sync, played
+
+    def push(self, version: int, policy: Policy, state: dict[str, Tensor]) -> SyncReport:
+        report = self.sync.push(version, policy, state)
+        self.played.weights.append({name: value.clone() for name, value in state.items()})
+        self.played.labels[report.label] = version
+        return report
+
+    def ensure(self) -> SyncReport | None:
+        return self.sync.ensure()
+
+    def close(self) -> None:
+        self.sync.close()
+
+
+class RecordingSource:
+    """A worker, and the batches that came from it."""
+
+    def __init__(self, worker: WorkerProcess, played: Played):
+        self.worker, self.played = worker, played
+        self.published, self.figures = worker.published, worker.figures
+        self.acknowledge, self.evaluate = worker.acknowledge, worker.evaluate
+
+    def next_batch(self, groups: int) -> list[Group]:
+        self.played.batches.append(self.worker.next_batch(groups))
+        return self.played.batches[-1]
+
+
+def play(url: str, model: Path, tasks: Path, folder: Path, lora: bool = False, **rollout: Any) -> Played:
+    """A short training run on slow tools. The recipe understates what the server decodes at a time."""
+    folder.mkdir()
+    rows = [json.loads(line) for line in tasks.read_text().splitlines()[:40]]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps({**row, "latency": LATENCY}) + "\n" for row in rows))
+    recipe = TrainRecipe.model_validate(
+        {
+            "model": {"path": str(model), "dtype": "float32", "lora": {"rank": 4} if lora else None},
+            "data": {"path": str(folder / "tasks.jsonl")},
+            "tools": [str(REPOSITORY / "benchmarks" / "slow_treasure_hunt.py:SlowTreasureHunt")],
+            "rollout": {"group_size": 4, "max_turns": 6, "max_tokens": 32, "max_total_tokens": 400, **rollout},
+            "server": {"engine": "embedded", "url": url, "max_num_seqs": 8},
+            "train": {"steps": STEPS, "batch_size": BATCH, "learning_rate": 1e-2 if lora else 1e-3},
+        }
+    )
+    played = Played(recipe, folder)
+    servers = [ServerControl(url)]
+    if lora:
+        # an earlier run may have left its own full weights on the server
+        base = load_policy(recipe.model.model_copy(update={"lora": None}), seed=0)
+        first = FileSync(servers, folder / "base")
+        first.push(0, base, base.gather())
+        first.close()
+    # an adapter's run is its folder's: all runs share one server
+    sync = RecordingSync(make_sync(recipe, servers, folder / "sync", folder.name, 1), played)
+    worker = WorkerProcess(
+        recipe, folder, [url], folder, folder / "worker.log", BATCH, STEPS * BATCH, restore=lambda url: False
+    )
+    before = {card["id"] for card in servers[0].get("/v1/models")["data"]}
+    try:
+        train_grpo(
+            recipe,
+            Accelerator(cpu=True),
+            folder / "checkpoints",
+            source=RecordingSource(worker, played),
+            sync=sync,
+            tokenizer=AutoTokenizer.from_pretrained(model),
+            log=lambda metrics: played.steps.append(metrics) if "loss" in metrics else None,
+        )
+    finally:
+        worker.close()
+        sync.close()
+        for name in {card["id"] for card in servers[0].get("/v1/models")["data"]} - before:
+            servers[0].post("/v1/unload_lora_adapter", {"lora_name": name})
+    return played
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("k", [0, 1, 2, 4])
+def test_nothing_older_than_the_bound_is_trained(
+    server: str, warm_start: Path, quickstart_run: Path, tmp_path: Path, k: int, lora: bool
+) -> None:
+    tasks = quickstart_run / "prepared" / "train.jsonl"
+    played = play(server, warm_start, tasks, tmp_path / f"k{k}", lora, max_staleness=k)
+    ages = []
+    for version, row in played.rows():
+        covered = [position for span in row.versions for position in range(span.start, span.end)]
+        assert covered == [position for position, sampled in enumerate(row.mask) if sampled], "a token has one version"
+        ages += [version - played.labels[span.version] for span in row.versions]
+    assert min(ages) >= 0
+    assert max(ages) <= k
+    assert max(ages) >= min(k, 2), "generation does run ahead"
+    assert max(step["staleness/max"] for step in played.steps) == max(ages)
+    # whatever was trained had been saved, and was acknowledged once
+    saved = {group.id: group for group in read_groups(played.folder / "train.jsonl")}
+    trained = [group.id for batch in played.batches for group in batch]
+    assert len(trained) == len(set(trained)) == STEPS * BATCH
+    assert (played.folder / "acknowledged.txt").read_text().split() == trained
+    for group in (group for batch in played.batches for group in batch):
+        chains = {chain.id: chain for chain in saved[group.id].trajectories}
+        assert all(chains[chain.id] == chain for chain in group.trajectories)
+        assert len(group.trajectories) == 4 or len({chain.reward for chain in group.trajectories}) > 1
+    # and every token was sampled by the weights that its span names, also after a switch
+    gaps = list(played.gaps())
+    assert max(gap for _, gap in gaps) <= 1e-4
+    if k:
+        assert sum(versions > 1 for versions, _ in gaps) >= 5, "chains span updates"
+
+
+def test_kept_caches_are_marked_and_their_mismatch_is_reported(
+    server: str, warm_start: Path, quickstart_run: Path, tmp_path: Path
+) -> None:
+    tasks = quickstart_run / "prepared" / "train.jsonl"
+    played = play(server, warm_start, tasks, tmp_path / "keep", max_staleness=2, inflight="keep")
+    assert max(gap for _, gap in played.gaps()) <= 1e-4, "what is not marked is of one version"
+    mixed = [gap for _, gap in played.gaps(mixed=True)]
+    assert len(mixed) >= 5
+    assert max(mixed) > 1e-3, "and what is marked is not"
+    reported = [step for step in played.steps if "mixed_tokens" in step]
+    assert reported
+    assert all(0 < step["mixed_tokens"] < 1 and step["mismatch/mixed"] > 0 for step in reported)
+
+
+def test_the_number_of_chains_follows_the_servers_load(
+    server: str, warm_start: Path, quickstart_run: Path, tmp_path: Path
+) -> None:
+    tasks = quickstart_run / "prepared" / "train.jsonl"
+    play(server, warm_start, tasks, tmp_path / "auto", max_staleness=1, concurrency="auto")
+    log = (tmp_path / "auto" / "worker.log").read_text()
+    assert "12 chains may be alive, after 8" in log, "a group more, since all places were taken and no request waited"

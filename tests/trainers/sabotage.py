@@ -1,0 +1,153 @@
+"""A proxy between trainer and inference server that breaks one thing on the way, and answers as if it had not."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+Json = dict[str, Any]
+Forward = Callable[[Json | None], Awaitable[web.Response]]
+"""Sends the request on, with another body if one is given, and returns the server's answer."""
+Tamper = Callable[[str, Json, Forward], Awaitable[web.Response]]
+"""(path with query, body, forward) -> what the trainer gets."""
+
+
+@contextmanager
+def sabotaged(upstream: str, tamper: Tamper) -> Iterator[str]:
+    """The address of a proxy before `upstream`; it runs in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    async def start() -> tuple[web.AppRunner, aiohttp.ClientSession]:
+        session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+
+        async def handle(request: web.Request) -> web.Response:
+            given = await request.read()
+
+            async def forward(body: Json | None = None) -> web.Response:
+                data = given if body is None else json.dumps(body).encode()
+                return await send(session, request.method, upstream + request.path_qs, data)
+
+            return await tamper(request.path_qs, json.loads(given or b"{}"), forward)
+
+        app = web.Application(client_max_size=1 << 26)
+        app.router.add_route("*", "/{path:.*}", handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner, session
+
+    runner, session = asyncio.run_coroutine_threadsafe(start(), loop).result()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+        asyncio.run_coroutine_threadsafe(session.close(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
+
+async def send(session: aiohttp.ClientSession, method: str, url: str, data: bytes) -> web.Response:
+    """One request to a real server, and its answer."""
+    async with session.request(method, url, data=data, headers={"Content-Type": "application/json"}) as answer:
+        return web.Response(body=await answer.read(), status=answer.status, content_type=answer.content_type)
+
+
+async def nothing(path: str, body: Json, forward: Forward) -> web.Response:
+    """No sabotage."""
+    return await forward(None)
+
+
+def stale_file(folder: Path) -> Tamper:
+    """After the first version, the server is told to read a copy of the first file."""
+    first = folder / "first.safetensors"
+
+    async def tamper(path: str, body: Json, forward: Forward) -> web.Response:
+        if path != "/update_weights":
+            return await forward(None)
+        if not first.exists():
+            first.write_bytes(Path(body["update_info"]["path"]).read_bytes())
+        return await forward({"update_info": {"path": str(first)}})
+
+    return tamper
+
+
+async def cache_left(path: str, body: Json, forward: Forward) -> web.Response:
+    """The prefix cache is never dropped, and said to be."""
+    if path.startswith("/reset_prefix_cache"):
+        return web.json_response({"success": True})
+    return await forward(None)
+
+
+def stale_replica(folder: Path, replica: str) -> Tamper:
+    """A balancer before two servers: the second one generates, reads its weights from a disk that keeps the first file,
+    and is never asked for its checksums."""
+    to_second = stale_file(folder)
+
+    async def tamper(path: str, body: Json, forward: Forward) -> web.Response:
+        async def to_replica(other: Json | None) -> web.Response:
+            async with aiohttp.ClientSession() as session:
+                data = json.dumps(body if other is None else other).encode()
+                return await send(session, "POST", replica + path, data)
+
+        if path == "/inference/v1/generate":
+            return await to_replica(None)
+        controls = ("/init", "/pause", "/start", "/update", "/finish", "/reset", "/resume")
+        if path.startswith(controls):
+            answer = await to_second(path, body, to_replica)
+            assert answer.status == 200, answer.text
+        return await forward(None)
+
+    return tamper
+
+
+async def never_loaded(path: str, body: Json, forward: Forward) -> web.Response:
+    """An adapter is said to be loaded, and is not."""
+    if path == "/v1/load_lora_adapter":
+        return web.Response(text="Success: LoRA adapter added successfully.")
+    return await forward(None)
+
+
+def old_folder() -> Tamper:
+    """Each new name is given the folder of the first adapter."""
+    paths: list[str] = []
+
+    async def tamper(path: str, body: Json, forward: Forward) -> web.Response:
+        if path != "/v1/load_lora_adapter":
+            return await forward(None)
+        paths.append(body["lora_path"])
+        return await forward({**body, "lora_path": paths[0]})
+
+    return tamper
+
+
+def old_bytes() -> Tamper:
+    """The server reads the right path on a disk that still shows it the first adapter's bytes."""
+    first: list[bytes] = []
+
+    async def tamper(path: str, body: Json, forward: Forward) -> web.Response:
+        if path != "/v1/load_lora_adapter":
+            return await forward(None)
+        file = Path(body["lora_path"]) / "adapter_model.safetensors"
+        current = file.read_bytes()
+        first.append(current)
+        file.write_bytes(first[0])
+        answer = await forward(None)
+        file.write_bytes(current)
+        return answer
+
+    return tamper
+
+
+async def not_applied(path: str, body: Json, forward: Forward) -> web.Response:
+    """The adapter is loaded and listed, and the base model generates."""
+    if path == "/inference/v1/generate":
+        return await forward({**body, "model": "policy"})
+    return await forward(None)

@@ -1,0 +1,86 @@
+"""The canary's scores: a real server's and the trainer's of the same tokens."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import embedded_server
+from trainers.config import TrainRecipe
+from trainers.policy import Policy, load_policy
+from trainers.server_control import ServerControl, SyncError
+from trainers.sync import FileSync
+from trainers.sync.canary import CANDIDATES, CONTEXTS, Canary, CanaryRow, canary_rows, server_scores, trainer_scores
+from trainers.sync.protocol import SyncReport
+
+ROWS = canary_rows(range(64), longest=40)
+BASE = SyncReport(version=0, label="0", model="policy", bytes=0, seconds=0.0, digest="")
+
+
+@pytest.fixture(scope="module")
+def own_server(model_folder: Path) -> Iterator[ServerControl]:
+    """A server that has the model's first weights."""
+    with embedded_server(model_folder, "--max-model-len", "64") as url:
+        yield ServerControl(url)
+
+
+@pytest.fixture
+def policy(make_recipe: Callable[..., TrainRecipe]) -> Policy:
+    return load_policy(make_recipe().model, seed=0)
+
+
+def test_rows_are_the_same_for_all_who_ask() -> None:
+    assert canary_rows(range(64), longest=40) == ROWS
+    assert canary_rows(range(64), longest=40, seed=1) != ROWS
+    assert len(ROWS) == CONTEXTS
+    assert all(len(row.context) == 40 and len(set(row.candidates)) == CANDIDATES for row in ROWS)
+    assert all(len(row.context) == 144 for row in canary_rows(range(64), longest=8191))
+
+
+def test_server_and_trainer_score_the_same_tokens(own_server: ServerControl, policy: Policy) -> None:
+    trainer = trainer_scores(policy, ROWS)
+    assert policy.training
+    with torch.no_grad():
+        row = ROWS[3]
+        plain = policy.network(torch.tensor([row.context])).logits[0, -1].log_softmax(-1)[row.candidates]
+    assert trainer[3 * CANDIDATES : 4 * CANDIDATES] == pytest.approx(plain.double().numpy(), abs=1e-5)
+    for fresh in (True, False):
+        assert server_scores(own_server, ROWS, BASE, fresh) == pytest.approx(trainer, abs=1e-4)
+
+
+def test_the_sampled_token_among_the_candidates_is_no_trouble(own_server: ServerControl, policy: Policy) -> None:
+    """A server lists the sampled token first and each token once; with few candidates it is one of them or not."""
+    rows = [CanaryRow(row.context, [first, first + 1]) for row in ROWS for first in range(0, 64, 8)]
+    assert server_scores(own_server, rows, BASE, False) == pytest.approx(trainer_scores(policy, rows), abs=1e-4)
+
+
+def test_fresh_scores_pass_the_cache_by(own_server: ServerControl, policy: Policy, tmp_path: Path) -> None:
+    """Weights change under a cache that stays: who reads it gets other scores."""
+    report = FileSync([own_server], tmp_path / "first", keep_caches=True).push(0, policy, policy.gather())
+    unsalted = SyncReport(**{**vars(report), "cache_salt": None})
+    server_scores(own_server, ROWS, unsalted, fresh=True)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.2)
+    sync = FileSync([own_server], tmp_path / "second", keep_caches=True)
+    report = sync.push(1, policy, policy.gather())
+    unsalted = SyncReport(**{**vars(report), "cache_salt": None})
+    stale, fresh = (server_scores(own_server, ROWS, unsalted, fresh) for fresh in (False, True))
+    expected = trainer_scores(policy, ROWS)
+    assert abs(stale - expected).max() > 1e-2
+    assert fresh == pytest.approx(expected, abs=1e-4)
+    # the salt keeps apart from the old caches
+    assert report.cache_salt == "1"
+    assert server_scores(own_server, ROWS, report, fresh=False) == pytest.approx(expected, abs=1e-4)
+
+
+def test_what_generates_must_say_the_version(own_server: ServerControl) -> None:
+    other = SyncReport(version=7, label="7", model="policy", bytes=0, seconds=0.0, digest="")
+    with pytest.raises(SyncError, match=r"generates with version \{'\d'\}, not with '7'"):
+        Canary([own_server], ROWS, "float32").prove(other, trainer_scores_of_nothing())
+
+
+def trainer_scores_of_nothing() -> "torch.Tensor":
+    """Never looked at."""
+    return torch.zeros(0)

@@ -1,0 +1,113 @@
+"""The canary's verdict, as a pure state machine: synthetic scores of servers that follow, stand still or go astray."""
+
+import numpy as np
+import pytest
+
+from trainers.sync.drift import LEAST_NOISE, Drift, Verdict
+
+NOISE = 0.01
+TOKENS = 128
+
+
+class Scorer:
+    """Scores with noise: `trained` moves along one direction, `served` along whatever a test says."""
+
+    def __init__(self) -> None:
+        self.draw = np.random.default_rng(0)
+        self.base = self.draw.normal(-5.0, 1.0, TOKENS)
+        self.direction = self.draw.normal(0.0, 1.0, TOKENS)
+
+    def at(self, moved: float) -> np.ndarray:
+        """Scores of weights that moved so far (nats, root mean square)."""
+        return self.base + moved * self.direction + self.draw.normal(0.0, NOISE / 2**0.5, TOKENS)
+
+
+@pytest.fixture
+def scorer() -> Scorer:
+    """Noise between any two scores of the same weights is NOISE."""
+    return Scorer()
+
+
+def begun(scorer: Scorer) -> Drift:
+    """A drift that has seen version 0."""
+    drift = Drift("bfloat16")
+    verdict = drift.start(scorer.at(0), scorer.at(0), scorer.at(0))
+    assert verdict.failure is None
+    assert not verdict.provable
+    assert drift.noise == pytest.approx(NOISE, rel=0.3)
+    return drift
+
+
+def first_failure(verdicts: list[Verdict]) -> int | None:
+    """The first version (from 1) that failed."""
+    return next((version for version, verdict in enumerate(verdicts, 1) if verdict.failure), None)
+
+
+def test_a_server_that_follows_is_proven_again_and_again(scorer: Scorer) -> None:
+    drift = begun(scorer)
+    verdicts = [drift.judge(*(scorer.at(0.005 * version) for _ in range(3))) for version in range(1, 101)]
+    assert first_failure(verdicts) is None
+    proven = [verdict for verdict in verdicts if verdict.provable]
+    # 0.03 nats of drift take about six versions, and the count begins anew with each proof
+    assert 10 <= len(proven) <= 20
+    assert all(0.7 < verdict.slope < 1.3 for verdict in proven if verdict.slope is not None)
+    assert all(verdict.slope is None for verdict in verdicts if not verdict.provable)
+
+
+@pytest.mark.parametrize(("followed", "reason"), [(0.0, "by 0"), (0.3, r"by 0\.[23]"), (2.0, r"by (1\.9|2)")])
+def test_a_server_that_follows_too_little_or_too_much_is_found_once_provable(
+    scorer: Scorer, followed: float, reason: str
+) -> None:
+    drift = begun(scorer)
+    verdicts = []
+    for version in range(1, 11):
+        moved = 0.005 * version
+        verdicts.append(drift.judge(scorer.at(followed * moved), scorer.at(followed * moved), scorer.at(moved)))
+    caught = first_failure(verdicts)
+    assert caught is not None
+    assert 5 <= caught <= 8
+    assert "serves other weights" in (verdicts[caught - 1].failure or "")
+    assert [verdict.provable for verdict in verdicts[:caught]] == [False] * (caught - 1) + [True]
+
+
+def test_a_server_that_moves_alone_is_found_without_any_drift(scorer: Scorer) -> None:
+    drift = begun(scorer)
+    verdict = drift.judge(scorer.at(0.3), scorer.at(0.3), scorer.at(0.0))
+    assert not verdict.provable
+    assert "moved 0.3" in (verdict.failure or "")
+
+
+def test_a_stale_cache_is_found_where_the_weights_are_right(scorer: Scorer) -> None:
+    drift = begun(scorer)
+    assert drift.judge(scorer.at(0.02), scorer.at(0.02), scorer.at(0.02)).failure is None
+    verdict = drift.judge(scorer.at(0.06), scorer.at(0.1), scorer.at(0.1))
+    assert "caches of older weights" in (verdict.failure or "")
+
+
+def test_another_model_is_found_at_the_start(scorer: Scorer) -> None:
+    verdict = Drift("float32").start(scorer.at(0), scorer.at(0), scorer.at(2.0))
+    assert "serves another model" in (verdict.failure or "")
+
+
+def test_what_is_not_a_number_never_passes(scorer: Scorer) -> None:
+    broken = scorer.at(0) * np.nan
+    assert Drift("float32").start(broken, broken, scorer.at(0)).failure
+    assert begun(scorer).judge(broken, broken, scorer.at(0)).failure
+    assert begun(scorer).judge(scorer.at(0), scorer.at(0), broken).failure
+    assert begun(scorer).judge_again(broken).failure
+
+
+def test_exact_agreement_does_not_make_the_noise_zero(scorer: Scorer) -> None:
+    drift = Drift("bfloat16")
+    scores = scorer.at(0)
+    drift.start(scores, scores, scores)
+    assert drift.noise == LEAST_NOISE["bfloat16"]
+
+
+def test_after_a_restart_the_latest_version_must_score_as_before(scorer: Scorer) -> None:
+    drift = begun(scorer)
+    drift.judge(*(scorer.at(0.5) for _ in range(3)))
+    assert drift.judge_again(scorer.at(0.5)).failure is None
+    assert "before its restart" in (drift.judge_again(scorer.at(0.0)).failure or "")
+    # the proof of version 1 still counts
+    assert drift.judge(*(scorer.at(0.6) for _ in range(3))).slope == pytest.approx(1.0, abs=0.2)

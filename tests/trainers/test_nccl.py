@@ -1,0 +1,124 @@
+"""The nccl backend's protocol, over gloo against a receiving process. NCCL itself is untested here: it needs GPUs."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trainers.config import TrainRecipe
+from trainers.policy import Policy, load_policy
+from trainers.server_control import ServerControl, SyncError
+from trainers.sync import NcclSync
+from trainers.sync.nccl import packed
+
+RECEIVER = Path(__file__).with_name("gloo_receiver.py")
+
+
+class GlooGroup:
+    """The trainer's end, rank 0."""
+
+    def __init__(self, address: str, port: int, world_size: int) -> None:
+        wait = timedelta(seconds=60)
+        store = dist.TCPStore(address, port, world_size, is_master=True, timeout=wait)
+        self.group = dist.ProcessGroupGloo(store, 0, world_size, wait)
+
+    def broadcast(self, buffer: Tensor) -> None:
+        self.group.broadcast(buffer, 0).wait()
+
+    def close(self) -> None:
+        self.group.shutdown()
+
+
+@pytest.fixture
+def policy(make_recipe: Callable[..., TrainRecipe]) -> Policy:
+    return load_policy(make_recipe().model, seed=0)
+
+
+@contextmanager
+def receiver(policy: Policy, folder: Path, fault: str = "") -> Iterator[ServerControl]:
+    """A receiving process that holds other weights than the policy."""
+    file = folder / "other.safetensors"
+    save_file({name: torch.zeros_like(value) for name, value in policy.gather().items()}, file)
+    command = [sys.executable, str(RECEIVER), str(file), fault]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        try:
+            yield ServerControl(process.stdout.readline().strip(), timeout_seconds=60)
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_weights_arrive_in_every_server(policy: Policy, tmp_path: Path, count: int) -> None:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(receiver(policy, tmp_path)) for _ in range(count)]
+        sync = NcclSync(servers, open_group=GlooGroup, buffer_bytes=20_000)
+        state = policy.gather()
+        for version in (0, 1):
+            report = sync.push(version, policy, state)
+            assert (report.version, report.label, report.model) == (version, str(version), "policy")
+            assert report.bytes == sum(value.nbytes for value in state.values())
+            with torch.no_grad():
+                next(policy.parameters()).add_(1.0)
+        buffers = sum(1 for _ in packed(state, 20_000))
+        assert buffers > 2
+        for server in servers:
+            calls = server.get("/calls")["calls"]
+            order = [call.partition("?")[0] for call in calls if not call.startswith("buffer")]
+            update = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"]
+            update += ["/reset_prefix_cache", "/weight_checker", "/resume"]
+            assert order == ["/init_weight_transfer_engine", *update, *update]
+            assert len(calls) - len(order) == 2 * buffers
+        assert sync.restore(servers[0].url) == report
+        sync.close()
+
+
+def test_a_server_that_refuses_stops_the_run_at_once(policy: Policy, tmp_path: Path) -> None:
+    """Though the broadcast goes on waiting for it."""
+    with receiver(policy, tmp_path, "refuses") as server:
+        sync = NcclSync([server], open_group=GlooGroup, buffer_bytes=20_000)
+        with pytest.raises(SyncError, match=r"/update_weights answered 400: .*out of memory"):
+            sync.push(0, policy, policy.gather())
+
+
+def test_weights_that_were_received_and_not_kept_are_found(policy: Policy, tmp_path: Path) -> None:
+    with receiver(policy, tmp_path, "forgets") as server:
+        sync = NcclSync([server], open_group=GlooGroup)
+        with pytest.raises(SyncError, match="differs from the trainer's after the update"):
+            sync.push(0, policy, policy.gather())
+        assert "/resume" not in server.get("/calls")["calls"]
+
+
+def test_a_server_that_was_started_again_cannot_join_again(policy: Policy, tmp_path: Path) -> None:
+    with receiver(policy, tmp_path) as server:
+        sync = NcclSync([server], open_group=GlooGroup)
+        sync.push(0, policy, policy.gather())
+        server.post("/finish_weight_update", {"weight_version": "default"})
+        with pytest.raises(SyncError, match="the NCCL group ended with it; resume the run"):
+            sync.restore(server.url)
+
+
+def test_packing_cuts_after_the_weight_that_goes_beyond_the_buffer() -> None:
+    """Vllm's rule: a buffer is sent once it holds more than its size, so a large weight travels whole."""
+    state = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(100), "d": torch.ones(1, dtype=torch.bfloat16)}
+    assert [buffer.numel() for buffer in packed(state, 32)] == [16 + 16 + 400, 2]
+    assert [buffer.numel() for buffer in packed(state, 31)] == [32, 400, 2]
+    assert [buffer.numel() for buffer in packed(state, 10_000)] == [434]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_is_refused(policy: Policy, tmp_path: Path) -> None:
+    with pytest.raises(
+        SyncError, match=r"sync\.backend: nccl: the trainer has no CUDA device; use sync\.backend: file"
+    ):
+        NcclSync([ServerControl("http://127.0.0.1:9")])

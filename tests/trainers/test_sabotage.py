@@ -1,0 +1,244 @@
+"""Sabotaged syncs against real servers, at a learning rate of 1e-6: each is caught, and the step is stated.
+
+Version 0 are the first weights, step k brings version k. The trainer learns from the same rows at every step, so its
+weights drift steadily. Proofs of content catch at the first version that is not what was sent; what they cannot see
+the canary catches once the drift is three times the noise.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rollout.config import ModelConfig
+from tests.conftest import embedded_server
+from tests.trainers import sabotage
+from trainers.batch import TrainingRow, padded, scatter
+from trainers.config import TrainRecipe
+from trainers.grpo import ppo_updates
+from trainers.learner import Learner
+from trainers.policy import load_policy
+from trainers.server_control import ServerControl, SyncError
+from trainers.sync import FileSync, LoraSync, WeightSync
+from trainers.sync.canary import Canary, canary_rows
+
+VOCABULARY = 256
+LEARNING_RATE = 1e-6
+DTYPES = ["float32", "bfloat16"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights of the size that pretrained models have, so that bfloat16 rounds as much of each update away."""
+    folder = tmp_path_factory.mktemp("sabotage") / "model"
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        tie_word_embeddings=True,
+        initializer_range=0.02,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def serve(model: Path, dtype: str) -> Any:
+    """An embedded engine on `model`, whose cache has room for several versions of the canary's contexts."""
+    flags = ["--max-model-len", "160", "--max-num-seqs", "64", "--max-loras", "64"]
+    return embedded_server(model, *flags, "--dtype", dtype)
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def served(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[str, str]]:
+    """A server's precision and address."""
+    with serve(model, request.param) as url:
+        yield request.param, url
+
+
+class Run:
+    """A trainer with its sync and canary; `until_caught` trains and syncs."""
+
+    def __init__(
+        self,
+        model: Path,
+        accelerator: Accelerator,
+        folder: Path,
+        dtype: str,
+        url: str,
+        lora: str | None = None,
+        learning_rate: float = LEARNING_RATE,
+    ) -> None:
+        section = {"path": str(model), "dtype": dtype, "lora": {"rank": 8} if lora else None}
+        train = {"steps": 1, "learning_rate": learning_rate}
+        self.recipe = TrainRecipe.model_validate({"model": section, "train": train})
+        self.learner = Learner(self.recipe, accelerator)
+        draw = random.Random(1)
+        rows = [
+            TrainingRow(
+                token_ids=[draw.randrange(VOCABULARY) for _ in range(48)],
+                targets=list(range(8, 48)),
+                behaviour=[-5.0] * 40,
+                advantage=[1.0 if number % 2 else -1.0] * 40,
+                weight=[1.0] * 40,
+                mixed=[False] * 40,
+            )
+            for number in range(8)
+        ]
+        self.batch = scatter(padded(rows, 16384), accelerator)
+        servers = [ServerControl(url)]
+        self.sync: WeightSync
+        self.sync = LoraSync(servers, folder, lora, 1, keep=2) if lora else FileSync(servers, folder)
+        self.canary = Canary(servers, canary_rows(range(VOCABULARY), longest=159), dtype)
+        self.metrics: list[dict[str, float]] = []
+
+    def publish(self, version: int) -> None:
+        """Syncs the policy as it is, and proves it."""
+        policy = self.learner.policy
+        report = self.sync.push(version, policy, policy.gather())
+        self.metrics.append(self.canary.prove(report, self.canary.trainer_scores(policy)))
+
+    def until_caught(self, steps: int) -> tuple[int, str]:
+        """The step at which the sync is found wrong, and the reason; (-1, "") if it is not."""
+        for version in range(steps + 1):
+            if version:
+                ppo_updates(self.learner, self.batch, self.recipe)
+            try:
+                self.publish(version)
+            except SyncError as error:
+                print(f"caught at step {version}: {error}")
+                return version, str(error)
+        return -1, ""
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start(model: Path, accelerator: Accelerator, tmp_path: Path) -> Start:
+    """`start(dtype, url, lora, learning_rate)`: see Run; `lora` is the name of an adapter's run."""
+
+    def make(dtype: str, url: str, **options: Any) -> Run:
+        return Run(model, accelerator, tmp_path / "sync", dtype, url, **options)
+
+    return make
+
+
+def with_first_weights(model: Path, dtype: str, url: str, folder: Path) -> None:
+    """Brings the base weights back, which other tests have replaced."""
+    policy = load_policy(ModelConfig(path=str(model), dtype=dtype), seed=0)
+    sync = FileSync([ServerControl(url)], folder)
+    sync.push(0, policy, policy.gather())
+    sync.close()
+
+
+def test_an_honest_sync_is_proven(served: tuple[str, str], start: Start) -> None:
+    """Float32: at every step. Bfloat16 rounds most of an update of 1e-6 away, and its noise is 0.003 nats: at step
+    27, with a slope of 0.94."""
+    dtype, url = served
+    with sabotage.sabotaged(url, sabotage.nothing) as proxy:
+        run = start(dtype, proxy)
+        assert run.until_caught(35 if dtype == "bfloat16" else 5) == (-1, "")
+    proven = [step for step, metrics in enumerate(run.metrics) if metrics["sync/provable"]]
+    slopes = [run.metrics[step]["sync/canary_slope"] for step in proven]
+    print(f"{dtype}: noise {run.metrics[0]['sync/canary_noise']:.2g}, proven at {proven}, slopes {slopes}")
+    if dtype == "float32":
+        assert proven == [1, 2, 3, 4, 5]
+        assert slopes == pytest.approx([1.0] * 5, abs=0.01)
+    else:
+        assert 10 <= proven[0] <= 35
+        assert all(0.7 < slope < 1.2 for slope in slopes)
+
+
+def test_stale_weights(served: tuple[str, str], start: Start, tmp_path: Path) -> None:
+    """A sync that sends the first file again: caught by content at step 1, in both precisions. Bfloat16 rounds most of
+    the update away, but not all of it."""
+    dtype, url = served
+    with sabotage.sabotaged(url, sabotage.stale_file(tmp_path)) as proxy:
+        step, reason = start(dtype, proxy).until_caught(2)
+    assert step == 1
+    assert "differs from the trainer's after the update" in reason
+
+
+def test_a_stale_replica(served: tuple[str, str], model: Path, start: Start, tmp_path: Path) -> None:
+    """The server that is proven is not the one that generates, which has the version's name and the first weights: the
+    canary alone can see it. Float32: step 1. Bfloat16: step 27, the first that is provable."""
+    dtype, url = served
+    with (
+        serve(model, dtype) as replica,
+        sabotage.sabotaged(url, sabotage.stale_replica(tmp_path, replica)) as proxy,
+    ):
+        step, reason = start(dtype, proxy).until_caught(60)
+    assert step == 1 if dtype == "float32" else 10 <= step <= 60
+    assert "it serves other weights" in reason
+
+
+def test_a_prefix_cache_that_is_left(served: tuple[str, str], start: Start) -> None:
+    """The weights are right, and generation goes on from what the first ones have computed: invisible to content.
+    Float32: at step 1, by the gap between cached and fresh scores. Bfloat16: at step 27, where the drift is first
+    provable; a slope of 0.16 is what the stale keys and values leave of it."""
+    dtype, url = served
+    with sabotage.sabotaged(url, sabotage.cache_left) as proxy:
+        run = start(dtype, proxy)
+        step, reason = run.until_caught(60)
+    print("cache gaps", [round(metrics["sync/canary_cache_gap"], 6) for metrics in run.metrics][::5])
+    assert step == 1 if dtype == "float32" else 10 <= step <= 60
+    assert "uses caches of older weights" in reason or "it serves other weights" in reason
+
+
+def test_an_adapter_that_never_loads(served: tuple[str, str], start: Start) -> None:
+    """Caught by the server's list at step 0."""
+    dtype, url = served
+    with sabotage.sabotaged(url, sabotage.never_loaded) as proxy:
+        step, reason = start(dtype, proxy, lora="never").until_caught(2)
+    assert step == 0
+    assert "does not list it in /v1/models" in reason
+
+
+def test_an_old_folder_under_a_new_name(served: tuple[str, str], start: Start) -> None:
+    """Caught by the path of the name, which carries the digest of the weights, at step 1."""
+    dtype, url = served
+    with sabotage.sabotaged(url, sabotage.old_folder()) as proxy:
+        step, reason = start(dtype, proxy, lora="folder").until_caught(2)
+    assert step == 1
+    assert "it was not loaded" in reason
+
+
+def test_a_name_that_already_holds_other_weights(
+    served: tuple[str, str], model: Path, start: Start, tmp_path: Path
+) -> None:
+    """Another adapter has the name of version 1 on the server: caught before anything is loaded, at step 1."""
+    dtype, url = served
+    section = ModelConfig(path=str(model), dtype=dtype, lora={"rank": 8})
+    other = load_policy(section, seed=1)
+    other.save_adapter(tmp_path / "other", other.gather())
+    ServerControl(url).post("/v1/load_lora_adapter", {"lora_name": "taken-1-v1", "lora_path": str(tmp_path / "other")})
+    step, reason = start(dtype, url, lora="taken").until_caught(2)
+    assert step == 1
+    assert f"already serves an adapter called taken-1-v1, from {tmp_path / 'other'}" in reason
+
+
+@pytest.mark.parametrize("fault", ["old bytes", "not applied"])
+def test_an_adapter_that_is_listed_and_not_used(
+    served: tuple[str, str], model: Path, start: Start, tmp_path: Path, fault: str
+) -> None:
+    """Name, path and digest are right, and the server computes with the first adapter or with none: the canary alone
+    can see it. Float32: at step 2, since an adapter that begins at zero moves less than the weights. Bfloat16: at step
+    4, with 1e-4, a usual learning rate for an adapter."""
+    dtype, url = served
+    with_first_weights(model, dtype, url, tmp_path / "base")
+    tamper = sabotage.old_bytes() if fault == "old bytes" else sabotage.not_applied
+    with sabotage.sabotaged(url, tamper) as proxy:
+        rate = LEARNING_RATE if dtype == "float32" else 1e-4
+        step, reason = start(dtype, proxy, lora=fault.split()[0], learning_rate=rate).until_caught(40)
+    assert 1 <= step <= 40
+    assert "it serves other weights" in reason

@@ -1,0 +1,73 @@
+"""Control of inference servers: what is asked of them at the start, and what happens while none answers."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+from torch import Tensor
+
+from trainers.config import TrainRecipe
+from trainers.policy import Policy, load_policy
+from trainers.server_control import ServerControl, ServerGoneError, SyncError
+from trainers.sync import control_routes
+from trainers.sync.canary import Canary
+from trainers.sync.patient import PatientSync
+from trainers.sync.protocol import SyncReport
+
+NOWHERE = ServerControl("http://127.0.0.1:9")
+CANARY = Canary([NOWHERE], [], "float32")
+REPORT = SyncReport(3, "3", "policy", 1, 0.1, "00")
+
+
+@pytest.mark.parametrize(("backend", "lora"), [("file", None), ("auto", {"rank": 2}), ("auto", None)])
+def test_our_engine_has_the_routes_of_its_backends(server: ServerControl, backend: str, lora: object) -> None:
+    recipe = {"model": {"path": "m", "lora": lora}, "train": {"steps": 1}, "sync": {"backend": backend}}
+    routes = control_routes(TrainRecipe.model_validate(recipe))
+    server.require(routes)
+    assert any("lora" in route for route in routes) == (lora is not None)
+
+
+def test_a_missing_route_names_the_switch_that_turns_it_on(server: ServerControl) -> None:
+    with pytest.raises(SyncError, match=r"lacks /collective_rpc; start vLLM >= 0.32 with VLLM_SERVER_DEV_MODE=1$"):
+        server.require(["/pause", "/collective_rpc"])
+    with pytest.raises(SyncError, match=r"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora$"):
+        server.require(["/v1/load_lora_adapter_from_the_moon"])
+    with pytest.raises(ServerGoneError, match="ConnectionRefusedError"):
+        NOWHERE.require([])
+
+
+class Sleeper:
+    """A sync whose only server answers from the third question on."""
+
+    def __init__(self, answers_from: int) -> None:
+        self.answers_from = answers_from
+        self.asked = 0
+
+    def push(self, version: int, policy: Policy, state: dict[str, Tensor]) -> SyncReport:
+        return self.restore("any")
+
+    def restore(self, url: str) -> SyncReport:
+        self.asked += 1
+        if self.asked < self.answers_from:
+            NOWHERE.get("/health")
+        return REPORT
+
+    def close(self) -> None:
+        """Nothing was written."""
+
+
+def test_a_version_waits_for_a_server_as_long_as_the_recipe_says(make_recipe: Callable[..., TrainRecipe]) -> None:
+    policy = load_policy(make_recipe().model, seed=0)
+    sleeper = Sleeper(answers_from=3)
+    assert PatientSync(sleeper, CANARY, patience_seconds=30.0).push(3, policy, {}) is REPORT
+    assert sleeper.asked == 3
+    started = time.monotonic()
+    with pytest.raises(ServerGoneError, match=r"127.0.0.1:9/health.*no server answered for 0.6 s"):
+        PatientSync(Sleeper(answers_from=99), CANARY, patience_seconds=0.6).push(3, policy, {})
+    assert time.monotonic() - started < 5
+
+
+def test_a_server_that_is_gone_again_is_not_proven() -> None:
+    sync = PatientSync(Sleeper(answers_from=2), CANARY, patience_seconds=1.0)
+    assert sync.bring_back(NOWHERE.url) is False
+    assert sync.bring_back(NOWHERE.url) is True

@@ -1,0 +1,86 @@
+"""`agentfactory serve` with vLLM, which is several processes: none is left behind, and a failed start is explained."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.rollout.test_server_contract import make_model
+from tests.served import VLLM_PYTHON
+
+GONE_WITHIN = 10.0
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recipe")
+    make_model(folder / "model", tied=True)
+    server = {"engine": "vllm", "python": VLLM_PYTHON, "max_model_len": 512}
+    train = {"steps": 1}
+    text = json.dumps({"model": {"path": "model", "dtype": "float32"}, "server": server, "train": train})
+    (folder / "recipe.yaml").write_text(text)
+    return folder / "recipe.yaml"
+
+
+@contextmanager
+def serving(recipe: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-P", "-m", "agentfactory", "serve", str(recipe), *overrides]
+    process = subprocess.Popen(command, cwd=recipe.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.communicate(timeout=30)
+
+
+def ready(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("ready "):
+            return line.split()[1]
+    raise AssertionError(process.communicate()[1])
+
+
+@pytest.mark.parametrize("victim", ["launcher", "API server"])
+def test_kill_leaves_no_process(recipe: Path, victim: str) -> None:
+    with serving(recipe) as launcher:
+        with urllib.request.urlopen(ready(launcher) + "/weight_info", timeout=5) as answer:
+            assert json.load(answer) == {"weight_version": "default"}
+        processes = psutil.Process(launcher.pid).children(recursive=True)
+        assert len(processes) >= 3, "an API server, an engine, a worker"
+        (launcher if victim == "launcher" else processes[0]).send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + GONE_WITHIN
+        _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN)
+        assert [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+        launcher.wait(max(0.1, deadline - time.monotonic()))
+        if victim != "launcher":
+            assert launcher.returncode == 1
+            assert "the server was ended by signal 9" in launcher.communicate()[1]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("server.max_model_len=9000", "server.max_model_len=9000 is more than the model takes"),
+        ("model.path=nobody/nothing", "the model is neither a folder here nor can it be fetched"),
+    ],
+)
+def test_a_failed_start_is_explained_in_one_line(
+    recipe: Path, override: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    command = [sys.executable, "-P", "-m", "agentfactory", "serve", str(recipe), override]
+    result = subprocess.run(command, cwd=recipe.parent, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert said in last
+    assert "; fix: " in last

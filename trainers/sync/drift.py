@@ -1,0 +1,114 @@
+"""Drift: does the server's change of log-probability follow the trainer's? A pure state machine, one per server.
+
+The same tokens are scored by server and trainer at every version. Both change from version to version; a server that
+has taken the trainer's weights changes as the trainer does, whatever they disagree about all the time. What a change
+can prove is bounded by the noise of scoring: below it nothing is said.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+Scores = Float[np.ndarray, "tokens"]
+"""Log-probabilities of the canary's tokens, in nats."""
+
+PROVABLE = 3.0
+"""A change says something once its root mean square exceeds this many times the noise."""
+SLOPES = (0.5, 1.5)
+"""The server's change over the trainer's must lie between these: 0 is a server that stands still, 1 follows."""
+ASTRAY = 10.0
+"""A server must not differ from the trainer's change by more than this many times the noise, and half that change,
+also where the trainer's change alone proves nothing: it would serve weights that are no version's."""
+LEAST_NOISE = {"float32": 1e-5, "bfloat16": 2.0**-9}
+"""By precision, since two passes may agree exactly by chance: the rounding of a logit of 1 in bfloat16; several of it
+in float32."""
+MOST_NOISE = 1.0
+"""Beyond it, server and trainer do not hold the same model."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one version's scores prove. All figures in nats, root mean squares over the tokens."""
+
+    provable: bool
+    """Whether the trainer's change since the last proven version is large enough to prove anything."""
+    drift: float
+    """The trainer's change since the last proven version."""
+    cache_gap: float
+    """How far the server's scores with its prefix cache are from those without."""
+    slope: float | None = None
+    """Of the server's change over the trainer's, by least squares through the origin; None where not provable."""
+    failure: str | None = None
+    """Why the server does not serve what the trainer has sent; None where nothing speaks against it."""
+
+
+class Drift:
+    """What was scored when: `start` once, then `judge` per version. Raises nothing: a verdict tells."""
+
+    def __init__(self, dtype: str) -> None:
+        """`dtype` is the precision of the scores' forward passes, a key of LEAST_NOISE."""
+        self.noise = LEAST_NOISE[dtype]
+        """Root mean square difference of two scores of the same weights, as measured at the start."""
+        self._proven: tuple[Scores, Scores] | None = None
+        self._latest: Scores | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether `start` was called."""
+        return self._proven is not None
+
+    def start(self, server: Scores, fresh: Scores, trainer: Scores) -> Verdict:
+        """The first version, in server and trainer: measures the noise. `fresh` are the server's scores without its
+        prefix cache, `server` those that read it."""
+        gap = _rms(server - fresh)
+        self.noise = max(_rms(server - trainer), gap, self.noise)
+        self._proven, self._latest = (server, trainer), server
+        failure = None
+        if not self.noise <= MOST_NOISE:
+            failure = f"the server's log-probabilities are {self.noise:.3g} nats from the trainer's at the start: it "
+            failure += "serves another model"
+        return Verdict(provable=False, drift=0.0, cache_gap=gap, failure=failure)
+
+    def judge(self, server: Scores, fresh: Scores, trainer: Scores) -> Verdict:
+        """A later version. Where it is proven, later changes are counted from it."""
+        assert self._proven is not None
+        gap = _rms(server - fresh)
+        served, trained = server - self._proven[0], trainer - self._proven[1]
+        drift, astray = _rms(trained), _rms(served - trained)
+        provable = drift > PROVABLE * self.noise
+        slope = float(served @ trained / (trained @ trained)) if provable else None
+        failure = None
+        if not gap <= PROVABLE * self.noise:
+            failure = (
+                f"with its prefix cache the server's log-probabilities are {gap:.3g} nats from those computed anew: it "
+                "uses caches of older weights"
+            )
+        elif slope is not None and not SLOPES[0] < slope < SLOPES[1]:
+            failure = (
+                f"the trainer's log-probabilities moved by {drift:.3g} nats since the last proven version, and the "
+                f"server's by {slope:.3g} times that: it serves other weights"
+            )
+        elif not astray <= ASTRAY * self.noise + 0.5 * drift:
+            failure = (
+                f"the server's log-probabilities moved {astray:.3g} nats away from the trainer's, which moved by "
+                f"{drift:.3g}: it serves other weights"
+            )
+        if failure is None:
+            self._latest = server
+            if provable:
+                self._proven = server, trainer
+        return Verdict(provable, drift, gap, slope, failure)
+
+    def judge_again(self, server: Scores) -> Verdict:
+        """The latest version once more, after the server was started again: it must score as it did before."""
+        assert self._latest is not None
+        gap = _rms(server - self._latest)
+        failure = None
+        if not gap <= PROVABLE * self.noise:
+            failure = f"the server's log-probabilities are {gap:.3g} nats from what they were before its restart"
+        return Verdict(provable=True, drift=0.0, cache_gap=gap, failure=failure)
+
+
+def _rms(values: Scores) -> float:
+    return float(np.sqrt(np.mean(np.square(values))))
