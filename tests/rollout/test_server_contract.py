@@ -455,6 +455,9 @@ async def test_adapters_are_loaded_by_name_and_share_a_batch(adapting: Served, t
             choices = await asyncio.gather(*[client.generate(prompt, model=name) for name in cases])
             for name, choice in zip(cases, choices, strict=True):
                 check_logprobs(models[name], prompt, choice)
+        for name, adapted in models.items():
+            choice = await client.generate(prompt, model=name, temperature=0, max_tokens=24)
+            assert choice["token_ids"] == greedy(adapted, prompt, 24)
         # a name stands for one set of weights
         await client.post("/v1/load_lora_adapter", {"lora_name": "run-1", "lora_path": str(paths["run-2"])}, 400)
         # a request keeps the adapter that it began with
