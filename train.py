@@ -1,9 +1,11 @@
 """Train one recipe on the processes that accelerate started: `accelerate launch train.py RECIPE [key=value ...]`.
 
-GRPO needs an inference server at `server.url` (`agentfactory serve RECIPE`); rank 0 starts the rollout worker.
-`agentfactory train RECIPE` does all of it, and runs the stages of a staged recipe.
+Reinforcement learning needs an inference server at `server.url` (`agentfactory serve RECIPE`); rank 0 starts the
+rollout worker. `--resume [PATH]` goes on with the run in `output`. `agentfactory train RECIPE` does all of it, and runs
+the stages of a staged recipe.
 """
 
+import argparse
 import os
 import signal
 import sys
@@ -11,39 +13,70 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from agentfactory import resume
+from agentfactory.cli import add_resume_option, settle_resume
 from agentfactory.progress import Progress
 from agentfactory.recipe import Recipe, RecipeError, StagedRecipe, load_recipe
 from agentfactory.run_folder import RunFolder, RunFolderError
 from tools import lifeline
 
 
-def load(arguments: list[str]) -> Recipe:
-    """The recipe that the command line names. Raises RecipeError."""
-    if not arguments:
+def load(arguments: list[str]) -> tuple[Recipe, str | None]:
+    """The recipe that the command line names, and what it resumes. Raises RecipeError."""
+    parser = argparse.ArgumentParser(prog="train.py")
+    parser.add_argument("recipe", nargs="?")
+    parser.add_argument("overrides", nargs="*")
+    add_resume_option(parser)
+    options, rest = parser.parse_known_args(arguments)
+    options.overrides += rest
+    settle_resume(options)
+    if options.recipe is None:
         raise RecipeError("train.py", "RECIPE", "missing", "accelerate launch train.py RECIPE [key=value ...]")
-    recipe = load_recipe(arguments[0], arguments[1:])
+    recipe = load_recipe(options.recipe, options.overrides)
     if isinstance(recipe, StagedRecipe):
-        raise RecipeError(arguments[0], "stages", "train.py trains one stage", "run `agentfactory train` on it")
-    if recipe.train.algorithm == "grpo" and not recipe.train.from_trajectories and recipe.server.url is None:
+        raise RecipeError(options.recipe, "stages", "train.py trains one stage", "run `agentfactory train` on it")
+    runs_chains = recipe.train.algorithm != "sft" and not recipe.train.from_trajectories
+    if runs_chains and recipe.server.url is None:
         fix = "run `agentfactory serve` and pass server.url=ADDRESS, or run `agentfactory train`"
-        raise RecipeError(arguments[0], "server.url", "missing: there is no server to roll out on", fix)
+        raise RecipeError(options.recipe, "server.url", "missing: there is no server to roll out on", fix)
     if recipe.prepare and not (recipe.output / "prepared").exists():
-        raise RecipeError(arguments[0], "prepare", "has not run yet", "run `agentfactory train` on the recipe")
-    return recipe
+        raise RecipeError(options.recipe, "prepare", "has not run yet", "run `agentfactory train` on the recipe")
+    return recipe, options.resume
 
 
-def train(recipe: Recipe) -> None:
-    """Train, and leave a run folder: rank 0 writes it and owns the worker, the sync and the log."""
+def open_folder(recipe: Recipe, resumed: str | None) -> tuple[RunFolder, Path | None]:
+    """The run folder, and the checkpoint to go on from; for rank 0. Raises RunFolderError and RecipeError."""
+    folder, text = RunFolder(recipe.output), recipe.to_yaml()
+    if RunFolder.attached(recipe.output):
+        # the launcher has made or rewound it, and has checked the checkpoint
+        return folder, Path(resumed) if resumed else None
+    if resumed is None:
+        return RunFolder.create(recipe.output, text), None
+    checkpoint = resume.plan([recipe], resumed)[0].checkpoint
+    RunFolder.reopen(recipe.output, text)
+    resume.rewind(folder, checkpoint, lambda line: print(line, flush=True))
+    return folder, checkpoint
+
+
+def train(recipe: Recipe, resumed: str | None) -> signal.Signals | None:
+    """Train, and leave a run folder: rank 0 writes it and owns the worker, the sync and the log. Returns the signal
+    that has ended it early, if one has."""
     # torch and transformers take seconds to import; a broken recipe is told before
     import transformers
+    from accelerate.utils import broadcast_object_list
 
     from rollout.data import load_tasks
     from rollout.delivery import WorkerProcess
     from rollout.renderer import load_renderer
-    from trainers.grpo import GroupSource, SavedGroups, train_grpo
+    from trainers.checkpoints import Checkpoints
     from trainers.launch import make_accelerator
+    from trainers.rl import train_rl
     from trainers.server_control import ServerControl
     from trainers.sft import conversation_rows, saved_rows, train_sft
+    from trainers.source import GroupSource, SavedGroups
+    from trainers.stopping import Stop
     from trainers.sync import WeightSync, control_routes, make_sync
     from trainers.sync.canary import Canary, canary_rows
     from trainers.sync.patient import PatientSync
@@ -53,21 +86,25 @@ def train(recipe: Recipe) -> None:
     accelerator = make_accelerator(recipe.train)
     train, main = recipe.train, accelerator.is_main_process
     folder = RunFolder(recipe.output)
+    opened: list[Any] = [None]
     with ExitStack() as stack:
         if main:
-            folder = RunFolder.create_or_attach(recipe.output, recipe.to_yaml())
-            progress = Progress(train.steps, train.algorithm)
+            folder, opened[0] = open_folder(recipe, resumed)
+            progress = Progress(train.steps, "sft" if train.algorithm == "sft" else "grpo")
             stack.callback(progress.close)
             folder.on_log = progress.update
+            stack.callback(folder.note_stopped)
+        checkpoint: Path | None = broadcast_object_list(opened)[0]
+        stop = Stop()
+        stop.listen(accelerator, folder.note_stopping)
         renderer = load_renderer(recipe.model, recipe.rollout.parser, tools=bool(recipe.tools or recipe.mcp_servers))
         tokenizer = renderer.tokenizer
         # a checkpoint carries the template that it was trained with
         tokenizer.chat_template = renderer.chat_template
-        common: dict[str, Any] = {
-            "tokenizer": tokenizer,
-            "log": folder.log,
-            "checkpoint_info": {"renderer": renderer.info},
-        }
+        info = {"algorithm": train.algorithm, "seed": recipe.seed, "renderer": renderer.info}
+        info["recipe"] = yaml.safe_load(recipe.to_yaml())
+        checkpoints = Checkpoints(folder.checkpoints, tokenizer, train, info, folder.growing, checkpoint)
+        lineage = checkpoints.lineage
         saved = Path(train.from_trajectories) if train.from_trajectories else None
         if train.algorithm == "sft":
             rows = None
@@ -75,7 +112,7 @@ def train(recipe: Recipe) -> None:
                 rows = saved_rows(saved)
             elif main and recipe.data:
                 rows = conversation_rows(load_tasks(recipe.data), renderer)
-            result = train_sft(recipe, accelerator, folder.checkpoints, rows=rows, **common)
+            result = train_sft(recipe, accelerator, checkpoints, rows=rows, log=folder.log, stop=stop)
         else:
             source: GroupSource | None = None
             sync: WeightSync | None = None
@@ -89,7 +126,7 @@ def train(recipe: Recipe) -> None:
                 vocabulary = [token for token in range(len(tokenizer)) if token not in special]
                 canary = Canary(servers, canary_rows(vocabulary, longest, recipe.seed), recipe.model.dtype)
             if main and saved:
-                source = SavedGroups(saved, total)
+                source = SavedGroups(saved, total, skip=lineage.step * train.batch_size)
             elif main and canary:
                 servers += [ServerControl(url, recipe.server.api_key_env) for url in recipe.server.urls]
                 for server in servers:
@@ -107,24 +144,32 @@ def train(recipe: Recipe) -> None:
                     batch_size=train.batch_size,
                     total=total,
                     restore=patient.bring_back,
+                    trained=lineage.trained,
+                    versions=lineage.labels,
                 )
                 stack.callback(worker.close)
-            result = train_grpo(
-                recipe, accelerator, folder.checkpoints, source=source, sync=sync, canary=canary, **common
+            result = train_rl(
+                recipe, accelerator, checkpoints, source=source, sync=sync, canary=canary, log=folder.log, stop=stop
             )
+        # one that came in the last evaluation has cut it short
+        stop.agreed(accelerator)
         if main:
             figures = {f"{name}_before": value for name, value in _headline(result.before).items()}
             figures |= {f"{name}_after": value for name, value in _headline(result.after).items()}
             folder.write_summary(
                 {
+                    "status": "interrupted" if stop.agreed_on else "completed",
                     **figures,
                     "steps": result.steps,
                     "train_wall_seconds": result.seconds,
                     "seed": recipe.seed,
-                    "checkpoint": str(result.checkpoint),
+                    "checkpoint": str(result.checkpoint) if result.checkpoint else None,
                 }
             )
+        if stop.agreed_on and main:
+            progress.note(f"stopped by {stop.agreed_on.name} after step {result.steps}; go on with --resume")
         accelerator.end_training()
+    return stop.agreed_on
 
 
 def _headline(figures: dict[str, float]) -> dict[str, float]:
@@ -134,12 +179,13 @@ def _headline(figures: dict[str, float]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Run the command line; returns the exit status: 0 done, 1 failed, 2 the recipe or launch is wrong."""
+    """Run the command line; returns the exit status: 0 done, 1 failed, 2 the recipe or launch is wrong, 128 + its
+    number where a signal came."""
     lifeline.follow_parent()
     # so that the worker and the progress display are closed in order
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        recipe = load(sys.argv[1:])
+        recipe, resumed = load(sys.argv[1:])
     except (RecipeError, RunFolderError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -148,8 +194,8 @@ def main() -> int:
     from trainers.server_control import SyncError
 
     try:
-        train(recipe)
-    except (LaunchError, RunFolderError) as error:
+        ended_by = train(recipe, resumed)
+    except (LaunchError, RunFolderError, RecipeError) as error:
         # every rank finds it; one says it
         if os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr)
@@ -160,7 +206,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    return 0
+    return 128 + ended_by if ended_by else 0
 
 
 if __name__ == "__main__":

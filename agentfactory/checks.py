@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
 from agentfactory.composition import Composed, RecipeError, display, short
+from agentfactory.train_checks import Refuse, check_training
 from rollout.config import Inflight
 from rollout.rewards import Rewards
 from rollout.serving import missing_from
@@ -47,18 +48,13 @@ def check(
     _check_files(recipe, refuse, prepared, after)
     _check_user_code(recipe, refuse)
     if purpose == "train":
-        _check_training(recipe, refuse)
+        check_training(recipe, refuse, runs_chains(recipe, purpose))
     if runs_chains(recipe, purpose):
         _check_chains(recipe, refuse, purpose)
     if purpose == "serve" and recipe.server.url is not None:
         refuse("server.url", f"got {short(recipe.server.url)}, which runs already", "set null to start one here")
     if runs_chains(recipe, purpose) or purpose == "serve":
         _check_server(recipe, refuse)
-    if purpose == "train" and runs_chains(recipe, purpose) and recipe.model.lora is None:
-        _check_full_weights(recipe, refuse)
-
-
-Refuse = Callable[[str, str, str], NoReturn]
 
 
 def check_prepare(reference: str | None, composed: Composed) -> None:
@@ -171,59 +167,6 @@ def _gives_reward(recipe: "Recipe") -> bool:
         or any(server.environment is not None for server in recipe.mcp_servers.values())
         or any(_is_environment(load_object(module, Path.cwd())) for module in modules)
     )
-
-
-def _check_training(recipe: "Recipe", refuse: Refuse) -> None:
-    train, lora = recipe.train, recipe.model.lora
-    if recipe.model.dtype == "float16":
-        refuse("model.dtype", "got 'float16': training in it needs loss scaling", "use bfloat16, or float32 on a CPU")
-    if train.warmup_steps > train.steps:
-        refuse("train.warmup_steps", f"got {train.warmup_steps}, more than train.steps={train.steps}", "lower it")
-    if train.strategy == "fsdp2":
-        refuse("train.strategy", "got 'fsdp2': not available yet", "use ddp, or single")
-    if train.strategy == "single" and train.processes > 1:
-        refuse("train.strategy", f"got 'single' with train.processes={train.processes}", "use ddp, or one process")
-    if train.strategy != "single" and train.processes == 1:
-        refuse("train.processes", f"got 1 with train.strategy={train.strategy}", "use at least 2, or strategy single")
-    if recipe.sync.backend == "nccl" and lora is not None:
-        refuse("sync.backend", "got 'nccl', but an adapter is trained", "use lora or auto, or set model.lora=null")
-    if recipe.sync.backend == "nccl" and recipe.server.engine == "embedded":
-        refuse("sync.backend", "got 'nccl': the embedded engine takes full weights as files", "use file or auto")
-    if recipe.sync.backend == "lora" and lora is None:
-        refuse("sync.backend", "got 'lora', but every weight is trained", "set model.lora.rank, or use file")
-    if recipe.sync.backend == "file" and lora is not None:
-        refuse("sync.backend", "got 'file', but an adapter is trained", "use lora or auto, or set model.lora=null")
-    if train.algorithm == "sft":
-        if recipe.data is None and train.from_trajectories is None:
-            refuse("data", "missing: sft needs conversations", "set data.path, or train.from_trajectories")
-        if train.updates_per_batch > 1:
-            refuse("train.updates_per_batch", f"got {train.updates_per_batch} with sft", "use 1: it is for grpo")
-    elif recipe.rollout.group_size < 2:
-        refuse("rollout.group_size", "got 1: grpo compares the chains of a task", "use at least 2")
-    if recipe.eval.every and not runs_chains(recipe, "train"):
-        what = "sft" if train.algorithm == "sft" else "train.from_trajectories"
-        refuse(
-            "eval.every",
-            f"got {recipe.eval.every}, but {what} runs no chains",
-            "set 0 and run `agentfactory eval` after",
-        )
-
-
-def _check_full_weights(recipe: "Recipe", refuse: Refuse) -> None:
-    """Whether a server that is started here can take, and prove, every weight."""
-    server = recipe.server
-    if server.quantization is not None:
-        refuse(
-            "server.quantization",
-            f"got {server.quantization!r}, into which full weights cannot be brought",
-            "train an adapter (model.lora.rank), or remove it",
-        )
-    if server.tensor_parallel_size > 1:
-        refuse(
-            "server.tensor_parallel_size",
-            f"got {server.tensor_parallel_size}: the proof of full weights knows whole ones only",
-            "use 1, or train an adapter (model.lora.rank)",
-        )
 
 
 def _check_chains(recipe: "Recipe", refuse: Refuse, purpose: Purpose) -> None:

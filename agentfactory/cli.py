@@ -1,4 +1,4 @@
-"""The `agentfactory` command: train, serve, rollout, eval."""
+"""The `agentfactory` command: train, serve, rollout, eval, export."""
 
 import argparse
 import sys
@@ -19,6 +19,9 @@ _COMMANDS = {
 }
 
 
+_EXPORT = "make of a checkpoint a folder to use or to share: the model, an adapter merged into it, or the adapter"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     try:
@@ -26,6 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError as error:
         return _refuse(error)
     options = _parse(arguments)
+    return _export(options) if options.command == "export" else _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     # the schema is imported after the check, and without torch
     from agentfactory.recipe import RecipeError, load_recipe
 
@@ -44,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         match options.command:
             case "train":
-                launcher.train(recipe, options.overwrite, _say)
+                launcher.train(recipe, options.overwrite, options.resume, _say)
             case "serve":
                 launcher.serve(recipe, _say)
             case "rollout":
@@ -55,13 +62,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(error)
     except KeyboardInterrupt as error:
         by = str(error) if isinstance(error, Terminated) else "Ctrl-C"
-        return _end(f"interrupted by {by}; run folder {recipe.output}", INTERRUPTED)
+        goes_on = "; go on with --resume" if options.command == "train" else ""
+        return _end(f"interrupted by {by}; run folder {recipe.output}{goes_on}", INTERRUPTED)
     except ChildFailed as error:
         return _end(f"failed: {error}; run folder {recipe.output}", FAILED)
     except Exception as error:
         traceback.print_exc()
         return _end(f"failed: {type(error).__name__}: {error}; run folder {recipe.output}", FAILED)
     return OK
+
+
+def _export(options: argparse.Namespace) -> int:
+    from agentfactory.export import ExportError, export
+
+    try:
+        export(options.checkpoint, options.output, options.adapter, options.push, _say)
+    except ExportError as error:
+        return _refuse(error)
+    return OK
+
+
+def add_resume_option(parser: argparse._ActionsContainer) -> None:
+    """The option --resume [PATH]; `settle_resume` corrects what argparse makes of it."""
+    about = "go on with the run in `output`, from this checkpoint of it (default: the newest)"
+    parser.add_argument("--resume", nargs="?", const="auto", metavar="PATH", help=about)
+
+
+def settle_resume(options: argparse.Namespace) -> None:
+    """A key=value after a bare --resume is an override, not a path."""
+    if options.resume and "=" in options.resume and not Path(options.resume).exists():
+        options.overrides.append(options.resume)
+        options.resume = "auto"
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -79,14 +110,31 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             "--dry-run", action="store_true", help="resolve, validate and print the recipe; do nothing"
         )
         if name == "train":
-            command.add_argument("--overwrite", action="store_true", help="delete the run folder that is there")
+            there = command.add_mutually_exclusive_group()
+            there.add_argument("--overwrite", action="store_true", help="delete the run folder that is there")
+            add_resume_option(there)
         if name == "eval":
             command.add_argument("--checkpoint", type=Path, metavar="PATH", help="evaluate this in place of model.path")
+    command = commands.add_parser("export", help=_EXPORT, description=f"{_EXPORT[0].upper()}{_EXPORT[1:]}.")
+    command.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="such as runs/NAME/checkpoints/step-000080"
+    )
+    command.add_argument("--output", type=Path, metavar="DIR", required=True, help="folder to make")
+    command.add_argument("--adapter", action="store_true", help="the adapter alone, not merged into its base")
+    command.add_argument(
+        "--push", metavar="REPO", help="upload it to this repository of the hub (a new one is private)"
+    )
     # argparse leaves overrides that come after an option in the rest
     options, rest = parser.parse_known_args(arguments)
     if unknown := [argument for argument in rest if argument.startswith("-")]:
         commands.choices[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    if options.command == "export":
+        if rest:
+            command.error(f"unrecognized arguments: {' '.join(rest)}")
+        return options
     options.overrides += rest
+    if options.command == "train":
+        settle_resume(options)
     return options
 
 

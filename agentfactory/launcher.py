@@ -15,62 +15,77 @@ from agentfactory.composition import COMMAND_LINE, RecipeError
 from agentfactory.curve import draw_curve
 from agentfactory.processes import POLL_SECONDS, Child, ChildFailed, Children, python
 from agentfactory.recipe import Recipe, StagedRecipe
+from agentfactory.resume import Part, State, plan, rewind
 from agentfactory.run_folder import RunFolder, RunFolderError, next_free
 from rollout import serving
 
 _ADAPTER = "adapter_config.json"
 _SAY_EVERY_SECONDS = 10.0
 TRAIN_SCRIPT = Path(__file__).resolve().parent.parent / "train.py"
+ACCELERATE = TRAIN_SCRIPT.parent / "recipes" / "accelerate"
 
 Say = Callable[[str], None]
 
 
-def train(recipe: Recipe | StagedRecipe, overwrite: bool, say: Say) -> None:
-    """Run every stage; leaves a run folder. Raises ChildFailed, RunFolderError, KeyboardInterrupt."""
+def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, say: Say) -> None:
+    """Run every stage; leaves a run folder. `resume` goes on with the one that is there, from this checkpoint or AUTO.
+    Raises ChildFailed, RunFolderError, RecipeError, KeyboardInterrupt."""
     text = recipe.to_yaml()
     if overwrite and "${output}/" in text:
         raise RunFolderError(
             f"output: the recipe reads files in {recipe.output}, which --overwrite would delete; fix: output=OTHER"
         )
-    folder = RunFolder.create(recipe.output, text, overwrite)
+    stages = recipe.stages if isinstance(recipe, StagedRecipe) else [recipe]
+    if resume is None:
+        folder = RunFolder.create(recipe.output, text, overwrite)
+        parts = [Part(stage, RunFolder(stage.output)) for stage in stages]
+    else:
+        parts = plan(stages, resume)
+        folder = RunFolder.reopen(recipe.output, text)
     try:
         with Children() as children:
             _prepare(recipe, children, say)
-            last = _train_stages(recipe, folder, children, say)
+            for number, part in enumerate(parts):
+                if len(parts) > 1:
+                    say(f"stage {number + 1} of {len(parts)}: {part.recipe.name} ({part.state})")
+                _train_part(part, folder, parts[number - 1].folder if number else None, children, say)
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         status, reason = ("interrupted", str(error) or "Ctrl-C") if interrupted else ("failed", str(error))
         folder.write_summary({**folder.read_summary(), "status": status, "reason": reason, "seed": recipe.seed})
         raise
+    last = parts[-1].folder
     summary = {**last.read_summary(), "status": "completed"}
     folder.write_summary(summary)
     curve = draw_curve(last.read_metrics(), folder.path / "curve.png", recipe.name)
     say(_conclusion(recipe.name, summary, folder.path, curve))
 
 
-def _train_stages(recipe: Recipe | StagedRecipe, folder: RunFolder, children: Children, say: Say) -> RunFolder:
-    if isinstance(recipe, Recipe):
-        _train_one(recipe, folder, children, say)
-        return folder
-    previous: RunFolder | None = None
-    for number, stage in enumerate(recipe.stages, 1):
-        say(f"stage {number} of {len(recipe.stages)}: {stage.name}")
-        if previous is not None:
-            stage = _with_model(stage, str(_need_checkpoint(previous)))
-        previous = RunFolder.create(stage.output, stage.to_yaml())
-        _train_one(stage, previous, children, say)
-    assert previous is not None  # a staged recipe has at least one stage
-    return previous
+def _train_part(part: Part, whole: RunFolder, previous: RunFolder | None, children: Children, say: Say) -> None:
+    if part.state is State.COMPLETED:
+        return
+    recipe, folder = part.recipe, part.folder
+    if previous is not None:
+        recipe = _with_model(recipe, str(_need_checkpoint(previous)))
+    if part.state is State.STARTED:
+        RunFolder.reopen(folder.path, recipe.to_yaml())
+        rewind(folder, part.checkpoint, say)
+    elif folder.path != whole.path:
+        RunFolder.create(folder.path, recipe.to_yaml())
+    _train_one(recipe, folder, part.checkpoint, children, say)
 
 
-def _train_one(recipe: Recipe, folder: RunFolder, children: Children, say: Say) -> None:
+def _train_one(recipe: Recipe, folder: RunFolder, checkpoint: Path | None, children: Children, say: Say) -> None:
     command = [*_trainer_command(recipe), str(folder.recipe)]
+    if checkpoint is not None:
+        command += ["--resume", str(checkpoint)]
     server = None
     if runs_chains(recipe, "train") and recipe.server.url is None:
         log = folder.logs / "server.log"
         server, url = _start_server(recipe, children, log, say, weight_transfer=_weight_transfer(recipe))
         command.append(f"server.url={url}")
-    trainer = children.start("trainer", command, folder.logs / "train.log", env=_trainer_env(recipe, folder), show=True)
+    env, log = _trainer_env(recipe, folder), folder.logs / "train.log"
+    trainer = children.start("trainer", command, log, env=env, show=True, is_finishing=folder.is_finishing)
     children.wait(trainer)
     if server is not None:
         children.stop(server)
@@ -80,10 +95,10 @@ def _trainer_command(recipe: Recipe) -> list[str]:
     if recipe.train.processes == 1:
         # what `accelerate launch` would do for one process, without the seconds that it takes to import torch
         return python(str(TRAIN_SCRIPT))
+    configuration = ACCELERATE / f"{recipe.train.strategy}.yaml"
     return python(
-        *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1"),
-        *("--num_processes", str(recipe.train.processes), "--mixed_precision", "no", "--dynamo_backend", "no"),
-        *("--main_process_port", "0", str(TRAIN_SCRIPT)),
+        *("-m", "accelerate.commands.launch", "--config_file", str(configuration)),
+        *("--num_processes", str(recipe.train.processes), "--main_process_port", "0", str(TRAIN_SCRIPT)),
     )
 
 
@@ -92,6 +107,9 @@ def _trainer_env(recipe: Recipe, folder: RunFolder) -> dict[str, str]:
     if recipe.train.processes > 1 and not _has_gpu():
         # several processes on the CPU: neither --cpu nor a MULTI_CPU configuration starts them
         env["ACCELERATE_USE_CPU"] = "true"
+    if recipe.train.processes > 1:
+        # torchrun kills its processes that long after it told them to end; this launcher knows better when to
+        env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "600"
     return env
 
 

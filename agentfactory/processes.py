@@ -19,6 +19,8 @@ from tools import lifeline
 
 POLL_SECONDS = 0.1
 _TERM_SECONDS = 5.0
+_FINISH_SECONDS = 600.0
+"""How long a child that finishes something is waited for."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -37,13 +39,14 @@ def python(*arguments: str) -> list[str]:
 
 @dataclass
 class Child:
-    """A running child; `name` is what people call it, `log` the file that it writes to, and `explain` finds in the
-    log's last lines why it ended, or None."""
+    """A running child; `name` is what people call it, `log` the file that it writes to, `explain` finds in the log's
+    last lines why it ended, or None, and `is_finishing` tells whether it needs longer than others to end."""
 
     name: str
     process: subprocess.Popen[bytes]
     log: Path
     explain: Callable[[list[str]], str | None] | None = None
+    is_finishing: Callable[[], bool] = lambda: False
 
     def failure(self) -> ChildFailed:
         """How this child, which has ended, ended."""
@@ -73,6 +76,7 @@ class Children:
 
     def __enter__(self) -> Self:
         self._children: list[Child] = []
+        self._hurried = False
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         # nohup has SIGHUP ignored, and it stays so
@@ -81,10 +85,10 @@ class Children:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        # a second Ctrl-C must not leave anything behind: the end is seconds away
-        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # a second signal must not leave anything behind: what would be waited for is ended at once
+        interrupt = signal.signal(signal.SIGINT, self._hurry)
         for number in self._handlers:
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, self._hurry)
         for child in reversed(self._children):
             self.stop(child)
         _kill(psutil.Process().children(recursive=True))
@@ -99,8 +103,10 @@ class Children:
         env: dict[str, str] | None = None,
         show: bool = False,
         explain: Callable[[list[str]], str | None] | None = None,
+        is_finishing: Callable[[], bool] = lambda: False,
     ) -> Child:
-        """Start a child; its output goes to `log`, with `show` only what it writes to stderr. `explain`: see Child."""
+        """Start a child; its output goes to `log`, with `show` only what it writes to stderr. `explain` and
+        `is_finishing`: see Child."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             process = subprocess.Popen(
@@ -112,7 +118,7 @@ class Children:
                 env={"OMP_WAIT_POLICY": "passive", **os.environ, **lifeline.environment(), **(env or {})},
                 start_new_session=True,
             )
-        child = Child(name, process, log, explain)
+        child = Child(name, process, log, explain, is_finishing)
         self._children.append(child)
         return child
 
@@ -134,13 +140,12 @@ class Children:
                 raise child.failure()
 
     def stop(self, child: Child) -> None:
-        """End a child: SIGTERM, which it passes on in its own order; what is left after 5 s is killed."""
+        """End a child: SIGTERM, which it passes on in its own order; what is left after 5 s is killed, unless it is
+        finishing something: then after ten minutes, or when a second signal comes."""
         descendants = _descendants(child)
         if child.process.poll() is None:
             child.process.terminate()
-            try:
-                child.process.wait(_TERM_SECONDS)
-            except subprocess.TimeoutExpired:
+            if not self._ends(child):
                 descendants += _descendants(child)
                 child.process.kill()
                 child.process.wait()
@@ -148,6 +153,20 @@ class Children:
         _kill(descendants)
         if child in self._children:
             self._children.remove(child)
+
+    def _ends(self, child: Child) -> bool:
+        """Whether a child that was told to end does so in its time."""
+        started = time.monotonic()
+        while child.process.poll() is None:
+            waited = time.monotonic() - started
+            longest = _FINISH_SECONDS if child.is_finishing() else _TERM_SECONDS
+            if waited > longest or (waited > _TERM_SECONDS and self._hurried):
+                return False
+            time.sleep(POLL_SECONDS / 5)
+        return True
+
+    def _hurry(self, number: int, frame: FrameType | None) -> None:
+        self._hurried = True
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:

@@ -3,12 +3,15 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainers.checkpoint_folder import checkpoints
+
 RECIPE = "recipe.yaml"
 _ATTACH = "AGENTFACTORY_RUN_FOLDER"
+_BLOCK = 1 << 20
 
 
 class RunFolderError(Exception):
@@ -27,6 +30,9 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.summary = path / "summary.json"
+        self.growing = {"metrics.jsonl": self.metrics, "trajectories/train.jsonl": self.trajectories / "train.jsonl"}
+        """Files that a run appends to, and that a resumed one goes on with."""
+        self._stopping = path / ".stopping"
 
     @classmethod
     def create(cls, path: Path, recipe: str, overwrite: bool = False) -> "RunFolder":
@@ -44,12 +50,23 @@ class RunFolder:
         return folder
 
     @classmethod
-    def create_or_attach(cls, path: Path, recipe: str) -> "RunFolder":
-        """The folder that the launcher has made for this process; without a launcher, a new one as by `create`."""
-        return cls(path) if os.environ.get(_ATTACH) == str(path) else cls.create(path, recipe)
+    def reopen(cls, path: Path, recipe: str) -> "RunFolder":
+        """The folder of a run that goes on, with this recipe in place of the one before. Raises RunFolderError where
+        there is none."""
+        folder = cls(path)
+        if not folder.recipe.is_file():
+            raise RunFolderError(f"--resume: there is no run in {path}; fix: leave out --resume")
+        folder.recipe.write_text(recipe, encoding="utf-8")
+        folder.summary.unlink(missing_ok=True)
+        return folder
+
+    @classmethod
+    def attached(cls, path: Path) -> bool:
+        """Whether the launcher has made the folder `path` for this process."""
+        return os.environ.get(_ATTACH) == str(path)
 
     def attachment(self) -> dict[str, str]:
-        """Environment variables that let a child `create_or_attach` this folder."""
+        """Environment variables that tell a child that this folder is made for it."""
         return {_ATTACH: str(self.path)}
 
     def log(self, metrics: dict[str, Any]) -> None:
@@ -77,9 +94,43 @@ class RunFolder:
             if line.endswith("\n"):
                 yield json.loads(line)
 
+    def cut(self, sizes: Mapping[str, int]) -> None:
+        """Shorten the growing files to these sizes in bytes (none: 0), and there to whole lines."""
+        for name, file in self.growing.items():
+            if file.exists():
+                _cut(file, sizes.get(name, 0))
+
+    def note_stopping(self) -> None:
+        """The trainer has heard that it is to end: it finishes its step and writes a checkpoint first."""
+        self._stopping.touch()
+
+    def note_stopped(self) -> None:
+        """Nothing of the trainer's is unfinished."""
+        self._stopping.unlink(missing_ok=True)
+
+    def is_finishing(self) -> bool:
+        """Whether the trainer would lose something if it were ended now."""
+        return self._stopping.exists() or any(self.checkpoints.glob(".step-*.partial"))
+
     def last_checkpoint(self) -> Path | None:
         """The checkpoint of the highest step."""
-        return max(self.checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")), default=None)
+        found = checkpoints(self.checkpoints)
+        return found[-1] if found else None
+
+
+def _cut(path: Path, size: int) -> None:
+    with path.open("rb+") as file:
+        file.truncate(min(size, path.stat().st_size))
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - _BLOCK)
+            file.seek(start)
+            line_end = file.read(end - start).rfind(b"\n")
+            if line_end >= 0:
+                file.truncate(start + line_end + 1)
+                return
+            end = start
+        file.truncate(0)
 
 
 def check_free(path: Path, overwrite: bool) -> None:

@@ -135,7 +135,10 @@ class Simulation:
             while self._admission.may_start():
                 self._start_group()
             choice = self._batches.choose(
-                [Candidate(name, g.oldest, g.complete, g.rewards) for name, g in self._open.items()]
+                [
+                    Candidate(name, g.oldest, g.complete, len(g.rewards), len(set(g.rewards)) > 1)
+                    for name, g in self._open.items()
+                ]
             )
             if choice is not None:
                 for name in (*choice.train, *choice.cancel):

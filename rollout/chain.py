@@ -20,6 +20,9 @@ from tools.toolset import ToolSession, Toolset
 
 logger = logging.getLogger(__name__)
 
+ENDINGS = frozenset(outcome for outcome in Outcome if not outcome.failed)
+"""Outcomes of chains that did not break."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -64,61 +67,80 @@ class ChainRunner:
         self.places = Places(recipe.server.max_num_seqs if limit == "auto" else limit)
 
     async def run(
-        self, chain_id: str, task: Task, sampling: Sampling, keep: frozenset[Outcome] = frozenset()
+        self, chain_id: str, task: Task, sampling: Sampling, scored: frozenset[Outcome] = ENDINGS
     ) -> Trajectory:
         """Run one chain to its end; see `play`."""
         trajectory = begin(chain_id)
-        await self.play(trajectory, task, sampling, keep)
+        await self.play(trajectory, task, sampling, scored)
         return trajectory
 
     async def play(
-        self, trajectory: Trajectory, task: Task, sampling: Sampling, keep: frozenset[Outcome] = frozenset()
+        self, trajectory: Trajectory, task: Task, sampling: Sampling, scored: frozenset[Outcome] = ENDINGS
     ) -> None:
         """Run a chain that was just begun to its end. Failures are outcomes; only ServerUnreachableError and
         programming errors raise.
 
-        A failure in `keep` is scored like a chain that ended. `trajectory` holds at any time what the chain has
-        gathered: who cancels the call has it still.
+        A chain whose outcome is in `scored` gets a reward, unless its environment is gone or fails to give one.
+        `trajectory` holds at any time what the chain has gathered: who cancels the call has it still.
         """
         async with self.places:
             started = time.monotonic()
             counts: Counter[str] = Counter()
             trajectory.messages += opening_messages(task, self.config.system_prompt)
             try:
-                async with asyncio.timeout(self.config.timeout_seconds):
-                    await self._play_and_score(trajectory, counts, task, sampling, keep)
-            except TimeoutError:
-                trajectory.outcome = Outcome.TIMEOUT
-                trajectory.error = f"the chain took longer than rollout.timeout_seconds={self.config.timeout_seconds}"
-            except EnvironmentRewardError as error:
-                trajectory.outcome, trajectory.error = Outcome.REWARD_ERROR, str(error)
-            except ToolInfrastructureError as error:
-                trajectory.outcome, trajectory.error = Outcome.TOOL_INFRASTRUCTURE, str(error)
+                async with asyncio.timeout(self.config.timeout_seconds) as limit:
+                    await self._play_and_score(trajectory, counts, task, sampling, scored, limit)
+            except (TimeoutError, ToolInfrastructureError) as error:
+                self._fail(trajectory, error)
             trajectory.seconds = time.monotonic() - started
             trajectory.metrics = {**_count_metrics(trajectory, counts), **trajectory.metrics}
 
     async def _play_and_score(
-        self, trajectory: Trajectory, counts: Counter[str], task: Task, sampling: Sampling, keep: frozenset[Outcome]
+        self,
+        trajectory: Trajectory,
+        counts: Counter[str],
+        task: Task,
+        sampling: Sampling,
+        scored: frozenset[Outcome],
+        limit: asyncio.Timeout,
     ) -> None:
         async with self.toolset.chain(trajectory.id, task) as session:
             if session.opening:
                 trajectory.messages.append({"role": "user", "content": session.opening})
+            # a chain that runs out of time may have to be scored: only its turns end there, not the session
+            deadline = limit.when()
+            limit.reschedule(None)
             try:
-                trajectory.outcome = await self._play(trajectory, counts, session, sampling)
-            except InferenceError as error:
-                trajectory.outcome, trajectory.error = Outcome.INFERENCE_ERROR, str(error)
-            if trajectory.outcome.failed and trajectory.outcome not in keep:
+                async with asyncio.timeout_at(deadline):
+                    trajectory.outcome = await self._play(trajectory, counts, session, sampling)
+            except (TimeoutError, InferenceError, ToolInfrastructureError) as error:
+                self._fail(trajectory, error)
+            limit.reschedule(asyncio.get_running_loop().time() + self.config.timeout_seconds)
+            if trajectory.outcome not in scored:
                 return
             environment = await session.reward()
             # a user's reward may raise anything, and that is no verdict on the policy
             try:
-                scored = await self.rewards.score(trajectory, task, environment)
+                verdict = await self.rewards.score(trajectory, task, environment)
             except Exception as error:
                 logger.exception("the reward of chain %s raised", trajectory.id)
                 trajectory.outcome, trajectory.error = Outcome.REWARD_ERROR, f"{type(error).__name__}: {error}"
                 return
-            trajectory.reward = scored.reward
-            trajectory.metrics = dict(scored.metrics)
+            trajectory.reward, trajectory.turn_rewards = verdict.reward, verdict.turn_rewards
+            trajectory.metrics = dict(verdict.metrics)
+
+    def _fail(self, trajectory: Trajectory, error: Exception) -> None:
+        trajectory.error = str(error)
+        match error:
+            case TimeoutError():
+                trajectory.outcome = Outcome.TIMEOUT
+                trajectory.error = f"the chain took longer than rollout.timeout_seconds={self.config.timeout_seconds}"
+            case InferenceError():
+                trajectory.outcome = Outcome.INFERENCE_ERROR
+            case EnvironmentRewardError():
+                trajectory.outcome = Outcome.REWARD_ERROR
+            case _:
+                trajectory.outcome = Outcome.TOOL_INFRASTRUCTURE
 
     async def _play(
         self, trajectory: Trajectory, counts: Counter[str], session: ToolSession, sampling: Sampling

@@ -22,6 +22,8 @@ class LoraConfig(Section):
     """Dropout on the adapter's input while training."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """Names of the linear modules that get an adapter."""
+    quantization: Literal["nf4"] | None = None
+    """QLoRA (arXiv:2305.14314): keep the base in four bits a weight while training, on GPUs; needs bitsandbytes."""
 
 
 class ModelConfig(Section):
@@ -55,14 +57,50 @@ class DataConfig(Section):
 
 
 class OutcomePolicy(StrEnum):
-    """What becomes of a chain that failed."""
+    """What becomes of a chain that ended with some outcome."""
 
     DROP = "drop"
-    """Not trained; its trajectory is kept in the run folder."""
-    RETRY = "retry"
-    """Run again once, then dropped."""
+    """Neither scored nor trained; its trajectory is kept in the run folder."""
+    MASK = "mask"
+    """Scored, and others are compared with it, but its own tokens are not trained."""
     KEEP = "keep"
     """Scored and trained as it stands; dropped where no reward can be computed."""
+    RETRY = "retry"
+    """Run again once, then dropped."""
+
+    @property
+    def scored(self) -> bool:
+        """Whether the chain counts: it gets a reward, which baselines see."""
+        return self in (OutcomePolicy.MASK, OutcomePolicy.KEEP)
+
+
+class EqualRewards(StrEnum):
+    """What becomes of a group whose chains all have the same reward: group-relative advantages are 0 there."""
+
+    KEEP = "keep"
+    """Delivered like any other."""
+    DROP = "drop"
+    """Not trained, and its place in the batch stays empty."""
+    REFILL = "refill"
+    """Not trained, and another task takes its place (dynamic sampling, DAPO, arXiv:2503.14476, section 3.2)."""
+
+
+class CurriculumConfig(Section):
+    """Tasks by the policy's success: those that teach little are visited less. A task's success rate is the mean
+    `success` of its last group's chains, averaged with what the rate was before."""
+
+    solved: float = Field(default=0.95, ge=0, le=1)
+    """A task with at least this success rate is solved."""
+    hopeless: float = Field(default=0.05, ge=0, le=1)
+    """A task with at most this success rate is hopeless."""
+    visit: float = Field(default=0.25, ge=0.01, le=1)
+    """Probability that a solved or hopeless task is visited when it is its turn."""
+
+    @model_validator(mode="after")
+    def _tasks_are_left(self) -> "CurriculumConfig":
+        if self.hopeless >= self.solved:
+            raise ValueError(f"hopeless={self.hopeless} has to be less than solved={self.solved}")
+        return self
 
 
 class Inflight(StrEnum):
@@ -100,17 +138,46 @@ class RolloutConfig(Section):
     """What becomes of the caches of running turns when full weights are updated: recompute | keep. An adapter's turns
     keep their adapter."""
     timeout_seconds: float = Field(default=600.0, gt=0)
-    """Time limit of one chain."""
-    on_failure: dict[Outcome, OutcomePolicy] = {}
-    """Outcome of a failed chain -> drop | retry | keep; default drop."""
+    """Time limit of one chain; scoring it may take as long again."""
+    equal_rewards: EqualRewards = EqualRewards.KEEP
+    """Groups whose chains all have the same reward: keep | drop | refill. With drop a batch has fewer groups, but one
+    at least."""
+    on_outcome: dict[Outcome, OutcomePolicy] = {}
+    """How a chain ended -> drop | mask | keep | retry; failures are dropped and all else is kept unless it says
+    otherwise. {max_tokens: mask, context_overflow: mask} trains no chain that was cut short."""
+    curriculum: CurriculumConfig | None = None
+    """Visit solved and hopeless tasks less; null visits each task once an epoch."""
 
     @model_validator(mode="after")
-    def _only_failures(self) -> "RolloutConfig":
-        for outcome in self.on_failure:
-            if not outcome.failed:
-                names = ", ".join(o for o in Outcome if o.failed)
-                raise ValueError(f"on_failure.{outcome}: {outcome} is not a failure; use one of {names}")
+    def _policies_can_work(self) -> "RolloutConfig":
+        for outcome, policy in self.on_outcome.items():
+            possible = _POSSIBLE.get(outcome, tuple(OutcomePolicy))
+            if policy not in possible:
+                raise ValueError(
+                    f"on_outcome.{outcome}: got {policy}, and such a chain has no reward; use {' or '.join(possible)}"
+                )
+        if self.equal_rewards is not EqualRewards.KEEP and self.group_size == 1:
+            raise ValueError(
+                f"equal_rewards: got {self.equal_rewards} with group_size=1, where nothing is left; use keep"
+            )
         return self
+
+    def outcome_policy(self, outcome: Outcome) -> OutcomePolicy:
+        """What becomes of a chain that ended so."""
+        return self.on_outcome.get(outcome, OutcomePolicy.DROP if outcome.failed else OutcomePolicy.KEEP)
+
+    @property
+    def scored(self) -> frozenset[Outcome]:
+        """The outcomes of chains that get a reward."""
+        return frozenset(outcome for outcome in Outcome if self.outcome_policy(outcome).scored)
+
+
+_POSSIBLE = {
+    Outcome.REWARD_ERROR: (OutcomePolicy.DROP, OutcomePolicy.RETRY),
+    # what the bound on staleness ended has no successor in its group
+    Outcome.CANCELLED: (OutcomePolicy.DROP,),
+}
+"""What can become of chains that nothing can score; anything else of all others."""
 
 
 class ServerConfig(Section):

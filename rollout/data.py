@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,27 @@ def opening_messages(task: Task, system_prompt: str | None) -> list[Message]:
     if "messages" in task:
         return messages + [dict(message) for message in task["messages"]]
     return [*messages, {"role": "user", "content": str(task["question"])}]
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A place in the order of tasks, and which attempt at it this is."""
+
+    position: int
+    attempt: int = 0
+
+    @property
+    def group_id(self) -> str:
+        """The id of the group that is run there."""
+        return f"g{self.position:06d}" + (f"-{self.attempt}" if self.attempt else "")
+
+    @classmethod
+    def of(cls, group_id: str) -> "Place":
+        """The place of a group. Raises ValueError for what is no group's id."""
+        found = re.fullmatch(r"g(\d{6,})(?:-(\d+))?", group_id)
+        if found is None:
+            raise ValueError(f"{group_id!r} is not the id of a group, such as g000012 or g000012-1")
+        return cls(int(found[1]), int(found[2] or 0))
 
 
 class TaskOrder:

@@ -14,11 +14,11 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollout.config import RolloutRecipe
+from rollout.config import EqualRewards, RolloutRecipe
 from rollout.trajectory import Group
 from tools import lifeline
 
@@ -50,7 +50,8 @@ class WorkerProcess:
     """Rank 0's end: starts the worker and takes its groups. Its methods block, and raise WorkerDiedError.
 
     `total` is the number of groups that training will take in all. `restore` brings the published weights to the server
-    at an address, which came back without them; it returns whether the server has proven it.
+    at an address, which came back without them; it returns whether the server has proven it. A resumed run gives the
+    ids of the groups that it has `trained`, and the `versions` that the spans of saved ones name by their labels.
     """
 
     def __init__(
@@ -63,10 +64,14 @@ class WorkerProcess:
         batch_size: int,
         total: int,
         restore: Callable[[str], bool],
+        trained: Collection[str] = (),
+        versions: Mapping[str, int] | None = None,
     ):
         self._log_file = log_file
         self._restore = restore
         self._evaluates = recipe.eval.data is not None
+        self._may_be_short = recipe.rollout.equal_rewards is EqualRewards.DROP
+        self._delivered = set(trained)
         self._groups: list[Group] = []
         self._batches: deque[tuple[list[Group], dict[str, float]]] = deque()
         self._figures: dict[str, float] = {}
@@ -81,6 +86,8 @@ class WorkerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **lifeline.environment(), TOKEN_VARIABLE: token, "CUDA_VISIBLE_DEVICES": ""},
+                # a launcher's signal to the trainer's process group is not for the worker: the trainer ends it
+                start_new_session=True,
             )
             self._socket = self._accept(listener)
         self._lines = self._socket.makefile("rb")
@@ -94,6 +101,8 @@ class WorkerProcess:
             trajectories=str(trajectories),
             batch_size=batch_size,
             total=total,
+            trained=sorted(trained),
+            versions=dict(versions or {}),
         )
         self.renderer_info: dict[str, Any] = self._expect("ready")["renderer"]
         """Which renderer the worker chose, why, and the template's hash."""
@@ -108,12 +117,17 @@ class WorkerProcess:
                     raise self._death() from None
 
     def next_batch(self, groups: int) -> list[Group]:
-        """Wait for the batch that the published weights are to train: as many groups."""
+        """Wait for the batch that the published weights are to train: as many groups, or fewer where the recipe drops
+        those of equal rewards."""
         while not self._batches:
             self._take_one()
         batch, self._figures = self._batches.popleft()
-        if len(batch) != groups:
+        if len(batch) > groups or len(batch) < (1 if self._may_be_short else groups):
             raise WorkerDiedError(f"the worker sent a batch of {len(batch)} groups where {groups} were due")
+        ids = [group.id for group in batch]
+        if len(set(ids)) < len(ids) or not self._delivered.isdisjoint(ids):
+            raise WorkerDiedError(f"the worker sent groups again that are trained already, among {', '.join(ids)}")
+        self._delivered.update(ids)
         return batch
 
     def figures(self) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollout.chain import ChainRunner, Sampling
 from rollout.client import InferenceClient
-from rollout.config import DataConfig, RolloutRecipe
+from rollout.config import DataConfig, OutcomePolicy, RolloutRecipe
 from rollout.data import Task, load_tasks
 from rollout.renderer import load_renderer
 from rollout.rewards import Rewards
@@ -125,9 +125,16 @@ def run_rollout(
     tasks = load_tasks(data)
     path = folder / "rollout.jsonl"
 
+    async def run_chain(runner: ChainRunner, chain_id: str, task: Task, retried: bool = False) -> Trajectory:
+        sampling = Sampling(model, recipe.rollout.temperature, seed=chain_id)
+        chain = await runner.run(chain_id, task, sampling, recipe.rollout.scored)
+        if recipe.rollout.outcome_policy(chain.outcome) is OutcomePolicy.RETRY and not retried:
+            return await run_chain(runner, f"{chain_id}.retry", task, retried=True)
+        return chain
+
     async def run_group(runner: ChainRunner, number: int) -> Group:
         ids = [f"g{number:06d}.{member}" for member in range(recipe.rollout.group_size)]
-        chains = (runner.run(i, tasks[number], Sampling(model, recipe.rollout.temperature, seed=i)) for i in ids)
+        chains = (run_chain(runner, i, tasks[number]) for i in ids)
         group = Group(f"g{number:06d}", tasks[number], list(await asyncio.gather(*chains)))
         with path.open("a", encoding="utf-8") as file:
             file.write(group.to_json() + "\n")

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollout.chain import ChainRunner, Sampling, begin
-from rollout.config import Inflight, OutcomePolicy, RolloutConfig
-from rollout.data import Task, TaskOrder
+from rollout.config import EqualRewards, Inflight, OutcomePolicy, RolloutConfig
+from rollout.curriculum import Curriculum, successes
+from rollout.data import Place, Task, TaskOrder
+from rollout.filter import GroupFilter, Worth, counted, worth
+from rollout.resume import Resumed
 from rollout.scheduler import Admission, BatchChoice, Candidate
 from rollout.staleness import Cancellations
 from rollout.trajectory import Group, Outcome, Trajectory
 
 logger = logging.getLogger(__name__)
-
-MAX_LOST_IN_A_ROW = 64
-"""Groups lost one after another before the run stops: by then it is not chance."""
 
 
 class RolloutStoppedError(Exception):
@@ -32,23 +32,11 @@ class Published:
     model: str
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A place in the order of tasks, and which attempt at it this is."""
-
-    position: int
-    attempt: int = 0
-
-    @property
-    def group_id(self) -> str:
-        return f"g{self.position:06d}" + (f"-{self.attempt}" if self.attempt else "")
-
-
 @dataclass
 class _OpenGroup:
     """A started group that no batch has taken yet; `running` are the indices of the `chains` that have not ended."""
 
-    place: _Place
+    place: Place
     task: Task
     version: int
     chains: list[Trajectory]
@@ -64,12 +52,7 @@ class _OpenGroup:
 
     @property
     def ended(self) -> list[Trajectory]:
-        """Chains that can be trained now."""
-        return [t for i, t in enumerate(self.chains) if i not in self.running and t.reward is not None]
-
-    def candidate(self) -> Candidate:
-        rewards = tuple(t.reward for t in self.ended if t.reward is not None)
-        return Candidate(self.place.group_id, self.oldest, self.complete, rewards)
+        return [chain for index, chain in enumerate(self.chains) if index not in self.running]
 
     def group(self, chains: list[Trajectory]) -> Group:
         return Group(self.place.group_id, self.task, chains, self.version)
@@ -78,8 +61,9 @@ class _OpenGroup:
 class GroupProducer:
     """Runs groups until admission's total is delivered.
 
-    `deliver` gets the groups of each batch, and what was counted since the last one. Every group, with its failed and
-    its cancelled chains, is appended to `trajectories` first.
+    `deliver` gets the groups of each batch, with the chains that count, and what was counted since the last one. Every
+    group, with its failed and its cancelled chains, is appended to `trajectories` first. `resumed` is what an earlier
+    run left there.
     """
 
     def __init__(
@@ -91,6 +75,7 @@ class GroupProducer:
         published: Published,
         trajectories: Path,
         deliver: Callable[[list[Group], dict[str, float]], Awaitable[None]],
+        resumed: Resumed | None = None,
     ):
         self.config = config
         self.runner = runner
@@ -100,15 +85,32 @@ class GroupProducer:
             admission.batch_size, admission.max_staleness, admission.version, chosen=admission.version
         )
         self.cancellations = Cancellations()
+        self.filter = GroupFilter(config, at_once=admission.batch_size * (admission.max_staleness + 1))
+        self.curriculum = None if config.curriculum is None else Curriculum(config.curriculum, order.seed)
         self.published = published
         self.trajectories = trajectories
         self.deliver = deliver
         self._wake = asyncio.Event()
-        self._next_position = admission.started
-        self._again: deque[_Place] = deque()
+        self._next_position = 0
+        self._begun: frozenset[int] = frozenset()
+        """Positions that an earlier run began: what became of them is known."""
+        self._again: deque[Place] = deque()
         self._open: dict[str, _OpenGroup] = {}
-        self._lost_in_a_row = 0
-        self._keep = frozenset(o for o, policy in self.config.on_failure.items() if policy is OutcomePolicy.KEEP)
+        if resumed is not None:
+            self._resume(resumed)
+
+    def _resume(self, resumed: Resumed) -> None:
+        self._begun = resumed.done | set(resumed.again) | {pending.place.position for pending in resumed.pending}
+        self._again += (Place(position, attempt=1) for position in resumed.again)
+        for pending in resumed.pending:
+            group, place = pending.group, pending.place
+            self._open[group.id] = _OpenGroup(
+                place, group.task, group.version, group.trajectories, set(), pending.oldest, complete=True
+            )
+        self.admission.resume(len(resumed.pending))
+        if self.curriculum is not None:
+            for position, seen in resumed.observed:
+                self.curriculum.observe(self.order.row(position), seen)
 
     def publish(self, published: Published) -> None:
         """New weights are live: turns that begin from now on use them, and more groups may start."""
@@ -125,7 +127,7 @@ class GroupProducer:
                     self.admission.start()
                     group = self._begin_group()
                     group.runs = tasks.create_task(self._run_group(group))
-                choice = self.batches.choose([group.candidate() for group in self._open.values()])
+                choice = self.batches.choose([self._candidate(group) for group in self._open.values()])
                 if choice is None:
                     await self._wake.wait()
                     self._wake.clear()
@@ -133,13 +135,29 @@ class GroupProducer:
                 batch = [self._take(self._open.pop(group_id)) for group_id in choice.train]
                 for group_id in choice.cancel:
                     self._cancel(self._open.pop(group_id))
-                await self.deliver(batch, self.cancellations.take_figures())
+                await self.deliver(batch, self._take_figures())
 
-    def _take_place(self) -> _Place:
+    def _candidate(self, group: _OpenGroup) -> Candidate:
+        ended = group.ended
+        teaches = worth(ended, self.config) is Worth.TEACHES
+        return Candidate(group.place.group_id, group.oldest, group.complete, len(counted(ended, self.config)), teaches)
+
+    def _take_figures(self) -> dict[str, float]:
+        curriculum = {} if self.curriculum is None else self.curriculum.take_figures()
+        return {**self.cancellations.take_figures(), **self.filter.take_figures(), **curriculum}
+
+    def _take_place(self) -> Place:
         if self._again:
             return self._again.popleft()
+        while self._passes_over(self._next_position):
+            self._next_position += 1
         self._next_position += 1
-        return _Place(self._next_position - 1)
+        return Place(self._next_position - 1)
+
+    def _passes_over(self, position: int) -> bool:
+        if position in self._begun:
+            return True
+        return self.curriculum is not None and self.curriculum.passes_over(position, self.order.row(position))
 
     def _begin_group(self) -> _OpenGroup:
         place = self._take_place()
@@ -155,10 +173,17 @@ class GroupProducer:
                 chains.create_task(self._run_chain(group, index))
         self._save(group)
         group.complete = True
-        if len(group.ended) >= min(2, self.config.group_size):
-            self._lost_in_a_row = 0
-        else:
-            self._lose(group)
+        found = self.filter.judge(group.chains)
+        if reason := self.filter.no_hope():
+            raise RolloutStoppedError(f"{reason}; the outcomes, rewards and errors are in {self.trajectories}")
+        if found is Worth.LOST:
+            logger.warning("group %s is dropped: too few of its chains can be trained", group.place.group_id)
+            del self._open[group.place.group_id]
+            self._replace(group.place)
+        elif found is Worth.EQUAL:
+            del self._open[group.place.group_id]
+            if self.config.equal_rewards is EqualRewards.REFILL or not self.batches.leave_empty():
+                self.admission.dropped()
         self._wake.set()
 
     async def _run_chain(self, group: _OpenGroup, index: int) -> None:
@@ -168,9 +193,13 @@ class GroupProducer:
         chain = group.chains[index]
         if chain.outcome.failed:
             logger.warning("chain %s failed: %s: %s", chain.id, chain.outcome, chain.error)
-            if self.config.on_failure.get(chain.outcome) is OutcomePolicy.RETRY:
-                group.chains[index] = begin(f"{chain.id}.retry")
-                await self._play(group, index)
+        self.filter.ended(chain)
+        if self.config.outcome_policy(chain.outcome) is OutcomePolicy.RETRY:
+            group.chains[index] = begin(f"{chain.id}.retry")
+            await self._play(group, index)
+            if group.closed:
+                return
+            self.filter.ended(group.chains[index])
         group.running.discard(index)
 
     async def _play(self, group: _OpenGroup, index: int) -> None:
@@ -181,7 +210,7 @@ class GroupProducer:
 
         chain = group.chains[index]
         sampling = Sampling(newest_model, self.config.temperature, chain.id, self.cache_salt())
-        await self.runner.play(chain, group.task, sampling, self._keep)
+        await self.runner.play(chain, group.task, sampling, self.config.scored)
 
     def cache_salt(self) -> str | None:
         """The salt for a chain that begins now: with `inflight: keep`, it must not find caches of older weights."""
@@ -191,11 +220,14 @@ class GroupProducer:
     def _save(self, group: _OpenGroup) -> None:
         with self.trajectories.open("a", encoding="utf-8") as file:
             file.write(group.group(group.chains).to_json() + "\n")
+        if self.curriculum is not None:
+            row = self.order.row(group.place.position)
+            self.curriculum.observe(row, successes(counted(group.chains, self.config)))
 
     def _take(self, group: _OpenGroup) -> Group:
         """What a batch takes of `group`: its chains that have ended; those that still run are cancelled."""
         self.cancellations.trained(self.order.row(group.place.position))
-        taken = group.ended
+        taken = counted(group.ended, self.config)
         self._end_running(group)
         return group.group(taken)
 
@@ -234,20 +266,8 @@ class GroupProducer:
         assert group.runs is not None
         group.runs.cancel()
 
-    def _lose(self, group: _OpenGroup) -> None:
-        """Too few chains are left to compare: another group takes the place."""
-        logger.warning("group %s is dropped: fewer than two of its chains can be trained", group.place.group_id)
-        self._lost_in_a_row += 1
-        if self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
-            raise RolloutStoppedError(
-                f"{MAX_LOST_IN_A_ROW} groups in a row had fewer than two chains that can be trained; "
-                f"see the outcomes and errors in {self.trajectories}"
-            )
-        del self._open[group.place.group_id]
-        self._replace(group.place)
-
-    def _replace(self, place: _Place) -> None:
+    def _replace(self, place: Place) -> None:
         """A group was not delivered: another takes its place, the same task once more at first."""
         self.admission.dropped()
         if place.attempt == 0:
-            self._again.append(_Place(place.position, attempt=1))
+            self._again.append(Place(place.position, attempt=1))

@@ -19,7 +19,10 @@ def reward(function: Callable[..., Any]) -> Callable[..., Any]:
     Its parameters are filled by name: `prediction` (text of the last assistant message), `trajectory`
     (the `Trajectory`), `environment` (what the environment says of the chain, an `EnvironmentReward` or None), and any
     field of the task's row. It returns a number, or a dict with `reward` and further numbers, which become metrics
-    (`success` is one that progress and evaluation report). Sync or async.
+    (`success` is one that progress and evaluation report, and that `rollout.curriculum` goes by). Sync or async.
+
+    `turn_rewards` in the dict is a list: what each assistant turn of the chain (`trajectory.turns` of them) earned by
+    itself. These are credited to their turns, beside `reward`, which is for the chain as a whole.
     """
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
@@ -70,10 +73,15 @@ class Rewards:
     async def score(
         self, trajectory: Trajectory, task: Task, environment: EnvironmentReward | None
     ) -> EnvironmentReward:
-        """Sum of the rewards and their metrics. Whatever a user's function raises propagates."""
+        """Sum of the rewards, those of each turn too, and their metrics.
+
+        Raises ValueError where there are turn rewards for more or fewer turns than the chain has. Whatever a user's
+        function raises propagates.
+        """
         if not self.functions:
             if environment is None:
                 raise ValueError("no reward: the recipe names no rewards and no environment gives one")
+            _check_turns(environment, trajectory, "the environment")
             return environment
         offered = {
             **task,
@@ -86,10 +94,17 @@ class Rewards:
             result = function(**_wanted(function, offered))
             if inspect.isawaitable(result):
                 result = await result
-            one = as_reward(result, function.__name__)
-            total.reward += one.reward
-            total.metrics.update(one.metrics)
+            one = EnvironmentReward.parse(result, function.__name__)
+            _check_turns(one, trajectory, function.__name__)
+            total.add(one)
         return total
+
+
+def _check_turns(scored: EnvironmentReward, trajectory: Trajectory, name: str) -> None:
+    if scored.turn_rewards is not None and len(scored.turn_rewards) != trajectory.turns:
+        raise ValueError(
+            f"{name} gave {len(scored.turn_rewards)} turn_rewards, and the chain has {trajectory.turns} assistant turns"
+        )
 
 
 def _wanted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
@@ -97,20 +112,3 @@ def _wanted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, 
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return offered
     return {name: value for name, value in offered.items() if name in parameters}
-
-
-def as_reward(result: Any, name: str) -> EnvironmentReward:
-    """A number, or a dict with `reward` and further numbers. Raises TypeError that names `name` for anything else."""
-    if isinstance(result, dict):
-        if "reward" not in result:
-            raise TypeError(f"{name} returned a dict without 'reward': {sorted(result)}")
-        numbers = {key: _number(value, f"{name}[{key!r}]") for key, value in result.items()}
-        return EnvironmentReward(numbers.pop("reward"), numbers)
-    return EnvironmentReward(_number(result, name))
-
-
-def _number(value: Any, name: str) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} returned {value!r}, which is not a number") from None

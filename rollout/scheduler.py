@@ -33,6 +33,10 @@ class Admission:
         """A started group will not be delivered: another takes its place."""
         self.started -= 1
 
+    def resume(self, groups: int) -> None:
+        """Count in groups that an earlier run started, and that wait to be trained."""
+        self.started += groups
+
     def publish(self, version: int) -> None:
         """New weights are live."""
         if version <= self.version:
@@ -44,19 +48,16 @@ class Admission:
 class Candidate:
     """A started group, as the choice of a batch sees it.
 
-    `oldest` is the version of its oldest token (None: nothing is sampled yet), `rewards` are those of its chains that
-    can be trained, `complete` says that none of its chains runs any more.
+    `oldest` is the version of its oldest token (None: nothing is sampled yet), `complete` says that none of its chains
+    runs any more. Of the chains that have ended, `chains` count, and `teaches` says whether these are worth training
+    without the others.
     """
 
     id: str
     oldest: int | None
     complete: bool
-    rewards: tuple[float, ...]
-
-    @property
-    def worth_closing(self) -> bool:
-        """Whether the chains that have ended teach something without the others."""
-        return len(self.rewards) >= 2 and len(set(self.rewards)) >= 2
+    chains: int
+    teaches: bool
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,9 @@ class BatchChoice:
     Batch n is trained by the weights of version n, and is chosen once these are live: whoever takes it trains it at
     that version, so nothing grows older on the way. A group that is not chosen could be trained at version + 1 at the
     earliest. If its oldest token would be too old by then, this is its last chance: complete groups come first, then
-    groups that run still, with the chains that have ended (most first) if two of these differ in their reward; what
-    finds no place is cancelled. Nothing is closed before `batch_size` groups are complete: at staleness 0 that means
-    never, since every group is needed whole.
+    groups that run still, with the chains that have ended (most first) if these teach something; what finds no place
+    is cancelled. Nothing is closed before enough groups are complete: at staleness 0 that means never, since every
+    group is needed whole.
     """
 
     batch_size: int
@@ -84,6 +85,8 @@ class BatchChoice:
     version: int = 0
     chosen: int = 0
     """Batches chosen so far; the next one is for this version."""
+    empty: int = 0
+    """Places of the next batch that stay empty."""
 
     def publish(self, version: int) -> None:
         """New weights are live."""
@@ -91,22 +94,31 @@ class BatchChoice:
             raise ValueError(f"version {version} follows {self.version}: versions must rise")
         self.version = version
 
+    def leave_empty(self) -> bool:
+        """Leave a place of the next batch empty, for a group that teaches nothing. False where it is the last one: a
+        batch has one group at least."""
+        if self.empty == self.batch_size - 1:
+            return False
+        self.empty += 1
+        return True
+
     def choose(self, candidates: list[Candidate]) -> Choice | None:
         """The batch for the present version, or None while it is chosen already or too few groups are complete.
 
         `candidates` stand in the order in which their groups were started.
         """
         complete = [group for group in candidates if group.complete]
-        if self.chosen > self.version or len(complete) < self.batch_size:
+        places = self.batch_size - self.empty
+        if self.chosen > self.version or len(complete) < places:
             return None
         last_chance = [group for group in candidates if self._expires(group)]
         whole = [group for group in last_chance if group.complete]
-        cut = [group for group in last_chance if not group.complete and group.worth_closing]
-        cut.sort(key=lambda group: len(group.rewards), reverse=True)
+        cut = [group for group in last_chance if not group.complete and group.teaches]
+        cut.sort(key=lambda group: group.chains, reverse=True)
         # oldest first: the younger ones have more time
         others = sorted((group for group in complete if not self._expires(group)), key=self._begun)
-        train = [group.id for group in [*whole, *cut, *others][: self.batch_size]]
-        self.chosen = self.version + 1
+        train = [group.id for group in [*whole, *cut, *others][:places]]
+        self.chosen, self.empty = self.version + 1, 0
         return Choice(train, [group.id for group in last_chance if group.id not in train])
 
     def _expires(self, group: Candidate) -> bool:

@@ -12,17 +12,18 @@ class WeightVersions:
     `adapters` says which of the two is trained."""
 
     adapters: bool
-    _numbers: dict[str, int] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
+    """Label -> version, of all that were published."""
 
     def note(self, version: int, model: str) -> None:
         """Weights of `version` are live; requests ask for them by the name `model`."""
-        self._numbers[model if self.adapters else str(version)] = version
+        self.numbers[model if self.adapters else str(version)] = version
 
     def number(self, label: str) -> int:
         """The version called `label`. Raises ValueError for a label that nobody published."""
-        if label not in self._numbers:
+        if label not in self.numbers:
             raise ValueError(f"the server sampled with weights called {label!r}, which this run never published")
-        return self._numbers[label]
+        return self.numbers[label]
 
     def ages(self, groups: list[Group], version: int) -> Counter[int]:
         """How many of the sampled tokens are how many versions older than `version`."""

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,9 @@ class Trajectory:
     """One chain: what was said, the rows that were sampled, and how it ended.
 
     A chain has one row, unless its template rewrites history and each rewritten prompt begins a new one.
-    `metrics` are numbers by name (`success`, `tool_calls`, `tool_errors/unknown_tool`, ...).
+    `metrics` are numbers by name (`success`, `tool_calls`, `tool_errors/unknown_tool`, ...). `reward` is None where
+    the chain does not count: it failed, or `rollout.on_outcome` drops how it ended. `turn_rewards`, where the reward
+    gives any, are credited to the assistant turns, beside `reward`.
     """
 
     id: str
@@ -104,6 +107,27 @@ class Trajectory:
     turns: int = 0
     seconds: float = 0.0
     error: str | None = None
+    turn_rewards: list[float] | None = None
+
+    def turn_spans(self) -> list[tuple[int, int, int]]:
+        """(row, start, end) of each assistant turn: it sampled tokens [start, end) of `rows[row]`.
+
+        Context always stands between two sampled turns, for a turn is only followed by another where something was
+        said to it (a tool's answer, or what was wrong with the turn); so the n-th run of 1s in the masks is the n-th
+        turn. A turn without a token ends its chain: it is the empty span behind the last row's context.
+
+        Raises ValueError where the rows do not hold `turns` turns.
+        """
+        spans = []
+        for index, row in enumerate(self.rows):
+            edges = [i for i, (a, b) in enumerate(pairwise([0, *row.mask, 0])) if a != b]
+            spans += [(index, start, end) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+        if len(spans) == self.turns - 1 and self.rows and self.rows[-1].mask[-1:] != [1]:
+            length = len(self.rows[-1].mask)
+            spans.append((len(self.rows) - 1, length, length))
+        if len(spans) != self.turns:
+            raise ValueError(f"chain {self.id} has {self.turns} turns, and its rows hold {len(spans)}")
+        return spans
 
 
 @dataclass

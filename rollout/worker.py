@@ -18,8 +18,9 @@ from rollout.data import TaskOrder, load_tasks
 from rollout.delivery import connect, encode
 from rollout.evaluate import evaluate, open_runner
 from rollout.producer import GroupProducer, Published, RolloutStoppedError
+from rollout.resume import Resumed
 from rollout.scheduler import Admission
-from rollout.trajectory import Group
+from rollout.trajectory import Group, read_groups
 from tools import lifeline
 from tools.messages import ToolInfrastructureError
 
@@ -46,6 +47,8 @@ class Worker:
         self.trajectories = Path(start["trajectories"])
         self.batch_size: int = start["batch_size"]
         self.total: int = start["total"]
+        self.trained: list[str] = start["trained"]
+        self.versions: dict[str, int] = start["versions"]
         if self.recipe.data is None:
             raise ValueError("data: rollouts need tasks; name a file, such as data.path=tasks.jsonl")
         self.order = TaskOrder(load_tasks(self.recipe.data), self.recipe.seed, self.recipe.data.shuffle)
@@ -60,8 +63,9 @@ class Worker:
             first = await anext(messages, None)
             if first is None:
                 raise TrainerGoneError
-            # what a version has consumed is gone: a resumed run goes on from there
             version = first["version"]
+            saved = self.trajectories / "train.jsonl"
+            # what a version has consumed is gone: a resumed run goes on from there
             admission = Admission(
                 self.batch_size, self.recipe.rollout.max_staleness, self.total, version, version * self.batch_size
             )
@@ -73,8 +77,9 @@ class Worker:
                 self.order,
                 admission,
                 Published(version, first["model"]),
-                self.trajectories / "train.jsonl",
+                saved,
                 self._deliver,
+                self._resume(saved, version) if saved.exists() else None,
             )
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(producer.run())
@@ -98,6 +103,20 @@ class Worker:
     async def _messages(self) -> AsyncIterator[dict[str, Any]]:
         while line := await self.reader.readline():
             yield json.loads(line)
+
+    def _resume(self, saved: Path, version: int) -> Resumed:
+        """Where an earlier attempt, of which groups were `saved`, had come to by the checkpoint of `version`."""
+        # groups may have been acknowledged by checkpoints that the run no longer goes on from
+        (self.trajectories / "acknowledged.txt").unlink(missing_ok=True)
+        self._note_acknowledged(self.trained)
+        resumed = Resumed.from_saved(read_groups(saved), set(self.trained), self.versions, version, self.recipe.rollout)
+        logger.info(
+            "goes on after version %d: %d groups are trained, %d wait to be",
+            version,
+            len(self.trained),
+            len(resumed.pending),
+        )
+        return resumed
 
     def _note_acknowledged(self, groups: list[str]) -> None:
         with (self.trajectories / "acknowledged.txt").open("a", encoding="utf-8") as file:

@@ -16,9 +16,10 @@ from transformers import AutoTokenizer
 from rollout.delivery import WorkerProcess
 from rollout.trajectory import Group, Row, read_groups
 from tests.conftest import REPOSITORY, embedded_server
+from trainers.checkpoints import Checkpoints
 from trainers.config import TrainRecipe
-from trainers.grpo import train_grpo
 from trainers.policy import Policy, load_policy
+from trainers.rl import train_rl
 from trainers.server_control import ServerControl
 from trainers.sync import FileSync, SyncReport, WeightSync, make_sync
 
@@ -54,7 +55,7 @@ class Played:
     def gaps(self, mixed: bool = False) -> Iterator[tuple[int, float]]:
         """Versions in a row up to a span, and how far the span's log-probabilities are from those that transformers
         gives its tokens with the weights that it names."""
-        policy = load_policy(self.recipe.model, seed=0)
+        policy = load_policy(self.recipe)
         for label, version in self.labels.items():
             set_weights(policy, self.weights[version])
             for _, row in self.rows():
@@ -130,7 +131,8 @@ def play(url: str, model: Path, tasks: Path, folder: Path, lora: bool = False, *
     servers = [ServerControl(url)]
     if lora:
         # an earlier run may have left its own full weights on the server
-        base = load_policy(recipe.model.model_copy(update={"lora": None}), seed=0)
+        full = recipe.model.model_copy(update={"lora": None})
+        base = load_policy(recipe.model_copy(update={"model": full}))
         first = FileSync(servers, folder / "base")
         first.push(0, base, base.gather())
         first.close()
@@ -141,13 +143,12 @@ def play(url: str, model: Path, tasks: Path, folder: Path, lora: bool = False, *
     )
     before = {card["id"] for card in servers[0].get("/v1/models")["data"]}
     try:
-        train_grpo(
+        train_rl(
             recipe,
             Accelerator(cpu=True),
-            folder / "checkpoints",
+            Checkpoints(folder / "checkpoints", AutoTokenizer.from_pretrained(model), recipe.train),
             source=RecordingSource(worker, played),
             sync=sync,
-            tokenizer=AutoTokenizer.from_pretrained(model),
             log=lambda metrics: played.steps.append(metrics) if "loss" in metrics else None,
         )
     finally:

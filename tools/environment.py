@@ -19,7 +19,10 @@ class Environment:
         return None
 
     def reward(self, *args: Any, **kwargs: Any) -> Any:
-        """Judge the finished chain: a number, or a dict with `reward` and further numbers, such as `success`."""
+        """Judge the finished chain: a number, or a dict with `reward` and further numbers, such as `success`.
+
+        `turn_rewards` in it is a list: what each assistant turn earned by itself, beside the whole chain's `reward`.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no reward(): define one, or give the recipe `rewards:`")
 
     def close(self, *args: Any, **kwargs: Any) -> Any:

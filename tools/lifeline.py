@@ -30,7 +30,12 @@ def follow_parent() -> None:
     if value is None:
         return
     pid, create_time = value.split(":")
-    threading.Thread(target=_follow, args=(int(pid), float(create_time)), name="lifeline", daemon=True).start()
+    follow(int(pid), float(create_time))
+
+
+def follow(pid: int, create_time: float) -> None:
+    """The same for the process `pid`, whoever started it."""
+    threading.Thread(target=_follow, args=(pid, create_time), name="lifeline", daemon=True).start()
 
 
 def is_alive(pid: int, create_time: float) -> bool:
@@ -48,7 +53,7 @@ def _follow(pid: int, create_time: float) -> None:
         time.sleep(_POLL_SECONDS)
     # on stdout, which for a trainer is the terminal; whoever read it may be gone too
     with contextlib.suppress(OSError, ValueError):
-        print(f"process {pid}, which started this one, is gone: ending", flush=True)
+        print(f"process {pid}, which this one follows, is gone: ending", flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_GRACE_SECONDS)
     os._exit(1)

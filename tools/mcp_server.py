@@ -5,14 +5,12 @@ import contextvars
 import inspect
 import json
 import logging
-import math
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from numbers import Real
 from types import MethodType
 from typing import Any, cast
 
@@ -31,7 +29,7 @@ from mcp_types import (
 )
 
 from tools.environment import Environment
-from tools.messages import CallError, ToolSpec
+from tools.messages import CallError, EnvironmentReward, ToolSpec
 from tools.tool import InvalidArguments, ToolFunction, is_tool
 
 logger = logging.getLogger(__name__)
@@ -192,11 +190,11 @@ class _ToolHost:
 
     async def _reward(self, instance: _Instance) -> CallToolResult:
         try:
-            numbers = _to_numbers(await instance.run(instance.environment.reward))
+            verdict = EnvironmentReward.parse(await instance.run(instance.environment.reward), "reward()").to_json()
         except Exception as error:  # boundary: user code
             return _raised("reward", error)
-        text = TextContent(type="text", text=json.dumps(numbers))
-        return CallToolResult(content=[text], structured_content=numbers)
+        text = TextContent(type="text", text=json.dumps(verdict))
+        return CallToolResult(content=[text], structured_content=verdict)
 
     async def _close(self, chain: str) -> CallToolResult:
         instance = self._instances.pop(chain, None)
@@ -280,17 +278,6 @@ def _to_text(value: Any) -> str:
     if isinstance(value, (bool, int, float, dict, list)):
         return json.dumps(value, ensure_ascii=False)
     raise TypeError(f"a tool returns text, a number, a bool, None, or JSON of these, not {type(value).__name__}")
-
-
-def _to_numbers(verdict: Any) -> dict[str, float]:
-    """A reward as {"reward": ..., further numbers}."""
-    numbers = verdict if isinstance(verdict, dict) else {"reward": verdict}
-    if "reward" not in numbers:
-        raise TypeError(f"reward() returned a dict without `reward`: {verdict!r}")
-    for key, value in numbers.items():
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise TypeError(f"reward() returned {value!r} for {key}; it has to be a finite number")
-    return {str(key): float(value) for key, value in numbers.items()}
 
 
 def _text_result(text: str) -> CallToolResult:

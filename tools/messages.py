@@ -1,5 +1,6 @@
 """Messages, tool calls and results: what passes between an agent and the things it acts on."""
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -75,3 +76,50 @@ class EnvironmentReward:
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
+    turn_rewards: list[float] | None = None
+    """Beside `reward`, which is for the whole chain: what each assistant turn earned by itself, in their order."""
+
+    @classmethod
+    def parse(cls, verdict: Any, speaker: str) -> "EnvironmentReward":
+        """From a number, or a dict with `reward`, perhaps `turn_rewards` (a list), and further numbers.
+
+        Raises TypeError, which names `speaker`, for anything else and for what is not finite.
+        """
+        if not isinstance(verdict, dict):
+            return cls(_finite(verdict, speaker, "reward"))
+        if "reward" not in verdict:
+            raise TypeError(f"{speaker} returned a dict without `reward`: {verdict!r}")
+        rest = dict(verdict)
+        turns = rest.pop("turn_rewards", None)
+        if turns is not None and not isinstance(turns, (list, tuple)):
+            raise TypeError(f"{speaker} returned {turns!r} for turn_rewards; it has to be a list of numbers")
+        numbers = {str(key): _finite(value, speaker, key) for key, value in rest.items()}
+        by_turn = None if turns is None else [_finite(value, speaker, "turn_rewards") for value in turns]
+        return cls(numbers.pop("reward"), numbers, by_turn)
+
+    def to_json(self) -> dict[str, Any]:
+        """The inverse of `parse`."""
+        turns = {} if self.turn_rewards is None else {"turn_rewards": self.turn_rewards}
+        return {"reward": self.reward, **self.metrics, **turns}
+
+    def add(self, other: "EnvironmentReward") -> None:
+        """Add up the rewards, those of each turn too, and take over the metrics.
+
+        Raises ValueError where both have turn rewards, for different numbers of turns.
+        """
+        self.reward += other.reward
+        self.metrics |= other.metrics
+        if self.turn_rewards is None or other.turn_rewards is None:
+            self.turn_rewards = other.turn_rewards if self.turn_rewards is None else self.turn_rewards
+        else:
+            self.turn_rewards = [a + b for a, b in zip(self.turn_rewards, other.turn_rewards, strict=True)]
+
+
+def _finite(value: Any, speaker: str, key: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise TypeError(f"{speaker} returned {value!r} for {key}; it has to be a finite number")
+    return number

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -216,10 +215,15 @@ class ToolSession:
             return None
         total = EnvironmentReward(0.0)
         for server in self._environments:
-            numbers = _reward_numbers(server.name, await self._control(server, "reward", {}, EnvironmentRewardError))
-            total.reward += numbers.pop("reward")
-            prefix = f"{server.name}/" if len(self._environments) > 1 else ""
-            total.metrics |= {prefix + key: value for key, value in numbers.items()}
+            one = _verdict(server.name, await self._control(server, "reward", {}, EnvironmentRewardError))
+            if len(self._environments) > 1:
+                one.metrics = {f"{server.name}/{key}": value for key, value in one.metrics.items()}
+            try:
+                total.add(one)
+            except ValueError as error:
+                raise EnvironmentRewardError(
+                    f"environment {server.name}: its turn_rewards are not as many as another's"
+                ) from error
         return total
 
     async def reset(self, task: dict[str, Any]) -> None:
@@ -330,18 +334,14 @@ def _block_text(block: ContentBlock) -> str:
             return f"[{resource.mime_type or 'binary'} resource {resource.uri}]"
 
 
-def _reward_numbers(server: str, result: CallToolResult) -> dict[str, float]:
-    """The `reward` and further numbers of an answer: an object, or text that is JSON of a number or an object."""
+def _verdict(server: str, result: CallToolResult) -> EnvironmentReward:
+    """The reward in an answer: an object, or text that is JSON of a number or an object."""
     answer: Any = result.structured_content
     try:
         if answer is None:
             answer = json.loads(_text(result))
         if isinstance(answer, dict) and "reward" not in answer and set(answer) == {"result"}:
             answer = answer["result"]  # how the SDK's MCPServer wraps a plain return value
-        numbers = answer if isinstance(answer, dict) else {"reward": answer}
-        numbers = {key: float(value) for key, value in numbers.items()}
+        return EnvironmentReward.parse(answer, "it")
     except (ValueError, TypeError) as error:
         raise EnvironmentRewardError(f"environment {server}: reward answered {_text(result)!r}: {error}") from None
-    if "reward" not in numbers or not all(map(math.isfinite, numbers.values())):
-        raise EnvironmentRewardError(f"environment {server}: reward answered {answer!r}; it has to be finite numbers")
-    return numbers

@@ -1,7 +1,8 @@
 """Batches: training rows cut into micro-batches for every process, with one global normaliser."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from rollout.trajectory import Row
+from trainers.tree import Line, cost, cut_lines, deal, packed_lines, padded_lines, tree_lines
+
+Batching = Literal["padded", "packed", "tree"]
 
 
 @dataclass(frozen=True)
@@ -18,15 +22,14 @@ class TrainingRow:
     """One token sequence and, for each token that is trained, what the loss needs.
 
     `targets` are positions in `token_ids`, ascending and at least 1 (the first token has no context to be predicted
-    from); the other lists run along `targets`. What stands at masked positions is not carried, hence never read.
+    from). `streams` run along `targets`: always `behaviour` (the server's log-probability), `advantage`, `weight` and
+    `mixed` (1 where the token's cached context may be of older weights, see rollout.trajectory.Span, else 0); others as
+    the algorithm needs them. What stands at masked positions is not carried, hence never read.
     """
 
     token_ids: list[int]
     targets: list[int]
-    behaviour: list[float]
-    advantage: list[float]
-    weight: list[float]
-    mixed: list[bool]
+    streams: dict[str, list[float]]
 
 
 def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
@@ -45,30 +48,59 @@ def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
     return TrainingRow(
         token_ids=row.token_ids[: targets[-1] + 1],
         targets=targets,
-        behaviour=[row.logprobs[position] for position in targets],
-        advantage=[advantage] * len(targets),
-        weight=[1.0] * len(targets) if row.weights is None else [row.weights[position] for position in targets],
-        mixed=[position in mixed for position in targets],
+        streams={
+            "behaviour": [row.logprobs[position] for position in targets],
+            "advantage": [advantage] * len(targets),
+            "weight": [1.0] * len(targets) if row.weights is None else [row.weights[position] for position in targets],
+            "mixed": [float(position in mixed) for position in targets],
+        },
     )
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward and backward pass works on: rows padded on the right, and streams along their targets."""
+    """What one forward and backward pass works on: a block of token lines, and streams along their targets.
+
+    Targets stand row by row. Tokens that keep a process in step with the others have weight 0, all others more.
+    """
 
     ids: Int[Tensor, "batch length"]
+    positions: Int[Tensor, "batch length"] | None
+    """Depth of each token in its row; None where lines count from 0."""
+    ends: Int[Tensor, "batch length"] | None
+    """Where in its line the last token that may see this one stands, plus one; None where attention is causal."""
     sources: Int[Tensor, "targets"]
-    """Flat indices into batch x length: the position that predicts each target."""
+    """Flat indices into batch x length: the token that predicts each target."""
     labels: Int[Tensor, "targets"]
-    behaviour: Float[Tensor, "targets"]
-    advantage: Float[Tensor, "targets"]
-    weight: Float[Tensor, "targets"]
-    mixed: Bool[Tensor, "targets"]
-    """Whether the token's cached context may be of older weights than it; see rollout.trajectory.Span."""
+    sequence: Int[Tensor, "targets"]
+    """Number of the target's row within the micro-batch."""
+    rows: tuple[int, ...]
+    """Which of the rows given to `make_batches` are in here, in the order of `sequence`; none where idle."""
+    streams: dict[str, Float[Tensor, "targets"]]
+
+    @property
+    def mask(self) -> Bool[Tensor, "batch 1 length length"] | None:
+        """True where a token (third dimension) may see another (fourth); None where attention is causal.
+
+        Made anew at each call: it is quadratic in the length, and the masks of all micro-batches would fill memory.
+        """
+        if self.ends is None:
+            return None
+        place = torch.arange(self.ids.shape[1], device=self.ids.device)
+        return ((place[:, None] >= place) & (place[:, None] < self.ends[:, None, :]))[:, None]
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on `device`."""
-        return MicroBatch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        return MicroBatch(
+            ids=self.ids.to(device),
+            positions=None if self.positions is None else self.positions.to(device),
+            ends=None if self.ends is None else self.ends.to(device),
+            sources=self.sources.to(device),
+            labels=self.labels.to(device),
+            sequence=self.sequence.to(device),
+            rows=self.rows,
+            streams={name: stream.to(device) for name, stream in self.streams.items()},
+        )
 
 
 @dataclass(frozen=True)
@@ -77,67 +109,101 @@ class Batch:
 
     micro_batches: list[MicroBatch]
     normaliser: float
-    """Sum of the weights of all trained tokens of all processes: losses are divided by it, so that neither
-    micro-batching nor the number of processes changes anything."""
+    """Losses are divided by it; it is the same for all processes, so that neither micro-batching nor the number of
+    processes changes anything."""
     tokens: int
     """Trained tokens of all processes."""
 
 
-def padded(rows: Sequence[TrainingRow], token_budget: int, processes: int = 1) -> list[Batch]:
+def make_batches(
+    rows: Sequence[TrainingRow],
+    batching: Batching,
+    token_budget: int,
+    processes: int = 1,
+    normaliser: float | None = None,
+) -> list[Batch]:
     """Cuts rows into one batch per process, each micro-batch at most `token_budget` tokens with its padding.
 
-    Rows are sorted by length, so that little is padded, and dealt in turn, so that processes get equal work. A row
-    longer than the budget goes alone. Processes with fewer micro-batches get ones of weight zero.
+    `batching` says what a line of a block holds: a row (padded), rows end to end (packed), or the tree of rows that
+    begin alike, with each shared token once (tree). All give the same log-probabilities. Rows are never cut; one that
+    is longer than the budget goes alone. Lines of similar length come together, so that little is padded, and
+    processes get equal work; those with fewer micro-batches get ones of weight zero. `normaliser` defaults to the sum
+    of the weights.
+
+    Raises ValueError where there is no row, rows differ in their streams, or the normaliser is not positive.
     """
     if not rows:
         raise ValueError("there is no row to train on")
-    ordered = sorted(rows, key=lambda row: len(row.token_ids), reverse=True)
-    shares = [_cut(ordered[rank::processes], token_budget) for rank in range(processes)]
-    most = max(len(share) for share in shares)
-    normaliser = sum(sum(row.weight) for row in rows)
-    if normaliser <= 0.0:
+    names = list(rows[0].streams)
+    for row in rows:
+        if set(row.streams) != set(names):
+            raise ValueError(f"a row has the streams {sorted(row.streams)}, another {sorted(names)}")
+    if normaliser is None:
+        normaliser = sum(sum(row.streams["weight"]) for row in rows)
+    if not normaliser > 0.0:
         raise ValueError(f"the weights of the trained tokens sum to {normaliser}; they must sum to more than 0")
+    # what follows a row's last target, and that target itself, predicts nothing
+    inputs = [np.asarray(row.token_ids[: row.targets[-1]], dtype=np.int64) for row in rows]
+    if batching == "padded":
+        lines = padded_lines(inputs)
+    elif batching == "packed":
+        lines = packed_lines(inputs, token_budget)
+    else:
+        lines = tree_lines(inputs, token_budget, processes)
+    dealt = deal([cost(line) for line in lines], processes)
+    shares = [cut_lines([lines[number] for number in share], token_budget) for share in dealt]
+    most = max(len(share) for share in shares)
     tokens = sum(len(row.targets) for row in rows)
     return [
-        Batch([_pad(cut) for cut in share] + [_pad([_IDLE])] * (most - len(share)), normaliser, tokens)
+        Batch([_block(cut, rows, names) for cut in share] + [_idle(names)] * (most - len(share)), normaliser, tokens)
         for share in shares
     ]
 
 
-_IDLE = TrainingRow(token_ids=[0, 0], targets=[1], behaviour=[0.0], advantage=[0.0], weight=[0.0], mixed=[False])
-"""Keeps a process in step with the others (their collective calls must match) and adds nothing."""
-
-
-def _cut(ordered: list[TrainingRow], token_budget: int) -> list[list[TrainingRow]]:
-    cuts: list[list[TrainingRow]] = []
-    for row in ordered:
-        # the first row of a cut is its longest: the width of the padded block
-        if cuts and len(cuts[-1][0].token_ids) * (len(cuts[-1]) + 1) <= token_budget:
-            cuts[-1].append(row)
-        else:
-            cuts.append([row])
-    return cuts
-
-
-def _pad(rows: list[TrainingRow]) -> MicroBatch:
-    width = len(rows[0].token_ids)
-    ids = np.zeros((len(rows), width), dtype=np.int64)
-    for i, row in enumerate(rows):
-        ids[i, : len(row.token_ids)] = row.token_ids
-    flat = np.concatenate([np.asarray(row.targets) + i * width for i, row in enumerate(rows)])
+def _block(lines: list[Line], rows: Sequence[TrainingRow], names: list[str]) -> MicroBatch:
+    width = max(len(line.ids) for line in lines)
+    ids, positions = np.zeros((2, len(lines), width), dtype=np.int64)
+    # what is padded sees itself, since a softmax over nothing is not a number, and nobody sees it
+    ends = np.tile(np.arange(1, width + 1), (len(lines), 1))
+    members: list[int] = []
+    sources: list[np.ndarray] = []
+    for number, line in enumerate(lines):
+        ids[number, : len(line.ids)] = line.ids
+        positions[number, : len(line.ids)] = line.positions
+        ends[number, : len(line.ids)] = line.ends
+        for index, path in line.paths.items():
+            members.append(index)
+            sources.append(path[np.asarray(rows[index].targets) - 1] + number * width)
+    branching = any(line.branching for line in lines)
+    chosen = [rows[index] for index in members]
     return MicroBatch(
         ids=torch.from_numpy(ids),
-        sources=torch.from_numpy(flat - 1),
-        labels=torch.from_numpy(ids.reshape(-1)[flat]),
-        behaviour=_stream([row.behaviour for row in rows]),
-        advantage=_stream([row.advantage for row in rows]),
-        weight=_stream([row.weight for row in rows]),
-        mixed=torch.from_numpy(np.concatenate([np.asarray(row.mixed, dtype=bool) for row in rows])),
+        positions=torch.from_numpy(positions) if branching else None,
+        ends=torch.from_numpy(ends) if branching else None,
+        sources=torch.from_numpy(np.concatenate(sources)),
+        labels=torch.tensor([row.token_ids[target] for row in chosen for target in row.targets]),
+        sequence=torch.from_numpy(np.repeat(np.arange(len(chosen)), [len(row.targets) for row in chosen])),
+        rows=tuple(members),
+        streams={
+            name: torch.tensor([value for row in chosen for value in row.streams[name]], dtype=torch.float32)
+            for name in names
+        },
     )
 
 
-def _stream(values: list[list[float]]) -> Float[Tensor, "targets"]:
-    return torch.from_numpy(np.concatenate([np.asarray(value, dtype=np.float32) for value in values]))
+def _idle(names: list[str]) -> MicroBatch:
+    """Keeps a process in step with the others (their collective calls must match) and adds nothing."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    return MicroBatch(
+        ids=zero[None],
+        positions=None,
+        ends=None,
+        sources=zero,
+        labels=zero,
+        sequence=zero,
+        rows=(),
+        streams={name: torch.zeros(1) for name in names},
+    )
 
 
 def scatter(batches: list[Batch] | None, accelerator: Accelerator) -> Batch:

@@ -2,16 +2,21 @@
 
 import os
 from datetime import timedelta
+from typing import Any
 
-from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
+from accelerate import Accelerator, PartialState
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
+)
 
 from trainers.config import TrainConfig
 
-
-class LaunchError(Exception):
-    """The launch is not what the recipe asks for; the message has the command that is."""
-
+# ranks wait in a collective call while rank 0 waits for rollouts, which may take longer than torch's 10 minutes; a rank
+# that dies is noticed by the launcher
+PATIENCE = timedelta(days=7)
 
 _DDP = {
     DistributedType.MULTI_GPU,
@@ -19,6 +24,22 @@ _DDP = {
     DistributedType.MULTI_XPU,
     DistributedType.MULTI_NPU,
 }
+_STRATEGIES = {"single": {DistributedType.NO}, "ddp": _DDP, "fsdp2": {DistributedType.FSDP}}
+
+_FSDP_SETTINGS = {
+    "FSDP_VERSION": ("fsdp_version", "2", "AgentFactory trains with FSDP2 only"),
+    "FSDP_OFFLOAD_PARAMS": ("fsdp_offload_params", "false", "weights stay on the GPU"),
+    "FSDP_ACTIVATION_CHECKPOINTING": (
+        "fsdp_activation_checkpointing",
+        "false",
+        "set train.gradient_checkpointing in the recipe",
+    ),
+}
+"""What a launcher's configuration may ask of FSDP: variable -> name, the one value that is done, and why."""
+
+
+class LaunchError(Exception):
+    """The launch is not what the recipe asks for; the message has the command that is."""
 
 
 def make_accelerator(train: TrainConfig) -> Accelerator:
@@ -27,16 +48,46 @@ def make_accelerator(train: TrainConfig) -> Accelerator:
 
     Precision is the policy's own business, so a mixed precision from an accelerate config is not applied.
     """
-    if train.strategy == "fsdp2":
-        raise LaunchError("train.strategy: fsdp2 is not supported yet; use ddp, or single with train.processes=1")
+    options: dict[str, Any] = {}
+    if train.strategy == "fsdp2" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        _check_fsdp_settings(train)
+        options["fsdp_plugin"] = _fsdp2()
+    # a backward pass is the policy's or the critic's
+    roles = train.advantage.estimator == "gae" and train.algorithm != "sft"
     # all buffers are constants, and every process loads the same ones
-    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    # ranks wait in a collective call while rank 0 waits for rollouts, which may take longer than torch's 10 minutes;
-    # a rank that dies is noticed by the launcher
-    group = InitProcessGroupKwargs(timeout=timedelta(days=7))
-    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[ddp, group])
+    ddp = DistributedDataParallelKwargs(
+        broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=roles
+    )
+    group = InitProcessGroupKwargs(timeout=PATIENCE)
+    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[ddp, group], **options)
     check_launch(train, accelerator)
     return accelerator
+
+
+def _fsdp2() -> FullyShardedDataParallelPlugin:
+    if os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true":
+        # accelerate turns FSDP on beside MULTI_GPU only; that this names the launch, not the device, is enough for it
+        PartialState(cpu=True, timeout=PATIENCE)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        # the classes are those of the prepared module's _no_split_modules
+        auto_wrap_policy="transformer_based_wrap",
+        reshard_after_forward=True,
+        state_dict_type="FULL_STATE_DICT",
+        # it would load weights on rank 0 only, and untie embeddings and head of what is no transformers model
+        cpu_ram_efficient_loading=False,
+    )
+
+
+def _check_fsdp_settings(train: TrainConfig) -> None:
+    for variable, (name, right, why) in _FSDP_SETTINGS.items():
+        value = os.environ.get(variable, right).lower()
+        if value != right:
+            raise LaunchError(
+                f"the launcher's configuration has {name}: {value}, which is not done here: {why}. "
+                f"Start it with: {launch_command(train, 'cuda')}"
+            )
 
 
 def check_launch(train: TrainConfig, accelerator: Accelerator) -> None:
@@ -48,14 +99,11 @@ def check_launch(train: TrainConfig, accelerator: Accelerator) -> None:
     if world != accelerator.num_processes:
         # a launcher started several processes, and each believes that it is alone
         raise LaunchError(f"the launcher started {world} processes, but {got}: they would train apart. {fix}")
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+    if train.strategy != "fsdp2" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise LaunchError(f"{asked}, but the launcher's configuration asks for FSDP, and {got}. {fix}")
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         raise LaunchError(f"{asked}, but the launcher's configuration asks for DeepSpeed. {fix}")
-    if accelerator.num_processes != train.processes:
-        raise LaunchError(f"{asked}, but {got}. {fix}")
-    right = _DDP if train.strategy == "ddp" else {DistributedType.NO}
-    if accelerator.distributed_type not in right:
+    if accelerator.num_processes != train.processes or accelerator.distributed_type not in _STRATEGIES[train.strategy]:
         raise LaunchError(f"{asked}, but {got}. {fix}")
 
 
@@ -65,4 +113,5 @@ def launch_command(train: TrainConfig, device: str) -> str:
         return "python train.py RECIPE (or change train.processes and train.strategy)"
     # --cpu would start a single process, and so would a MULTI_CPU configuration
     prefix = "ACCELERATE_USE_CPU=true " if device == "cpu" else ""
-    return f"{prefix}accelerate launch --multi_gpu --num_processes {train.processes} train.py RECIPE"
+    configuration = f"--config_file recipes/accelerate/{train.strategy}.yaml"
+    return f"{prefix}accelerate launch {configuration} --num_processes {train.processes} train.py RECIPE"

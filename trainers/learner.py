@@ -1,19 +1,24 @@
-"""The learner: policy, optimiser and schedule on accelerate, and one optimiser update from micro-batches."""
+"""The learner: policy, optimiser and schedule on accelerate; scores of rows, and one optimiser update of a batch."""
 
 import contextlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 from accelerate import Accelerator
 from jaxtyping import Float
 from torch import Tensor
+from torch import distributed as dist
 
-from trainers.batch import Batch, MicroBatch
+from trainers.batch import Batch, MicroBatch, TrainingRow, make_batches, scatter
 from trainers.config import TrainRecipe
+from trainers.critic import ActorCritic, Role, make_actor_critic
 from trainers.optimizer import make_optimizer, make_schedule
 from trainers.policy import Policy, load_policy
+from trainers.reference import make_reference
+
+Targets = Float[Tensor, "targets"]
 
 
 @dataclass
@@ -27,8 +32,11 @@ class Terms:
     """The largest over micro-batches and processes is kept."""
 
 
-Loss = Callable[[int, MicroBatch, Float[Tensor, "targets"], Float[Tensor, "targets"]], Terms]
+Loss = Callable[[int, MicroBatch, Targets, Targets], Terms]
 """(index of the micro-batch, micro-batch, log-probabilities, entropies) -> Terms."""
+
+ValueLoss = Callable[[MicroBatch, Targets], Terms]
+"""(micro-batch, the critic's values) -> Terms."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,7 @@ class Update:
     """What one optimiser update reports, over all processes."""
 
     loss: float
+    """The policy's."""
     grad_norm: float
     """Before clipping."""
     sums: dict[str, float]
@@ -46,24 +55,72 @@ class Learner:
     """Everything that an optimiser update needs; the same for every algorithm."""
 
     def __init__(self, recipe: TrainRecipe, accelerator: Accelerator, temperature: float = 1.0) -> None:
+        train = recipe.train
         self.accelerator = accelerator
         self.temperature = temperature
-        self.max_grad_norm = recipe.train.max_grad_norm
-        policy = load_policy(recipe.model, recipe.seed, accelerator.device)
-        optimizer = make_optimizer(policy, recipe.train)
-        self._wrapped, self._optimizer = accelerator.prepare(policy, optimizer)
+        self.max_grad_norm = train.max_grad_norm
+        self.token_budget = train.token_budget
+        self.entropy_gradient = train.loss.entropy_bonus > 0
+        self.policy: Policy = load_policy(recipe, accelerator.device)
+        self.batching = self.policy.batching
+        with_critic = train.algorithm != "sft" and train.advantage.estimator == "gae"
+        model = make_actor_critic(recipe, self.policy, accelerator.device) if with_critic else self.policy
+        optimizer = make_optimizer(model, train)
+        self.model, self.optimizer = accelerator.prepare(model, optimizer)
         # not prepared: accelerate would step it once per process
-        self._schedule = make_schedule(optimizer, recipe.train)
-        self.policy: Policy = accelerator.unwrap_model(self._wrapped)
+        self.schedule = make_schedule(optimizer, train)
+        unwrapped = accelerator.unwrap_model(self.model)
+        self._actor_critic = unwrapped if isinstance(unwrapped, ActorCritic) else None
+        self.policy = self._actor_critic.policy if self._actor_critic else unwrapped
+        needs_reference = train.algorithm != "sft" and train.loss.kl.coefficient > 0
+        self._reference = make_reference(recipe, self.policy, accelerator) if needs_reference else None
         torch.manual_seed(recipe.seed)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic learns beside the policy."""
+        return self._actor_critic is not None
 
     @property
     def learning_rate(self) -> float:
         """Of the next update."""
-        return float(self._schedule.get_last_lr()[0])
+        return float(self.schedule.get_last_lr()[0])
 
-    def update(self, batch: Batch, loss: Loss) -> Update:
-        """One optimiser update on a batch. Every process calls it, with its own share.
+    def deal(self, rows: list[TrainingRow], normaliser: float | None = None) -> Batch:
+        """This process's share of rank 0's `rows`; every process calls it. `normaliser`: see make_batches."""
+        processes = self.accelerator.num_processes
+        main = self.accelerator.is_main_process
+        batches = make_batches(rows, self.policy.batching, self.token_budget, processes, normaliser) if main else None
+        return scatter(batches, self.accelerator)
+
+    @torch.no_grad()
+    def score(self, rows: list[TrainingRow], names: Collection[str]) -> list[TrainingRow]:
+        """Rank 0's `rows` with further streams, computed with the present weights: `proximal` (log-probabilities) and
+        `entropy`, `reference`, `value`. Every process calls it, with the same `names`; the others get no rows back."""
+        found: list[tuple[int, dict[str, list[float]]]] = []
+        for part in self.deal(rows).micro_batches:
+            streams: dict[str, Targets] = {}
+            if "proximal" in names or "entropy" in names:
+                streams["proximal"], streams["entropy"] = self._policy_pass(part)
+            if "reference" in names:
+                assert self._reference is not None
+                streams["reference"] = self._reference.logprobs(self.model, *self._inputs(part), self.temperature)
+            if "value" in names:
+                streams["value"] = self._value_pass(part)
+            counts = torch.bincount(part.sequence, minlength=len(part.rows)).tolist()
+            split = {name: values.float().cpu().split(counts) for name, values in streams.items() if name in names}
+            for place, row in enumerate(part.rows):
+                found.append((row, {name: values[place].tolist() for name, values in split.items()}))
+        if self.accelerator.num_processes > 1:
+            gathered: list[list[tuple[int, dict[str, list[float]]]] | None] = [None] * self.accelerator.num_processes
+            dist.gather_object(found, gathered if self.accelerator.is_main_process else None)
+            found = [entry for share in gathered for entry in share or []]
+        scores = dict(found)
+        return [replace(row, streams=row.streams | scores[index]) for index, row in enumerate(rows)]
+
+    def update(self, batch: Batch, loss: Loss | None, value_loss: ValueLoss | None = None) -> Update:
+        """One optimiser update on a batch. Every process calls it, with its own share. Without `loss` only the critic
+        learns.
 
         Raises FloatingPointError, and changes no weight, where the gradient is not finite.
         """
@@ -71,24 +128,53 @@ class Learner:
         scale = self.accelerator.num_processes / batch.normaliser
         terms: list[Terms] = []
         for index, part in enumerate(batch.micro_batches):
+            made: list[Terms] = []
             last = index == len(batch.micro_batches) - 1
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(self._wrapped):
-                logprob, entropy = self._wrapped(part.ids, part.sources, part.labels, temperature=self.temperature)
-                terms.append(loss(index, part, logprob, entropy))
-                self.accelerator.backward(terms[-1].loss * scale)
-        grad_norm = float(self.accelerator.clip_grad_norm_(self._wrapped.parameters(), self.max_grad_norm))
-        if not math.isfinite(grad_norm):
-            raise FloatingPointError(
-                f"the gradient norm is {grad_norm}: no update was made; lower train.learning_rate, or look for values "
-                "that are not finite in the batch"
-            )
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+            if loss is not None:
+                with self._syncing(last):
+                    made.append(loss(index, part, *self._policy_pass(part)))
+                    self.accelerator.backward(made[-1].loss * scale)
+            if value_loss is not None:
+                with self._syncing(last):
+                    made.append(value_loss(part, self._value_pass(part)))
+                    self.accelerator.backward(made[-1].loss * scale)
+            terms.append(_joined(made))
+        grad_norm = self._clip(Role.POLICY)
+        if self.has_critic:
+            # by itself: a critic far from its returns would shrink the policy's step to nothing
+            self._clip(Role.CRITIC)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return self._report(terms, batch.normaliser, grad_norm)
 
     def end_step(self) -> None:
         """The schedule counts steps: call once per step, after its updates."""
-        self._schedule.step()
+        self.schedule.step()
+
+    def _inputs(self, part: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        return part.ids, part.sources, part.labels, part.positions, part.mask
+
+    def _policy_pass(self, part: MicroBatch) -> tuple[Targets, Targets]:
+        role = (Role.POLICY,) if self.has_critic else ()
+        return self.model(*role, *self._inputs(part), self.temperature, self.entropy_gradient)
+
+    def _value_pass(self, part: MicroBatch) -> Targets:
+        return self.model(Role.CRITIC, *self._inputs(part))
+
+    def _clip(self, role: Role) -> float:
+        parameters = self._actor_critic.parameters_of(role) if self._actor_critic else self.model.parameters()
+        norm = float(self.accelerator.clip_grad_norm_(parameters, self.max_grad_norm))
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"the {role}'s gradient norm is {norm}: no update was made; lower its learning rate, or look for "
+                "values that are not finite in the batch"
+            )
+        return norm
+
+    @contextlib.contextmanager
+    def _syncing(self, sync: bool) -> Iterator[None]:
+        with contextlib.nullcontext() if sync else self.accelerator.no_sync(self.model):
+            yield
 
     def _report(self, terms: list[Terms], normaliser: float, grad_norm: float) -> Update:
         sums = ["loss", *terms[0].sums]
@@ -99,3 +185,12 @@ class Learner:
         total = dict(zip(sums, table[:, : len(sums)].double().sum(0).tolist(), strict=True))
         peak = table[:, len(sums) :].max(0).values.tolist() if maxima else []
         return Update(total.pop("loss") / normaliser, grad_norm, total, dict(zip(maxima, peak, strict=True)))
+
+
+def _joined(made: list[Terms]) -> Terms:
+    """The first loss is the one that is reported; figures of all."""
+    first, *others = made
+    for terms in others:
+        first.sums |= terms.sums
+        first.maxima |= terms.maxima
+    return first

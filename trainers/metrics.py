@@ -55,6 +55,11 @@ METRICS = [
     Metric("mismatch/max", "nats", "the same, largest of the batch"),
     Metric("mismatch/mixed", "nats", "mismatch/mean of the tokens whose cached context is of older weights, if any"),
     Metric("mixed_tokens", "", "share of such tokens (rollout.inflight: keep)"),
+    Metric("mismatch/corrected", "", "share of the tokens whose mismatch ratio train.loss.mismatch limits"),
+    Metric("kl", "nats", "distance to the reference by train.loss.kl.estimator, mean over tokens, before the update"),
+    Metric("critic/loss", "", "half the squared error of the critic's values, mean over tokens and updates"),
+    Metric("critic/clip_fraction", "", "share of the tokens whose value is clipped, mean over updates"),
+    Metric("critic/explained_variance", "", "1 - variance of (return - value) / variance of returns; 1 is perfect"),
     Metric("mismatch/kl", "nats", "KL(server || trainer) by the k3 estimate, mean over tokens, before the update"),
     Metric("eval/<metric>", "", "what the rollout worker measures on held-out tasks"),
 ]

@@ -8,19 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from jaxtyping import Float
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from rollout.renderer import Renderer
 from rollout.trajectory import Row, read_groups
 from tools.messages import ToolSpec
-from trainers.batch import MicroBatch, TrainingRow, padded, scatter, training_row
-from trainers.checkpoint import save_checkpoint
+from trainers.batch import MicroBatch, TrainingRow, training_row
+from trainers.checkpoints import Checkpoints
 from trainers.config import TrainRecipe
-from trainers.grpo import Log, TrainResult
-from trainers.learner import Learner, Terms
+from trainers.learner import Learner, Targets, Terms
 from trainers.losses import negative_log_likelihood
+from trainers.rl import Log, TrainResult
+from trainers.stopping import Stop
 
 
 def conversation_rows(tasks: list[dict[str, Any]], renderer: Renderer) -> list[Row]:
@@ -57,58 +55,55 @@ def saved_rows(path: Path) -> list[Row]:
 def train_sft(
     recipe: TrainRecipe,
     accelerator: Accelerator,
-    folder: Path,
+    checkpoints: Checkpoints,
     *,
     rows: list[Row] | None,
-    tokenizer: PreTrainedTokenizerBase,
     log: Log,
-    checkpoint_info: dict[str, Any] | None = None,
+    stop: Stop | None = None,
 ) -> TrainResult:
-    """Runs `recipe.train.steps` steps of `batch_size` rows, in shuffled epochs, on the weighted likelihood of their
-    tokens; the loss is a mean over the weights of the step's tokens.
+    """Runs steps up to `recipe.train.steps`, each of `batch_size` rows, in shuffled epochs, on the weighted likelihood
+    of their tokens; the loss is a mean over the weights of the step's tokens.
 
-    Every process calls it; only rank 0's `rows` and `log` are used. Checkpoints as in `train_grpo`.
+    Every process calls it; only rank 0's `rows` and `log` are used. `checkpoints` and `stop` as in `train_rl`.
     """
     train = recipe.train
     main = accelerator.is_main_process
+    stop = stop or Stop()
+    lineage = checkpoints.lineage
     learner = Learner(recipe, accelerator)
-    examples = _shuffled(rows or [], recipe.seed) if main else iter(())
-    result = TrainResult(steps=train.steps, seconds=0.0)
-    for step in range(1, train.steps + 1):
+    checkpoints.restore(learner)
+    consumed = lineage.step * train.batch_size
+    examples = itertools.islice(_shuffled(rows or [], recipe.seed), consumed, None) if main else iter(())
+    for step in range(lineage.step + 1, train.steps + 1):
+        if stop.agreed(accelerator):
+            break
         started = time.perf_counter()
-        chosen = list(itertools.islice(examples, train.batch_size))
-        batches = padded(chosen, train.token_budget, accelerator.num_processes) if main else None
-        batch = scatter(batches, accelerator)
+        batch = learner.deal(list(itertools.islice(examples, train.batch_size)))
         learning_rate = learner.learning_rate
         update = learner.update(batch, _weighted_likelihood)
         learner.end_step()
         seconds = time.perf_counter() - started
-        result.seconds += seconds
+        lineage.finish(step, [], seconds)
         if main:
-            log(
-                {
-                    "step": step,
-                    "loss": update.loss,
-                    "grad_norm": update.grad_norm,
-                    "learning_rate": learning_rate,
-                    "tokens": batch.tokens,
-                    "tokens_per_second": batch.tokens / seconds,
-                    "seconds/step": seconds,
-                }
-            )
-        if step == train.steps or (train.checkpoint_every and step % train.checkpoint_every == 0):
-            state = learner.policy.gather()
-            if main:
-                info = {"algorithm": "sft", "seed": recipe.seed, **(checkpoint_info or {})}
-                result.checkpoint = save_checkpoint(folder, step, learner.policy, state, tokenizer, info)
-            accelerator.wait_for_everyone()
-    return result
+            lineage.metrics = {
+                "step": step,
+                "loss": update.loss,
+                "grad_norm": update.grad_norm,
+                "learning_rate": learning_rate,
+                "tokens": batch.tokens,
+                "tokens_per_second": batch.tokens / seconds,
+                "seconds/step": seconds,
+            }
+            log(lineage.metrics)
+        if checkpoints.due(step):
+            checkpoints.save(learner)
+    if lineage.step > checkpoints.saved_step:
+        checkpoints.save(learner)
+    return TrainResult.of(checkpoints, stop)
 
 
-def _weighted_likelihood(
-    index: int, part: MicroBatch, logprob: Float[Tensor, "targets"], entropy: Float[Tensor, "targets"]
-) -> Terms:
-    return Terms(loss=(part.weight * negative_log_likelihood(logprob)).sum())
+def _weighted_likelihood(index: int, part: MicroBatch, logprob: Targets, entropy: Targets) -> Terms:
+    return Terms(loss=(part.streams["weight"] * negative_log_likelihood(logprob)).sum())
 
 
 def _shuffled(rows: list[Row], seed: int) -> Iterator[TrainingRow]:

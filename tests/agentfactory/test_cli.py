@@ -67,7 +67,16 @@ BROKEN = {
     "key given twice": ({"steps: 10": "steps: 10, steps: 20"}, [], ["recipe.yaml", "'steps'", "twice"]),
     "not YAML": ({"train: {": "train: ["}, [], ["recipe.yaml", "not YAML", "line 8"]),
     "override without a value": ({}, ["seed"], ["'seed'", "key=value"]),
-    "failure policy of a success": ({}, ["rollout.on_failure={completed: drop}"], ["completed", "not a failure"]),
+    "policy for what has no reward": (
+        {},
+        ["rollout.on_outcome={reward_error: mask}"],
+        ["on_outcome.reward_error", "got mask", "use drop or retry"],
+    ),
+    "nothing left of groups": (
+        {},
+        ["rollout.group_size=1", "rollout.equal_rewards=refill"],
+        ["equal_rewards", "group_size=1", "use keep"],
+    ),
 }
 
 

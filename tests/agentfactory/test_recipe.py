@@ -79,16 +79,16 @@ def test_overrides_reach_every_depth(project: Path) -> None:
         "seed=7",
         "output=elsewhere/run",
         "model.lora.rank=8",
-        "train.betas=[0.9, 0.99]",
+        "train.optimizer.betas=[0.9, 0.99]",
         "data.path=elsewhere/more.jsonl",
-        "rollout.on_failure.timeout=retry",
+        "rollout.on_outcome.timeout=retry",
         "server.url=http://127.0.0.1:1234",
     )
     assert recipe.seed == 7
     assert recipe.output == project / "elsewhere" / "run"
     assert recipe.model.lora is not None
     assert recipe.model.lora.rank == 8
-    assert recipe.train.betas == (0.9, 0.99)
+    assert recipe.train.optimizer.betas == (0.9, 0.99)
     assert recipe.data is not None
     assert recipe.data.path == str(project / "elsewhere" / "more.jsonl")
 
@@ -203,4 +203,4 @@ def test_a_stage_cannot_continue_an_adapter(stages: Path) -> None:
 def test_dry_run_text_is_plain_yaml(project: Path) -> None:
     data = yaml.safe_load(single("recipe.yaml").to_yaml())
     assert data["train"]["learning_rate"] == 1e-5
-    assert data["rollout"]["on_failure"] == {}
+    assert data["rollout"]["on_outcome"] == {}

@@ -61,12 +61,34 @@ class Diary(Environment):
         return "/".join(self.pages)
 
     def reward(self):
+        if self.pages[0] == "judged by turn":
+            return {"reward": 0.0, "turn_rewards": [1.0, 0.0]}
         return {"reward": len(self.pages) / 10, "pages": len(self.pages)}
 
 
 @reward
 def broken():
     raise RuntimeError("no verdict")
+
+
+@reward
+async def slow():
+    await asyncio.sleep(60)
+'''
+FATAL = '''
+import os
+from agentfactory import reward, tool
+
+
+@tool
+def die() -> str:
+    """End the server's process."""
+    os._exit(3)
+
+
+@reward
+def turns(trajectory):
+    return trajectory.turns
 '''
 
 
@@ -110,7 +132,8 @@ async def open_chains(
 
 
 async def run_one(runner: ChainRunner, **task: object) -> Trajectory:
-    return await runner.run("c0", {"question": "go", **task}, Sampling("policy", 1.0, seed=""))
+    sampling = Sampling("policy", 1.0, seed="")
+    return await runner.run("c0", {"question": "go", **task}, sampling, runner.config.scored)
 
 
 async def test_every_mistake_gets_an_error_turn_and_the_chain_goes_on(
@@ -204,6 +227,71 @@ async def test_failures_are_typed_and_never_a_reward(tokenizer: PreTrainedTokeni
     async with open_chains(tokenizer, explode, tmp_path) as (runner, _):
         trajectory = await run_one(runner)
     assert (trajectory.outcome, trajectory.reward) == (Outcome.INFERENCE_ERROR, None)
+
+
+async def test_the_recipe_says_what_is_scored(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    write = call("write", text="a")
+
+    async def play(turns: list[str], outcome: str, policy: str, **fields: object) -> Trajectory:
+        rollout = {"on_outcome": {outcome: policy}, **fields}
+        async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path, rollout=rollout) as (runner, _):
+            return await run_one(runner)
+
+    for policy, reward in (("keep", 0.2), ("mask", 0.2), ("drop", None), ("retry", None)):
+        trajectory = await play([write, "word " * 50], "max_tokens", policy, max_tokens=40)
+        assert (trajectory.outcome, trajectory.reward) == (Outcome.MAX_TOKENS, reward)
+        # time runs out in a call, and the verdict has its own
+        trajectory = await play([write, call("wait")], "timeout", policy, timeout_seconds=0.4)
+        assert (trajectory.outcome, trajectory.reward, trajectory.turns) == (Outcome.TIMEOUT, reward, 2)
+        assert len(trajectory.turn_spans()) == 2
+    slow = {"timeout_seconds": 0.3, "on_outcome": {"timeout": "keep"}}
+    rewards = ["diary.py:slow"]
+    async with open_chains(tokenizer, Script(tokenizer, ["x"]), tmp_path, rollout=slow, rewards=rewards) as (runner, _):
+        trajectory = await run_one(runner)
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.TIMEOUT, None), "nor does a verdict last for ever"
+
+
+async def test_a_dead_tool_server_leaves_a_chain_that_may_be_scored(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    (tmp_path / "fatal.py").write_text(FATAL)
+    serve = {"command": sys.executable, "args": ["-P", "-m", "tools.serve", "fatal.py:die"]}
+    turns = [call("die"), "done"]
+    for policy, reward in (("keep", 1.0), ("drop", None)):
+        fields = {"rewards": ["fatal.py:turns"], "rollout": {"on_outcome": {"tool_infrastructure": policy}}}
+        fields |= {"tools": [], "mcp_servers": {"fatal": serve}}
+        async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path, **fields) as (runner, _):
+            trajectory = await run_one(runner)
+        assert (trajectory.outcome, trajectory.reward) == (Outcome.TOOL_INFRASTRUCTURE, reward)
+        assert "fatal" in (trajectory.error or "")
+
+
+async def test_turns_are_rewarded_by_themselves(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    turns = [call("write", text="a"), "done"]
+    async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path) as (runner, _):
+        trajectory = await run_one(runner, word="judged by turn")
+        assert (trajectory.reward, trajectory.turn_rewards) == (0.0, [1.0, 0.0])
+        assert "turn_rewards" not in trajectory.metrics
+        assert (await run_one(runner)).turn_rewards is None
+    async with open_chains(tokenizer, Script(tokenizer, ["done"]), tmp_path) as (runner, _):
+        trajectory = await run_one(runner, word="judged by turn")
+    assert trajectory.outcome is Outcome.REWARD_ERROR
+    assert "gave 2 turn_rewards, and the chain has 1 assistant turns" in (trajectory.error or "")
+
+
+async def test_a_turn_that_says_nothing_ends_the_chain_and_is_a_turn(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    script = Script(tokenizer, [call("write", text="a")])
+
+    def then_nothing(prompt: list[int]) -> list[int]:
+        return script(prompt) if tokenizer.decode(prompt).count("<|im_start|>assistant") == 1 else []
+
+    async with open_chains(tokenizer, then_nothing, tmp_path) as (runner, server):
+        trajectory = await run_one(runner)
+    assert [len(ids) for ids in server.responses] == [len(server.responses[0]), 0]
+    first, length = len(server.requests[0]["token_ids"]), len(server.requests[1]["token_ids"])
+    assert trajectory.turn_spans() == [(0, first, first + len(server.responses[0])), (0, length, length)]
 
 
 async def test_a_server_that_is_gone_stops_everything(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollout.config import DataConfig
-from rollout.data import TaskOrder, load_tasks, opening_messages
+from rollout.data import Place, TaskOrder, load_tasks, opening_messages
 
 ROWS = [{"question": f"q{i}", "answer": i} for i in range(5)]
 
@@ -66,6 +66,15 @@ def test_order_takes_every_task_once_an_epoch_and_depends_on_seed_and_position_a
     assert [other[i] for i in range(20)] != [order[i] for i in range(20)]
     plain = TaskOrder(ROWS, seed=3, shuffle=False)
     assert [plain[i]["answer"] for i in range(7)] == [0, 1, 2, 3, 4, 0, 1]
+
+
+def test_a_place_and_its_groups_id_say_the_same() -> None:
+    for place in (Place(0), Place(12, 1), Place(1234567, 2)):
+        assert Place.of(place.group_id) == place
+    assert Place(12, 1).group_id == "g000012-1"
+    for other in ("sampled-00012", "g12", "g000012-", "g000012.3"):
+        with pytest.raises(ValueError, match=r"not the id of a group, such as g000012 or g000012-1"):
+            Place.of(other)
 
 
 def test_opening_messages() -> None:

@@ -1,10 +1,11 @@
-"""Groups that grow too old: closed, cancelled, queued again; and turns that ask for the newest weights."""
+"""Groups that grow too old, teach nothing or were left by an earlier run; turns that ask for the newest weights."""
 
 import asyncio
 import json
 import logging
+import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import pytest
 
 from rollout.chain import ChainRunner
 from rollout.client import InferenceClient
-from rollout.config import RolloutRecipe
-from rollout.data import TaskOrder
-from rollout.producer import GroupProducer, Published
+from rollout.config import RolloutConfig, RolloutRecipe
+from rollout.data import Place, TaskOrder
+from rollout.filter import Worth, worth
+from rollout.producer import GroupProducer, Published, RolloutStoppedError
 from rollout.renderer import load_tokenizer, make_renderer
+from rollout.resume import Resumed
 from rollout.rewards import Rewards
 from rollout.scheduler import Admission
-from rollout.trajectory import Group, Outcome, read_groups
+from rollout.trajectory import Group, Outcome, Trajectory, read_groups
 from tests.scripted_server import ScriptedServer, serve_script
 from tools.toolset import open_toolset
 
@@ -32,10 +35,12 @@ closed = Counter()
 
 
 class Waiting(Environment):
-    def reset(self, name, seconds, **task):
+    def reset(self, name, seconds, rewards=None, talks=(), **task):
         self.name, self.number = name, begun[name] % len(seconds)
         self.seconds = seconds[self.number]
-        begun[name] += 1
+        self.earned = float(self.number) if rewards is None else rewards[self.number]
+        nth, begun[name] = begun[name], begun[name] + 1
+        return "Talk!" if nth in talks else None
 
     @tool
     async def wait(self) -> str:
@@ -44,7 +49,8 @@ class Waiting(Environment):
         return "waited"
 
     def reward(self):
-        return {"reward": float(self.number), "begun": begun[self.name], "closed": closed[self.name]}
+        success = self.earned > 0
+        return {"reward": self.earned, "success": success, "begun": begun[self.name], "closed": closed[self.name]}
 
     def close(self):
         closed[self.name] += 1
@@ -53,7 +59,9 @@ CALL = '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call><|im_end|>'
 
 
 class Trainer:
-    """Takes batches and publishes versions when the test says so."""
+    """Takes batches and publishes versions when the test says so. `running` is the producer's task."""
+
+    running: asyncio.Task[None]
 
     def __init__(self, producer: GroupProducer, server: ScriptedServer):
         self.producer, self.server = producer, server
@@ -75,21 +83,33 @@ class Trainer:
 
 @asynccontextmanager
 async def training(
-    quickstart_run: Path, folder: Path, tasks: list[dict[str, Any]], steps: int, max_staleness: int, size: int = 3
+    quickstart_run: Path,
+    folder: Path,
+    tasks: list[dict[str, Any]],
+    steps: int,
+    max_staleness: int = 0,
+    size: int = 3,
+    batch: int = 1,
+    version: int = 0,
+    resumed: Resumed | None = None,
+    source: str = TOOLS,
+    **rollout: Any,
 ) -> AsyncIterator[Trainer]:
-    """Batches of one group; each chain waits once, as its task says, and then is done."""
+    """Each chain waits once, as its task says, and then is done; or it talks on until it is cut."""
     tokenizer = load_tokenizer(str(quickstart_run / "prepared" / "model"))
 
     def script(prompt: list[int]) -> list[int]:
-        begun = tokenizer.decode(prompt).count("<|im_start|>assistant") > 1
-        return tokenizer.encode("done<|im_end|>" if begun else CALL, add_special_tokens=False)
+        text = tokenizer.decode(prompt)
+        begun = text.count("<|im_start|>assistant") > 1
+        said = "talk " * 100 if "Talk!" in text else "done<|im_end|>" if begun else CALL
+        return tokenizer.encode(said, add_special_tokens=False)
 
-    (folder / "waiting.py").write_text(TOOLS)
+    (folder / "waiting.py").write_text(source)
     recipe = RolloutRecipe.model_validate(
         {
             "model": {"path": "x"},
             "tools": ["waiting.py:Waiting"],
-            "rollout": {"group_size": size, "max_staleness": max_staleness},
+            "rollout": {"group_size": size, "max_staleness": max_staleness, "max_tokens": 80, **rollout},
         }
     )
     async with (
@@ -99,20 +119,21 @@ async def training(
     ):
         runner = ChainRunner(recipe, make_renderer(tokenizer), client, toolset, Rewards.load([], folder))
         order = TaskOrder([{"question": "go", **task} for task in tasks], seed=0, shuffle=False)
-        admission = Admission(1, max_staleness, total=steps)
+        admission = Admission(batch, max_staleness, total=steps * batch, version=version, started=version * batch)
         path = folder / "train.jsonl"
 
         async def unset(batch: list[Group], figures: dict[str, float]) -> None:
             raise AssertionError
 
-        producer = GroupProducer(recipe.rollout, runner, order, admission, Published(0, "m0"), path, unset)
+        published = Published(version, f"m{version}")
+        producer = GroupProducer(recipe.rollout, runner, order, admission, published, path, unset, resumed)
         trainer = Trainer(producer, server)
-        running = asyncio.create_task(producer.run())
+        trainer.running = asyncio.create_task(producer.run())
         try:
             yield trainer
         finally:
-            running.cancel()
-            await asyncio.wait([running])
+            trainer.running.cancel()
+            await asyncio.wait([trainer.running])
 
 
 FAST = {"seconds": [0.0, 0.0, 0.0]}
@@ -125,7 +146,12 @@ async def test_a_group_that_grows_too_old_is_trained_with_the_chains_that_have_e
     async with training(quickstart_run, tmp_path, tasks, steps=3, max_staleness=1) as trainer:
         chains, figures = await trainer.next_batch()
         assert chains == ["g000001.0", "g000001.1", "g000001.2"], "the younger group overtakes"
-        assert figures == {"cancelled/groups": 0, "cancelled/chains": 0, "cancelled/tokens": 0}
+        assert figures == {
+            "cancelled/groups": 0,
+            "cancelled/chains": 0,
+            "cancelled/tokens": 0,
+            "filtered/groups": 0,
+        }
         trainer.publish(1)
         chains, figures = await trainer.next_batch()
         assert chains == ["g000000.0", "g000000.1"]
@@ -175,3 +201,219 @@ async def test_a_chain_asks_for_the_newest_weights_at_each_turn(quickstart_run: 
         assert [request["model"] for request in trainer.server.requests] == ["m0"] * 4 + ["m1"] * 4
     (line, *_) = (tmp_path / "train.jsonl").read_text().splitlines()
     assert json.loads(line)["version"] == 0
+
+
+def task(name: str, *rewards: float, **fields: Any) -> dict[str, Any]:
+    return {"name": name, "seconds": [0.0] * len(rewards), "rewards": list(rewards), **fields}
+
+
+ALWAYS = list(range(99))
+
+
+def groups_of(chains: list[str]) -> set[str]:
+    return {name.partition(".")[0] for name in chains}
+
+
+def saved_in(folder: Path) -> dict[str, list[Trajectory]]:
+    return {group.id: group.trajectories for group in read_groups(folder / "train.jsonl")}
+
+
+async def test_what_becomes_of_a_chain_follows_from_how_it_ended(quickstart_run: Path, tmp_path: Path) -> None:
+    """The second chain talks until it is cut, unless it is tried again."""
+    tasks = [task("a", 0.0, 0.5, 1.0, talks=[1])]
+    for policy, trained, rewards in (
+        ("keep", ["g000000.0", "g000000.1", "g000000.2"], [0.0, 0.5, 1.0]),
+        ("mask", ["g000000.0", "g000000.1", "g000000.2"], [0.0, 0.5, 1.0]),
+        ("drop", ["g000000.0", "g000000.2"], [0.0, None, 1.0]),
+        ("retry", ["g000000.0", "g000000.1.retry", "g000000.2"], [0.0, 0.0, 1.0]),
+    ):
+        folder = tmp_path / policy
+        folder.mkdir()
+        async with training(quickstart_run, folder, tasks, 1, on_outcome={"max_tokens": policy}) as trainer:
+            chains, figures = await trainer.next_batch()
+        assert chains == trained
+        assert figures.get("filtered/max_tokens", 0) == (policy in ("drop", "retry"))
+        chains = saved_in(folder)["g000000"]
+        assert [chain.reward for chain in chains] == rewards
+        cut = [chain.outcome is Outcome.MAX_TOKENS for chain in chains]
+        assert cut == [False, policy != "retry", False]
+
+
+async def test_a_chain_that_fails_twice_is_dropped_and_a_group_without_a_trained_chain_is_lost(
+    quickstart_run: Path, tmp_path: Path
+) -> None:
+    tasks = [task("a", 0.0, 0.5, 1.0, talks=[1, 3]), task("b", 0.0, 1.0, 1.0)]
+    async with training(quickstart_run, tmp_path, tasks, 1, on_outcome={"max_tokens": "retry"}) as trainer:
+        chains, figures = await trainer.next_batch()
+    assert chains == ["g000000.0", "g000000.2"]
+    assert figures["filtered/max_tokens"] == 2
+    (tmp_path / "masked").mkdir()
+    tasks = [task("a", 0.0, 0.5, 1.0, talks=ALWAYS), tasks[1]]
+    async with training(quickstart_run, tmp_path / "masked", tasks, 1, on_outcome={"max_tokens": "mask"}) as trainer:
+        chains, figures = await trainer.next_batch()
+    assert chains == ["g000001.0", "g000001.1", "g000001.2"]
+    assert list(saved_in(tmp_path / "masked")) == ["g000000", "g000000-1", "g000001"], "tried once more, then left"
+    assert "filtered/max_tokens" not in figures, "masked chains do count"
+
+
+EASY, HARD = [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]
+
+
+async def test_equal_rewards_are_refilled_with_other_tasks(quickstart_run: Path, tmp_path: Path) -> None:
+    tasks = [task("a", *EASY), task("b", *HARD), task("c", 0.0, 0.0, 1.0), task("d", *EASY), task("e", 0.0, 1.0, 1.0)]
+    async with training(quickstart_run, tmp_path, tasks, 1, batch=2, equal_rewards="refill") as trainer:
+        chains, figures = await trainer.next_batch()
+        assert groups_of(chains) == {"g000002", "g000004"}
+        assert figures["filtered/groups"] == 3
+    assert len(saved_in(tmp_path)) == 5, "what is left out is on record"
+
+
+async def test_equal_rewards_leave_places_empty_but_never_all(quickstart_run: Path, tmp_path: Path) -> None:
+    tasks = [
+        task("a", *EASY),
+        task("b", 0.0, 0.0, 1.0),
+        *(task(name, *HARD) for name in "cdef"),
+        task("g", 0.0, 1.0, 1.0),
+    ]
+    async with training(quickstart_run, tmp_path, tasks, 2, batch=2, equal_rewards="drop") as trainer:
+        first, figures = await trainer.next_batch()
+        assert groups_of(first) == {"g000001"}
+        assert figures["filtered/groups"] == 1
+        trainer.publish(1)
+        second, figures = await trainer.next_batch()
+        assert groups_of(second) == {"g000006"}, "the last place is filled again"
+        assert figures["filtered/groups"] == 4
+    assert trainer.producer.admission.started == 4, "an empty place is used up"
+
+
+async def test_where_all_rewards_are_equal_the_run_stops_and_says_why(
+    quickstart_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.filter.MAX_EQUAL_IN_A_ROW", 20)
+    tasks = [task("a", *EASY), task("b", *HARD), task("c", *HARD)]
+    async with training(quickstart_run, tmp_path, tasks, 1, batch=2, equal_rewards="refill") as trainer:
+        await asyncio.wait([trainer.running], timeout=20)
+        with pytest.raises(ExceptionGroup) as stopped:
+            trainer.running.result()
+    (reason,) = (error for error in stopped.value.exceptions if isinstance(error, RolloutStoppedError))
+    assert "20 groups in a row had chains of equal rewards" in str(reason)
+    assert "too easy or too hard" in str(reason)
+    assert str(tmp_path / "train.jsonl") in str(reason)
+
+
+async def test_a_curriculum_passes_over_solved_tasks(quickstart_run: Path, tmp_path: Path) -> None:
+    tasks = [task("a", *EASY), task("b", 0.0, 0.0, 1.0), task("c", *HARD), task("d", 0.0, 1.0, 1.0)]
+    async with training(quickstart_run, tmp_path, tasks, 8, curriculum={"visit": 0.01}) as trainer:
+        taken, figures = [], {}
+        for version in range(8):
+            if version:
+                trainer.publish(version)
+            chains, figures = await trainer.next_batch()
+            taken.append(int(chains[0][1:7]))
+    assert taken == [0, 1, 2, 3, 5, 7, 9, 11], "each task once, then those that teach; a position for each turn"
+    assert figures["curriculum/passed_over"] == 1
+    assert (figures["curriculum/solved"], figures["curriculum/hopeless"]) == (1, 1)
+
+
+async def test_a_curriculum_needs_to_know_what_a_success_is(quickstart_run: Path, tmp_path: Path) -> None:
+    source = TOOLS.replace('"success": success, ', "")
+    async with training(quickstart_run, tmp_path, [task("a", *EASY)], 1, curriculum={}, source=source) as trainer:
+        await asyncio.wait([trainer.running], timeout=20)
+        with pytest.raises(ExceptionGroup) as stopped:
+            trainer.running.result()
+    assert "the reward of chain g000000.0 does not say whether it is a success" in repr(stopped.value.exceptions)
+
+
+async def test_a_resumed_run_trains_each_place_once(quickstart_run: Path, tmp_path: Path) -> None:
+    """A run is left when its second batch is delivered; another goes on from what was trained before."""
+    rewards = [0.0, 1.0, 1.0]
+    tasks = [task(str(n), *rewards) for n in range(12)]
+    tasks[1] = task("slow", *rewards) | {"seconds": [60.0, 60.0, 60.0]}
+    tasks[3] = task("easy", *EASY)
+    tasks[4] = task("cut", *rewards, talks=ALWAYS)
+    options: dict[str, Any] = {"batch": 2, "max_staleness": 1, "equal_rewards": "refill"}
+    options["on_outcome"] = {"max_tokens": "drop"}
+    async with training(quickstart_run, tmp_path, tasks, 4, **options) as trainer:
+        trained = groups_of((await trainer.next_batch())[0])
+        while len(saved_in(tmp_path)) < 6:  # noqa: ASYNC110 - all that may start at version 0 but the slow one
+            await asyncio.sleep(0.01)
+        trainer.publish(1)
+        untrained = groups_of((await trainer.next_batch())[0])
+    before = saved_in(tmp_path)
+    assert trained == {"g000000", "g000002"}
+    assert "g000005" in untrained
+    assert before.keys() >= untrained | {"g000001", "g000003", "g000004", "g000004-1"}
+
+    saved = read_groups(tmp_path / "train.jsonl")
+    # the scripted server calls all weights "0"
+    resumed = Resumed.from_saved(saved, trained, {"0": 1}, 1, trainer.producer.config)
+    assert (resumed.done, resumed.again) == ({0, 2, 3, 4}, (1,)), "trained, filtered, lost; cancelled"
+    assert {pending.group.id for pending in resumed.pending} >= untrained
+    tasks[1] = task("slow", *rewards)
+    (tmp_path / "second").mkdir()
+    async with training(
+        quickstart_run, tmp_path / "second", tasks, 4, version=1, resumed=resumed, **options
+    ) as trainer:
+        batches = [groups_of((await trainer.next_batch())[0])]
+        for version in (2, 3):
+            trainer.publish(version)
+            batches.append(groups_of((await trainer.next_batch())[0]))
+    assert batches[0] <= {pending.group.id for pending in resumed.pending}, "at once"
+    assert "g000005" in batches[0], "the oldest first"
+    assert set.union(*batches) == {"g000001-1", "g000005", "g000006", "g000007", "g000008", "g000009"}
+    assert not before.keys() & saved_in(tmp_path / "second").keys(), "no group is run or saved twice"
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("max_staleness", [0, 2])
+async def test_however_often_a_run_is_stopped_no_place_is_trained_twice_or_forgotten(
+    quickstart_run: Path, tmp_path: Path, seed: int, max_staleness: int
+) -> None:
+    """Runs that are stopped at any moment, each going on from the last checkpoint: its weights' groups, and the
+    trajectories as they were then."""
+    draw = random.Random(seed)
+    tasks = [
+        task(
+            str(n), *(float(draw.random() < 0.6) for _ in range(3)), talks=draw.sample(range(6), draw.choice([0, 0, 3]))
+        )
+        for n in range(60)
+    ]
+    for each in tasks:
+        each["seconds"] = [draw.choice([0.0, 0.01, 0.1]) for _ in range(3)]
+    path, lineage = tmp_path / "train.jsonl", list[list[str]]()
+    steps, version, size, stops = 6, 0, 0, 0
+    while version < steps:
+        if path.exists():
+            path.write_bytes(path.read_bytes()[:size])
+        trained = [name for batch in lineage for name in batch]
+        resumed = None
+        options: dict[str, Any] = {"batch": 2, "max_staleness": max_staleness, "equal_rewards": "drop"}
+        options["on_outcome"] = {"max_tokens": "drop"}
+        if version:
+            config = RolloutConfig.model_validate({name: options[name] for name in options if name != "batch"})
+            resumed = Resumed.from_saved(read_groups(path), trained, {"0": version}, version, config)
+        async with training(
+            quickstart_run, tmp_path, tasks, steps, version=version, resumed=resumed, **options
+        ) as trainer:
+            with suppress(TimeoutError):
+                stops += 1
+                async with asyncio.timeout(draw.uniform(0.05, 0.1 * stops)):
+                    while version < steps:
+                        batch, _ = await trainer.batches.get()
+                        version += 1
+                        if version < steps:
+                            trainer.publish(version)
+                        lineage.append([group.id for group in batch])
+                        # the moment of the checkpoint
+                        size = path.stat().st_size
+    assert len(lineage) == steps
+    assert all(1 <= len(batch) <= 2 for batch in lineage)
+    places = [Place.of(name) for batch in lineage for name in batch]
+    assert len({place.position for place in places}) == len(places), "none twice"
+    saved = {group.id: group.trajectories for group in read_groups(path)}
+    assert len(saved) == sum(1 for _ in read_groups(path))
+    for position in range(max(places).position):
+        if position not in {place.position for place in places}:
+            first, second = (saved.get(Place(position, attempt).group_id) for attempt in (0, 1))
+            assert first, "no place is forgotten"
+            assert worth(first, trainer.producer.config) is Worth.EQUAL or second, "nor given up at once"

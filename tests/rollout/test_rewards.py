@@ -1,5 +1,6 @@
 """`@reward`: arguments by name, sums, and mistakes that are told."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,40 @@ def test_a_field_that_no_row_has_is_told_before_the_run() -> None:
     Rewards([exact, brevity]).check({"question": "q", "answer": "4"})
 
 
-@pytest.mark.parametrize("result", [None, "high", {"success": 1}, {"reward": None}])
+async def test_rewards_of_turns_are_summed_by_turn() -> None:
+    @reward
+    def effort(trajectory: Trajectory) -> dict:
+        return {"reward": 1.0, "turn_rewards": [-0.5] * trajectory.turns}
+
+    @reward
+    def insight() -> dict:
+        return {"reward": 0.0, "turn_rewards": (0, 2), "deep": True}
+
+    chain = replace(TRAJECTORY, turns=2)
+    scored = await Rewards([exact, effort, insight]).score(chain, {"answer": "4"}, None)
+    assert scored == EnvironmentReward(2.0, {"success": 1.0, "deep": 1.0}, [-0.5, 1.5])
+    with pytest.raises(ValueError, match="insight gave 2 turn_rewards, and the chain has 3 assistant turns"):
+        await Rewards([effort, insight]).score(replace(TRAJECTORY, turns=3), {}, None)
+    given = EnvironmentReward(0.5, {}, [1.0])
+    with pytest.raises(ValueError, match="the environment gave 1 turn_rewards, and the chain has 2"):
+        await Rewards([]).score(chain, {}, given)
+    assert await Rewards([]).score(replace(chain, turns=1), {}, given) == given
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        None,
+        "high",
+        {"success": 1},
+        {"reward": None},
+        float("nan"),
+        {"reward": 1, "depth": float("inf")},
+        {"reward": 1, "turn_rewards": 0.5},
+        {"reward": 1, "turn_rewards": [0.5, None]},
+        {"reward": 1, "turn_rewards": [float("nan"), 0.5]},
+    ],
+)
 async def test_results_that_are_no_numbers_are_errors(result: object) -> None:
     @reward
     def odd() -> object:

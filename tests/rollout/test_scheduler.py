@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout.config import EqualRewards
 from rollout.scheduler import Admission, BatchChoice, Candidate, Choice
 
 
@@ -53,19 +54,17 @@ def test_misuse_is_an_error() -> None:
         admission.publish(1)
 
 
-def candidate(
-    name: str, oldest: int | None = 0, rewards: tuple[float, ...] = (0.0, 1.0), complete: bool = True
-) -> Candidate:
-    return Candidate(name, oldest, complete, rewards)
+def candidate(name: str, oldest: int | None = 0, chains: int = 2) -> Candidate:
+    return Candidate(name, oldest, True, chains, teaches=True)
 
 
-def running(name: str, oldest: int | None = 0, rewards: tuple[float, ...] = ()) -> Candidate:
-    return candidate(name, oldest, rewards, complete=False)
+def running(name: str, oldest: int | None = 0, chains: int = 0, teaches: bool | None = None) -> Candidate:
+    return Candidate(name, oldest, False, chains, teaches=chains >= 2 if teaches is None else teaches)
 
 
 def test_no_batch_before_enough_groups_are_complete() -> None:
     batches = BatchChoice(batch_size=2, max_staleness=0)
-    assert batches.choose([candidate("a"), running("b", rewards=(0.0, 1.0))]) is None
+    assert batches.choose([candidate("a"), running("b", chains=2)]) is None
     assert batches.choose([candidate("a"), candidate("b")]) == Choice(["a", "b"], [])
     assert batches.choose([candidate("c"), candidate("d")]) is None, "the batch of this version is chosen already"
     batches.publish(1)
@@ -74,23 +73,41 @@ def test_no_batch_before_enough_groups_are_complete() -> None:
 
 def test_an_old_group_is_closed_with_the_chains_that_have_ended() -> None:
     batches = BatchChoice(batch_size=2, max_staleness=1)
-    groups = [running("old", 0, (0.0, 1.0)), candidate("young", 1), candidate("younger", 1)]
+    groups = [running("old", 0, 2), candidate("young", 1), candidate("younger", 1)]
     assert batches.choose(groups) == Choice(["young", "younger"], []), "at version 0 there is time until version 1"
     batches.publish(1)
     assert batches.choose(groups) == Choice(["old", "young"], [])
 
 
-@pytest.mark.parametrize("rewards", [(), (1.0,), (1.0, 1.0, 1.0)])
-def test_an_old_group_that_would_teach_nothing_is_cancelled(rewards: tuple[float, ...]) -> None:
-    batches = BatchChoice(batch_size=1, max_staleness=0)
-    assert batches.choose([running("old", 0, rewards), candidate("whole")]) == Choice(["whole"], ["old"])
+@pytest.mark.parametrize("chains", [0, 1, 3])
+def test_an_old_group_that_would_teach_nothing_is_cancelled(chains: int) -> None:
+    batches = BatchChoice(batch_size=2, max_staleness=0)
+    groups = [running("old", 0, chains, teaches=False), candidate("a"), candidate("b")]
+    assert batches.choose(groups) == Choice(["a", "b"], ["old"])
+
+
+def test_places_that_stay_empty_are_those_of_the_next_batch_and_never_all() -> None:
+    batches = BatchChoice(batch_size=3, max_staleness=1)
+    assert batches.choose([candidate("a")]) is None
+    assert [batches.leave_empty() for _ in range(3)] == [True, True, False]
+    assert batches.choose([candidate("a"), candidate("b")]) == Choice(["a"], [])
+    batches.publish(1)
+    assert batches.choose([candidate("b"), candidate("c", 1)]) is None, "the batch after it has all its places"
+    assert batches.leave_empty()
+    assert batches.choose([candidate("b"), candidate("c", 1)]) == Choice(["b", "c"], [])
+
+
+def test_groups_of_an_earlier_run_count_as_started() -> None:
+    admission = Admission(batch_size=4, max_staleness=1, total=40, version=3, started=12)
+    admission.resume(3)
+    assert start_all(admission) == 5
 
 
 def test_the_oldest_go_first_and_of_those_closed_the_fullest() -> None:
     batches = BatchChoice(batch_size=3, max_staleness=2, version=5, chosen=5)
     groups = [
-        running("two", 3, (0.0, 1.0)),
-        running("three", 3, (0.0, 1.0, 1.0)),
+        running("two", 3, 2),
+        running("three", 3, 3),
         candidate("newer", 5),
         candidate("whole", 3),
         candidate("middle", 4),
@@ -104,12 +121,15 @@ def test_the_oldest_go_first_and_of_those_closed_the_fullest() -> None:
 
 
 class Run:
-    """Rollouts and a trainer, played step by step without time: what may happen next is drawn at random."""
+    """Rollouts and a trainer, played step by step without time: what may happen next is drawn at random. A complete
+    group of equal rewards is kept, or its place stays empty or is filled again."""
 
-    def __init__(self, batch_size: int, max_staleness: int, steps: int, group_size: int):
+    def __init__(self, batch_size: int, max_staleness: int, steps: int, group_size: int, equal: EqualRewards):
         self.admission = Admission(batch_size, max_staleness, total=steps * batch_size)
         self.batches = BatchChoice(batch_size, max_staleness)
-        self.steps, self.group_size = steps, group_size
+        self.steps, self.group_size, self.equal = steps, group_size, equal
+        self.empty: list[int] = []
+        """Places of each trained batch that stayed empty."""
         self.open: dict[str, list[Any]] = {}
         self.serial = 0
         self.trained: list[list[int]] = []
@@ -129,11 +149,17 @@ class Run:
                 if draw.random() < 0.7:
                     group[1] += 1
                     group[2] = (*group[2], float(draw.random() < 0.5))
+                    self.filter(group)
+        empty = self.batches.empty
         choice = self.batches.choose(
-            [Candidate(n, oldest, ended == self.group_size, r) for n, (oldest, ended, r) in self.open.items()]
+            [
+                Candidate(n, oldest, ended == self.group_size, len(r), len(set(r)) > 1)
+                for n, (oldest, ended, r) in self.open.items()
+            ]
         )
         if choice is not None:
-            assert len(choice.train) == self.admission.batch_size
+            assert len(choice.train) == self.admission.batch_size - empty > 0
+            self.empty.append(empty)
             assert not set(choice.train) & set(choice.cancel)
             self.trained.append([version - self.open.pop(name)[0] for name in choice.train])
             for name in choice.cancel:
@@ -143,17 +169,25 @@ class Run:
             self.admission.publish(version + 1)
             self.batches.publish(version + 1)
 
+    def filter(self, group: list[Any]) -> None:
+        """What the producer does with a group that is complete."""
+        if group[1] == self.group_size and len(set(group[2])) == 1 and self.equal is not EqualRewards.KEEP:
+            self.open = {name: other for name, other in self.open.items() if other is not group}
+            if self.equal is EqualRewards.REFILL or not self.batches.leave_empty():
+                self.admission.dropped()
+
 
 @given(
     seed=st.integers(0, 2**32),
     batch_size=st.integers(1, 4),
     max_staleness=st.integers(0, 4),
-    group_size=st.integers(1, 4),
+    group_size=st.integers(2, 4),
+    equal=st.sampled_from(EqualRewards),
 )
 def test_nothing_older_than_the_bound_is_trained_and_no_run_gets_stuck(
-    seed: int, batch_size: int, max_staleness: int, group_size: int
+    seed: int, batch_size: int, max_staleness: int, group_size: int, equal: EqualRewards
 ) -> None:
-    run, draw = Run(batch_size, max_staleness, 8, group_size), random.Random(seed)
+    run, draw = Run(batch_size, max_staleness, 8, group_size, equal), random.Random(seed)
     for _ in range(2000):
         run.act(draw)
         if len(run.trained) == run.steps:
@@ -161,3 +195,5 @@ def test_nothing_older_than_the_bound_is_trained_and_no_run_gets_stuck(
     assert len(run.trained) == run.steps
     assert all(0 <= age <= max_staleness for ages in run.trained for age in ages)
     assert run.open == {}, "exactly as many groups are started as are trained"
+    assert sum(run.empty) == 0 or equal is EqualRewards.DROP
+    assert len(run.trained) * batch_size == sum(map(len, run.trained)) + sum(run.empty)

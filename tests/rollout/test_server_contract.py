@@ -333,7 +333,7 @@ def check_full_updates(server: Served, tmp_path: Path) -> None:
     recipe = TrainRecipe.model_validate(
         {"model": {"path": str(server.model), "dtype": "float32"}, "train": {"steps": 1}}
     )
-    policy = load_policy(recipe.model, seed=0)
+    policy = load_policy(recipe)
     sync = FileSync([control], tmp_path)
     prompt = some_ids(200)
     params = {"temperature": 0.0, "max_tokens": 24, "logprobs": 0, "ignore_eos": True}

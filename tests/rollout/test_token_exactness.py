@@ -188,4 +188,8 @@ async def test_adversarial_templates_train_no_token_that_was_not_sampled(templat
         trajectories = list(await asyncio.gather(*run))
     assert not any(t.outcome.failed for t in trajectories), {t.error for t in trajectories}
     assert max(t.turns for t in trajectories) > 2
+    for t in trajectories:
+        said = [m["content"] for m in t.messages[len(question["messages"]) :] if m["role"] == "assistant"]
+        turns = [t.rows[row].token_ids[start:end] for row, start, end in t.turn_spans()]
+        assert [renderer.parse(ids).message["content"] for ids in turns] == said, "each turn is found in the rows"
     check_rows(trajectories, list(zip(server.requests, server.responses, strict=True)))

@@ -15,6 +15,7 @@ def example() -> Group:
     row.append_context([6])
     row.append_sampled([7], [-1.0], [Span("4", 0, 1)])
     chain = Trajectory("g0.0", [{"role": "user", "content": "é"}], [row], Outcome.COMPLETED, 0.5, {"success": 1.0}, 2)
+    chain.turn_rewards = [0.0, 0.25]
     return Group("g0", {"question": "é"}, [chain], version=3)
 
 
@@ -32,6 +33,38 @@ def test_groups_survive_their_file(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(example().to_json() + "\n", encoding="utf-8")
     (tmp_path / "b.jsonl").write_text(example().to_json() + "\n", encoding="utf-8")
     assert list(read_groups(tmp_path)) == [example(), example()]
+
+
+def test_lines_from_before_there_were_turn_rewards_are_read(tmp_path: Path) -> None:
+    older = json.loads(example().to_json())
+    del older["trajectories"][0]["turn_rewards"]
+    (tmp_path / "a.jsonl").write_text(json.dumps(older) + "\n")
+    (group,) = read_groups(tmp_path / "a.jsonl")
+    assert group.trajectories[0].turn_rewards is None
+    assert group.trajectories[0].rows == example().trajectories[0].rows
+
+
+def test_turns_are_found_in_the_rows() -> None:
+    chain = example().trajectories[0]
+    assert chain.turn_spans() == [(0, 3, 5), (0, 6, 7)]
+    forked = Row()
+    forked.append_context([1, 2])
+    forked.append_sampled([4, 5, 6], [0.0] * 3, [Span("4", 0, 2), Span("5", 2, 3)])
+    chain.rows.append(forked)
+    chain.turns = 3
+    assert chain.turn_spans() == [(0, 3, 5), (0, 6, 7), (1, 2, 5)], "versions may change within a turn"
+    forked.append_context([7])
+    chain.turns = 4
+    assert chain.turn_spans() == [(0, 3, 5), (0, 6, 7), (1, 2, 5), (1, 6, 6)], "the last turn said nothing"
+    assert Trajectory("c", [], [], Outcome.TOOL_INFRASTRUCTURE).turn_spans() == []
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3])
+def test_rows_that_do_not_hold_the_turns_are_refused(turns: int) -> None:
+    chain = example().trajectories[0]
+    chain.turns = turns
+    with pytest.raises(ValueError, match=f"chain g0.0 has {turns} turns, and its rows hold 2"):
+        chain.turn_spans()
 
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:

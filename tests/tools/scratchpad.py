@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from tools.environment import Environment
 from tools.tool import tool
@@ -90,9 +90,11 @@ class Scratchpad(Environment):
         """Tear the pad."""
         raise ValueError("the pad cannot be torn")
 
-    def reward(self) -> dict[str, float]:
+    def reward(self) -> dict[str, Any]:
         if self.word == "priceless":
             raise ValueError("beyond measure")
+        if self.word == "by turn":
+            return {"reward": 0.5, "turn_rewards": [1, -0.25]}
         return {"reward": float(len(self.word)), "success": self.word != "nothing"}
 
     async def close(self) -> None:

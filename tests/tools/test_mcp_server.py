@@ -137,6 +137,8 @@ async def test_resets_make_instances() -> None:
         (float("nan"), "returned nan for reward; it has to be a finite number"),
         ({"success": 1}, "a dict without `reward`"),
         ({"reward": 1, "success": "yes"}, "returned 'yes' for success"),
+        ({"reward": 1, "turn_rewards": 3}, "returned 3 for turn_rewards; it has to be a list"),
+        ({"reward": 1, "turn_rewards": [0, None]}, "returned None for turn_rewards"),
     ],
 )
 async def test_verdicts_that_are_no_reward(verdict: Any, reason: str) -> None:

@@ -156,6 +156,15 @@ async def test_chains_never_see_each_other(recipes: dict[str, ToolsRecipe], fold
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_rewards_of_turns_pass_every_transport(
+    recipes: dict[str, ToolsRecipe], folder: Path, transport: str
+) -> None:
+    key, task = f"turns over {transport}", {"word": "by turn"}
+    async with open_toolset(recipes[transport], folder) as toolset, toolset.chain(key, task) as session:
+        assert await session.reward() == EnvironmentReward(0.5, {}, [1.0, -0.25])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_timeout_is_told_and_disturbs_nobody(http_url: str, folder: Path, transport: str) -> None:
     ways = {"in process": {"module": "scratchpad.py:wait"}, "stdio": stdio_server(), "http": {"url": http_url}}
     recipe = ToolsRecipe.model_validate({"mcp_servers": {"slow": ways[transport] | {"timeout_seconds": 1.5}}})
@@ -270,6 +279,8 @@ async def test_two_environments(theirs: Path, folder: Path) -> None:
     async with open_toolset(recipe, folder) as toolset, toolset.chain("a", {"word": "four"}) as session:
         assert session.opening == "The pad says four."
         assert await session.reward() == EnvironmentReward(6.0, {"Scratchpad/success": 1.0})
+        await session.call(make("write", word="by turn"))
+        assert await session.reward() == EnvironmentReward(2.5, {}, [1.0, -0.25])
 
 
 async def test_no_tools(folder: Path) -> None:

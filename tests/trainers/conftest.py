@@ -126,7 +126,7 @@ def make_groups(count: int, size: int, seed: int = 0) -> list[Group]:
     ]
 
 
-@pytest.fixture(name="make_groups")
+@pytest.fixture(scope="session", name="make_groups")
 def _make_groups() -> Callable[..., list[Group]]:
     return make_groups
 

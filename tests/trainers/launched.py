@@ -1,6 +1,6 @@
-"""Run under `accelerate launch` by test_launch.py: one GRPO step from saved groups, or the refusal of the launch.
+"""Run by test_launch.py, under accelerate's launcher or as it is: training from saved groups, recipe after recipe.
 
-Arguments: a recipe as JSON, a trajectories file, a folder for checkpoints.
+Arguments: recipes as a JSON list, a trajectories file, a folder that gets a folder of checkpoints per recipe.
 """
 
 import json
@@ -8,34 +8,45 @@ import os
 import sys
 from pathlib import Path
 
+from accelerate import Accelerator
 from transformers import AutoTokenizer
 
+from trainers.checkpoints import Checkpoints
 from trainers.config import TrainRecipe
-from trainers.grpo import SavedGroups, train_grpo
 from trainers.launch import LaunchError, make_accelerator
+from trainers.rl import train_rl
+from trainers.source import SavedGroups
 from trainers.sync.canary import Canary, canary_rows
 
 
-def main() -> int:
-    """Prints what rank 0 logs as JSON lines; exit status 2 where the launch is refused."""
-    recipe = TrainRecipe.model_validate(json.loads(sys.argv[1]))
-    try:
-        accelerator = make_accelerator(recipe.train)
-    except LaunchError as error:
-        print(f"rank {os.environ.get('RANK', '0')} refused: {error}", flush=True)
-        return 2
-    needed = recipe.train.steps * recipe.train.batch_size
-    train_grpo(
+def train(recipe: TrainRecipe, accelerator: Accelerator, trajectories: Path, folder: Path) -> None:
+    """Prints what rank 0 logs as JSON lines."""
+    train_rl(
         recipe,
         accelerator,
-        Path(sys.argv[3]),
-        source=SavedGroups(Path(sys.argv[2]), needed) if accelerator.is_main_process else None,
+        Checkpoints(folder, AutoTokenizer.from_pretrained(recipe.model.path), recipe.train),
+        source=SavedGroups(trajectories, recipe.train.steps * recipe.train.batch_size)
+        if accelerator.is_main_process
+        else None,
         sync=None,
         # every rank scores the canary's rows, also where the policy is sharded
         canary=Canary([], canary_rows(range(64), longest=40), recipe.model.dtype),
-        tokenizer=AutoTokenizer.from_pretrained(recipe.model.path),
         log=lambda metrics: print(json.dumps(metrics), flush=True),
     )
+    # the next recipe's model is another
+    accelerator.free_memory()
+
+
+def main() -> int:
+    """Exit status 2 where the launch is refused."""
+    recipes = [TrainRecipe.model_validate(recipe) for recipe in json.loads(sys.argv[1])]
+    try:
+        accelerator = make_accelerator(recipes[0].train)
+    except LaunchError as error:
+        print(f"rank {os.environ.get('RANK', '0')} refused: {error}", flush=True)
+        return 2
+    for number, recipe in enumerate(recipes):
+        train(recipe, accelerator, Path(sys.argv[2]), Path(sys.argv[3]) / str(number))
     accelerator.end_training()
     return 0
 

@@ -1,30 +1,184 @@
-"""Group advantages against TRL's convention and by hand."""
+"""Advantages by hand, against TRL's GRPOTrainer and RLOOTrainer, and against definitions written out in full."""
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from statistics import stdev
+from typing import Any
 
 import pytest
 import torch
-from trl.trainer.utils import nanstd
 
-from trainers.advantages import group_advantages
+from tests.trainers.trl_oracle import Chains, GrpoOracle, RlooOracle, make_oracle
+from trainers.advantages import (
+    gae,
+    grpo_advantages,
+    overlong_penalty,
+    process_advantages,
+    returns,
+    rloo_advantages,
+    whiten,
+)
+
+NAN = float("nan")
 
 
-def test_hand_worked() -> None:
+def test_group_advantages_by_hand() -> None:
     # mean 2, sample variance (1 + 0 + 1) / 2 = 1
-    assert group_advantages([1.0, 2.0, 3.0]) == pytest.approx([-1 / 1.0001, 0.0, 1 / 1.0001])
-    assert group_advantages([1.0, 2.0, 3.0], scale=False) == pytest.approx([-1.0, 0.0, 1.0])
+    assert grpo_advantages([1.0, 2.0, 3.0]) == pytest.approx([-1 / 1.0001, 0.0, 1 / 1.0001])
+    assert grpo_advantages([1.0, 2.0, 3.0], "none") == pytest.approx([-1.0, 0.0, 1.0])
+    assert grpo_advantages([1.0, 2.0, 3.0], "batch", 0.5) == pytest.approx([-1 / 0.5001, 0.0, 1 / 0.5001])
+    # the chain that broke counts nowhere
+    assert grpo_advantages([1.0, None, 2.0, 3.0]) == pytest.approx([-1 / 1.0001, 0.0, 0.0, 1 / 1.0001])
 
 
-def test_equals_trl_with_unscorable_members() -> None:
-    rewards = [0.3, None, 0.9, 0.1, None, 0.35]
-    known = torch.tensor([float("nan") if r is None else r for r in rewards], dtype=torch.float64)
-    trl = torch.nan_to_num((known - known.nanmean()) / (nanstd(known, dim=0) + 1e-4), nan=0.0)
-    assert group_advantages(rewards) == pytest.approx(trl.tolist(), abs=1e-7)  # TRL corrects in float32
+def test_leave_one_out_by_hand() -> None:
+    # the others' means: 2.5, 2, 1.5
+    assert rloo_advantages([1.0, 2.0, 3.0]) == pytest.approx([-1.5, 0.0, 1.5])
+    # of two: 2 and 1
+    assert rloo_advantages([1.0, None, 2.0]) == pytest.approx([-1.0, 0.0, 1.0])
 
 
-def test_rewards_that_are_not_finite_are_refused() -> None:
+@pytest.mark.parametrize("estimate", [grpo_advantages, rloo_advantages])
+def test_rewards_that_are_not_finite_are_refused(estimate: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match=r"finite numbers, not \[inf, 0.0\]"):
-        group_advantages([float("inf"), 0.0])
+        estimate([float("inf"), 0.0])
 
 
-@pytest.mark.parametrize("rewards", [[0.1] * 7, [None, 0.7], [0.5], [None, None]])
+@pytest.mark.parametrize("rewards", [[0.1] * 7, [None, 0.7], [0.5], [None, None], []])
 def test_nothing_to_compare_is_exactly_zero(rewards: list[float | None]) -> None:
-    assert group_advantages(rewards) == [0.0] * len(rewards)
+    zeros = [0.0] * len(rewards)
+    assert grpo_advantages(rewards) == grpo_advantages(rewards, "batch", 1.0) == rloo_advantages(rewards) == zeros
+
+
+def test_batch_scale_needs_the_batch() -> None:
+    with pytest.raises(ValueError, match="the standard deviation of the batch's rewards"):
+        grpo_advantages([0.0, 1.0], "batch")
+
+
+REWARDS = [0.3, None, 0.9, 0.1, None, 0.35, 0.35, 0.2, 0.5, 0.5, 0.5, 0.5]
+GROUPS = [REWARDS[0:4], REWARDS[4:8], REWARDS[8:12]]
+SPREAD = stdev(reward for reward in REWARDS if reward is not None)
+
+
+@pytest.mark.parametrize("scale", ["none", "group", "batch"])
+def test_group_advantages_equal_trl(model_folder: Path, tmp_path: Path, scale: Any) -> None:
+    """Two of twelve chains broke, and all of the last group have the same reward."""
+    chains = Chains.random(12)
+    chains.rewards = REWARDS
+    oracle = make_oracle(GrpoOracle, model_folder, tmp_path, chains, 4, scale_rewards=scale)
+    ours = [value for group in GROUPS for value in grpo_advantages(group, scale, SPREAD)]
+    # TRL's Bessel correction is in single precision
+    assert ours == pytest.approx(oracle.score()["advantages"].tolist(), abs=1e-6)
+
+
+def test_leave_one_out_equals_trl(model_folder: Path, tmp_path: Path) -> None:
+    chains = Chains.random(12)
+    chains.rewards = REWARDS
+    oracle = make_oracle(RlooOracle, model_folder, tmp_path, chains, 4, beta=0.0, normalize_advantages=False)
+    ours = [value for group in GROUPS for value in rloo_advantages(group)]
+    assert ours == pytest.approx(oracle.score()["advantages"].tolist(), abs=1e-12)
+
+
+def test_leave_one_out_with_a_cost_of_the_distance_equals_trl(model_folder: Path, tmp_path: Path) -> None:
+    """The reward less beta times the sum of k1 over the chain."""
+    chains = Chains.random(8)
+    # TRL's RLOO knows no tools
+    chains.masks = [[1] * len(mask) for mask in chains.masks]
+    oracle = make_oracle(RlooOracle, model_folder, tmp_path, chains, 4, beta=0.05, normalize_advantages=False)
+    gaps = chains.logprobs["proximal"] - chains.logprobs["reference"]
+    rewards = [
+        reward - 0.05 * float(gap[: len(mask)].sum())
+        for reward, gap, mask in zip(chains.rewards, gaps, chains.masks, strict=True)
+        if reward is not None
+    ]
+    ours = rloo_advantages(rewards[:4]) + rloo_advantages(rewards[4:])
+    assert ours == pytest.approx(oracle.score()["advantages"].tolist(), abs=1e-9)
+
+
+def test_turn_advantages_by_hand() -> None:
+    """Rewards 1, 0 | 2 | 1 of the turns of three chains: mean 1, sample variance (0 + 1 + 1 + 0) / 3."""
+    unit = 1 / (math.sqrt(2 / 3) + 1e-4)
+    assert process_advantages([[1.0, 0.0], [2.0], [], [1.0]]) == [
+        pytest.approx([-unit, -unit]),
+        pytest.approx([unit]),
+        [],
+        pytest.approx([0.0]),
+    ]
+    assert process_advantages([[1.0, 0.0], [2.0], [1.0]], "none") == [[-1.0, -1.0], [1.0], [0.0]]
+    assert process_advantages([[0.5, 0.5], [0.5]]) == [[0.0, 0.0], [0.0]]
+
+
+def test_turn_advantages_equal_the_paper_written_out() -> None:
+    """DeepSeekMath, 4.1.3: the sum of the normalised rewards of all steps that end at or after the token."""
+    rng = random.Random(0)
+    turn_rewards = [[rng.random() for _ in range(count)] for count in (3, 1, 4, 2)]
+    flat = torch.tensor([reward for chain in turn_rewards for reward in chain], dtype=torch.float64)
+    wanted = [
+        [float(sum((r - flat.mean()) / (flat.std() + 1e-4) for r in chain[turn:])) for turn in range(len(chain))]
+        for chain in turn_rewards
+    ]
+    assert process_advantages(turn_rewards) == [pytest.approx(chain, abs=1e-12) for chain in wanted]
+
+
+def test_returns_by_hand() -> None:
+    # 4, 2 + 4 / 2, 0 + 4 / 2
+    assert returns([0.0, 2.0, 4.0], 0.5) == [2.0, 4.0, 4.0]
+    assert returns([0.0, 0.0, 1.0]) == [1.0, 1.0, 1.0]
+    assert returns([]) == []
+
+
+def test_gae_by_hand() -> None:
+    """gamma 1/2, lambda 1/2: deltas 0 + 2 - 1 = 1, 0 + 1 - 4 = -3, 8 - 2 = 6; then 6, -3 + 6/4, 1 - 1.5/4."""
+    advantages, targets = gae([0.0, 0.0, 8.0], [1.0, 4.0, 2.0], 0.5, 0.5)
+    assert advantages == [0.625, -1.5, 6.0]
+    assert targets == [1.625, 2.5, 8.0]
+    with pytest.raises(ValueError, match="2 rewards came with 1 values"):
+        gae([0.0, 1.0], [0.0], 1.0, 1.0)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.99, 0.9), (0.9, 0.0)])
+def test_gae_steps_over_tool_tokens(gamma: float, lam: float) -> None:
+    """Against equation 16 as a sum over all later sampled tokens of a whole row, in which tool tokens hold NaN."""
+    rng = random.Random(1)
+    mask = [0, 0, 1, 1, 0, 0, 0, 1, 0, 1, 1, 1, 0]
+    rewards, values = ([rng.gauss(0, 1) if kept else NAN for kept in mask] for _ in range(2))
+    steps = [position for position, kept in enumerate(mask) if kept]
+    wanted = []
+    for start in range(len(steps)):
+        total = 0.0
+        for ahead, step in enumerate(steps[start:]):
+            following = values[steps[start + ahead + 1]] if start + ahead + 1 < len(steps) else 0.0
+            total += (gamma * lam) ** ahead * (rewards[step] + gamma * following - values[step])
+        wanted.append(total)
+    own_rewards, own_values = [rewards[step] for step in steps], [values[step] for step in steps]
+    advantages, targets = gae(own_rewards, own_values, gamma, lam)
+    assert advantages == pytest.approx(wanted, abs=1e-12)
+    assert targets == pytest.approx([a + v for a, v in zip(wanted, own_values, strict=True)], abs=1e-12)
+    if lam == 1.0:
+        assert targets == pytest.approx(returns(own_rewards, gamma), abs=1e-12)
+
+
+def test_whitening_by_hand() -> None:
+    """Tokens 1, 1, 1 of one chain and 5 of another: mean 2, variance (1 + 1 + 1 + 9) / 4 = 3."""
+    unit = 1 / math.sqrt(3)
+    assert whiten([[1.0] * 3, [], [5.0]]) == [pytest.approx([-unit] * 3), [], pytest.approx([3 * unit])]
+    assert whiten([[0.1, 0.1], [0.1]]) == [[0.0, 0.0], [0.0]]
+    assert whiten([[], []]) == [[], []]
+    assert whiten([]) == []
+
+
+def test_whitening_equals_torch() -> None:
+    rng = random.Random(2)
+    chains = [[rng.gauss(0.7, 2.0) for _ in range(rng.randint(1, 6))] for _ in range(9)]
+    flat = torch.tensor([value for chain in chains for value in chain], dtype=torch.float64)
+    wanted = torch.nn.functional.layer_norm(flat, flat.shape, eps=1e-16).tolist()
+    assert [value for chain in whiten(chains) for value in chain] == pytest.approx(wanted, abs=1e-7)
+    assert list(map(len, whiten(chains))) == list(map(len, chains))
+
+
+@pytest.mark.parametrize(("length", "wanted"), [(0, 0.0), (80, 0.0), (85, -0.5), (90, -1.0), (100, -2.0), (120, -2.0)])
+def test_overlong_punishment_by_hand(length: int, wanted: float) -> None:
+    """A limit of 100, and -2 over the last 20 tokens before it: -0.1 a token."""
+    assert overlong_penalty(length, 100, 20, 2.0) == pytest.approx(wanted)

@@ -27,7 +27,7 @@ def own_server(model_folder: Path) -> Iterator[ServerControl]:
 
 @pytest.fixture
 def policy(make_recipe: Callable[..., TrainRecipe]) -> Policy:
-    return load_policy(make_recipe().model, seed=0)
+    return load_policy(make_recipe())
 
 
 def test_rows_are_the_same_for_all_who_ask() -> None:

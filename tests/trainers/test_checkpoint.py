@@ -1,63 +1,148 @@
-"""Checkpoints are what transformers and peft load, and are never half there."""
+"""Checkpoints are what transformers and peft load, are never half there, and training goes on from them bit by bit."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from trainers.checkpoint import save_checkpoint
+from rollout.trajectory import Group
+from trainers.checkpoint import load_checkpoint, save_checkpoint
+from trainers.checkpoints import Checkpoints
 from trainers.config import TrainRecipe
-from trainers.policy import load_policy
+from trainers.learner import Learner
+from trainers.rl import train_rl
+from trainers.sft import train_sft
+from trainers.source import SavedGroups
 
 Make = Callable[..., TrainRecipe]
+MakeGroups = Callable[..., list[Group]]
 
 
 def test_full_checkpoint_is_loaded_by_transformers(
-    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    make_recipe: Make, accelerator: Accelerator, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    config = make_recipe().model.model_copy(update={"dtype": "bfloat16"})
-    policy = load_policy(config, seed=0)
-    path = save_checkpoint(tmp_path, 80, policy, policy.gather(), tokenizer, {"seed": 7, "groups": ["g1"]})
+    recipe = make_recipe()
+    recipe.model.dtype = "bfloat16"
+    learner = Learner(recipe, accelerator)
+    path = save_checkpoint(tmp_path, 80, learner, tokenizer, {"seed": 7, "groups": ["g1"]})
     assert path == tmp_path / "step-000080"
     assert [child.name for child in tmp_path.iterdir()] == ["step-000080"]
     loaded = AutoModelForCausalLM.from_pretrained(path)
     assert loaded.dtype == torch.bfloat16
-    for name, value in policy.network.state_dict().items():
+    for name, value in learner.policy.network.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value.bfloat16()), name
     assert AutoTokenizer.from_pretrained(path).chat_template == tokenizer.chat_template
     state = json.loads((path / "trainer_state.json").read_text())
     assert state == {"step": 80, "seed": 7, "groups": ["g1"]}
-    again = load_policy(config.model_copy(update={"path": str(path)}), seed=0)
-    for name, value in again.gather().items():
-        assert torch.equal(value, policy.gather()[name]), name
+    # training goes on in float32, of which the model's own file holds too little
+    held = torch.load(path / "training_state.pt", weights_only=True)["weights"]
+    assert {value.dtype for value in held.values()} == {torch.float32}
 
 
 def test_adapter_checkpoint_is_loaded_by_peft(
-    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, model_folder: Path, tmp_path: Path
+    make_recipe: Make,
+    accelerator: Accelerator,
+    tokenizer: PreTrainedTokenizerFast,
+    model_folder: Path,
+    tmp_path: Path,
 ) -> None:
-    policy = load_policy(make_recipe(lora={"rank": 2}).model, seed=3)
-    path = save_checkpoint(tmp_path, 1, policy, policy.gather(), tokenizer, {})
+    learner = Learner(make_recipe(lora={"rank": 2}), accelerator)
+    path = save_checkpoint(tmp_path, 1, learner, tokenizer, {})
     assert not (path / "model.safetensors").exists()
     loaded = AutoPeftModelForCausalLM.from_pretrained(path)
     assert loaded.peft_config["default"].base_model_name_or_path == str(model_folder)
     weights = dict(loaded.named_parameters())
-    for name, value in policy.model.named_parameters():
+    for name, value in learner.policy.model.named_parameters():
         assert torch.equal(weights[name], value), name
 
 
 def test_what_a_killed_run_left_is_replaced_and_what_is_whole_is_kept(
-    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    make_recipe: Make, accelerator: Accelerator, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    policy = load_policy(make_recipe(lora={"rank": 2}).model, seed=0)
+    learner = Learner(make_recipe(lora={"rank": 2}), accelerator)
     partial = tmp_path / ".step-000001.partial"
     partial.mkdir()
     (partial / "rubbish").touch()
-    path = save_checkpoint(tmp_path, 1, policy, policy.gather(), tokenizer, {})
+    path = save_checkpoint(tmp_path, 1, learner, tokenizer, {})
     assert not (path / "rubbish").exists()
     assert not partial.exists()
     with pytest.raises(FileExistsError, match="never overwrites"):
-        save_checkpoint(tmp_path, 1, policy, policy.gather(), tokenizer, {})
+        save_checkpoint(tmp_path, 1, learner, tokenizer, {})
+
+
+def test_other_weights_are_refused(
+    make_recipe: Make, accelerator: Accelerator, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    path = save_checkpoint(tmp_path, 1, Learner(make_recipe(lora={"rank": 2}), accelerator), tokenizer, {})
+    with pytest.raises(ValueError, match=r"holds other weights than are trained, such as model\."):
+        load_checkpoint(path, Learner(make_recipe(), accelerator))
+
+
+RECORDED: dict[str, dict[str, Any]] = {
+    "every weight, several updates": {"updates_per_batch": 2},
+    "adapter with dropout": {"lora": {"rank": 2, "dropout": 0.3}},
+    "critic of its own, alone at first": {"algorithm": "ppo", "critic": {"warmup_steps": 3, "learning_rate": 1e-3}},
+    "critic as an adapter": {"algorithm": "ppo", "lora": {"rank": 2}},
+    "muon": {"optimizer": {"name": "muon"}},
+    "adafactor": {"optimizer": {"name": "adafactor"}},
+    "without a state": {"optimizer": {"name": "sgd", "betas": [0.0, 0.9]}},
+    "supervised": {"algorithm": "sft", "batch_size": 5},
+}
+
+
+@pytest.mark.parametrize("case", RECORDED)
+def test_training_goes_on_bit_by_bit(
+    make_recipe: Make, make_groups: MakeGroups, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, case: str
+) -> None:
+    settings = {"batch_size": 2, "learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 1, "checkpoint_every": 2}
+    recipe = make_recipe(**{**settings, **RECORDED[case], "steps": 5})
+    groups = make_groups(10, 4)
+    (tmp_path / "groups.jsonl").write_text("".join(group.to_json() + "\n" for group in groups))
+    rows = [row for group in groups for chain in group.trajectories for row in chain.rows]
+
+    def run(folder: Path, resume: Path | None) -> list[dict[str, Any]]:
+        logged: list[dict[str, Any]] = []
+        accelerator, checkpoints = Accelerator(cpu=True), Checkpoints(folder, tokenizer, recipe.train, resume=resume)
+        # whatever this process has drawn before
+        torch.manual_seed(len(folder.name))
+        if recipe.train.algorithm == "sft":
+            train_sft(recipe, accelerator, checkpoints, rows=rows, log=logged.append)
+        else:
+            source = SavedGroups(tmp_path / "groups.jsonl", needed=10, skip=checkpoints.lineage.step * 2)
+            train_rl(recipe, accelerator, checkpoints, source=source, sync=None, log=logged.append)
+        timing = ("seconds/", "tokens_per_second")
+        return [{name: value for name, value in line.items() if not name.startswith(timing)} for line in logged]
+
+    whole = run(tmp_path / "whole", None)
+    assert run(tmp_path / "resumed", tmp_path / "whole" / "step-000002") == whole[2:]
+    expected, given = (
+        torch.load(tmp_path / name / "step-000005" / "training_state.pt", weights_only=True)
+        for name in ("whole", "resumed")
+    )
+    assert all(torch.equal(given["weights"][name], value) for name, value in expected["weights"].items())
+    assert given["schedule"] == expected["schedule"]
+    assert torch.equal(given["random"][0]["cpu"], expected["random"][0]["cpu"])
+    assert given["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys()
+
+
+def test_more_steps_stretch_the_course_of_the_learning_rate(
+    make_recipe: Make, accelerator: Accelerator, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    course = {"schedule": "cosine", "learning_rate": 1e-3}
+    learner = Learner(make_recipe(steps=4, **course), accelerator)
+    for _ in range(4):
+        learner.optimizer.step()
+        learner.end_step()
+    assert learner.learning_rate == pytest.approx(0.0)
+    path = save_checkpoint(tmp_path, 4, learner, tokenizer, {})
+    longer = Learner(make_recipe(steps=12, **course), accelerator)
+    load_checkpoint(path, longer)
+    assert longer.learning_rate == pytest.approx(1e-3 * 0.5 * (1 + math.cos(math.pi * 4 / 12)))
+    assert {group["lr"] for group in longer.optimizer.param_groups} == {longer.learning_rate}

@@ -1,46 +1,282 @@
-"""Losses by hand, by float64 autograd, and against TRL's own GRPOTrainer._compute_loss."""
+"""Losses by hand and by float64 autograd; tests/trainers/test_trl.py compares them with TRL's."""
 
 import math
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from datasets import Dataset
-from transformers import AutoModelForCausalLM
-from trl import GRPOConfig, GRPOTrainer
+from torch import Tensor
 
-from rollout.trajectory import Row
-from trainers.batch import padded, scatter, training_row
-from trainers.config import TrainRecipe
-from trainers.grpo import ppo_updates
-from trainers.learner import Learner
-from trainers.losses import clipped_policy_loss, mismatch_kl, negative_log_likelihood
+from rollout.trajectory import Row, Span
+from trainers.batch import make_batches, training_row
+from trainers.config import LossConfig, MismatchConfig
+from trainers.losses import (
+    kl,
+    mismatch_kl,
+    mismatch_weights,
+    negative_log_likelihood,
+    policy_loss,
+    token_weights,
+    value_loss,
+)
+
+ONE_ROW = torch.zeros(8, dtype=torch.int64)
+
+
+def double(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def of_ratios(config: LossConfig, ratios: Tensor, advantage: Tensor, sequence: Tensor = ONE_ROW) -> Any:
+    """`policy_loss` where the policy's probabilities are `ratios` times the proximal ones, which are exp(-1)."""
+    proximal = torch.full_like(ratios, -1.0)
+    return policy_loss(config, proximal + ratios.log(), proximal, advantage, sequence[: len(ratios)])
 
 
 def test_clipping_by_hand() -> None:
-    # ratios 1.5, 1.5, 0.5, 0.5, 1.1 with clip 0.2 / 0.3, advantages +2, -2, +2, -2, +1
-    ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1], dtype=torch.float64)
-    advantage = torch.tensor([2.0, -2.0, 2.0, -2.0, 1.0], dtype=torch.float64)
-    terms, clipped = clipped_policy_loss(ratio.log(), torch.zeros_like(ratio), advantage, 0.2, 0.3)
+    config = LossConfig(clip_low=0.2, clip_high=0.3)
+    terms, clipped = of_ratios(config, double(1.5, 1.5, 0.5, 0.5, 1.1), double(2, -2, 2, -2, 1))
+    # 1.3 x 2; -1.5 x 2; 0.5 x 2; -0.8 x 2; 1.1 x 1
     assert terms.tolist() == pytest.approx([-2.6, 3.0, -1.0, 1.6, -1.1])
     assert clipped.tolist() == [True, False, False, True, False]
 
 
-def test_gradients_are_those_of_the_formulas() -> None:
+def test_dual_clip_by_hand() -> None:
+    """A ratio counts at most 3 where the advantage is negative, and clip_high bounds it where it is positive."""
+    config = LossConfig(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+    terms, clipped = of_ratios(config, double(5, 5, 2, 0.5), double(-2, 2, -2, -2))
+    assert terms.tolist() == pytest.approx([6.0, -2.6, 4.0, 1.6])
+    assert clipped.tolist() == [True, True, False, True]
+
+
+def test_sequence_ratio_by_hand() -> None:
+    """Ratios 2 and 1/2 make 1, ratios 4 and 1 make 2, which is clipped at 1.5 where that is the smaller gain."""
+    config = LossConfig(policy="gspo", clip_low=0.5, clip_high=0.5)
+    sequence = torch.tensor([0, 0, 1, 1])
+    terms, clipped = of_ratios(config, double(2, 0.5, 4, 1), double(1, 1, 1, 1), sequence)
+    assert terms.tolist() == pytest.approx([-1, -1, -1.5, -1.5])
+    assert clipped.tolist() == [False, False, True, True]
+    terms, clipped = of_ratios(config, double(2, 0.5, 4, 1), double(1, -3, -1, -1), sequence)
+    assert terms.tolist() == pytest.approx([-1, 3, 2, 2])
+    assert not clipped.any()
+
+
+def test_clipped_weights_by_hand() -> None:
+    """Weights 1/2 and, of 8, at most 5; log-probabilities -1 + log of the ratio."""
+    config = LossConfig(policy="cispo", clip_high=4.0)
+    terms, clipped = of_ratios(config, double(0.5, 8, 8), double(2, 1, -1))
+    assert terms.tolist() == pytest.approx([1 + math.log(2), 5 * (1 - math.log(8)), -5 * (1 - math.log(8))])
+    assert clipped.tolist() == [False, True, True]
+
+
+def test_soft_gate_by_hand() -> None:
+    """Temperatures 1 and 2: 4 sigmoid(r - 1) and 2 sigmoid(2 (r - 1)), so 2 and 1 at r = 1."""
+    config = LossConfig(policy="sapo", sapo_positive=1.0, sapo_negative=2.0)
+    terms, clipped = of_ratios(config, double(1, 1, 1 + math.log(3), 1 + math.log(3)), double(3, -3, 1, -1))
+    # sigmoid(log 3) = 3/4, sigmoid(2 log 3) = 9/10
+    assert terms.tolist() == pytest.approx([-6, 3, -3, 1.8])
+    assert not clipped.any()
+
+
+def test_plain_policy_gradient_by_hand() -> None:
+    terms, clipped = of_ratios(LossConfig(policy="reinforce"), double(1, math.e), double(2, -3))
+    assert terms.tolist() == pytest.approx([2, 0])
+    assert not clipped.any()
+
+
+POLICIES: list[dict[str, Any]] = [
+    {"policy": "clip"},
+    {"policy": "clip", "clip_low": 0.1, "clip_high": 0.4, "dual_clip": 1.5},
+    {"policy": "gspo", "clip_low": 0.05, "clip_high": 0.1},
+    {"policy": "cispo", "clip_high": 0.2},
+    {"policy": "sapo"},
+    {"policy": "reinforce"},
+]
+
+
+@pytest.mark.parametrize("settings", POLICIES)
+def test_on_policy_all_have_the_policy_gradient(settings: dict[str, Any]) -> None:
+    """Where the policy is the proximal one, the gradient of every term is -A, whatever the tokens of its sequence."""
     torch.manual_seed(0)
-    proximal = -3 * torch.rand(6, dtype=torch.float64)
-    advantage = torch.randn(6, dtype=torch.float64)
-    logprob = (proximal + 0.1 * torch.randn(6, dtype=torch.float64)).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: clipped_policy_loss(x, proximal, advantage, 0.2, 0.2)[0], logprob)
-    assert torch.autograd.gradcheck(negative_log_likelihood, logprob)
-    # on policy the gradient is that of REINFORCE: -advantage
-    on_policy = proximal.clone().requires_grad_()
-    clipped_policy_loss(on_policy, proximal, advantage, 0.2, 0.2)[0].sum().backward()
-    assert torch.equal(on_policy.grad, -advantage)
+    proximal, advantage = -3 * torch.rand(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    logprob = proximal.clone().requires_grad_()
+    sequence = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2])
+    terms, clipped = policy_loss(LossConfig(**settings), logprob, proximal, advantage, sequence)
+    terms.sum().backward()
+    torch.testing.assert_close(logprob.grad, -advantage, rtol=0, atol=1e-12)
+    assert not clipped.any()
+
+
+@pytest.mark.parametrize("settings", [s for s in POLICIES if s["policy"] != "cispo"])
+def test_gradients_are_those_of_the_values(settings: dict[str, Any]) -> None:
+    """float64 finite differences of the sum over tokens, off policy, with one advantage per sequence (for gspo, whose
+    gradient passes each token by itself)."""
+    torch.manual_seed(0)
+    sequence = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])
+    proximal = -3 * torch.rand(8, dtype=torch.float64)
+    advantage = torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64)[sequence]
+    logprob = (proximal + 0.4 * torch.randn(8, dtype=torch.float64)).requires_grad_()
+    config = LossConfig(**settings)
+    terms, clipped = policy_loss(config, logprob, proximal, advantage, sequence)
+    assert clipped.any() == (settings["policy"] in ("clip", "gspo"))
+    assert torch.autograd.gradcheck(lambda x: policy_loss(config, x, proximal, advantage, sequence)[0].sum(), logprob)
+    # what is clipped does not move
+    (gradient,) = torch.autograd.grad(terms.sum(), logprob)
+    assert torch.equal(gradient == 0, clipped)
+
+
+def test_clipped_weights_are_held_fast() -> None:
+    """cispo: the gradient is -min(r, 1.2) A: the weight's own is not in it."""
+    torch.manual_seed(0)
+    proximal, advantage = -3 * torch.rand(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    logprob = (proximal + 0.4 * torch.randn(8, dtype=torch.float64)).requires_grad_()
+    terms, clipped = policy_loss(LossConfig(policy="cispo", clip_high=0.2), logprob, proximal, advantage, ONE_ROW)
+    assert 0 < clipped.sum() < 8
+    terms.sum().backward()
+    weight = torch.tensor([min(math.exp(a - b), 1.2) for a, b in zip(logprob.tolist(), proximal.tolist(), strict=True)])
+    torch.testing.assert_close(logprob.grad, -weight.double() * advantage, rtol=0, atol=1e-6)
+
+
+def test_gspo_keeps_apart_what_turns_deserve() -> None:
+    """Two tokens with advantages 1 and -1 and one ratio: the gradients are -s and s (equation 14), not their mean 0."""
+    logprob = double(-1.0, -2.0).requires_grad_()
+    proximal = double(-1.1, -2.1)
+    config = LossConfig(policy="gspo", clip_low=0.5, clip_high=0.5)
+    terms, _ = policy_loss(config, logprob, proximal, double(1.0, -1.0), ONE_ROW[:2])
+    terms.sum().backward()
+    assert logprob.grad.tolist() == pytest.approx([-math.exp(0.1), math.exp(0.1)])
+
+
+@pytest.mark.parametrize("settings", POLICIES)
+def test_sequences_keep_to_themselves(settings: dict[str, Any]) -> None:
+    """Terms of two rows in one micro-batch are those of each alone, whatever the numbers of the rows."""
+    torch.manual_seed(1)
+    proximal, advantage = -3 * torch.rand(7, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
+    logprob = proximal + 0.3 * torch.randn(7, dtype=torch.float64)
+    config = LossConfig(**settings)
+
+    def terms(start: int, end: int, sequence: list[int]) -> Tensor:
+        part = slice(start, end)
+        return policy_loss(config, logprob[part], proximal[part], advantage[part], torch.tensor(sequence))[0]
+
+    together = terms(0, 7, [1, 1, 1, 0, 0, 0, 0])
+    torch.testing.assert_close(together, torch.cat([terms(0, 3, [0] * 3), terms(3, 7, [0] * 4)]), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("correction", "weights"),
+    [
+        ("none", [1, 1, 1, 1]),
+        ("token_truncate", [2.0, 0.25, 0.8, 1.5]),
+        ("token_mask", [0, 0, 0.8, 1.5]),
+        # 4 x 0.25 and 0.8 x 1.5
+        ("sequence_truncate", [1, 1, 1.2, 1.2]),
+        ("sequence_mask", [1, 1, 1.2, 1.2]),
+        ("geometric_mask", [1, 1, 1, 1]),
+    ],
+)
+def test_mismatch_weights_by_hand(correction: Any, weights: list[float]) -> None:
+    """Ratios 4, 1/4 | 4/5, 3/2 of two rows."""
+    log_ratio = double(4, 0.25, 0.8, 1.5).log().requires_grad_()
+    config = MismatchConfig(correction=correction, low=0.5, high=2.0)
+    given = mismatch_weights(config, log_ratio, torch.tensor([0, 0, 1, 1]))
+    assert given.tolist() == pytest.approx(weights)
+    assert not given.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("correction", "weights"),
+    [
+        ("sequence_truncate", [1.15, 1.15, 1.15, 0.5]),
+        ("sequence_mask", [0, 0, 0, 0]),
+        # 1.5 ^ (1/3) = 1.1447
+        ("geometric_mask", [1, 1, 1, 0]),
+    ],
+)
+def test_mismatch_of_sequences_by_hand(correction: Any, weights: list[float]) -> None:
+    """Ratios 1.5, 1, 1 | 0.5 of two rows: products 1.5 and 0.5."""
+    config = MismatchConfig(correction=correction, low=0.9, high=1.15)
+    given = mismatch_weights(config, double(1.5, 1, 1, 0.5).log(), torch.tensor([0, 0, 0, 1]))
+    assert given.tolist() == pytest.approx(weights)
+
+
+def test_a_mismatch_beyond_all_bounds_stays_finite() -> None:
+    """The server found a token impossible, or all but impossible."""
+    log_ratio = torch.tensor([float("inf"), 1e4, -1e4, 0.0])
+    for correction, weights in [("token_truncate", [2, 2, 0, 1]), ("token_mask", [0, 0, 0, 1])]:
+        config = MismatchConfig(correction=correction)
+        assert mismatch_weights(config, log_ratio, torch.arange(4)).tolist() == weights
+
+
+def test_distances_by_hand() -> None:
+    # the policy gives the token twice, and half, the probability of the reference
+    logprob, reference = double(0, 0), double(2, 0.5).log().neg()
+    log2 = math.log(2)
+    assert kl("k1", logprob, reference).tolist() == pytest.approx([log2, -log2])
+    assert kl("k2", logprob, reference).tolist() == pytest.approx([log2**2 / 2, log2**2 / 2])
+    assert kl("k3", logprob, reference).tolist() == pytest.approx([0.5 - 1 + log2, 2 - 1 - log2])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_distances_estimate_what_their_docstring_says(estimator: Any) -> None:
+    """Over a whole vocabulary, weighed by the policy: the mean of the values, and of the gradients."""
+    torch.manual_seed(0)
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(6, dtype=torch.float64).log_softmax(0)
+    logprob = logits.log_softmax(0)
+    policy = logprob.exp().detach()
+    forward = (logprob.exp() * (logprob - reference)).sum()
+    backward = (reference.exp() * (reference - logprob)).sum()
+    values = (policy * kl(estimator, logprob, reference)).sum()
+    if estimator != "k2":
+        assert values.item() == pytest.approx(forward.item(), abs=1e-12)
+    (given,) = torch.autograd.grad(values, logits, retain_graph=True)
+    wanted = {"k1": 0 * forward, "k2": forward, "k3": backward}[estimator]
+    torch.testing.assert_close(given, torch.autograd.grad(wanted, logits)[0], rtol=0, atol=1e-12)
+    point = logprob.detach().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: kl(estimator, x, reference), point)
+
+
+def test_value_loss_by_hand() -> None:
+    """Before the update 1, clip 0.5. Return 3: from 2, 1.5 counts; from 1.2 and 0 itself. Return 1: from 2, itself."""
+    value, old, target = double(2, 1.2, 0, 2), double(1, 1, 1, 1), double(3, 3, 3, 1)
+    terms, clipped = value_loss(value, old, target, 0.5)
+    assert terms.tolist() == pytest.approx([1.5**2 / 2, 1.8**2 / 2, 3**2 / 2, 1 / 2])
+    assert clipped.tolist() == [True, False, False, False]
+    terms, clipped = value_loss(value, old, target, None)
+    assert terms.tolist() == pytest.approx([1 / 2, 1.8**2 / 2, 3**2 / 2, 1 / 2])
+    assert not clipped.any()
+
+
+@pytest.mark.parametrize("clip", [None, 0.2])
+def test_value_gradients(clip: float | None) -> None:
+    torch.manual_seed(0)
+    old, target = torch.randn(2, 20, dtype=torch.float64)
+    value = (old + 0.4 * torch.randn(20, dtype=torch.float64)).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: value_loss(x, old, target, clip)[0], value)
+    terms, clipped = value_loss(value, old, target, clip)
+    (gradient,) = torch.autograd.grad(terms.sum(), value)
+    assert torch.equal(gradient == 0, clipped)
+    # at the start of an update nothing is clipped, and the gradient is the whole error
+    start = old.clone().requires_grad_()
+    terms, clipped = value_loss(start, old, target, clip)
+    terms.sum().backward()
+    torch.testing.assert_close(start.grad, old - target)
+    assert not clipped.any()
+    # nor is what rounding tells apart within the bound
+    before, after, target = 0.09 * torch.rand(1000), -0.09 * torch.rand(1000), 0.1 * torch.randn(1000)
+    assert not value_loss(after, before, target, clip)[1].any()
+
+
+def test_token_weights_by_hand() -> None:
+    """Chains of 4, 0 and 1 tokens: one has none to train, and does not count."""
+    lengths = [4, 0, 1]
+    assert token_weights(lengths, "token", 100) == ([1, 1, 1], 5)
+    assert token_weights(lengths, "sequence", 100) == ([0.25, 0, 1], 2)
+    assert token_weights(lengths, "sequence_sum", 100) == ([1, 1, 1], 2)
+    assert token_weights(lengths, "constant", 100) == ([1, 1, 1], 200)
 
 
 def test_mismatch_kl_by_hand() -> None:
@@ -48,84 +284,44 @@ def test_mismatch_kl_by_hand() -> None:
     assert given.tolist() == pytest.approx([2 - 1 - math.log(2.0), 0.0])
 
 
-@pytest.fixture
-def trl_trainer(model_folder: Path, tmp_path: Path) -> GRPOTrainer:
-    """TRL's trainer on the same weights, with the loss that is a mean over all tokens of the batch."""
-    args = GRPOConfig(
-        output_dir=str(tmp_path),
-        use_cpu=True,
-        bf16=False,
-        loss_type="dapo",
-        epsilon=0.2,
-        epsilon_high=0.3,
-        beta=0.0,
-        temperature=0.7,
-        num_generations=2,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=1,
-        gradient_checkpointing=False,
-        report_to=[],
-    )
-    return GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32),
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=args,
-        train_dataset=Dataset.from_list([{"prompt": "w3 w4"}] * 2),
-    )
+def test_negative_log_likelihood() -> None:
+    logprob = double(-1, -2).requires_grad_()
+    assert negative_log_likelihood(logprob).tolist() == [1, 2]
+    assert torch.autograd.gradcheck(negative_log_likelihood, logprob)
 
 
-def test_equals_trl_loss_and_gradient(
-    trl_trainer: GRPOTrainer,
-    make_recipe: Callable[..., TrainRecipe],
-    make_row: Callable[..., Row],
-    accelerator: Accelerator,
+@pytest.mark.parametrize("batching", ["padded", "packed", "tree"])
+@pytest.mark.parametrize("settings", POLICIES)
+def test_what_stands_at_masked_positions_changes_nothing(
+    make_row: Callable[..., Row], settings: dict[str, Any], batching: Any
 ) -> None:
-    """Two epochs on one batch, so that ratios move away from 1 and some are clipped."""
-    rng = random.Random(1)
-    rows = [make_row(rng, turns=3) for _ in range(6)]
-    advantages = [rng.gauss(0.0, 1.0) for _ in rows]
-    recipe = make_recipe(learning_rate=3e-2, clip_low=0.2, clip_high=0.3, updates_per_batch=2, max_grad_norm=1e9)
-    learner = Learner(recipe, accelerator, temperature=0.7)
-    made = [training_row(row, advantage) for row, advantage in zip(rows, advantages, strict=True)]
-    batch = scatter(padded([row for row in made if row], token_budget=100), accelerator)
-    assert len(batch.micro_batches) > 1
-    updates = ppo_updates(learner, batch, recipe)
-    assert 0 < updates[1].sums["clipped"] < batch.tokens
+    """NaN, infinite and huge numbers where no token was sampled: terms and weights of all tokens stay bit-equal."""
 
-    inputs = _trl_inputs(rows, advantages)
-    optimizer = torch.optim.AdamW(trl_trainer.model.parameters(), lr=3e-2, betas=(0.9, 0.95), weight_decay=0.0)
-    trl_trainer.current_gradient_accumulation_steps = 1
-    trl_trainer.model.eval()
-    trl_trainer.model.training = True
-    with torch.no_grad():
-        kept = inputs["completion_ids"].size(1)
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        model = trl_trainer.model
-        old, _, _ = trl_trainer._get_per_token_logps_and_entropies(model, ids, attention, kept)
-    inputs["old_per_token_logps"] = old
-    for ours in updates:
-        loss = trl_trainer._compute_loss(trl_trainer.model, inputs)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trl_trainer.model.parameters(), 1e9)
-        assert ours.loss == pytest.approx(loss.item(), abs=1e-6)
-        assert ours.grad_norm == pytest.approx(norm.item(), rel=1e-5)
-        optimizer.step()
-        optimizer.zero_grad()
+    def numbers(poison: float | None) -> list[Tensor]:
+        rng = random.Random(3)
+        rows = [make_row(rng) for _ in range(4)]
+        rows[0].append_sampled([5, 6], [-1.0, -2.0], [Span("0", 0, 2, mixed=True)])
+        for row in rows:
+            row.weights = [1.0] * len(row.mask)
+            if poison is not None:
+                row.logprobs = [p if kept else poison for p, kept in zip(row.logprobs, row.mask, strict=True)]
+                row.weights = [1.0 if kept else poison for kept in row.mask]
+        made = [training_row(row, rng.gauss(0, 1)) for row in rows]
+        (batch,) = make_batches([row for row in made if row], batching, token_budget=60)
+        found = [torch.tensor(batch.normaliser)]
+        for part in batch.micro_batches:
+            proximal = part.streams["behaviour"] + 0.2
+            logprob = proximal + torch.linspace(-0.5, 0.5, len(proximal))
+            config = LossConfig(**settings)
+            found += policy_loss(config, logprob, proximal, part.streams["advantage"], part.sequence)
+            found.append(
+                mismatch_weights(
+                    MismatchConfig(correction="sequence_truncate"), proximal - part.streams["behaviour"], part.sequence
+                )
+            )
+            found += [part.streams["weight"], mismatch_kl(proximal, part.streams["behaviour"])]
+        return found
 
-
-def _trl_inputs(rows: list[Row], advantages: list[float]) -> dict[str, Any]:
-    """Rows in TRL's layout: prompts padded on the left, completions on the right, tool tokens masked."""
-    prompts = [row.token_ids[: row.mask.index(1)] for row in rows]
-    completions = [row.token_ids[row.mask.index(1) :] for row in rows]
-    masks = [row.mask[row.mask.index(1) :] for row in rows]
-    left, right = max(map(len, prompts)), max(map(len, completions))
-    return {
-        "prompt_ids": torch.tensor([[0] * (left - len(p)) + p for p in prompts]),
-        "prompt_mask": torch.tensor([[0] * (left - len(p)) + [1] * len(p) for p in prompts]),
-        "completion_ids": torch.tensor([c + [0] * (right - len(c)) for c in completions]),
-        "completion_mask": torch.tensor([[1] * len(c) + [0] * (right - len(c)) for c in completions]),
-        "tool_mask": torch.tensor([m + [0] * (right - len(m)) for m in masks]),
-        "advantages": torch.tensor(advantages),
-        "num_items_in_batch": torch.tensor(float(sum(map(sum, masks)))),
-    }
+    clean = numbers(None)
+    for poison in (float("nan"), float("inf"), -1e30):
+        assert all(map(torch.equal, clean, numbers(poison)))

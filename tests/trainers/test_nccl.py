@@ -40,7 +40,7 @@ class GlooGroup:
 
 @pytest.fixture
 def policy(make_recipe: Callable[..., TrainRecipe]) -> Policy:
-    return load_policy(make_recipe().model, seed=0)
+    return load_policy(make_recipe())
 
 
 @contextmanager

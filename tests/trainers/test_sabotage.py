@@ -15,14 +15,13 @@ import torch
 from accelerate import Accelerator
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rollout.config import ModelConfig
 from tests.conftest import embedded_server
 from tests.trainers import sabotage
-from trainers.batch import TrainingRow, padded, scatter
+from trainers.batch import TrainingRow
 from trainers.config import TrainRecipe
-from trainers.grpo import ppo_updates
 from trainers.learner import Learner
 from trainers.policy import load_policy
+from trainers.policy_update import update_policy
 from trainers.server_control import ServerControl, SyncError
 from trainers.sync import FileSync, LoraSync, WeightSync
 from trainers.sync.canary import Canary, canary_rows
@@ -65,6 +64,15 @@ def served(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[str, s
         yield request.param, url
 
 
+def make_recipe(
+    model: Path, dtype: str, lora: bool = False, learning_rate: float = LEARNING_RATE, seed: int = 0
+) -> TrainRecipe:
+    """What a Run trains."""
+    section = {"path": str(model), "dtype": dtype, "lora": {"rank": 8} if lora else None}
+    train = {"steps": 1, "learning_rate": learning_rate}
+    return TrainRecipe.model_validate({"model": section, "train": train, "seed": seed})
+
+
 class Run:
     """A trainer with its sync and canary; `until_caught` trains and syncs."""
 
@@ -78,23 +86,23 @@ class Run:
         lora: str | None = None,
         learning_rate: float = LEARNING_RATE,
     ) -> None:
-        section = {"path": str(model), "dtype": dtype, "lora": {"rank": 8} if lora else None}
-        train = {"steps": 1, "learning_rate": learning_rate}
-        self.recipe = TrainRecipe.model_validate({"model": section, "train": train})
+        self.recipe = make_recipe(model, dtype, lora is not None, learning_rate)
         self.learner = Learner(self.recipe, accelerator)
         draw = random.Random(1)
         rows = [
             TrainingRow(
                 token_ids=[draw.randrange(VOCABULARY) for _ in range(48)],
                 targets=list(range(8, 48)),
-                behaviour=[-5.0] * 40,
-                advantage=[1.0 if number % 2 else -1.0] * 40,
-                weight=[1.0] * 40,
-                mixed=[False] * 40,
+                streams={
+                    "behaviour": [-5.0] * 40,
+                    "advantage": [1.0 if number % 2 else -1.0] * 40,
+                    "weight": [1.0] * 40,
+                    "mixed": [0.0] * 40,
+                },
             )
             for number in range(8)
         ]
-        self.batch = scatter(padded(rows, 16384), accelerator)
+        self.batch = self.learner.deal(rows)
         servers = [ServerControl(url)]
         self.sync: WeightSync
         self.sync = LoraSync(servers, folder, lora, 1, keep=2) if lora else FileSync(servers, folder)
@@ -111,7 +119,7 @@ class Run:
         """The step at which the sync is found wrong, and the reason; (-1, "") if it is not."""
         for version in range(steps + 1):
             if version:
-                ppo_updates(self.learner, self.batch, self.recipe)
+                update_policy(self.learner, self.batch, self.recipe)
             try:
                 self.publish(version)
             except SyncError as error:
@@ -135,7 +143,7 @@ def start(model: Path, accelerator: Accelerator, tmp_path: Path) -> Start:
 
 def with_first_weights(model: Path, dtype: str, url: str, folder: Path) -> None:
     """Brings the base weights back, which other tests have replaced."""
-    policy = load_policy(ModelConfig(path=str(model), dtype=dtype), seed=0)
+    policy = load_policy(make_recipe(model, dtype))
     sync = FileSync([ServerControl(url)], folder)
     sync.push(0, policy, policy.gather())
     sync.close()
@@ -218,8 +226,7 @@ def test_a_name_that_already_holds_other_weights(
 ) -> None:
     """Another adapter has the name of version 1 on the server: caught before anything is loaded, at step 1."""
     dtype, url = served
-    section = ModelConfig(path=str(model), dtype=dtype, lora={"rank": 8})
-    other = load_policy(section, seed=1)
+    other = load_policy(make_recipe(model, dtype, lora=True, seed=1))
     other.save_adapter(tmp_path / "other", other.gather())
     ServerControl(url).post("/v1/load_lora_adapter", {"lora_name": "taken-1-v1", "lora_path": str(tmp_path / "other")})
     step, reason = start(dtype, url, lora="taken").until_caught(2)

@@ -57,7 +57,7 @@ class Sleeper:
 
 
 def test_a_version_waits_for_a_server_as_long_as_the_recipe_says(make_recipe: Callable[..., TrainRecipe]) -> None:
-    policy = load_policy(make_recipe().model, seed=0)
+    policy = load_policy(make_recipe())
     sleeper = Sleeper(answers_from=3)
     assert PatientSync(sleeper, CANARY, patience_seconds=30.0).push(3, policy, {}) is REPORT
     assert sleeper.asked == 3

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from rollout.config import ModelConfig
 from rollout.renderer import load_renderer
 from rollout.trajectory import Group, Outcome, Row
+from trainers.checkpoints import Checkpoints
 from trainers.config import TrainRecipe
 from trainers.metrics import METRICS
 from trainers.sft import _shuffled, conversation_rows, saved_rows, train_sft
@@ -28,7 +29,8 @@ def run(
 ) -> tuple[Path, list[dict[str, Any]]]:
     """Trains; returns the last checkpoint and what was logged."""
     logged: list[dict[str, Any]] = []
-    result = train_sft(recipe, Accelerator(cpu=True), folder, rows=rows, tokenizer=tokenizer, log=logged.append)
+    checkpoints = Checkpoints(folder, tokenizer, recipe.train)
+    result = train_sft(recipe, Accelerator(cpu=True), checkpoints, rows=rows, log=logged.append)
     assert result.checkpoint is not None
     return result.checkpoint, logged
 

@@ -47,7 +47,7 @@ def disturb(policy: Policy, seed: int) -> None:
 
 
 def test_full_weights_arrive(make_recipe: Callable[..., TrainRecipe], server: ServerControl, tmp_path: Path) -> None:
-    policy = load_policy(make_recipe().model, seed=0)
+    policy = load_policy(make_recipe())
     sync = FileSync([server], tmp_path)
     for version in (0, 1, 2):
         report = sync.push(version, policy, policy.gather())
@@ -66,9 +66,9 @@ def test_full_weights_arrive(make_recipe: Callable[..., TrainRecipe], server: Se
 def test_adapters_arrive_and_old_ones_go(
     make_recipe: Callable[..., TrainRecipe], server: ServerControl, tmp_path: Path
 ) -> None:
-    full = load_policy(make_recipe().model, seed=0)
+    full = load_policy(make_recipe())
     FileSync([server], tmp_path / "file").push(0, full, full.gather())
-    policy = load_policy(make_recipe(lora={"rank": 2}).model, seed=0)
+    policy = load_policy(make_recipe(lora={"rank": 2}))
     sync = LoraSync([server], tmp_path / "lora", "quick", attempt=4, keep=2)
     for version in (0, 1, 2):
         report = sync.push(version, policy, policy.gather())
@@ -94,7 +94,7 @@ def test_adapters_arrive_and_old_ones_go(
 
 
 def test_weights_that_did_not_arrive_are_found(make_recipe: Callable[..., TrainRecipe], server: ServerControl) -> None:
-    policy = load_policy(make_recipe().model, seed=0)
+    policy = load_policy(make_recipe())
     disturb(policy, 5)
     checksums = server.post("/weight_checker", {"action": "checksum"})["checksums"]
     with pytest.raises(SyncError, match="differs from the trainer's"):
@@ -134,7 +134,7 @@ def test_a_server_that_is_started_again_gets_the_last_version_back(
     make_recipe: Callable[..., TrainRecipe], model_folder: Path, tmp_path: Path, lora: dict[str, Any] | None
 ) -> None:
     """The server is killed and another one is started at its port; a second server goes on meanwhile."""
-    policy = load_policy(make_recipe(lora).model, seed=0)
+    policy = load_policy(make_recipe(lora))
     rows = canary_rows(range(VOCABULARY), longest=63)
     flags = ["--max-model-len", "64"]
     with embedded_server(model_folder, *flags) as staying, socket.socket() as probe:

@@ -1,0 +1,351 @@
+"""One GRPO update: ours beside TRL 1.16's GRPOTrainer, and what merging rows into trees saves.
+
+The model is a Qwen3 made on the spot (hidden 256, 4 layers, float32). Each side is a process of its own with as many
+threads as there are cores to use, on the same rows, advantages and old log-probabilities; loss and gradient norm of the
+first update must agree. CPU seconds are those of the process, all threads, for one later update with its optimiser step
+(the least of several). Peak memory is that of the process from before the first update on, less what it then held.
+Neither side uses gradient checkpointing, and one micro-batch of ours may hold as many tokens as one of TRL's.
+
+The workload is that of an agent with tools: groups of 8 chains on one prompt (384 to 640 tokens: instructions, tool
+descriptions, question); a chain has 1 to 6 turns of 24 to 96 sampled tokens with 32 to 160 tokens of tool results
+between them.
+
+- ours: `Learner.update` on `make_batches(..., "tree")` with the clipped loss of trainers.losses.
+- TRL: `GRPOTrainer.train` with its loop, accumulation, loss (dapo, which divides as we do) and optimiser; only the
+  generation is replaced by the given tokens. Micro-batches are of 8 chains, padded as it pads them: all as wide as the
+  batch's longest prompt and completion. On a CPU its head scores every position; on a GPU, where Triton compacts
+  them, it would score the completions only.
+
+Figures of the last line, JSON: `cpu_vs_trl` is TRL's CPU seconds over ours with a vocabulary of 2,048 (higher is
+better), `peak_memory_vs_trl` our peak over TRL's with one of 151,936 (lower is better), `peak_memory_vs_trl_small` the
+same with 2,048. `tree_speedup` is padded rows' CPU seconds over the tree's, of groups of 8 with a prompt of 512 and
+completions of 64; `merged_turns_speedup` the same of chains of 8 turns that were stored as one row per turn (a prompt
+of 256, each turn 48 sampled tokens and a result of 48), each row the whole history and that turn.
+
+    taskset -c 0,1 python benchmarks/update.py [--quick]
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+# the rollout.py of this folder would be taken for the package
+sys.path = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
+
+SMALL, LARGE = 2048, 151_936
+"""Vocabularies."""
+GROUP = 8
+
+
+def make_model(folder: Path, vocabulary: int) -> None:
+    """Saves a randomly initialised Qwen3, and a tokenizer for TRL, which asks for one."""
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        intermediate_size=768,
+        vocab_size=vocabulary,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=1,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({"end": 0, "pad": 1}, unk_token="pad"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="end", pad_token="pad").save_pretrained(folder)
+
+
+# ---- workloads: rows of {ids, prompt (its length), targets, advantage, proximal (old log-probabilities)}
+
+
+def _row(draw: random.Random, ids: list[int], prompt: int, targets: list[int]) -> dict[str, Any]:
+    # a model that was not trained gives all tokens about the same probability; some ratios get clipped
+    proximal = [-math.log(SMALL) + draw.gauss(0, 0.3) for _ in targets]
+    return {"ids": ids, "prompt": prompt, "targets": targets, "advantage": draw.gauss(0, 1), "proximal": proximal}
+
+
+def agent_chains(groups: int) -> list[dict[str, Any]]:
+    """The workload of the comparison with TRL."""
+    draw = random.Random(0)
+    rows = []
+    for _ in range(groups):
+        prompt = _tokens(draw, draw.randint(384, 640))
+        for _ in range(GROUP):
+            ids, targets = list(prompt), list[int]()
+            for turn in range(draw.randint(1, 6)):
+                ids += _tokens(draw, draw.randint(32, 160)) if turn else []
+                sampled = draw.randint(24, 96)
+                targets += range(len(ids), len(ids) + sampled)
+                ids += _tokens(draw, sampled)
+            rows.append(_row(draw, ids, len(prompt), targets))
+    return rows
+
+
+def shared_prompts(groups: int) -> list[dict[str, Any]]:
+    """Groups of single-turn answers."""
+    draw = random.Random(1)
+    rows = []
+    for _ in range(groups):
+        prompt = _tokens(draw, 512)
+        rows += [_row(draw, prompt + _tokens(draw, 64), 512, list(range(512, 576))) for _ in range(GROUP)]
+    return rows
+
+
+def rows_per_turn(chains: int) -> list[dict[str, Any]]:
+    """Chains of 8 turns, a row for each."""
+    draw = random.Random(2)
+    rows = []
+    for _ in range(chains):
+        ids = _tokens(draw, 256)
+        for _ in range(8):
+            start = len(ids)
+            ids = ids + _tokens(draw, 48)
+            rows.append(_row(draw, ids, 256, list(range(start, len(ids)))))
+            ids = ids + _tokens(draw, 48)
+    return rows
+
+
+def _tokens(draw: random.Random, count: int) -> list[int]:
+    # 0 and 1 end and pad
+    return [draw.randrange(2, SMALL) for _ in range(count)]
+
+
+def trl_width(rows: list[dict[str, Any]]) -> int:
+    """Length to which TRL pads every row."""
+    return max(row["prompt"] for row in rows) + max(len(row["ids"]) - row["prompt"] for row in rows)
+
+
+# ---- the two sides; each returns loss and gradient norm of the first update, CPU seconds of each, and the peak in MiB
+
+
+class Meter:
+    """CPU seconds and the peak memory of this process."""
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        self._baseline = self._status("VmRSS")
+        self._started = 0.0
+        self.seconds: list[float] = []
+
+    def start(self) -> None:
+        """An update begins."""
+        self._started = self._cpu()
+
+    def stop(self) -> None:
+        """It is done."""
+        self.seconds.append(self._cpu() - self._started)
+
+    @property
+    def peak(self) -> float:
+        """MiB over what was held when the meter was made."""
+        return (self._status("VmHWM") - self._baseline) / 1024
+
+    def _cpu(self) -> float:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return usage.ru_utime + usage.ru_stime
+
+    def _status(self, name: str) -> int:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
+
+
+def run_ours(folder: Path, rows: list[dict[str, Any]], updates: int, batching: str, budget: int) -> dict[str, Any]:
+    """Learner.update."""
+    from accelerate import Accelerator
+
+    from trainers.batch import MicroBatch, TrainingRow
+    from trainers.config import TrainRecipe
+    from trainers.learner import Learner, Targets, Terms
+    from trainers.losses import policy_loss
+
+    train = {"steps": 1, "learning_rate": 1e-6, "batching": batching, "token_budget": budget}
+    recipe = TrainRecipe.model_validate({"model": {"path": str(folder), "dtype": "float32"}, "train": train})
+    learner = Learner(recipe, Accelerator(cpu=True))
+    meter, done = Meter(), []
+
+    def loss(index: int, part: MicroBatch, logprob: Targets, entropy: Targets) -> Terms:
+        streams = part.streams
+        terms, _ = policy_loss(recipe.train.loss, logprob, streams["proximal"], streams["advantage"], part.sequence)
+        return Terms(loss=(streams["weight"] * terms).sum(), sums={"entropy": entropy.sum()})
+
+    for _ in range(updates):
+        meter.start()
+        made = []
+        for row in rows:
+            ones = [1.0] * len(row["targets"])
+            streams = {"behaviour": row["proximal"], "proximal": row["proximal"], "weight": ones}
+            streams |= {"advantage": [row["advantage"]] * len(ones), "mixed": [0.0] * len(ones)}
+            made.append(TrainingRow(row["ids"], row["targets"], streams))
+        done.append(learner.update(learner.deal(made), loss))
+        meter.stop()
+    return {"loss": done[0].loss, "grad_norm": done[0].grad_norm, "seconds": meter.seconds, "peak": meter.peak}
+
+
+def run_trl(folder: Path, rows: list[dict[str, Any]], updates: int, batching: str, budget: int) -> dict[str, Any]:
+    """GRPOTrainer.train."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.utils import pad
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = [torch.tensor(row["ids"][: row["prompt"]]) for row in rows]
+    completions = [torch.tensor(row["ids"][row["prompt"] :]) for row in rows]
+    sampled, proximal = [], []
+    for row, completion in zip(rows, completions, strict=True):
+        places = torch.tensor(row["targets"]) - row["prompt"]
+        sampled.append(torch.zeros_like(completion).index_fill(0, places, 1))
+        proximal.append(torch.zeros(len(completion)).index_put((places,), torch.tensor(row["proximal"])))
+    given = {
+        "prompt_ids": pad(prompts, padding_value=tokenizer.pad_token_id, padding_side="left"),
+        "prompt_mask": pad([torch.ones_like(ids) for ids in prompts], padding_value=0, padding_side="left"),
+        "completion_ids": pad(completions, padding_value=tokenizer.pad_token_id, padding_side="right"),
+        "completion_mask": pad([torch.ones_like(ids) for ids in completions], padding_value=0, padding_side="right"),
+        "tool_mask": pad(sampled, padding_value=1, padding_side="right"),
+        "old_per_token_logps": pad(proximal, padding_value=0.0, padding_side="right"),
+        "advantages": torch.tensor([row["advantage"] for row in rows]),
+        "num_items_in_batch": torch.tensor(sum(len(row["targets"]) for row in rows)),
+    }
+
+    class Given(GRPOTrainer):  # type: ignore[misc]
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            return dict(given)
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.meter = Meter()
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.meter.start()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.meter.stop()
+
+    watch = Watch()
+    arguments = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        per_device_train_batch_size=GROUP,
+        gradient_accumulation_steps=len(rows) // GROUP,
+        num_generations=GROUP,
+        max_steps=updates,
+        loss_type="dapo",
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = Given(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        reward_funcs=[lambda completions, **_: [0.0] * len(completions)],
+        args=arguments,
+        train_dataset=Dataset.from_list([{"prompt": "x"}] * len(rows)),
+        processing_class=tokenizer,
+        callbacks=[watch],
+    )
+    trainer.train()
+    first = trainer.state.log_history[0]
+    meter = watch.meter
+    return {"loss": first["loss"], "grad_norm": first["grad_norm"], "seconds": meter.seconds, "peak": meter.peak}
+
+
+SIDES = {"ours": run_ours, "trl": run_trl}
+WORKLOADS = {"agent": agent_chains, "prompts": shared_prompts, "turns": rows_per_turn}
+
+
+def measure(
+    side: str, folder: Path, workload: str, size: int, updates: int, batching: str = "tree", budget: int = 16384
+) -> dict[str, Any]:
+    """What the side returns, from a process of its own."""
+    # -P: this folder's rollout.py is not the package
+    command = [sys.executable, "-P", __file__, "--side", side, str(folder), workload, str(size), str(updates)]
+    threads = str(len(os.sched_getaffinity(0)))
+    # threads that wait for others are not to burn the time that is measured
+    environment = {**os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
+    done = subprocess.run([*command, batching, str(budget)], capture_output=True, text=True, env=environment)
+    if done.returncode != 0:
+        raise SystemExit(f"{side} on {workload} failed:\n{done.stderr[-3000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    # the first update warms up
+    cpu = min(found["seconds"][1:] or found["seconds"])
+    print(
+        f"  {side:4} {batching if side == 'ours' else '':6} {cpu:7.2f} CPU s, peak {found['peak']:6.0f} MiB", flush=True
+    )
+    return {**found, "cpu": cpu}
+
+
+def check_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Stops the benchmark where the two did not compute the same."""
+    for name, tolerance in (("loss", 1e-4), ("grad_norm", 1e-4)):
+        if not math.isclose(one[name], other[name], rel_tol=tolerance):
+            raise SystemExit(f"{name} is {one[name]} here and {other[name]} there: not the same update")
+
+
+def compare(quick: bool) -> dict[str, float]:
+    """All measurements."""
+    ratios = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for vocabulary in (SMALL, LARGE):
+            make_model(folder / str(vocabulary), vocabulary)
+            groups = 2 if quick or vocabulary == LARGE else 8
+            rows = agent_chains(groups)
+            width = trl_width(rows)
+            tokens = sum(len(row["ids"]) for row in rows)
+            print(f"{groups} groups of {GROUP} chains, {tokens} tokens, TRL's width {width}, vocabulary {vocabulary}:")
+            updates = 1 if vocabulary == LARGE else 2 if quick else 3
+            ours = measure("ours", folder / str(vocabulary), "agent", groups, updates, budget=GROUP * width)
+            trl = measure("trl", folder / str(vocabulary), "agent", groups, updates)
+            check_same(ours, trl)
+            if vocabulary == SMALL:
+                ratios["cpu_vs_trl"] = trl["cpu"] / ours["cpu"]
+                ratios["peak_memory_vs_trl_small"] = ours["peak"] / trl["peak"]
+            else:
+                ratios["peak_memory_vs_trl"] = ours["peak"] / trl["peak"]
+        for workload, name in (("prompts", "tree_speedup"), ("turns", "merged_turns_speedup")):
+            size = 2 if quick else 8
+            print(f"{name}: {size} x {GROUP} rows")
+            padded, tree = (
+                measure("ours", folder / str(SMALL), workload, size, 3, batching) for batching in ("padded", "tree")
+            )
+            check_same(padded, tree)
+            ratios[name] = padded["cpu"] / tree["cpu"]
+    return ratios
+
+
+def main() -> None:
+    """The comparison; `--side` is for the processes that it starts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="2 groups in place of 8")
+    parser.add_argument("--side", nargs=7, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.side:
+        side, folder, workload, size, updates, batching, budget = arguments.side
+        rows = WORKLOADS[workload](int(size))
+        print(json.dumps(SIDES[side](Path(folder), rows, int(updates), batching, int(budget))))
+    else:
+        print(json.dumps({name: round(ratio, 2) for name, ratio in compare(arguments.quick).items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""What a group of chains teaches, by how they ended and what they earned; and when nothing can be hoped for."""
+
+from typing import Any
+
+import pytest
+
+from rollout.config import OutcomePolicy, RolloutConfig
+from rollout.filter import MAX_EQUAL_IN_A_ROW, MAX_LOST_IN_A_ROW, GroupFilter, Worth, counted, worth
+from rollout.trajectory import Outcome, Trajectory
+
+CUT = {"on_outcome": {"max_tokens": "mask", "max_turns": "drop", "timeout": "keep"}}
+
+
+def chain(reward: float | None, outcome: Outcome = Outcome.COMPLETED, turns: list[float] | None = None) -> Trajectory:
+    return Trajectory("c", [], [], outcome, reward, turn_rewards=turns)
+
+
+WON, LOST = chain(1.0), chain(0.0)
+BROKEN = chain(None, Outcome.INFERENCE_ERROR)
+MASKED, MASKED_WIN = chain(0.0, Outcome.MAX_TOKENS), chain(1.0, Outcome.MAX_TOKENS)
+DROPPED = chain(0.0, Outcome.MAX_TURNS)
+LATE = chain(0.0, Outcome.TIMEOUT)
+LATE_UNSCORED = chain(None, Outcome.TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    ("chains", "teaches"),
+    [
+        ([WON, LOST], Worth.TEACHES),
+        ([WON, WON], Worth.EQUAL),
+        ([WON], Worth.LOST),
+        ([WON, BROKEN], Worth.LOST),
+        ([WON, LOST, BROKEN], Worth.TEACHES),
+        ([WON, MASKED], Worth.TEACHES),  # the masked one is in the baseline
+        ([LOST, MASKED], Worth.EQUAL),
+        ([MASKED, MASKED_WIN], Worth.LOST),  # nothing of it may be trained
+        ([WON, DROPPED], Worth.LOST),
+        ([WON, WON, DROPPED], Worth.EQUAL),
+        ([WON, LATE], Worth.TEACHES),
+        ([WON, LATE_UNSCORED], Worth.LOST),
+        ([chain(1.0, turns=[0.5, 0.5]), chain(1.0, turns=[0.5, 0.5])], Worth.EQUAL),
+        ([chain(1.0, turns=[0.5, 0.5]), chain(1.0, turns=[0.0, 1.0])], Worth.TEACHES),  # which turn earned it differs
+    ],
+)
+def test_what_a_group_teaches(chains: list[Trajectory], teaches: Worth) -> None:
+    assert worth(chains, RolloutConfig.model_validate(CUT)) is teaches
+
+
+def test_chains_that_count() -> None:
+    chains = [WON, BROKEN, MASKED, DROPPED, LATE, LATE_UNSCORED]
+    assert counted(chains, RolloutConfig.model_validate(CUT)) == [WON, MASKED, LATE]
+    assert counted(chains, RolloutConfig()) == [WON, MASKED, DROPPED], "a chain that broke does not count by itself"
+
+
+def test_a_group_of_one_chain_is_kept() -> None:
+    config = RolloutConfig(group_size=1)
+    assert GroupFilter(config, at_once=1).judge([WON]) is Worth.TEACHES
+    assert GroupFilter(config, at_once=1).judge([BROKEN]) is Worth.LOST
+
+
+@pytest.mark.parametrize("policy", ["drop", "refill"])
+def test_equal_rewards_are_left_out_and_counted_where_the_recipe_says_so(policy: str) -> None:
+    assert GroupFilter(RolloutConfig(), at_once=4).judge([WON, WON]) is Worth.TEACHES
+    groups = GroupFilter(RolloutConfig.model_validate({"equal_rewards": policy}), at_once=4)
+    found = [groups.judge(chains) for chains in ([WON, WON], [WON, LOST], [LOST, LOST], [BROKEN, WON])]
+    assert found == [Worth.EQUAL, Worth.TEACHES, Worth.EQUAL, Worth.LOST]
+    assert groups.take_figures() == {"filtered/groups": 2}
+    assert groups.take_figures() == {"filtered/groups": 0}
+
+
+def test_chains_that_do_not_count_are_counted_by_outcome() -> None:
+    groups = GroupFilter(RolloutConfig.model_validate(CUT), at_once=4)
+    for ended in (WON, MASKED, DROPPED, BROKEN, BROKEN, LATE, LATE_UNSCORED):
+        groups.ended(ended)
+    assert groups.take_figures() == {
+        "filtered/groups": 0,
+        "filtered/inference_error": 2,
+        "filtered/max_turns": 1,
+        "filtered/timeout": 1,
+    }
+
+
+def test_there_is_no_hope_when_all_groups_are_lost() -> None:
+    groups = GroupFilter(RolloutConfig(), at_once=4)
+    for _ in range(MAX_LOST_IN_A_ROW - 1):
+        groups.judge([BROKEN, WON])
+    assert groups.no_hope() is None
+    groups.judge([WON, LOST])
+    groups.judge([BROKEN, WON])
+    assert groups.no_hope() is None, "not in a row"
+    for _ in range(MAX_LOST_IN_A_ROW - 1):
+        groups.judge([BROKEN, WON])
+    assert "64 groups in a row had fewer than two chains that count" in (groups.no_hope() or "")
+
+
+def test_there_is_no_hope_when_all_rewards_are_equal() -> None:
+    config = RolloutConfig.model_validate({"equal_rewards": "refill"})
+    groups = GroupFilter(config, at_once=4)
+    for _ in range(MAX_EQUAL_IN_A_ROW - 1):
+        groups.judge([LOST, LOST])
+    assert groups.no_hope() is None
+    groups.judge([WON, WON])
+    assert (groups.no_hope() or "").startswith(
+        "256 groups in a row had chains of equal rewards (255 groups of reward 0, 1 groups of reward 1): the tasks are "
+        "too easy or too hard"
+    )
+    groups.judge([WON, LOST])
+    assert groups.no_hope() is None
+    many = GroupFilter(config, at_once=100)
+    for _ in range(399):
+        many.judge([LOST, LOST])
+    assert many.no_hope() is None, "the groups that are open at once are given their time"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"on_outcome": {"reward_error": "keep"}}, "on_outcome.reward_error: got keep.* use drop or retry"),
+        ({"on_outcome": {"reward_error": "mask"}}, "on_outcome.reward_error: got mask"),
+        ({"on_outcome": {"cancelled": "retry"}}, "on_outcome.cancelled: got retry.* use drop"),
+        ({"on_outcome": {"finished": "keep"}}, "on_outcome.finished"),
+        ({"on_outcome": {"completed": "refill"}}, "on_outcome.completed"),
+        ({"equal_rewards": "drop", "group_size": 1}, "equal_rewards: got drop with group_size=1"),
+        ({"curriculum": {"solved": 0.2, "hopeless": 0.3}}, "hopeless=0.3 has to be less than solved=0.2"),
+    ],
+)
+def test_what_cannot_work_is_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        RolloutConfig.model_validate(fields)
+
+
+def test_policies_by_default() -> None:
+    config = RolloutConfig.model_validate({"on_outcome": {"max_tokens": "mask", "timeout": "retry"}})
+    policies = {outcome: config.outcome_policy(outcome) for outcome in Outcome}
+    assert policies.pop(Outcome.MAX_TOKENS) is OutcomePolicy.MASK
+    assert policies.pop(Outcome.TIMEOUT) is OutcomePolicy.RETRY
+    for outcome, policy in policies.items():
+        assert policy is (OutcomePolicy.DROP if outcome.failed else OutcomePolicy.KEEP)
+    assert config.scored == {o for o in Outcome if not o.failed}

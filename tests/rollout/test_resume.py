@@ -1,0 +1,100 @@
+"""What a stopped run left behind, sorted out from its saved groups: each place is settled, due again or pending."""
+
+from typing import Any
+
+import pytest
+
+from rollout.config import RolloutConfig
+from rollout.resume import Resumed
+from rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+
+VERSIONS = {"5": 5, "6": 6, "7": 7, "8": 8}
+
+
+def chain(reward: float | None, label: str = "8", outcome: Outcome | None = None) -> Trajectory:
+    row = Row()
+    row.append_context([1])
+    row.append_sampled([2], [-1.0], [Span(label, 0, 1)])
+    ended = outcome or (Outcome.COMPLETED if reward is not None else Outcome.INFERENCE_ERROR)
+    return Trajectory("c", [], [row], ended, reward, {"success": reward or 0.0}, turns=1)
+
+
+def group(name: str, *chains: Trajectory) -> Group:
+    return Group(name, {"question": name}, list(chains), version=6)
+
+
+def sort_out(saved: list[Group], trained: set[str] = frozenset(), **rollout: Any) -> Resumed:  # type: ignore[assignment]
+    config = RolloutConfig.model_validate({"max_staleness": 2, **rollout})
+    return Resumed.from_saved(saved, trained, VERSIONS, 8, config)
+
+
+WON, LOST, BROKEN = chain(1.0), chain(0.0), chain(None)
+CANCELLED = chain(None, "5", Outcome.CANCELLED)
+
+
+def test_trained_groups_are_done_and_whole_ones_pending() -> None:
+    saved = [group("g000002", WON, chain(0.0, "7"), BROKEN), group("g000000", WON, LOST), group("g000001", WON, WON)]
+    found = sort_out(saved, {"g000000"})
+    assert found.done == {0}
+    assert found.again == ()
+    assert [(pending.group.id, pending.oldest) for pending in found.pending] == [("g000001", 8), ("g000002", 7)]
+    assert found.pending[1].group.trajectories == [WON, chain(0.0, "7")], "with the chains that count"
+    assert found.pending[1].group.task == {"question": "g000002"}
+    assert found.pending[1].group.version == 6
+
+
+def test_what_came_to_nothing_is_due_again_once() -> None:
+    saved = [
+        group("g000000", WON, BROKEN),
+        group("g000001", WON, BROKEN),
+        group("g000001-1", WON, BROKEN),
+        group("g000002", WON, BROKEN),
+        group("g000002-1", WON, LOST),
+        group("g000003", WON, BROKEN),
+        group("g000003-1", WON, LOST),
+    ]
+    found = sort_out(saved, {"g000003-1"})
+    assert found.done == {1, 3}
+    assert found.again == (0,)
+    assert [pending.group.id for pending in found.pending] == ["g000002-1"]
+
+
+def test_groups_that_were_closed_early() -> None:
+    """With chains that differ a batch took them, which may not be trained yet; else they were cancelled."""
+    found = sort_out([group("g000000", WON, LOST, CANCELLED), group("g000001", WON, WON, CANCELLED)])
+    assert [pending.group.trajectories for pending in found.pending] == [[WON, LOST]]
+    assert found.pending[0].oldest == 8, "the age of what was cancelled does not matter"
+    assert found.again == (1,)
+    # a whole group that found no place in a batch, and whose second attempt was running or has ended
+    saved = [group("g000000", WON, LOST), group("g000000-1", WON, CANCELLED)]
+    assert sort_out(saved).done == {0}
+
+
+@pytest.mark.parametrize("policy", ["drop", "refill"])
+def test_what_was_filtered_is_not_run_again(policy: str) -> None:
+    saved = [group("g000000", WON, WON), group("g000001", WON, LOST), group("g000002", WON, WON, CANCELLED)]
+    found = sort_out(saved, equal_rewards=policy)
+    assert found.done == {0}
+    assert [pending.group.id for pending in found.pending] == ["g000001"]
+    assert found.again == (2,), "who knows what the cancelled one would have earned"
+
+
+def test_what_is_too_old_by_now_is_due_again() -> None:
+    saved = [group("g000000", WON, chain(0.0, "6")), group("g000001", WON, chain(0.0, "5"))]
+    found = sort_out(saved)
+    assert [pending.oldest for pending in found.pending] == [6]
+    assert found.again == (1,)
+
+
+def test_observations_are_replayed_with_a_curriculum() -> None:
+    saved = [group("g000003", WON, LOST, BROKEN), group("g000000", WON, WON), group("g000003-1", BROKEN, BROKEN)]
+    assert sort_out(saved).observed == ()
+    assert sort_out(saved, curriculum={}).observed == ((3, [1.0, 0.0]), (0, [1.0, 1.0]), (3, []))
+
+
+def test_what_does_not_belong_to_the_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="group g000000 was sampled with weights called '9'"):
+        sort_out([group("g000000", WON, chain(0.0, "9"))])
+    assert sort_out([group("g000000", WON, chain(0.0, "9"))], {"g000000"}).done == {0}
+    with pytest.raises(ValueError, match="'sampled-00000' is not the id of a group"):
+        sort_out([group("sampled-00000", WON, LOST)])

@@ -1,0 +1,290 @@
+"""A run that was killed goes on as if nothing had happened: trainer, worker and run folder, by the user's commands.
+
+`AGENTFACTORY_KILLS=50 pytest tests/test_resume.py` kills the recorded run as often; by default it is ten times.
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollout.data import Place
+from tests.conftest import REPOSITORY, embedded_server
+from tests.trainers.conftest import make_groups, model_folder  # noqa: F401
+from trainers.checkpoint_folder import checkpoints, read_info, verify
+from trainers.lineage import expand
+
+KILLS = int(os.environ.get("AGENTFACTORY_KILLS", "10"))
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+
+
+class Trainer:
+    """A running train.py, or a rank of it."""
+
+    def __init__(self, ask: Callable[..., int], arguments: list[str], log: Path, environment: dict[str, str]):
+        self._ask, self.log = ask, log
+        self.pid = ask(arguments=arguments, environment=environment, log=str(log))
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> int:
+        os.kill(self.pid, number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """The exit status."""
+        return self._ask(wait=self.pid)
+
+    def is_running(self) -> bool:
+        # a child that has ended stays a zombie until its status is asked for
+        return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
+
+
+Start = Callable[..., Trainer]
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Start]:
+    """`start(recipe, output, *arguments)`: `python train.py ARGUMENTS` in a run folder, started in no time."""
+    command = [sys.executable, "-m", "tests.forked_training"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=REPOSITORY
+    ) as forks:
+        assert forks.stdin is not None
+        assert forks.stdout is not None
+        assert forks.stdout.readline() == "ready\n"
+        requests, answers = forks.stdin, forks.stdout
+
+        def ask(**request: Any) -> int:
+            requests.write(json.dumps(request) + "\n")
+            requests.flush()
+            return int(answers.readline())
+
+        def begin(recipe: Path, output: Path, *arguments: str, **environment: str) -> Trainer:
+            return Trainer(ask, [str(recipe), f"output={output}", *arguments], output.with_suffix(".log"), environment)
+
+        yield begin
+        forks.stdin.close()
+
+
+def steps(output: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl, without what no two runs have in common."""
+    text = (output / "metrics.jsonl").read_text() if (output / "metrics.jsonl").exists() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    timing = ("seconds/", "tokens_per_second")
+    return [{name: value for name, value in line.items() if not name.startswith(timing)} for line in lines]
+
+
+def wait_until(condition: Callable[[], Any], trainer: Trainer, pause: float = 0.002) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert trainer.is_running(), trainer.log.read_text()
+        assert time.monotonic() < deadline
+        time.sleep(pause)
+
+
+def training_state(checkpoint: Path) -> dict[str, Any]:
+    return torch.load(checkpoint / "training_state.pt", weights_only=True)
+
+
+def same(first: Any, second: Any) -> bool:
+    """Bit by bit."""
+    if isinstance(first, torch.Tensor):
+        return first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(same, first, second))
+    return first == second
+
+
+RESUMED = "resumed: "
+
+
+# --- trained from recorded groups
+
+RECORDED = {"steps": 40, "batch_size": 2, "learning_rate": 1e-3, "checkpoint_every": 3, "schedule": "cosine"}
+FULL = {"algorithm": "grpo", "updates_per_batch": 2}
+ADAPTERS = {"algorithm": "ppo", "critic": {"learning_rate": 1e-3, "warmup_steps": 4}}
+"""Policy and critic are adapters with dropout, so that random numbers matter."""
+
+
+def recorded_recipe(folder: Path, model: Path, adapters: bool) -> Path:
+    (folder / "groups.jsonl").write_text("".join(group.to_json() + "\n" for group in make_groups(84, 4)))
+    lora = {"rank": 2, "dropout": 0.2} if adapters else None
+    recipe = {
+        "model": {"path": str(model), "dtype": "float32", "lora": lora},
+        "train": {"from_trajectories": "groups.jsonl", **RECORDED, **(ADAPTERS if adapters else FULL)},
+    }
+    file = folder / "recipe.yaml"
+    file.write_text(json.dumps(recipe))
+    return file
+
+
+@pytest.fixture(scope="module")
+def whole(start: Start, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:  # noqa: F811
+    """A recipe that trains every weight, and the folder of its uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole")
+    recipe = recorded_recipe(folder, model_folder, adapters=False)
+    assert start(recipe, folder / "run").wait() == 0
+    return recipe, folder / "run"
+
+
+def test_kill_9_at_random_moments_changes_nothing(start: Start, model_folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    recipe = recorded_recipe(tmp_path, model_folder, adapters=True)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert start(recipe, whole).wait() == 0
+    draw, in_write = random.Random(time.time_ns()), 0
+    trainer = start(recipe, broken)
+    for number in range(KILLS):
+        begun = len(steps(broken))
+        wait_until(lambda begun=begun: len(steps(broken)) > begun + draw.randrange(3), trainer)
+        if number % 3 == 2:
+            # in the middle of writing a checkpoint
+            wait_until(lambda: any((broken / "checkpoints").glob(".step-*.partial")), trainer, pause=0.0002)
+            time.sleep(draw.uniform(0, 0.01))
+        else:
+            time.sleep(draw.uniform(0, 0.1))
+        assert trainer.kill() == -signal.SIGKILL
+        in_write += any((broken / "checkpoints").glob(".step-*.partial"))
+        trainer = start(recipe, broken, "--resume")
+        wait_until(lambda number=number: broken.with_suffix(".log").read_text().count(RESUMED) > number, trainer)
+    assert trainer.wait() == 0, trainer.log.read_text()
+    assert in_write >= KILLS // 3
+    assert steps(broken) == steps(whole)
+    assert [line["step"] for line in steps(broken)] == list(range(1, 41))
+    last = [checkpoints(output / "checkpoints")[-1] for output in (whole, broken)]
+    assert same(*map(training_state, last))
+    assert same(*(load_file(path / "adapter_model.safetensors") for path in last))
+    for path in checkpoints(broken / "checkpoints"):
+        verify(path)
+
+
+def test_sigterm_ends_the_running_step_and_saves_it(start: Start, whole: tuple[Path, Path], tmp_path: Path) -> None:
+    recipe, uninterrupted = whole
+    output = tmp_path / "run"
+    trainer = start(recipe, output)
+    wait_until(lambda: len(steps(output)) >= 7, trainer)
+    assert trainer.kill(signal.SIGTERM) == 128 + signal.SIGTERM
+    done = steps(output)[-1]["step"]
+    assert f"stopped by SIGTERM after step {done}" in trainer.log.read_text()
+    assert checkpoints(output / "checkpoints")[-1].name == f"step-{done:06d}"
+    summary = json.loads((output / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("interrupted", done)
+    assert not (output / ".stopping").exists()
+    assert start(recipe, output, "--resume").wait() == 0
+    assert steps(output) == steps(uninterrupted)
+    last = [checkpoints(path / "checkpoints")[-1] for path in (uninterrupted, output)]
+    assert same(*map(training_state, last))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_run_of_one_process_goes_on_with_two(
+    start: Start, whole: tuple[Path, Path], tmp_path: Path, strategy: str
+) -> None:
+    recipe, one = whole
+    output, log = tmp_path / "run", tmp_path / "run.log"
+    shutil.copytree(one, output)
+    checkpoint = output / "checkpoints" / "step-000036"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # what accelerate's launcher sets
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if strategy == "fsdp2" else {}
+    arguments = ("--resume", str(checkpoint), "train.processes=2", f"train.strategy={strategy}")
+    ranks = [start(recipe, output, *arguments, RANK=rank, LOCAL_RANK=rank, **common) for rank in ("0", "1")]
+    assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
+    assert "later checkpoints are set aside: step-000039, step-000040" in log.read_text()
+    assert len(steps(output)) == len(steps(one)) == RECORDED["steps"]
+    assert steps(output)[:36] == steps(one)[:36]
+    for mine, theirs in zip(steps(output)[36:], steps(one)[36:], strict=True):
+        for name in ("loss", "grad_norm", "entropy", "learning_rate", "tokens"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+    first, second = (training_state(path / "checkpoints" / "step-000040") for path in (one, output))
+    for name, weight in first["weights"].items():
+        torch.testing.assert_close(second["weights"][name], weight, atol=1e-4, rtol=0)
+    # and on with one again, for longer
+    assert start(recipe, output, "--resume", "train.steps=42").wait() == 0, log.read_text()
+    assert [line["step"] for line in steps(output)] == list(range(1, 43))
+
+
+# --- live: a worker that samples from an embedded server
+
+
+LIVE = {"steps": 9, "batch_size": 3, "checkpoint_every": 2}
+
+
+SLOW = REPOSITORY / "benchmarks" / "slow_treasure_hunt.py:SlowTreasureHunt"
+FAST = QUICKSTART / "treasure_hunt.py:TreasureHunt"
+
+
+def live_recipe(folder: Path, model: Path, tasks: Path, url: str, k: int, lora: bool) -> Path:
+    recipe = {
+        "model": {"path": str(model), "dtype": "float32", "lora": {"rank": 2} if lora else None},
+        "data": {"path": str(tasks)},
+        # with fast tools, groups that run ahead are ready long before they are trained
+        "tools": [str(FAST if k else SLOW)],
+        "rollout": {"group_size": 3, "max_turns": 5, "max_tokens": 32, "max_total_tokens": 400, "max_staleness": k},
+        "server": {"engine": "embedded", "url": url, "max_model_len": 512},
+        "train": {**LIVE, "learning_rate": 1e-3},
+    }
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    return folder / "recipe.yaml"
+
+
+@pytest.mark.parametrize(("k", "lora"), [(0, False), (2, True)], ids=["synchronous", "ahead"])
+def test_live_every_task_is_trained_once_whatever_is_killed(
+    start: Start, warm_start: Path, quickstart_run: Path, tmp_path: Path, k: int, lora: bool
+) -> None:
+    rows = [json.loads(line) for line in (quickstart_run / "prepared" / "train.jsonl").read_text().splitlines()[:40]]
+    latency = {"median": 0.02, "sigma": 0.5, "tail": 0.0, "factor": 1.0}
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({**row, "latency": latency}) + "\n" for row in rows))
+    output = tmp_path / "run"
+    draw, log = random.Random(time.time_ns()), output.with_suffix(".log")
+    flags = ("--max-model-len", "512", "--max-num-seqs", "64", "--max-loras", "16")
+    with embedded_server(warm_start, *flags) as url:
+        recipe = live_recipe(tmp_path, warm_start, tmp_path / "tasks.jsonl", url, k, lora)
+        trainer = start(recipe, output)
+        for number, how in enumerate((signal.SIGKILL, signal.SIGTERM, signal.SIGKILL), 1):
+            wait_until(lambda number=number: newest_step(output) >= 2 * number + 1, trainer)
+            time.sleep(draw.uniform(0, 0.3))
+            status = trainer.kill(how)
+            if how is signal.SIGTERM:
+                # also while it waits for groups; the last step is saved
+                assert status == 128 + signal.SIGTERM, log.read_text()
+                assert checkpoints(output / "checkpoints")[-1].name == f"step-{newest_step(output):06d}"
+            trainer = start(recipe, output, "--resume")
+            wait_until(lambda number=number: log.read_text().count(RESUMED) == number, trainer)
+        assert trainer.wait() == 0, log.read_text()
+    assert [line["step"] for line in steps(output) if "loss" in line] == list(range(1, LIVE["steps"] + 1))
+    line = checkpoints(output / "checkpoints")
+    assert [int(path.name[-6:]) for path in line[-1:]] == [LIVE["steps"]]
+    trained = [group for path in line for group in read_info(path)["groups"]]
+    assert len(trained) == len(set(trained)) == LIVE["steps"] * LIVE["batch_size"]
+    assert sorted(expand(read_info(line[-1])["trained"])) == sorted(trained)
+    positions = sorted(Place.of(group_id).position for group_id in trained)
+    assert positions == list(range(len(trained))), "each task, and once"
+    assert sorted((output / "trajectories" / "acknowledged.txt").read_text().split()) == sorted(trained)
+    saved = [json.loads(text)["id"] for text in (output / "trajectories" / "train.jsonl").read_text().splitlines()]
+    assert len(saved) == len(set(saved)), "nothing is on record twice"
+    assert set(trained) <= set(saved)
+    if k:
+        waited = re.findall(r"(\d+) wait to be", (output / "logs" / "worker.log").read_text())
+        assert any(int(number) for number in waited), "groups that were ready when it was killed are trained"
+
+
+def newest_step(output: Path) -> int:
+    return max((line["step"] for line in steps(output)), default=0)

@@ -1,0 +1,51 @@
+"""`EnvironmentReward`: what is read from a verdict, and sums of several."""
+
+from typing import Any
+
+import pytest
+
+from tools.messages import EnvironmentReward
+
+
+@pytest.mark.parametrize(
+    ("verdict", "reward"),
+    [
+        (1, EnvironmentReward(1.0)),
+        (True, EnvironmentReward(1.0)),
+        ({"reward": 0.5}, EnvironmentReward(0.5)),
+        ({"reward": 0.5, "success": True}, EnvironmentReward(0.5, {"success": 1.0})),
+        ({"reward": 0, "turn_rewards": (1, 2.5)}, EnvironmentReward(0.0, {}, [1.0, 2.5])),
+        ({"reward": 0, "turn_rewards": []}, EnvironmentReward(0.0, {}, [])),
+    ],
+)
+def test_verdicts(verdict: Any, reward: EnvironmentReward) -> None:
+    assert EnvironmentReward.parse(verdict, "it") == reward
+    assert EnvironmentReward.parse(reward.to_json(), "it") == reward
+
+
+@pytest.mark.parametrize(
+    ("verdict", "reason"),
+    [
+        ("much", "it returned 'much' for reward; it has to be a finite number"),
+        ({"success": 1}, "it returned a dict without `reward`"),
+        ({"reward": 10**400}, "for reward; it has to be a finite number"),
+        ({"reward": 1, "depth": float("inf")}, "it returned inf for depth"),
+        ({"reward": 1, "turn_rewards": "12"}, "it returned '12' for turn_rewards; it has to be a list"),
+        ({"reward": 1, "turn_rewards": [1, [2]]}, r"it returned \[2\] for turn_rewards"),
+    ],
+)
+def test_what_is_no_verdict(verdict: Any, reason: str) -> None:
+    with pytest.raises(TypeError, match=reason):
+        EnvironmentReward.parse(verdict, "it")
+
+
+def test_sums() -> None:
+    total = EnvironmentReward(0.0)
+    total.add(EnvironmentReward(1.0, {"a": 1.0}))
+    assert total == EnvironmentReward(1.0, {"a": 1.0})
+    total.add(EnvironmentReward(0.5, {"b": 2.0}, [1.0, 2.0]))
+    total.add(EnvironmentReward(0.5, {"a": 3.0}))
+    total.add(EnvironmentReward(0.0, {}, [0.0, -1.0]))
+    assert total == EnvironmentReward(2.0, {"a": 3.0, "b": 2.0}, [1.0, 1.0])
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        total.add(EnvironmentReward(0.0, {}, [1.0, 2.0, 3.0]))

@@ -1,0 +1,112 @@
+"""Run under `accelerate launch` by test_critic.py: passes of policy, critic and reference on two processes.
+
+Arguments: recipes as JSON lists, a file for what rank 0 finds.
+"""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from trainers.config import TrainRecipe
+from trainers.critic import Role, make_actor_critic
+from trainers.launch import make_accelerator
+from trainers.policy import load_policy
+from trainers.reference import make_reference
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def exercise(recipe: TrainRecipe, accelerator: Accelerator) -> dict[str, Any]:
+    """Gradients of both roles over four micro-batches, which the processes share; then an update of all, and one of
+    the critic alone; scores after each; and a state that is taken and put back."""
+    model = make_actor_critic(recipe, load_policy(recipe, accelerator.device), accelerator.device)
+    names = [name for name, _ in model.named_parameters()]
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or name == "critic.head":
+                parameter.normal_(std=0.3, generator=generator)
+    # momentum: a gradient that is zero, not absent, would move weights in a later step
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    model = accelerator.unwrap_model(prepared)
+    reference = make_reference(recipe, model.policy, accelerator)
+    parts = torch.randint(64, (4, 2, 9), generator=generator)
+    sources = torch.tensor([2, 3, 6, 11, 12])
+
+    def inputs(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return ids, sources, ids.flatten()[sources + 1]
+
+    def backward(roles: list[Role]) -> None:
+        share = parts[accelerator.process_index :: accelerator.num_processes]
+        for index, ids in enumerate(share):
+            for role in roles:
+                last = index == len(share) - 1
+                with contextlib.nullcontext() if last else accelerator.no_sync(prepared):
+                    output = prepared(role, *inputs(ids))
+                    scores = output[0] if role == Role.POLICY else output
+                    accelerator.backward((scores - 1.0).square().mean() / len(parts) * accelerator.num_processes)
+
+    def gradients() -> dict[str, Tensor | None]:
+        return {name: whole(p.grad) for name, p in zip(names, model.parameters(), strict=True)}
+
+    @torch.no_grad()
+    def scores() -> dict[str, Tensor]:
+        return {
+            "reference": reference.logprobs(prepared, *inputs(parts[0]), temperature=0.7),
+            "value": prepared(Role.CRITIC, *inputs(parts[0])),
+            "policy": prepared(Role.POLICY, *inputs(parts[0]), temperature=0.7)[0],
+        }
+
+    found: dict[str, Any] = {"before": scores()}
+    backward([Role.POLICY, Role.CRITIC])
+    found["gradients"] = gradients()
+    found["norms"] = [float(accelerator.clip_grad_norm_(model.parameters_of(role), 0.1)) for role in Role]
+    optimizer.step()
+    optimizer.zero_grad()
+    found["after"] = scores()
+    # on the CPU, unsharded ones are the weights themselves
+    state = {name: value.clone() for name, value in get_model_state_dict(prepared, options=WHOLE).items()}
+    backward([Role.CRITIC])
+    found["critic's gradients"] = gradients()
+    optimizer.step()
+    optimizer.zero_grad()
+    found["after the critic's"] = scores()
+    if isinstance(model, FSDPModule):
+        # a forward pass without a backward one leaves the root's weights whole, and only shares can be put back
+        model.reshard()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=accelerator.num_processes > 1)
+    set_model_state_dict(prepared, state if accelerator.is_main_process else {}, options=options)
+    found["put back"] = scores()
+    found["trained"] = [p.requires_grad for p in model.parameters()]
+    found["adapter"] = model.policy.gather()
+    return found
+
+
+def whole(value: Tensor | None) -> Tensor | None:
+    return value.full_tensor() if isinstance(value, DTensor) else None if value is None else value.clone()
+
+
+def main() -> None:
+    """Saves what `exercise` finds for each recipe."""
+    recipes = [TrainRecipe.model_validate(fields) for fields in json.loads(sys.argv[1])]
+    accelerator = make_accelerator(recipes[0].train)
+    found = [exercise(recipe, accelerator) for recipe in recipes]
+    if accelerator.is_main_process:
+        torch.save(found, Path(sys.argv[2]))
+    # gloo's threads let go of the last call's tensors a moment later: an interpreter that ends meanwhile is aborted
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Checkpoint folders: damage is found, the right ones are kept, and a lineage survives being written."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainers.checkpoint_folder import (
+    DamagedCheckpointError,
+    checkpoint_path,
+    checkpoints,
+    newest_whole,
+    prune,
+    verify,
+    written_aside,
+)
+from trainers.lineage import Lineage, compact, expand
+
+
+def write(folder: Path, step: int, success: float | None = None) -> Path:
+    path = checkpoint_path(folder, step)
+    with written_aside(path) as aside:
+        metrics = {} if success is None else {"eval/sampled/success": success}
+        (aside / "trainer_state.json").write_text(json.dumps({"step": step, "metrics": metrics}))
+        (aside / "model").mkdir()
+        (aside / "model" / "weights").write_bytes(bytes(range(256)))
+    return path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: (path / "model" / "weights").write_bytes(bytes(256)), "model/weights is not what was written"),
+        (lambda path: (path / "model" / "weights").write_bytes(bytes(range(255))), "model/weights is not what was"),
+        (lambda path: (path / "trainer_state.json").unlink(), "trainer_state.json is gone"),
+        (lambda path: (path / "digests.json").unlink(), r"digests\.json cannot be read"),
+        (lambda path: (path / "digests.json").write_text("{"), r"digests\.json cannot be read"),
+    ],
+)
+def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
+    first, second = write(tmp_path, 1), write(tmp_path, 2)
+    verify(second)
+    damage(second)
+    with pytest.raises(DamagedCheckpointError, match=f"step-000002 is damaged: {said}"):
+        verify(second)
+    assert newest_whole(checkpoints(tmp_path)) == first
+    damage(first)
+    assert newest_whole(checkpoints(tmp_path)) is None
+
+
+def test_a_failure_while_writing_leaves_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="no space"), written_aside(checkpoint_path(tmp_path, 1)):
+        raise OSError("no space")
+    assert checkpoints(tmp_path) == []
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    for step, success in ((2, 0.1), (4, 0.9), (6, 0.9), (8, None), (10, 0.3), (1000000, 0.2)):
+        write(tmp_path, step, success)
+    (tmp_path / ".step-000003.partial").mkdir()
+    (tmp_path / ".step-000003.deleted").mkdir()
+    (tmp_path / "set-aside").mkdir()
+    prune(tmp_path, None, "eval/sampled/success")
+    assert len(checkpoints(tmp_path)) == 6, "nothing says that any may go"
+    prune(tmp_path, 2, "eval/sampled/success")
+    assert names(tmp_path) == ["set-aside", "step-000006", "step-000010", "step-1000000"]
+    prune(tmp_path, 1, None)
+    assert names(tmp_path) == ["set-aside", "step-1000000"]
+
+
+def test_ids_are_kept_as_ranges() -> None:
+    others = {"g1000000", "g000641-1", "a", "a7", "a8", "12"}
+    ids = {f"g{number:06d}" for number in (*range(640), 642, 999_999)} | others
+    assert compact(ids) == [
+        *(["12", "12"], ["a", "a"], ["a7", "a8"]),
+        *(["g000000", "g000639"], ["g000642", "g000642"], ["g999999", "g1000000"], ["g000641-1", "g000641-1"]),
+    ]
+    assert sorted(expand(compact(ids))) == sorted(ids)
+
+
+def test_a_lineage_goes_on() -> None:
+    lineage = Lineage()
+    lineage.note_evaluation(0, {"eval/reward": 0.1})
+    for step in (1, 2, 3):
+        lineage.finish(step, [f"g{step:06d}"], seconds=2.0)
+        lineage.labels[f"run-v{step}"] = step
+    lineage.note_evaluation(3, {"eval/reward": 0.4})
+    again = Lineage.from_json(json.loads(json.dumps({"step": 3, "renderer": {}, **lineage.to_json()})))
+    assert (again.step, again.seconds, again.evaluated) == (3, 6.0, 3)
+    assert (again.before, again.after) == ({"eval/reward": 0.1}, {"eval/reward": 0.4})
+    assert again.trained == {"g000001", "g000002", "g000003"}
+    assert again.labels == {"run-v1": 1, "run-v2": 2, "run-v3": 3}
+    assert again.groups == [], "that checkpoint holds them"
+    again.finish(4, ["g000004"], seconds=1.0)
+    assert again.take_groups() == ["g000004"]
+    assert again.take_groups() == []

@@ -1,0 +1,183 @@
+"""From rewards to advantages and weights, against values worked by hand."""
+
+from collections.abc import Callable, Sequence
+from statistics import fmean, pstdev
+
+import pytest
+
+from rollout.config import OutcomePolicy
+from rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from trainers.batch import TrainingRow
+from trainers.config import ALGORITHMS, TrainRecipe
+from trainers.credit import Credit, Credited, needed_scores
+
+Make = Callable[..., TrainRecipe]
+
+
+def chain(reward: float | None, turns: Sequence[int] = (2, 1), outcome: Outcome = Outcome.COMPLETED) -> Trajectory:
+    """A chain of one row: a prompt of 3 tokens, then as many sampled tokens per turn, 2 tool tokens between them."""
+    row = Row()
+    row.append_context([1, 2, 3])
+    for index, count in enumerate(turns):
+        if index:
+            row.append_context([7, 7])
+        row.append_sampled([4] * count, [-1.0] * count, [Span("0", 0, count)])
+    return Trajectory("c", [], [row], outcome, reward, turns=len(turns))
+
+
+def group(*chains: Trajectory) -> Group:
+    return Group("g", {}, list(chains))
+
+
+def advantages(credited: Credited) -> list[list[float]]:
+    return [pytest.approx(row.streams["advantage"]) for row in credited.rows]
+
+
+def credited(recipe: TrainRecipe, *groups: Group, scores: Sequence[dict[str, list[float]]] = ()) -> Credited:
+    """Credit of `groups`; `scores` are the streams that the learner would add to each row."""
+    credit = Credit(groups, recipe)
+    rows = credit.rows
+    for row, found in zip(rows, scores, strict=True) if scores else ():
+        row.streams.update(found)
+    return credit.assign(rows)
+
+
+def test_a_chain_that_broke_is_neither_trained_nor_in_the_baseline(make_recipe: Make) -> None:
+    recipe = make_recipe(advantage={"scale": "none"})
+    broken = chain(90.0, outcome=Outcome.TIMEOUT)
+    groups = group(chain(1.0), chain(2.0), broken, chain(None))
+    assert advantages(credited(recipe, groups)) == [[-0.5] * 3, [0.5] * 3]
+
+    recipe.rollout.on_outcome = {Outcome.TIMEOUT: OutcomePolicy.KEEP}
+    assert advantages(credited(recipe, groups)) == [[-30.0] * 3, [-29.0] * 3, [59.0] * 3]
+
+    recipe.rollout.on_outcome = {Outcome.TIMEOUT: OutcomePolicy.MASK}
+    done = credited(recipe, groups)
+    assert advantages(done) == [[-30.0] * 3, [-29.0] * 3]
+    assert done.normaliser == 6
+
+
+def test_rows_of_a_chain_that_forked_count_once_in_the_baseline(make_recipe: Make) -> None:
+    forked = chain(1.0)
+    forked.rows = [*forked.rows, *chain(1.0, [4]).rows]
+    done = credited(make_recipe(advantage={"scale": "none"}), group(forked, chain(0.0)))
+    assert advantages(done) == [[0.5] * 3, [0.5] * 4, [-0.5] * 3]
+
+
+@pytest.mark.parametrize(
+    ("normaliser", "weights", "total"),
+    [
+        ("token", [1.0, 1.0], 8.0),
+        ("sequence", [1 / 5, 1 / 3], 2.0),
+        ("sequence_sum", [1.0, 1.0], 2.0),
+        ("constant", [1.0, 1.0], 2 * 100.0),
+    ],
+)
+def test_weights(make_recipe: Make, normaliser: str, weights: list[float], total: float) -> None:
+    """Two chains of 5 and 3 sampled tokens."""
+    recipe = make_recipe(loss={"normaliser": normaliser})
+    recipe.rollout.max_total_tokens = 100
+    done = credited(recipe, group(chain(1.0, [3, 2]), chain(0.0, [2, 1])))
+    assert done.normaliser == pytest.approx(total)
+    assert [row.streams["weight"][0] for row in done.rows] == pytest.approx(weights)
+
+
+def test_leave_one_out(make_recipe: Make) -> None:
+    done = credited(make_recipe(algorithm="rloo"), group(chain(3.0), chain(1.0), chain(2.0)))
+    assert advantages(done) == [[1.5] * 3, [-1.5] * 3, [0.0] * 3]
+
+
+def test_scaling_by_the_batch(make_recipe: Make) -> None:
+    """Rewards 0, 2, 4, 6: sample standard deviation sqrt(20 / 3); group means 1 and 5."""
+    recipe = make_recipe(advantage={"scale": "batch"})
+    done = credited(recipe, group(chain(0.0), chain(2.0)), group(chain(4.0), chain(6.0)))
+    unit = 1.0 / ((20 / 3) ** 0.5 + 1e-4)
+    assert [row.streams["advantage"][0] for row in done.rows] == pytest.approx([-unit, unit, -unit, unit])
+
+
+def test_turn_rewards_reach_the_tokens_of_their_turn_and_before(make_recipe: Make) -> None:
+    """DeepSeekMath 4.1.3: turn rewards 1, 3 and 2, 2 have mean 2 and sample deviation sqrt(2/3); a token gets the sum
+    of those of its own and later turns, beside the chain's advantage, which is 0 here."""
+    first, second = chain(1.0, [2, 1]), chain(1.0, [2, 1])
+    first.turn_rewards, second.turn_rewards = [1.0, 3.0], [2.0, 2.0]
+    done = credited(make_recipe(), group(first, second))
+    unit = 1.0 / ((2 / 3) ** 0.5 + 1e-4)
+    assert advantages(done) == [[0.0, 0.0, unit], [0.0, 0.0, 0.0]]
+
+
+def test_overlong_chains_are_punished(make_recipe: Make) -> None:
+    """max_total_tokens 20, buffer 10: 18 tokens lie 8 into the buffer."""
+    recipe = make_recipe(overlong={"buffer": 10, "penalty": 2.0}, advantage={"scale": "none"})
+    recipe.rollout.max_total_tokens = 20
+    done = credited(recipe, group(chain(1.0, [15]), chain(1.0, [2])))
+    assert advantages(done) == [[-0.8] * 15, [0.8] * 2]
+
+
+def test_reinforce_pp_whitens_returns_over_the_batch(make_recipe: Make) -> None:
+    """Rewards 1 and 0 on 3 tokens each: every token's return is the reward; with gamma 1/2 the first token of a chain
+    of 3 sees a quarter."""
+    recipe = make_recipe(algorithm="reinforce_pp", advantage={"gamma": 0.5})
+    done = credited(recipe, group(chain(1.0), chain(0.0)))
+    raw = [0.25, 0.5, 1.0, 0.0, 0.0, 0.0]
+    mean, deviation = fmean(raw), pstdev(raw)
+    flat = [value for row in done.rows for value in row.streams["advantage"]]
+    assert flat == pytest.approx([(value - mean) / deviation for value in raw], rel=0.2)
+    assert fmean(flat) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_the_distance_to_the_reference_is_paid_per_token(make_recipe: Make) -> None:
+    """k1 = proximal - reference = 0.1 per token; coefficient 1: the returns of a chain of 3 with reward 1 are
+    1 - 0.3, 1 - 0.2, 1 - 0.1."""
+    recipe = make_recipe(
+        algorithm="reinforce_pp", loss={"kl": {"coefficient": 1.0, "estimator": "k1", "place": "reward"}}
+    )
+    assert needed_scores(recipe) == ["reference", "proximal"]
+    scores = [{"proximal": [-1.0] * 3, "reference": [-1.1] * 3}] * 2
+    done = credited(recipe, group(chain(1.0), chain(0.0)), scores=scores)
+    flat = [value for row in done.rows for value in row.streams["advantage"]]
+    assert flat[1] - flat[0] == pytest.approx(flat[2] - flat[1], rel=1e-4)
+    assert (flat[0] - flat[3]) / (flat[1] - flat[0]) == pytest.approx(10.0, rel=1e-4)
+    assert done.metrics == {"kl": pytest.approx(0.1, abs=1e-6)}
+
+
+def test_generalised_advantages_step_over_tool_tokens(make_recipe: Make) -> None:
+    """Values 0.5 at each of 3 sampled tokens, reward 1, gamma 1, lambda 0: only the last step surprises, by 0.5, though
+    two tool tokens stand before it."""
+    recipe = make_recipe(algorithm="ppo", advantage={"gae_lambda": 0.0})
+    done = credited(recipe, group(chain(1.0), chain(0.5)), scores=[{"value": [0.5] * 3}] * 2)
+    flat = [value for row in done.rows for value in row.streams["advantage"]]
+    raw = [0.0, 0.0, 0.5, 0.0, 0.0, 0.0]
+    assert [value > 1.0 for value in flat] == [value > 0.1 for value in raw]
+    assert [row.streams["return"] for row in done.rows] == [
+        pytest.approx([0.5, 0.5, 1.0]),
+        pytest.approx([0.5, 0.5, 0.5]),
+    ]
+    assert done.metrics["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_only_uncertain_tokens_are_trained(make_recipe: Make) -> None:
+    recipe = make_recipe(loss={"top_entropy": 0.5}, advantage={"scale": "none"})
+    scores = [{"entropy": [0.1, 0.9, 0.2]}, {"entropy": [0.8, 0.7, 0.3]}]
+    done = credited(recipe, group(chain(1.0), chain(0.0)), scores=scores)
+    assert advantages(done) == [[0.0, 0.5, 0.0], [-0.5, -0.5, 0.0]]
+
+
+def test_masked_positions_are_never_read(make_recipe: Make) -> None:
+    first, second = chain(1.0), chain(0.0)
+    clean = credited(make_recipe(), group(first, second))
+    for trajectory in (first, second):
+        row = trajectory.rows[0]
+        row.logprobs = [
+            logprob if sampled else value
+            for logprob, sampled, value in zip(row.logprobs, row.mask, [float("nan"), 1e30] * 10, strict=False)
+        ]
+    assert credited(make_recipe(), group(first, second)) == clean
+
+
+@pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"sft"}))
+def test_every_algorithm_prefers_the_better_chain(make_recipe: Make, algorithm: str) -> None:
+    recipe = make_recipe(algorithm=algorithm)
+    scores = [{name: [0.0] * 3 for name in needed_scores(recipe)}] * 2
+    good, bad = credited(recipe, group(chain(1.0), chain(0.0)), scores=scores).rows
+    assert isinstance(good, TrainingRow)
+    assert min(good.streams["advantage"]) > 0 > max(bad.streams["advantage"])

@@ -1,0 +1,289 @@
+"""The critic beside the policy, against separate networks of plain transformers and peft."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from transformers import AutoModelForCausalLM
+
+from tests.trainers import launched_roles
+from tests.trainers.launched_roles import exercise
+from trainers.adapters import CRITIC_ADAPTER, POLICY_ADAPTER
+from trainers.batch import TrainingRow, make_batches
+from trainers.config import TrainRecipe
+from trainers.critic import ActorCritic, Role, make_actor_critic, role_of
+from trainers.policy import load_policy
+
+ROOT = Path(__file__).resolve().parents[2]
+LORA = {"rank": 3}
+IDS = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))
+# two turns in the first row, one in the second: what stands between was not sampled
+TARGETS = torch.tensor([3, 4, 9, 10, 12 + 5, 12 + 6, 12 + 7])
+INPUTS = (IDS, TARGETS - 1, IDS.flatten()[TARGETS])
+RETURNS = torch.linspace(-1.0, 2.0, len(TARGETS))
+
+MakeRecipe = Callable[..., TrainRecipe]
+
+
+def make_model(recipe: TrainRecipe, seed: int = 1) -> ActorCritic:
+    """An actor-critic as it is after some training: neither adapters nor head are zero."""
+    model = make_actor_critic(recipe, load_policy(recipe))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or name == "critic.head":
+                parameter.normal_(std=0.3, generator=generator)
+    return model
+
+
+def policy_loss(logprob: Tensor) -> Tensor:
+    return -(RETURNS * logprob).sum()
+
+
+def value_loss(values: Tensor) -> Tensor:
+    return 0.5 * (values - RETURNS).square().sum()
+
+
+def step(model: ActorCritic) -> tuple[Tensor, Tensor]:
+    """Both roles' forward and backward passes, twice; the last log-probabilities and values."""
+    for _ in range(2):
+        logprob, _ = model(Role.POLICY, *INPUTS)
+        policy_loss(logprob).backward()
+        values = model(Role.CRITIC, *INPUTS)
+        value_loss(values).backward()
+    return logprob.detach(), values.detach()
+
+
+def gradients(module: nn.Module, keep: str = "") -> dict[str, Tensor]:
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None and keep in name}
+
+
+def hidden_states(network: Any) -> Tensor:
+    """A plain network's hidden states at the sources."""
+    return network(IDS, output_hidden_states=True).hidden_states[-1].flatten(0, 1)[TARGETS - 1]
+
+
+def close(given: Any, expected: Any) -> None:
+    torch.testing.assert_close(given, expected, atol=1e-6, rtol=1e-6)
+
+
+def same_gradients(given: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Equal to 1e-6 of each weight's gradient, whatever the weights are called."""
+    assert given
+    for (name, one), other in zip(given.items(), expected.values(), strict=True):
+        assert (one - other).norm() <= 1e-6 * other.norm() > 0, name
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_first_values_are_zero_and_each_weight_has_one_role(make_recipe: MakeRecipe, lora: dict[str, Any]) -> None:
+    recipe = make_recipe(lora=lora, algorithm="ppo")
+    alone = {name for name, p in load_policy(recipe).named_parameters() if p.requires_grad}
+    model = make_actor_critic(recipe, load_policy(recipe))
+    assert torch.equal(model(Role.CRITIC, *INPUTS), torch.zeros(len(TARGETS)))
+    names: dict[Role, set[str]] = {role: set() for role in Role}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            names[role_of(name)].add(name)
+            assert parameter.dtype == torch.float32
+    assert names[Role.POLICY] == {f"policy.{name}" for name in alone}
+    # as many as the policy has (tied to the head or not, the embeddings are among them), and the scalar head
+    assert len(names[Role.CRITIC]) == len(alone) + 1
+    assert not any("lm_head" in name for name in names[Role.CRITIC])
+    assert sum(p.numel() for p in model.parameters_of(Role.CRITIC)) == 32 + sum(
+        p.numel() for p in model.parameters_of(Role.POLICY)
+    )
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_adapters_on_one_base_equal_separate_networks(
+    make_recipe: MakeRecipe, model_folder: Path, tmp_path: Path, checkpointing: bool
+) -> None:
+    model = make_model(make_recipe(lora=LORA, algorithm="ppo", gradient_checkpointing=checkpointing))
+    shared: Any = model.policy.model
+    shared.save_pretrained(tmp_path)
+    logprob, values = step(model)
+
+    def load(folder: Path) -> Any:
+        network = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        return PeftModel.from_pretrained(network, folder, is_trainable=True)
+
+    # peft writes the adapter "default" to the folder itself, others to folders of their names
+    actor, critic = load(tmp_path), load(tmp_path / CRITIC_ADAPTER)
+    head = model.critic.head.detach().clone().requires_grad_()
+    for _ in range(2):
+        scores = actor(IDS).logits.log_softmax(-1).flatten(0, 1)[TARGETS - 1]
+        expected_logprob = scores.gather(-1, INPUTS[2][:, None]).squeeze(-1)
+        policy_loss(expected_logprob).backward()
+        expected_values = hidden_states(critic) @ head
+        value_loss(expected_values).backward()
+    close(logprob, expected_logprob)
+    close(values, expected_values)
+    close(model.critic.head.grad, head.grad)
+    for adapter, separate in ((POLICY_ADAPTER, actor), (CRITIC_ADAPTER, critic)):
+        same_gradients(gradients(shared, f".{adapter}."), gradients(separate))
+    merged = critic.merge_and_unload()
+    with torch.no_grad():
+        close(values, hidden_states(merged) @ head)
+
+
+def test_full_critic_is_a_network_of_its_own(make_recipe: MakeRecipe, model_folder: Path) -> None:
+    model = make_model(make_recipe(algorithm="ppo"))
+    logprob, values = step(model)
+    actor, critic = (AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32) for _ in range(2))
+    head = model.critic.head.detach().clone().requires_grad_()
+    for _ in range(2):
+        scores = actor(IDS).logits.log_softmax(-1).flatten(0, 1)[TARGETS - 1]
+        policy_loss(scores.gather(-1, INPUTS[2][:, None]).squeeze(-1)).backward()
+        expected_values = hidden_states(critic) @ head
+        value_loss(expected_values).backward()
+    close(values, expected_values)
+    assert torch.isfinite(logprob).all()
+    for given, expected in ((model.policy, actor), (model.critic.backbone, critic)):
+        same_gradients(gradients(given), gradients(expected))
+    close(model.critic.head.grad, head.grad)
+
+
+def test_backward_pass_under_the_other_adapter_is_refused(make_recipe: MakeRecipe) -> None:
+    model = make_model(make_recipe(lora=LORA, algorithm="ppo"))
+    logprob, _ = model(Role.POLICY, *INPUTS)
+    values = model(Role.CRITIC, *INPUTS)
+    with pytest.raises(RuntimeError, match="backward pass of adapter default after a forward pass of critic"):
+        policy_loss(logprob).backward()
+    value_loss(values).backward()
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_policy_by_itself_is_the_policy_after_a_pass_of_the_critic(
+    make_recipe: MakeRecipe, lora: dict[str, Any]
+) -> None:
+    model = make_model(make_recipe(lora=lora, algorithm="ppo"))
+    before = model.policy(*INPUTS)
+    trained = [p.requires_grad for p in model.parameters()]
+    state = model.policy.gather()
+    model(Role.CRITIC, *INPUTS)
+    assert [p.requires_grad for p in model.parameters()] == trained
+    after = model.policy.gather()
+    assert state.keys() == after.keys() == load_policy(make_recipe(lora=lora)).gather().keys()
+    assert all(torch.equal(state[name], after[name]) for name in state)
+    assert all(torch.equal(one, other) for one, other in zip(before, model.policy(*INPUTS), strict=True))
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_what_stands_between_sampled_tokens_has_no_value(make_recipe: MakeRecipe, lora: dict[str, Any]) -> None:
+    model = make_model(make_recipe(lora=lora, algorithm="ppo"))
+    values = model(Role.CRITIC, *INPUTS)
+    value_loss(values).backward()
+    expected = {name: gradient.clone() for name, gradient in gradients(model).items()}
+    model.zero_grad()
+    elsewhere = torch.ones(IDS.numel(), dtype=torch.bool)
+    elsewhere[TARGETS - 1] = False
+
+    def poison(module: nn.Module, args: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state.masked_fill(elsewhere.reshape(*IDS.shape, 1), torch.nan)
+        return output
+
+    base = model.critic.backbone or model.policy
+    with base.network.base_model.register_forward_hook(poison):
+        poisoned = model(Role.CRITIC, *INPUTS)
+        value_loss(poisoned).backward()
+    assert torch.equal(poisoned, values)
+    for name, gradient in gradients(model).items():
+        assert torch.equal(gradient, expected[name]), name
+    # what follows the last sampled token is no one's context
+    changed = IDS.clone()
+    changed[0, 11], changed[1, 8:] = 63, 63
+    with torch.no_grad():
+        close(model(Role.CRITIC, changed, *INPUTS[1:]), values)
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_layout_of_rows_does_not_change_values(make_recipe: MakeRecipe, lora: dict[str, Any]) -> None:
+    """Four chains of one prompt, two of which share a turn as well."""
+    model = make_model(make_recipe(lora=lora, algorithm="ppo"))
+    generator = torch.Generator().manual_seed(2)
+    prompt, turn, *ends = (torch.randint(64, (n,), generator=generator).tolist() for n in (7, 3, 4, 2, 6, 5))
+    chains = [prompt + turn + end for end in ends[:2]] + [prompt + end for end in ends[2:]]
+    rows = [
+        TrainingRow(chain, list(range(len(prompt), len(chain))), {"weight": [1.0] * (len(chain) - len(prompt))})
+        for chain in chains
+    ]
+    found = {}
+    for batching in ("padded", "packed", "tree"):
+        values: dict[int, Tensor] = {}
+        for part in make_batches(rows, batching, token_budget=40)[0].micro_batches:
+            scores = model(Role.CRITIC, part.ids, part.sources, part.labels, part.positions, part.mask)
+            values |= {row: scores[part.sequence == place] for place, row in enumerate(part.rows)}
+        found[batching] = [values[row].detach() for row in range(len(rows))]
+    assert torch.equal(found["tree"][0][:3], found["tree"][1][:3])
+    for batching in ("packed", "tree"):
+        torch.testing.assert_close(found[batching], found["padded"], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_critic_learns_fixed_returns(make_recipe: MakeRecipe, lora: dict[str, Any]) -> None:
+    recipe = make_recipe(lora=lora, algorithm="ppo")
+    model = make_actor_critic(recipe, load_policy(recipe))
+    policy = {name: value.clone() for name, value in model.policy.gather().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(40):
+        loss = value_loss(model(Role.CRITIC, *INPUTS))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(float(0.5 * RETURNS.square().sum()))
+    assert losses[-1] < 0.05 * losses[0]
+    # a step of the critic alone leaves the policy as it was
+    assert all(torch.equal(value, policy[name]) for name, value in model.policy.gather().items())
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_state_is_taken_and_put_back(make_recipe: MakeRecipe, lora: dict[str, Any]) -> None:
+    recipe = make_recipe(lora=lora, algorithm="ppo")
+    model = make_model(recipe)
+    # what a checkpoint of a large model keeps: of an adapter, not its base
+    options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+    state = get_model_state_dict(model, options=options)
+    assert {name for name, p in model.named_parameters() if p.requires_grad} <= state.keys()
+    other = make_actor_critic(recipe, load_policy(recipe))
+    loading = StateDictOptions(full_state_dict=True, strict=False)
+    set_model_state_dict(other, state, options=loading)
+    for role in Role:
+        given, expected = other(role, *INPUTS), model(role, *INPUTS)
+        assert torch.equal(given[0], expected[0]) if role == Role.POLICY else torch.equal(given, expected)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_processes_equal_one(
+    make_recipe: MakeRecipe, accelerator: Accelerator, tmp_path: Path, strategy: str
+) -> None:
+    settings = [{"lora": LORA, "gradient_checkpointing": True}, {}]
+    one = [exercise(make_recipe(**changed, algorithm="ppo"), accelerator) for changed in settings]
+    recipes = [make_recipe(**changed, algorithm="ppo", processes=2, strategy=strategy) for changed in settings]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", "--num_processes", "2"]
+    command += ["--config_file", str(ROOT / "recipes" / "accelerate" / f"{strategy}.yaml"), launched_roles.__file__]
+    command += [json.dumps([recipe.model_dump() for recipe in recipes]), str(tmp_path / "found")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for given, expected in zip(torch.load(tmp_path / "found"), one, strict=True):
+        torch.testing.assert_close(given, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(given["put back"], given["after"], atol=0, rtol=0)
+        assert torch.equal(given["put back"]["reference"], given["before"]["reference"])
+        # a step of the critic alone gives the policy no gradient, and leaves it as it was
+        names = [name for name, gradient in given["critic's gradients"].items() if gradient is not None]
+        assert names
+        assert all(role_of(name) == Role.CRITIC for name in names)
+        assert torch.equal(given["after"]["policy"], given["after the critic's"]["policy"])

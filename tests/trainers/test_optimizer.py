@@ -1,0 +1,176 @@
+"""Optimisers and schedules against torch's and the libraries' own, on the same weights and gradients."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from transformers import Adafactor
+
+from trainers.config import TrainConfig, TrainRecipe
+from trainers.critic import Role, make_actor_critic, role_of
+from trainers.optimizer import make_optimizer, make_schedule
+from trainers.policy import Policy, load_policy
+
+Make = Callable[..., TrainRecipe]
+
+
+def updated(policy: Policy, optimizer: torch.optim.Optimizer, steps: int = 2) -> dict[str, Tensor]:
+    """The weights after steps with gradients that depend on the weight's name and the step alone."""
+    trainable = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
+    for step in range(steps):
+        for number, weight in enumerate(trainable.values()):
+            generator = torch.Generator().manual_seed(1000 * step + number)
+            weight.grad = torch.randn(weight.shape, generator=generator)
+        optimizer.step()
+    return {name: weight.detach().clone() for name, weight in trainable.items()}
+
+
+def config(name: str, **settings: Any) -> TrainConfig:
+    return TrainConfig(steps=1, learning_rate=0.01, optimizer={"name": name, "weight_decay": 0.1, **settings})
+
+
+def references(name: str, decays: list[nn.Parameter], others: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The same by hand: norms do not decay."""
+    groups = [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), eps=1e-6)
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=0.01, momentum=0.8)
+    return Adafactor(groups, lr=0.01, scale_parameter=False, relative_step=False)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor"])
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_equals_the_librarys_own(make_recipe: Make, name: str, lora: dict[str, Any] | None) -> None:
+    given, expected = (load_policy(make_recipe(lora=lora)) for _ in range(2))
+    settings = {"adafactor": {}, "sgd": {"betas": (0.8, 0.9)}}.get(name, {"betas": (0.8, 0.9), "eps": 1e-6})
+    optimizer = make_optimizer(given, config(name, **settings))
+    trainable = [weight for weight in expected.parameters() if weight.requires_grad]
+    decays, others = [w for w in trainable if w.ndim > 1], [w for w in trainable if w.ndim == 1]
+    before = {name: weight.clone() for name, weight in given.named_parameters()}
+    moved = updated(given, optimizer)
+    torch.testing.assert_close(moved, updated(expected, references(name, decays, others)), atol=1e-7, rtol=1e-5)
+    assert all(not torch.equal(moved[name], before[name]) for name in moved)
+
+
+def test_muon_updates_the_matrices_within_layers_and_adamw_all_else(make_recipe: Make) -> None:
+    given, by_muon, by_adamw = (load_policy(make_recipe()) for _ in range(3))
+    found = updated(given, make_optimizer(given, config("muon")))
+    matrices = [w for name, w in by_muon.named_parameters() if "layers" in name and "norm" not in name]
+    muon = torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    tables = [w for name, w in by_adamw.named_parameters() if "embed_tokens" in name]
+    norms = [w for name, w in by_adamw.named_parameters() if "norm" in name]
+    groups = [{"params": tables, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95))
+    first, second = updated(by_muon, muon), updated(by_adamw, adamw)
+    assert len(matrices) == 2 * 7
+    assert len(matrices) + len(tables) + len(norms) == len(found)
+    for name, value in found.items():
+        expected = first[name] if "layers" in name and "norm" not in name else second[name]
+        torch.testing.assert_close(value, expected, atol=1e-7, rtol=1e-5)
+
+
+def test_muon_takes_an_adapters_factors(make_recipe: Make) -> None:
+    given, expected = (load_policy(make_recipe(lora={"rank": 2})) for _ in range(2))
+    trainable = [weight for weight in expected.parameters() if weight.requires_grad]
+    muon = torch.optim.Muon(trainable, lr=0.01, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    found, reference = updated(given, make_optimizer(given, config("muon"))), updated(expected, muon)
+    torch.testing.assert_close(found, reference, atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor", "sgd"])
+def test_state_is_taken_and_put_back(make_recipe: Make, name: str) -> None:
+    """As checkpoints do it: training goes on as if it had not been interrupted."""
+    options = StateDictOptions(full_state_dict=True)
+    policy = load_policy(make_recipe())
+    optimizer = make_optimizer(policy, config(name))
+    updated(policy, optimizer)
+    weights, state = copy.deepcopy(get_state_dict(policy, optimizer, options=options))
+    expected = updated(policy, optimizer)
+    again, forgetful = (load_policy(make_recipe()) for _ in range(2))
+    fresh = make_optimizer(again, config(name))
+    set_state_dict(again, fresh, model_state_dict=weights, optim_state_dict=state, options=options)
+    forgetful.load_state_dict(weights)
+    found, other = updated(again, fresh), updated(forgetful, make_optimizer(forgetful, config(name)))
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+    assert not any(torch.equal(other[name], value) for name, value in expected.items())
+
+
+def test_groups_get_settings_of_their_own(make_recipe: Make) -> None:
+    policy = load_policy(make_recipe())
+    groups = [
+        {"match": r"layers\.0\.self_attn", "learning_rate": 0.5},
+        {"match": r"self_attn|\bnorm", "weight_decay": 0.3},
+    ]
+    optimizer = make_optimizer(policy, config("adamw", groups=groups))
+    settings = {}
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            settings[id(weight)] = (group["lr"], group["weight_decay"])
+    for name, weight in policy.named_parameters():
+        plain = 0.1 if weight.ndim > 1 else 0.0
+        expected = (0.01, plain)
+        if "layers.0.self_attn" in name:
+            expected = (0.5, plain)
+        elif "self_attn" in name or ".norm" in name:
+            expected = (0.01, 0.3)
+        assert settings[id(weight)] == expected, name
+    assert optimizer.param_groups[0]["lr"] == 0.01, "the one that is logged is the recipe's"
+
+
+def test_the_critics_weights_get_its_learning_rate(make_recipe: Make) -> None:
+    for lora in (None, {"rank": 2}):
+        recipe = make_recipe(lora=lora, algorithm="ppo", learning_rate=0.01, critic={"learning_rate": 0.02})
+        model = make_actor_critic(recipe, load_policy(recipe))
+        rates = {
+            id(w): group["lr"] for group in make_optimizer(model, recipe.train).param_groups for w in group["params"]
+        }
+        trainable = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+        assert len(rates) == len(trainable)
+        assert {role_of(name) for name, _ in trainable} == set(Role)
+        for name, weight in trainable:
+            assert rates[id(weight)] == (0.02 if role_of(name) == Role.CRITIC else 0.01), name
+
+
+@pytest.mark.parametrize("groups", [["nothing"], ["embed_tokens", "embed"]])
+def test_a_group_without_weights_is_refused(make_recipe: Make, groups: list[str]) -> None:
+    settings = config("sgd", groups=[{"match": match} for match in groups])
+    with pytest.raises(ValueError, match=rf"groups\.{len(groups) - 1}\.match: '{groups[-1]}' matches no trainable"):
+        make_optimizer(load_policy(make_recipe()), settings)
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "lion"])
+def test_what_needs_a_gpu_is_refused_without(make_recipe: Make, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"train\.optimizer\.name: {name} needs a CUDA GPU"):
+        make_optimizer(load_policy(make_recipe()), config(name))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"schedule": "constant"}, [0.0, 0.5, 1, 1, 1, 1, 1, 1, 1, 1]),
+        ({"schedule": "linear"}, [0.0, 0.5, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]),
+        ({"schedule": "cosine"}, [0.0, 0.5, *(0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(8))]),
+        ({"schedule": "wsd", "decay_steps": 4}, [0.0, 0.5, 1, 1, 1, 1, 1, 3 / 4, 2 / 4, 1 / 4]),
+    ],
+)
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_schedules(make_recipe: Make, settings: dict[str, Any], expected: list[float], name: str) -> None:
+    """Ten steps, two of them warm-up; every group follows, with its own rate."""
+    groups = [{"match": "embed", "learning_rate": 0.5}]
+    train = TrainConfig(
+        steps=10, learning_rate=0.01, warmup_steps=2, optimizer={"name": name, "groups": groups}, **settings
+    )
+    optimizer = make_optimizer(load_policy(make_recipe()), train)
+    schedule = make_schedule(optimizer, train)
+    peaks = [group["initial_lr"] for group in optimizer.param_groups]
+    assert set(peaks) == {0.01, 0.5}
+    for factor in expected:
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([factor * peak for peak in peaks])
+        optimizer.step()
+        schedule.step()

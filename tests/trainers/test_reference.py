@@ -1,0 +1,110 @@
+"""The reference against plain transformers, and against the policy at its start."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+
+from trainers import policy as policy_module
+from trainers.config import TrainRecipe
+from trainers.critic import ActorCritic, Role, make_actor_critic
+from trainers.policy import load_policy
+from trainers.reference import Reference, make_reference
+
+IDS = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))
+TARGETS = torch.tensor([3, 4, 9, 10, 12 + 5, 12 + 6, 12 + 7])
+INPUTS = (IDS, TARGETS - 1, IDS.flatten()[TARGETS])
+
+MakeRecipe = Callable[..., TrainRecipe]
+
+
+def make_model(recipe: TrainRecipe, accelerator: Accelerator, critic: bool = False) -> tuple[nn.Module, Reference]:
+    """A model, with or without a critic, and its reference."""
+    policy = load_policy(recipe)
+    model = make_actor_critic(recipe, policy) if critic else policy
+    return model, make_reference(recipe, policy, accelerator)
+
+
+def train(model: nn.Module) -> None:
+    """Changes whatever is trained."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn(parameter.shape))
+
+
+def expected(folder: Path, temperature: float) -> Tensor:
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        scores = (network(IDS).logits / temperature).log_softmax(-1).flatten(0, 1)
+    return scores[INPUTS[1]].gather(-1, INPUTS[2][:, None]).squeeze(-1)
+
+
+@pytest.mark.parametrize("critic", [False, True])
+@pytest.mark.parametrize("lora", [None, {"rank": 3, "dropout": 0.5}])
+def test_reference_stays_what_the_policy_began_as(
+    make_recipe: MakeRecipe, model_folder: Path, accelerator: Accelerator, lora: dict[str, Any] | None, critic: bool
+) -> None:
+    model, reference = make_model(make_recipe(lora=lora), accelerator, critic)
+    role = (Role.POLICY,) if critic else ()
+    first = reference.logprobs(model, *INPUTS, temperature=0.7)
+    assert torch.equal(first, model(*role, *INPUTS, temperature=0.7)[0])
+    torch.testing.assert_close(first, expected(model_folder, 0.7), atol=1e-6, rtol=1e-6)
+    train(model)
+    assert not torch.allclose(first, model(*role, *INPUTS, temperature=0.7)[0], atol=1e-2)
+    again = reference.logprobs(model, *INPUTS, temperature=0.7)
+    assert torch.equal(again, first)
+    assert not again.requires_grad
+
+
+def test_reference_leaves_both_adapters_as_they_were(make_recipe: MakeRecipe, accelerator: Accelerator) -> None:
+    model, reference = make_model(make_recipe(lora={"rank": 3}), accelerator, critic=True)
+    assert isinstance(model, ActorCritic)
+    train(model)
+    values, (logprob, _) = model(Role.CRITIC, *INPUTS), model(Role.POLICY, *INPUTS)
+    trained = [parameter.requires_grad for parameter in model.parameters()]
+    for role, scores in ((Role.CRITIC, values), (Role.POLICY, logprob)):
+        model(role, *INPUTS)
+        reference.logprobs(model, *INPUTS)
+        assert [parameter.requires_grad for parameter in model.parameters()] == trained
+        again = model(role, *INPUTS)
+        assert torch.equal(again[0] if role == Role.POLICY else again, scores)
+
+
+def test_full_reference_has_the_models_dtype_and_is_not_trained(
+    make_recipe: MakeRecipe, model_folder: Path, accelerator: Accelerator
+) -> None:
+    recipe = make_recipe()
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "bfloat16"})})
+    model, reference = make_model(recipe, accelerator)
+    frozen: Any = reference._frozen
+    assert {parameter.dtype for parameter in frozen.parameters()} == {torch.bfloat16}
+    assert not any(parameter.requires_grad for parameter in frozen.parameters())
+    # positions are turned by angles of full precision
+    assert {buffer.dtype for buffer in frozen.buffers()} == {torch.float32}
+    scores = reference.logprobs(model, *INPUTS)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores, expected(model_folder, 1.0), atol=0.3, rtol=0.1)
+
+
+def test_reference_scores_as_the_policy_does(
+    make_recipe: MakeRecipe, tmp_path: Path, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    capped = Gemma2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, final_logit_softcapping=2.0, initializer_range=0.5,
+    )  # fmt: skip
+    Gemma2ForCausalLM(capped).save_pretrained(tmp_path)
+    recipe = make_recipe()
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(tmp_path)})})
+    model, reference = make_model(recipe, accelerator)
+    whole = reference.logprobs(model, *INPUTS)
+    torch.testing.assert_close(whole, expected(tmp_path, 1.0), atol=1e-6, rtol=1e-6)
+    monkeypatch.setattr(policy_module, "LOGITS_PER_CHUNK", 130)  # two positions of a vocabulary of 64
+    torch.testing.assert_close(reference.logprobs(model, *INPUTS), whole, atol=1e-6, rtol=1e-6)

@@ -1,0 +1,99 @@
+"""A signal ends a run between two steps: waits are cut short, work is not."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from accelerate import Accelerator
+
+from trainers.stopping import Stop
+
+Signalled = Callable[..., tuple[str, int]]
+
+
+def loop(folder: Path, accelerator: Accelerator, waits: float, works: float) -> str:
+    """Three steps; leaves a file at each event."""
+    stop = Stop()
+    stop.listen(accelerator, (folder / "heard").touch)
+    for step in range(3):
+
+        def wait(step: int = step) -> str:
+            (folder / f"waits-{step}").touch()
+            time.sleep(waits)
+            return "a batch"
+
+        given = stop.wait_for(wait)
+        if stop.agreed(accelerator):
+            break
+        (folder / f"works-{step}").touch()
+        until = time.monotonic() + works
+        while time.monotonic() < until:
+            time.sleep(0.01)
+        (folder / f"worked-{step}").touch()
+    assert stop.wait_for(lambda: "late") == (None if stop.agreed_on else "late")
+    return f"step {step}, given {given}, stopped by {stop.agreed_on and stop.agreed_on.name}"
+
+
+@pytest.fixture
+def signalled(tmp_path: Path, accelerator: Accelerator) -> Signalled:
+    """What the loop, in a process of its own, tells after a signal at an event, and its exit status."""
+
+    def run(event: str, number: signal.Signals, waits: float, works: float, times: int = 1) -> tuple[str, int]:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                (tmp_path / "said").write_text(loop(tmp_path, accelerator, waits, works))
+                status = 0
+            except SystemExit as error:
+                status = int(error.code or 0)
+            finally:
+                os._exit(status)
+        while not (tmp_path / event).exists():
+            time.sleep(0.01)
+        started = time.monotonic()
+        for _ in range(times):
+            time.sleep(0.1)
+            os.kill(child, number)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert time.monotonic() - started < 5
+        return (tmp_path / "said").read_text() if (tmp_path / "said").exists() else "", status
+
+    return run
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_wait_is_cut_short(signalled: Signalled, tmp_path: Path, number: signal.Signals) -> None:
+    told = signalled("waits-1", number, waits=1.0, works=0.0)
+    assert told == (f"step 1, given None, stopped by {number.name}", 0)
+    assert (tmp_path / "heard").exists()
+    assert (tmp_path / "worked-0").exists()
+    assert not (tmp_path / "works-1").exists()
+
+
+def test_work_is_finished(signalled: Signalled, tmp_path: Path) -> None:
+    told = signalled("works-1", signal.SIGTERM, waits=0.0, works=0.5)
+    assert told == ("step 2, given None, stopped by SIGTERM", 0)
+    assert (tmp_path / "worked-1").exists()
+    assert not (tmp_path / "works-2").exists()
+
+
+def test_a_second_signal_ends_it_at_once(signalled: Signalled, tmp_path: Path) -> None:
+    assert signalled("works-0", signal.SIGTERM, waits=0.0, works=60.0, times=2) == ("", 143)
+    assert not (tmp_path / "worked-0").exists()
+
+
+def test_before_the_first_step_there_is_nothing_to_finish(signalled: Signalled, tmp_path: Path) -> None:
+    assert signalled("waits-0", signal.SIGTERM, waits=60.0, works=0.0) == ("", 143)
+    assert not (tmp_path / "heard").exists()
+
+
+def test_nothing_stops_what_does_not_listen(accelerator: Accelerator) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    stop = Stop()
+    assert stop.wait_for(lambda: 3) == 3
+    assert not stop.agreed(accelerator)
+    assert signal.getsignal(signal.SIGTERM) == before

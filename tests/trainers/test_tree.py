@@ -1,0 +1,241 @@
+"""Token trees: every token sees exactly its row's prefix, is computed once, and gradients are those of padded rows."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from trainers.batch import Batch, Batching, TrainingRow, make_batches
+from trainers.policy import Policy
+from trainers.tree import cost, deal, packed_lines, tree_lines
+
+BATCHINGS: tuple[Batching, ...] = ("padded", "packed", "tree")
+
+
+def training(ids: list[int], targets: list[int], tag: float = 1.0) -> TrainingRow:
+    """A row whose tokens all have the advantage `tag`."""
+    values = {"behaviour": -1.0, "advantage": tag, "weight": 1.0, "mixed": 0.0}
+    return TrainingRow(ids, targets, {name: [value] * len(targets) for name, value in values.items()})
+
+
+def tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(64) for _ in range(count)]
+
+
+def group(rng: random.Random, prompt: int, answers: list[int]) -> list[TrainingRow]:
+    """Answers to one prompt."""
+    start = tokens(rng, prompt)
+    return [
+        training(start + tokens(rng, length), list(range(prompt, prompt + length)), rng.gauss(0, 1))
+        for length in answers
+    ]
+
+
+def rows_per_turn(rng: random.Random, turns: int, prompt: int = 20) -> list[TrainingRow]:
+    """A chain that was stored as one row per turn: all that came before, and the turn as what is trained."""
+    rows, ids = [], tokens(rng, prompt)
+    for _ in range(turns):
+        start = len(ids)
+        ids = ids + tokens(rng, rng.randint(4, 12))
+        rows.append(training(ids, list(range(start, len(ids))), rng.gauss(0, 1)))
+        ids = ids + tokens(rng, rng.randint(4, 12))
+    return rows
+
+
+def input_ids(rows: list[TrainingRow]) -> list[np.ndarray]:
+    return [np.array(row.token_ids[: row.targets[-1]]) for row in rows]
+
+
+# few tokens, so that random rows share prefixes, are prefixes of others, and are equal
+ROWS = st.lists(
+    st.lists(st.integers(0, 2), min_size=2, max_size=12).flatmap(
+        lambda ids: st.tuples(st.just(ids), st.sets(st.integers(1, len(ids) - 1), min_size=1).map(sorted))
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ROWS, st.integers(1, 60), st.integers(1, 4), st.sampled_from(BATCHINGS))
+def test_a_target_is_predicted_from_its_prefix(
+    drawn: list[tuple[list[int], list[int]]], budget: int, processes: int, batching: Batching
+) -> None:
+    """What the source of each target sees is the row up to there, at positions 0, 1, ...; nothing is lost or double."""
+    rows = [training(ids, targets, tag) for tag, (ids, targets) in enumerate(drawn)]
+    batches = make_batches(rows, batching, budget, processes)
+    assert len({len(batch.micro_batches) for batch in batches}) == 1
+    parts = [part for batch in batches for part in batch.micro_batches]
+    assert sorted(row for part in parts for row in part.rows) == list(range(len(rows)))
+    for part in parts:
+        lines, length = part.ids.shape
+        mask = part.mask
+        assert (mask is None) == (part.positions is None)
+        if mask is None:
+            mask = torch.ones(length, length, dtype=torch.bool).tril().expand(lines, 1, length, length)
+        positions = part.positions if part.positions is not None else torch.arange(length).expand(lines, length)
+        assert mask.any(-1).all(), "a token that sees nothing has no softmax"
+        if part.ids.numel() > budget:
+            assert lines == 1
+            assert length in {rows[index].targets[-1] for index in part.rows}
+        assert part.streams["weight"].tolist() == [float(bool(part.rows))] * len(part.labels)
+        place = 0
+        for number, index in enumerate(part.rows):
+            row = rows[index]
+            for target in row.targets:
+                line, source = divmod(int(part.sources[place]), length)
+                seen = mask[line, 0, source]
+                order = positions[line][seen].argsort()
+                assert positions[line][seen][order].tolist() == list(range(target))
+                assert part.ids[line][seen][order].tolist() == row.token_ids[:target]
+                assert int(part.labels[place]) == row.token_ids[target]
+                assert int(part.sequence[place]) == number
+                assert float(part.streams["advantage"][place]) == index
+                place += 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(ROWS, st.integers(1, 60))
+def test_a_tree_holds_each_shared_token_once(drawn: list[tuple[list[int], list[int]]], budget: int) -> None:
+    rows = [np.array(ids) for ids, _ in drawn]
+    for line in tree_lines(rows, budget):
+        prefixes = {tuple(rows[number][: end + 1]) for number in line.paths for end in range(len(rows[number]))}
+        assert len(line.ids) == len(prefixes)
+        assert line.branching == (len(prefixes) > max(len(rows[number]) for number in line.paths))
+        for number, path in line.paths.items():
+            assert line.ids[path].tolist() == rows[number].tolist()
+            assert line.positions[path].tolist() == list(range(len(path)))
+
+
+def test_answers_to_one_prompt_are_one_line() -> None:
+    rows = group(random.Random(0), 512, [64] * 8)
+    (part,) = make_batches(rows, "tree", 16384)[0].micro_batches
+    # the last token of an answer predicts nothing
+    assert part.ids.shape == (1, 512 + 8 * 63)
+    assert part.mask is not None
+
+
+def test_a_row_per_turn_becomes_one_plain_line() -> None:
+    rows = rows_per_turn(random.Random(0), turns=8)
+    (part,) = make_batches(rows, "tree", 16384)[0].micro_batches
+    assert part.ids.tolist() == [rows[-1].token_ids[:-1]]
+    assert part.positions is None
+    assert part.mask is None
+
+
+def test_what_shares_nothing_worth_it_stays_as_it_was() -> None:
+    """A few instructions in common do not pay for attention over everything."""
+    rng = random.Random(0)
+    common = tokens(rng, 10)
+    rows = [training(common + tokens(rng, rng.randint(200, 400)), [150]) for _ in range(12)]
+    padded, tree = (make_batches(rows, batching, 2000)[0] for batching in ("padded", "tree"))
+    assert all(part.mask is None for part in tree.micro_batches)
+    shapes = [sorted(tuple(part.ids.shape) for part in batch.micro_batches) for batch in (padded, tree)]
+    assert shapes[0] == shapes[1]
+
+
+def test_a_tree_over_the_budget_is_split_and_repeats_its_prompt() -> None:
+    rows = group(random.Random(0), 100, [21] * 8)
+    lines = tree_lines(input_ids(rows), token_budget=170)
+    assert sorted(len(line.ids) for line in lines) == [140, 160, 160]
+
+
+def test_a_chain_over_the_budget_is_still_one_line() -> None:
+    rows = rows_per_turn(random.Random(0), turns=8)
+    (line,) = tree_lines(input_ids(rows), token_budget=50)
+    assert len(line.ids) == len(rows[-1].token_ids) - 1
+
+
+def test_one_group_is_shared_out_over_processes() -> None:
+    rows = group(random.Random(0), 100, [41] * 16)
+    alone = tree_lines(input_ids(rows), 16384)
+    assert len(alone) == 1
+    work = [cost(line) for line in tree_lines(input_ids(rows), 16384, processes=4)]
+    busiest = max(sum(work[piece] for piece in share) for share in deal(work, 4))
+    assert busiest < 0.45 * cost(alone[0])
+
+
+def test_processes_get_equal_work() -> None:
+    rng = random.Random(0)
+    rows = [row for _ in range(12) for row in group(rng, rng.randint(50, 300), [rng.randint(10, 200)] * 8)]
+    for batching in BATCHINGS:
+        batches = make_batches(rows, batching, 2048, processes=4)
+        loads = [sum(part.ids.numel() for part in batch.micro_batches) for batch in batches]
+        assert max(loads) < 1.2 * sum(loads) / 4
+
+
+def test_packed_lines_are_full_and_no_longer_than_the_longest_row() -> None:
+    rng = random.Random(0)
+    rows = [np.array(tokens(rng, length)) for length in (100, *(rng.randint(5, 40) for _ in range(100)))]
+    lines = packed_lines(rows, 16384)
+    assert all(len(line.ids) <= 100 for line in lines)
+    assert 0.95 * 100 * len(lines) <= sum(map(len, rows))
+
+
+def make_policy(width: int, layers: int, family: str = "qwen3") -> Policy:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": width // 8,
+        "intermediate_size": 3 * width,
+        "tie_word_embeddings": True,
+    }
+    network = Qwen3ForCausalLM(Qwen3Config(**sizes)) if family == "qwen3" else LlamaForCausalLM(LlamaConfig(**sizes))
+    return Policy(network, torch.float32).train()
+
+
+def gradient(policy: Policy, batch: Batch) -> torch.Tensor:
+    """Of the mean over tokens of advantage x log-probability."""
+    policy.zero_grad()
+    for part in batch.micro_batches:
+        logprob, _ = policy(part.ids, part.sources, part.labels, part.positions, part.mask)
+        ((part.streams["weight"] * part.streams["advantage"] * logprob).sum() / batch.normaliser).backward()
+    return torch.cat([weight.grad.flatten() for weight in policy.parameters() if weight.grad is not None])
+
+
+def distance(policy: Policy, rows: list[TrainingRow], batching: Batching, budget: int = 16384) -> float:
+    """|gradient - padded gradient| / |padded gradient|, in the 2-norm over all weights."""
+    expected = gradient(policy, make_batches(rows, "padded", 16384)[0]).double()
+    found = gradient(policy, make_batches(rows, batching, budget)[0]).double()
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    """Hidden 256, 4 layers, float32."""
+    return make_policy(256, 4)
+
+
+@pytest.mark.parametrize("batching", ["packed", "tree"])
+def test_groups_have_the_gradient_of_padded_rows(policy: Policy, batching: Batching) -> None:
+    """Prompts and answers of several lengths, so that lines of one block are padded."""
+    rng = random.Random(0)
+    rows = [row for prompt in (64, 80, 50) for row in group(rng, prompt, [rng.randint(4, 24) for _ in range(8)])]
+    assert distance(policy, rows, batching) < 1e-6
+
+
+@pytest.mark.parametrize("turns", [4, 8, 12])
+def test_merged_turns_have_the_gradient_of_a_row_per_turn(policy: Policy, turns: int) -> None:
+    assert distance(policy, rows_per_turn(random.Random(turns), turns), "tree") < 1e-6
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("budget", [1, 100, 400, 16384])
+@pytest.mark.parametrize("batching", ["packed", "tree"])
+def test_all_shapes_together(family: str, budget: int, batching: Batching) -> None:
+    """Groups, chains that fork after each turn, prefixes of others and equal rows together."""
+    rng = random.Random(budget)
+    rows = group(rng, 40, [3, 9, 14, 1, 20]) + rows_per_turn(rng, 5)
+    for turn in rows_per_turn(rng, 4):
+        rows += [turn, training(turn.token_ids + tokens(rng, 6), [len(turn.token_ids) + 3], rng.gauss(0, 1))]
+    rows += [rows[0], rows[7]]
+    assert distance(make_policy(64, 2, family), rows, batching, budget) < 1e-6

@@ -1,0 +1,273 @@
+"""A whole update's numbers, from groups to loss and gradient, against TRL's GRPOTrainer: advantages, importance weights
+and loss there, Credit, batches and update_policy here, on the same log-probabilities."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from trl import GRPOTrainer
+
+from rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from tests.trainers.trl_oracle import Chains, GrpoOracle, make_oracle, make_trainer
+from trainers.batch import Batch, make_batches, training_row
+from trainers.config import TrainRecipe
+from trainers.credit import Credit
+from trainers.learner import Learner, Loss, Terms, Update
+from trainers.policy_update import update_policy
+
+GROUP_SIZE = 4
+MAX_TOTAL_TOKENS = 50
+
+
+@dataclass
+class Case:
+    """The same loss in both tongues."""
+
+    name: str
+    trl: dict[str, Any]
+    loss: dict[str, Any] = field(default_factory=dict)
+    advantage: dict[str, Any] = field(default_factory=dict)
+    mismatch: tuple[str, float | None, float | None] | None = None
+    """Correction, low and high."""
+
+
+UNBOUNDED = ("cispo", "sapo", "distance to a reference", "all together")
+BANDS: tuple[float | None, float | None] = (0.8, 1.25)
+CASES = [
+    Case("grpo", {"loss_type": "grpo"}, {"normaliser": "sequence"}),
+    Case("dapo", {"loss_type": "dapo", "epsilon_high": 0.28}, {"clip_high": 0.28}),
+    Case(
+        "dr_grpo",
+        {"loss_type": "dr_grpo", "scale_rewards": "none", "max_completion_length": MAX_TOTAL_TOKENS},
+        {"normaliser": "constant"},
+        {"scale": "none"},
+    ),
+    Case("batch scale", {"loss_type": "dapo", "scale_rewards": "batch"}, {}, {"scale": "batch"}),
+    Case("sum per chain", {"loss_type": "luspo"}, {"normaliser": "sequence_sum"}),
+    Case("dual clip", {"loss_type": "dapo", "delta": 1.4}, {"dual_clip": 1.4}),
+    Case("cispo", {"loss_type": "cispo", "epsilon_high": 1.2}, {"policy": "cispo", "clip_high": 0.2}),
+    Case(
+        "sapo",
+        {"loss_type": "sapo", "sapo_temperature_pos": 1.5, "sapo_temperature_neg": 2.5},
+        {"policy": "sapo", "sapo_positive": 1.5, "sapo_negative": 2.5, "normaliser": "sequence"},
+    ),
+    Case(
+        "gspo",
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.03, "epsilon_high": 0.04},
+        {"policy": "gspo", "clip_low": 0.03, "clip_high": 0.04, "normaliser": "sequence"},
+    ),
+    Case(
+        "gspo, sum per chain, dual clip",
+        {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 0.03, "delta": 1.05},
+        {"policy": "gspo", "clip_low": 0.03, "clip_high": 0.03, "dual_clip": 1.05, "normaliser": "sequence_sum"},
+    ),
+    Case(
+        "distance to a reference",
+        {"loss_type": "dapo", "beta": 0.3, "use_bias_correction_kl": False},
+        {"kl": {"coefficient": 0.3, "estimator": "k3"}},
+    ),
+    Case("tokens of high entropy", {"loss_type": "dapo", "top_entropy_quantile": 0.3}, {"top_entropy": 0.3}),
+    Case("entropy bonus", {"loss_type": "dapo", "entropy_coef": 0.1}, {"entropy_bonus": 0.1}),
+    Case("token_truncate", {"loss_type": "dapo"}, mismatch=("token_truncate", None, 1.25)),
+    Case("token_mask", {"loss_type": "dapo"}, mismatch=("token_mask", *BANDS)),
+    Case("sequence_truncate", {"loss_type": "dapo"}, mismatch=("sequence_truncate", None, 1.25)),
+    Case("sequence_mask", {"loss_type": "dapo"}, mismatch=("sequence_mask", *BANDS)),
+    Case(
+        "gspo, sequence_mask",
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        {"policy": "gspo", "normaliser": "sequence"},
+        mismatch=("sequence_mask", *BANDS),
+    ),
+    Case(
+        "all together",
+        {
+            "loss_type": "grpo",
+            "epsilon_high": 0.3,
+            "delta": 1.5,
+            "beta": 0.1,
+            "use_bias_correction_kl": False,
+            "top_entropy_quantile": 0.5,
+        },
+        {
+            "clip_high": 0.3,
+            "dual_clip": 1.5,
+            "kl": {"coefficient": 0.1},
+            "top_entropy": 0.5,
+            "normaliser": "sequence",
+        },
+        mismatch=("token_mask", *BANDS),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_loss_and_gradient_equal_trl(
+    model_folder: Path, tmp_path: Path, make_recipe: Callable[..., TrainRecipe], case: Case
+) -> None:
+    chains = Chains.random(12)
+    current = chains.logprobs["current"].requires_grad_()
+    entropy = chains.entropy.requires_grad_()
+    correction, low, high = case.mismatch or (None, None, None)
+
+    oracle = make_oracle(GrpoOracle, model_folder, tmp_path, chains, GROUP_SIZE, **case.trl)
+    scored = oracle.score(correction, low, high)
+    theirs = oracle.loss(scored)
+    their_gradients = torch.autograd.grad(theirs, (current, entropy), allow_unused=True, retain_graph=True)
+    # the case is what it says: a bound or a mask stops some tokens, and not all
+    stopped = chains.at_sampled(their_gradients[0]) == 0
+    assert 0 < stopped.sum() < sum(chains.lengths) or case.name in UNBOUNDED
+
+    mismatch = {"correction": correction or "none", "low": low or 0.0, "high": high or 2.0}
+    recipe = make_recipe(loss={**case.loss, "mismatch": mismatch}, advantage=case.advantage, updates_per_batch=2)
+    recipe.rollout.max_total_tokens = MAX_TOTAL_TOKENS
+    ours = our_loss(chains, recipe)
+    our_gradients = torch.autograd.grad(ours, (current, entropy), allow_unused=True)
+
+    assert ours.item() == pytest.approx(theirs.item(), abs=1e-6)
+    for mine, other in zip(our_gradients, their_gradients, strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
+
+
+def test_k2_has_the_gradient_of_trls_corrected_k3(
+    model_folder: Path, tmp_path: Path, make_recipe: Callable[..., TrainRecipe]
+) -> None:
+    """TRL multiplies k3 by the ratio, whose gradient counts too: on the policy that is k2's gradient."""
+    chains = Chains.random(12)
+    current = chains.logprobs["current"] = chains.logprobs["proximal"].clone().requires_grad_()
+    oracle = make_oracle(GrpoOracle, model_folder, tmp_path, chains, GROUP_SIZE, loss_type="dapo", beta=0.3)
+    theirs = torch.autograd.grad(oracle.loss(oracle.score()), current)[0]
+    loss = {"kl": {"coefficient": 0.3, "estimator": "k2"}, "mismatch": {"correction": "none"}}
+    ours = torch.autograd.grad(our_loss(chains, make_recipe(loss=loss, updates_per_batch=2)), current)[0]
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def our_loss(chains: Chains, recipe: TrainRecipe) -> Tensor:
+    """The loss of the second update on the chains, whose first was made on the policy."""
+    trajectories = [_trajectory(chains, number) for number in range(len(chains.masks))]
+    groups = [
+        Group(str(start), {}, trajectories[start : start + GROUP_SIZE])
+        for start in range(0, len(trajectories), GROUP_SIZE)
+    ]
+    credit = Credit(groups, recipe)
+    rows = credit.rows
+    for name, table in {"entropy": chains.entropy, "reference": chains.logprobs["reference"]}.items():
+        for row, values in zip(rows, _by_chain(chains, table), strict=True):
+            row.streams[name] = values.tolist()
+    credited = credit.assign(rows)
+    (batch,) = make_batches(credited.rows, "padded", 60, normaliser=credited.normaliser)
+    assert len(batch.micro_batches) > 2
+    learner = RecordedLearner(chains)
+    update_policy(learner, batch, recipe)  # type: ignore[arg-type]
+    return learner.losses[1]
+
+
+class RecordedLearner:
+    """Where a learner would run its model, the log-probabilities of `chains`: proximal in the first update, current in
+    the second. It keeps the losses, and changes nothing."""
+
+    has_critic = False
+
+    def __init__(self, chains: Chains) -> None:
+        self._logprobs = [_by_chain(chains, chains.logprobs[role]) for role in ("proximal", "current")]
+        self._entropy = _by_chain(chains, chains.entropy)
+        self.losses: list[Tensor] = []
+
+    def update(self, batch: Batch, loss: Loss, value_loss: None) -> Update:
+        """The loss of all micro-batches, as Learner.update adds it up on one process."""
+        logprobs = self._logprobs[len(self.losses)]
+        made: list[Terms] = []
+        for index, part in enumerate(batch.micro_batches):
+            own = [torch.cat([values[row] for row in part.rows]) for values in (logprobs, self._entropy)]
+            made.append(loss(index, part, *own))
+        self.losses.append(torch.stack([terms.loss for terms in made]).sum() / batch.normaliser)
+        return Update(self.losses[-1].item(), 0.0, {}, {})
+
+
+def _by_chain(chains: Chains, table: Tensor) -> list[Tensor]:
+    return list(chains.at_sampled(table).split(chains.lengths))
+
+
+def _trajectory(chains: Chains, number: int) -> Trajectory:
+    """A chain of one row; what stands at its tool tokens is no number."""
+    row = Row()
+    row.append_context([3, 4])
+    tokens = iter(zip(chains.token_ids[number], chains.logprobs["behaviour"][number].tolist(), strict=False))
+    turns = 0
+    for sampled, run in groupby(chains.masks[number]):
+        ids, logprobs = zip(*[next(tokens) for _ in run], strict=True)
+        if sampled:
+            row.append_sampled(list(ids), list(logprobs), [Span("0", 0, len(ids))])
+            turns += 1
+        else:
+            row.append_context(list(ids))
+            row.logprobs[-len(ids) :] = [float("nan")] * len(ids)
+    return Trajectory(str(number), [], [row], Outcome.COMPLETED, chains.rewards[number], turns=turns)
+
+
+def test_updates_of_a_model_equal_trl(
+    model_folder: Path,
+    tmp_path: Path,
+    make_recipe: Callable[..., TrainRecipe],
+    make_row: Callable[..., Row],
+    accelerator: Accelerator,
+) -> None:
+    """Two updates on one batch, with all of either side's own code: loss and norm of the gradient, before and after
+    the optimiser moved the weights and some ratios were clipped."""
+    rng = random.Random(1)
+    rows = [make_row(rng, turns=3) for _ in range(6)]
+    advantages = [rng.gauss(0.0, 1.0) for _ in rows]
+    loss = {"clip_high": 0.3, "mismatch": {"correction": "none"}}
+    recipe = make_recipe(learning_rate=3e-2, updates_per_batch=2, max_grad_norm=1e9, token_budget=100, loss=loss)
+    learner = Learner(recipe, accelerator, temperature=0.7)
+    made = [training_row(row, advantage) for row, advantage in zip(rows, advantages, strict=True)]
+    batch = learner.deal([row for row in made if row])
+    assert len(batch.micro_batches) > 1
+    ours = update_policy(learner, batch, recipe)
+    assert 0 < ours[1].sums["clipped"] < batch.tokens
+
+    settings = {"loss_type": "dapo", "epsilon_high": 0.3, "beta": 0.0, "temperature": 0.7}
+    trainer = make_trainer(GRPOTrainer, model_folder, tmp_path, len(rows), 2, **settings)
+    trainer.current_gradient_accumulation_steps = 1
+    inputs = _trl_inputs(rows, advantages)
+    with torch.no_grad():
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        kept = inputs["completion_ids"].size(1)
+        inputs["old_per_token_logps"], _, _ = trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, attention, kept
+        )
+    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=3e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    for update in ours:
+        theirs = trainer._compute_loss(trainer.model, inputs)
+        theirs.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1e9)
+        assert update.loss == pytest.approx(theirs.item(), abs=1e-6)
+        assert update.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _trl_inputs(rows: list[Row], advantages: list[float]) -> dict[str, Any]:
+    """Rows in TRL's layout: prompts padded on the left, completions on the right, tool tokens masked."""
+    prompts = [row.token_ids[: row.mask.index(1)] for row in rows]
+    completions = [row.token_ids[row.mask.index(1) :] for row in rows]
+    masks = [row.mask[row.mask.index(1) :] for row in rows]
+    left, right = max(map(len, prompts)), max(map(len, completions))
+    return {
+        "prompt_ids": torch.tensor([[0] * (left - len(p)) + p for p in prompts]),
+        "prompt_mask": torch.tensor([[0] * (left - len(p)) + [1] * len(p) for p in prompts]),
+        "completion_ids": torch.tensor([c + [0] * (right - len(c)) for c in completions]),
+        "completion_mask": torch.tensor([[1] * len(c) + [0] * (right - len(c)) for c in completions]),
+        "tool_mask": torch.tensor([m + [0] * (right - len(m)) for m in masks]),
+        "advantages": torch.tensor(advantages),
+        "num_items_in_batch": torch.tensor(float(sum(map(sum, masks)))),
+    }

@@ -1,0 +1,118 @@
+"""Checkpoint folders on disk: names, whether they are whole, what they tell, which are kept. It needs no torch."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+INFO = "trainer_state.json"
+DIGESTS = "digests.json"
+
+
+class DamagedCheckpointError(Exception):
+    """A checkpoint is not what was written; the message names the file."""
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` belongs."""
+    return folder / f"step-{step:06d}"
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint's folder."""
+    return int(path.name.removeprefix("step-"))
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, in the order of their steps."""
+    return sorted(folder.glob("step-*"), key=step_of)
+
+
+def read_info(path: Path) -> dict[str, Any]:
+    """What `trainer_state.json` says."""
+    return json.loads((path / INFO).read_text(encoding="utf-8"))
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """A folder to write a checkpoint into, which gets its digests, is made durable, and then gets the name `path`.
+
+    Raises FileExistsError where there is one already.
+    """
+    if path.exists():
+        raise FileExistsError(f"{path} is already there: a run never overwrites a checkpoint")
+    aside = path.with_name(f".{path.name}.partial")
+    if aside.exists():
+        # left by a run that was killed in the middle of writing
+        shutil.rmtree(aside)
+    aside.mkdir(parents=True)
+    yield aside
+    files = [file for file in sorted(aside.rglob("*")) if file.is_file()]
+    digests = {str(file.relative_to(aside)): _digest(file) for file in files}
+    (aside / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
+    for entry in [*aside.rglob("*"), aside]:
+        _flush(entry)
+    aside.rename(path)
+    _flush(path.parent)
+
+
+def verify(path: Path) -> None:
+    """Compare every file with its digest. Raises DamagedCheckpointError."""
+    try:
+        digests = json.loads((path / DIGESTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {DIGESTS} cannot be read ({error})") from None
+    for name, digest in digests.items():
+        if not (path / name).is_file():
+            raise DamagedCheckpointError(f"{path} is damaged: {name} is gone")
+        if _digest(path / name) != digest:
+            raise DamagedCheckpointError(f"{path} is damaged: {name} is not what was written (sha256)")
+
+
+def newest_whole(paths: list[Path]) -> Path | None:
+    """The last of `paths` that is not damaged."""
+    for path in reversed(paths):
+        try:
+            verify(path)
+        except DamagedCheckpointError:
+            continue
+        return path
+    return None
+
+
+def prune(folder: Path, keep_last: int | None, keep_best: str | None) -> None:
+    """Deletes all checkpoints but the `keep_last` newest and the one of the highest figure `keep_best` (of several, the
+    newest), and what killed runs have left. None keeps all."""
+    for left in [*folder.glob(".step-*.partial"), *folder.glob(".step-*.deleted")]:
+        shutil.rmtree(left)
+    if keep_last is None:
+        return
+    found = checkpoints(folder)
+    kept = set(found[-keep_last:])
+    if keep_best is not None:
+        figures = {path: read_info(path)["metrics"].get(keep_best) for path in found}
+        known = [path for path in found if figures[path] is not None]
+        kept |= {max(known, key=lambda path: (figures[path], step_of(path)))} if known else set()
+    for path in found:
+        if path not in kept:
+            # first out of sight: what is half deleted must not be taken for a checkpoint
+            doomed = path.with_name(f".{path.name}.deleted")
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
