@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
 
-.PHONY: setup quickstart test test-vllm lint learn
+.PHONY: setup quickstart test test-vllm test-gpu lint learn
 
 setup: $(VENV)/.installed-dev
 
@@ -39,6 +39,11 @@ $(VLLM_VENV)/.installed: setup.py tests/vllm/stub_distributions.py
 test-vllm: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
 	AGENTFACTORY_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -v --durations 10 --timeout 600 -k vllm \
 		tests/rollout/test_server_contract.py tests/vllm/vllm_*.py $(ARGS)
+
+# What only GPUs compute: kernels, QLoRA, 8-bit optimisers on one, ddp and fsdp2 on two. What is not there is skipped.
+test-gpu: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -v -s --durations 10 --timeout 300 -k "gpu" tests/gpu/gpu_policy.py \
+		tests/trainers/test_launch.py $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -109,7 +109,7 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | None:
         if train.algorithm == "sft":
             rows = None
             if main and saved:
-                rows = saved_rows(saved)
+                rows = saved_rows(saved, train.min_reward)
             elif main and recipe.data:
                 rows = conversation_rows(load_tasks(recipe.data), renderer)
             result = train_sft(recipe, accelerator, checkpoints, rows=rows, log=folder.log, stop=stop)
@@ -168,6 +168,7 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | None:
             )
         if stop.agreed_on and main:
             progress.note(f"stopped by {stop.agreed_on.name} after step {result.steps}; go on with --resume")
+        stop.end(accelerator)
         accelerator.end_training()
     return stop.agreed_on
 

@@ -19,7 +19,7 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
     """Write what `checkpoint` holds to the new folder `output`: the full model in the training's dtype, an adapter
     merged into its base; or with `adapter` the adapter alone. `push` names a repository of the hub to upload it to.
 
-    Raises ExportError. The hub's own errors propagate.
+    Raises ExportError.
     """
     if not (checkpoint / INFO).is_file():
         raise ExportError(f"{checkpoint} is no checkpoint; fix: name one, such as runs/NAME/checkpoints/step-000080")
@@ -64,5 +64,9 @@ def _push(folder: Path, repository: str) -> str:
     from huggingface_hub import HfApi
 
     api = HfApi()
-    name = api.create_repo(repository, private=True, exist_ok=True).repo_id
-    return api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export from AgentFactory").commit_url
+    try:
+        name = api.create_repo(repository, private=True, exist_ok=True).repo_id
+        return api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export from AgentFactory").commit_url
+    except Exception as error:
+        # the hub's client raises what its layers raise: no token, no network, no such organisation
+        raise ExportError(f"--push {repository}: {error}; {folder} is written, and can be uploaded later") from error

@@ -1,10 +1,13 @@
 """What a recipe's training fields must agree on with each other and with the server that is to take the weights."""
 
 import importlib.util
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from agentfactory.composition import short
+from rollout.config import EqualRewards
+from trainers.metrics import METRICS
 
 if TYPE_CHECKING:
     from agentfactory.recipe import Recipe
@@ -19,6 +22,7 @@ def check_training(recipe: "Recipe", refuse: Refuse, runs_chains: bool) -> None:
     _check_network(recipe, refuse)
     _check_sync(recipe, refuse)
     _check_schedule(recipe, refuse)
+    _check_kept(recipe, refuse, runs_chains)
     if recipe.train.algorithm == "sft":
         _check_sft(recipe, refuse)
     else:
@@ -33,6 +37,11 @@ def check_training(recipe: "Recipe", refuse: Refuse, runs_chains: bool) -> None:
         )
     if runs_chains and recipe.model.lora is None:
         _check_full_weights(recipe, refuse)
+    if recipe.train.from_trajectories:
+        for name, idle in (("equal_rewards", EqualRewards.KEEP), ("curriculum", None)):
+            if getattr(recipe.rollout, name) != idle:
+                problem = "is set, but train.from_trajectories takes the saved groups as they are"
+                refuse(f"rollout.{name}", problem, "remove it, or sort the groups before")
 
 
 def _check_processes(recipe: "Recipe", refuse: Refuse) -> None:
@@ -95,6 +104,19 @@ def _check_schedule(recipe: "Recipe", refuse: Refuse) -> None:
         refuse("train.critic.warmup_steps", problem, "lower it")
 
 
+def _check_kept(recipe: "Recipe", refuse: Refuse, runs_chains: bool) -> None:
+    wanted = recipe.train.keep_best
+    if wanted is None:
+        return
+    if recipe.train.keep_last is None:
+        refuse("train.keep_best", f"got {wanted!r}, but nothing is deleted", "set train.keep_last too, or remove it")
+    if wanted.startswith("eval/") and not (runs_chains and recipe.eval.data and recipe.eval.every):
+        refuse("train.keep_best", f"got {wanted!r}, but checkpoints are not evaluated", "set eval.data and eval.every")
+    patterns = (re.sub("<[a-z]+>", ".+", metric.name) for metric in METRICS)
+    if not any(re.fullmatch(pattern, wanted) for pattern in patterns):
+        refuse("train.keep_best", f"got {wanted!r}, which is no metric", "name one, such as eval/sampled/success")
+
+
 def _check_sft(recipe: "Recipe", refuse: Refuse) -> None:
     train = recipe.train
     if recipe.data is None and train.from_trajectories is None:
@@ -137,6 +159,7 @@ def _check_unused(recipe: "Recipe", refuse: Refuse) -> None:
         "train.activation_offload": (train.gradient_checkpointing, "train.gradient_checkpointing=true"),
         "train.optimizer.betas": (optimizer != "adafactor", "another optimiser than adafactor"),
         "train.optimizer.eps": (optimizer.startswith("adamw") or optimizer == "muon", "adamw, adamw_8bit or muon"),
+        "train.min_reward": (sft and train.from_trajectories is not None, "sft on train.from_trajectories"),
         "train.advantage": (not sft, "a reinforcement learning algorithm"),
         "train.loss": (not sft, "a reinforcement learning algorithm"),
         "train.overlong": (not sft, "a reinforcement learning algorithm"),

@@ -3,6 +3,7 @@
 `AGENTFACTORY_KILLS=50 pytest tests/test_resume.py` kills the recorded run as often; by default it is ten times.
 """
 
+import functools
 import json
 import os
 import random
@@ -23,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 from rollout.data import Place
-from tests.conftest import REPOSITORY, embedded_server
+from tests.conftest import QUICKSTART, REPOSITORY, embedded_server
 from tests.trainers.conftest import make_groups, model_folder  # noqa: F401
 from trainers.checkpoint_folder import checkpoints, read_info, verify
 from trainers.lineage import expand
@@ -118,32 +119,41 @@ RESUMED = "resumed: "
 RECORDED = {"steps": 40, "batch_size": 2, "learning_rate": 1e-3, "checkpoint_every": 3, "schedule": "cosine"}
 FULL = {"algorithm": "grpo", "updates_per_batch": 2}
 ADAPTERS = {"algorithm": "ppo", "critic": {"learning_rate": 1e-3, "warmup_steps": 4}}
-"""Policy and critic are adapters with dropout, so that random numbers matter."""
+"""Policy and critic are adapters on one base."""
 
 
-def recorded_recipe(folder: Path, model: Path, adapters: bool) -> Path:
+def recorded_recipe(folder: Path, model: Path, train: dict[str, Any], dropout: float = 0.0) -> Path:
     (folder / "groups.jsonl").write_text("".join(group.to_json() + "\n" for group in make_groups(84, 4)))
-    lora = {"rank": 2, "dropout": 0.2} if adapters else None
+    lora = {"rank": 2, "dropout": dropout} if train is ADAPTERS else None
     recipe = {
         "model": {"path": str(model), "dtype": "float32", "lora": lora},
-        "train": {"from_trajectories": "groups.jsonl", **RECORDED, **(ADAPTERS if adapters else FULL)},
+        "train": {"from_trajectories": "groups.jsonl", **RECORDED, **train},
     }
     file = folder / "recipe.yaml"
     file.write_text(json.dumps(recipe))
     return file
 
 
+Whole = Callable[[dict[str, Any]], tuple[Path, Path]]
+
+
 @pytest.fixture(scope="module")
-def whole(start: Start, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:  # noqa: F811
-    """A recipe that trains every weight, and the folder of its uninterrupted run."""
-    folder = tmp_path_factory.mktemp("whole")
-    recipe = recorded_recipe(folder, model_folder, adapters=False)
-    assert start(recipe, folder / "run").wait() == 0
-    return recipe, folder / "run"
+def whole(start: Start, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:  # noqa: F811
+    """`whole(FULL)`, `whole(ADAPTERS)`: a recipe, and the folder of its uninterrupted run."""
+
+    @functools.cache
+    def run(adapters: bool) -> tuple[Path, Path]:
+        folder = tmp_path_factory.mktemp("whole")
+        recipe = recorded_recipe(folder, model_folder, ADAPTERS if adapters else FULL)
+        assert start(recipe, folder / "run").wait() == 0
+        return recipe, folder / "run"
+
+    return lambda train: run(train is ADAPTERS)
 
 
 def test_kill_9_at_random_moments_changes_nothing(start: Start, model_folder: Path, tmp_path: Path) -> None:  # noqa: F811
-    recipe = recorded_recipe(tmp_path, model_folder, adapters=True)
+    # with dropout, random numbers matter
+    recipe = recorded_recipe(tmp_path, model_folder, ADAPTERS, dropout=0.2)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert start(recipe, whole).wait() == 0
     draw, in_write = random.Random(time.time_ns()), 0
@@ -172,8 +182,8 @@ def test_kill_9_at_random_moments_changes_nothing(start: Start, model_folder: Pa
         verify(path)
 
 
-def test_sigterm_ends_the_running_step_and_saves_it(start: Start, whole: tuple[Path, Path], tmp_path: Path) -> None:
-    recipe, uninterrupted = whole
+def test_sigterm_ends_the_running_step_and_saves_it(start: Start, whole: Whole, tmp_path: Path) -> None:
+    recipe, uninterrupted = whole(FULL)
     output = tmp_path / "run"
     trainer = start(recipe, output)
     wait_until(lambda: len(steps(output)) >= 7, trainer)
@@ -190,11 +200,15 @@ def test_sigterm_ends_the_running_step_and_saves_it(start: Start, whole: tuple[P
     assert same(*map(training_state, last))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("strategy", "train"),
+    [("ddp", FULL), ("fsdp2", FULL), ("fsdp2", ADAPTERS)],
+    ids=["ddp", "fsdp2", "fsdp2 with adapters"],
+)
 def test_a_run_of_one_process_goes_on_with_two(
-    start: Start, whole: tuple[Path, Path], tmp_path: Path, strategy: str
+    start: Start, whole: Whole, tmp_path: Path, strategy: str, train: dict[str, Any]
 ) -> None:
-    recipe, one = whole
+    recipe, one = whole(train)
     output, log = tmp_path / "run", tmp_path / "run.log"
     shutil.copytree(one, output)
     checkpoint = output / "checkpoints" / "step-000036"
@@ -219,6 +233,34 @@ def test_a_run_of_one_process_goes_on_with_two(
     # and on with one again, for longer
     assert start(recipe, output, "--resume", "train.steps=42").wait() == 0, log.read_text()
     assert [line["step"] for line in steps(output)] == list(range(1, 43))
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_goes_on(start: Start, whole: Whole, tmp_path: Path) -> None:
+    recipe, uninterrupted = whole(FULL)
+    output = tmp_path / "run"
+    shutil.copytree(uninterrupted, output)
+    (output / "summary.json").unlink()
+    for path in checkpoints(output / "checkpoints"):
+        if path.name > "step-000030":
+            shutil.rmtree(path)
+    with (output / "checkpoints" / "step-000030" / "training_state.pt").open("r+b") as file:
+        file.seek(5000)
+        byte = file.read(1)[0]
+        file.seek(5000)
+        file.write(bytes([byte ^ 1]))
+    refused = start(recipe, output, "--resume")
+    assert refused.wait() == 2
+    said = refused.log.read_text().strip()
+    assert re.search(
+        r"step-000030 is damaged: training_state\.pt is not what was written \(sha256\); fix: --resume", said
+    )
+    assert len(steps(output)) == RECORDED["steps"], "a refusal cuts nothing"
+    offered = said.rpartition("--resume ")[2]
+    assert Path(offered).name == "step-000027"
+    assert start(recipe, output, "--resume", offered).wait() == 0
+    assert steps(output) == steps(uninterrupted)
+    last = [path / "checkpoints" / "step-000040" for path in (uninterrupted, output)]
+    assert same(*map(training_state, last))
 
 
 # --- live: a worker that samples from an embedded server

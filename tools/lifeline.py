@@ -33,9 +33,11 @@ def follow_parent() -> None:
     follow(int(pid), float(create_time))
 
 
-def follow(pid: int, create_time: float) -> None:
-    """The same for the process `pid`, whoever started it."""
-    threading.Thread(target=_follow, args=(pid, create_time), name="lifeline", daemon=True).start()
+def follow(pid: int, create_time: float) -> threading.Event:
+    """The same for the process `pid`, whoever started it, until the event that is returned is set."""
+    enough = threading.Event()
+    threading.Thread(target=_follow, args=(pid, create_time, enough), name="lifeline", daemon=True).start()
+    return enough
 
 
 def is_alive(pid: int, create_time: float) -> bool:
@@ -48,9 +50,10 @@ def is_alive(pid: int, create_time: float) -> bool:
         return False
 
 
-def _follow(pid: int, create_time: float) -> None:
+def _follow(pid: int, create_time: float, enough: threading.Event) -> None:
     while is_alive(pid, create_time):
-        time.sleep(_POLL_SECONDS)
+        if enough.wait(_POLL_SECONDS):
+            return
     # on stdout, which for a trainer is the terminal; whoever read it may be gone too
     with contextlib.suppress(OSError, ValueError):
         print(f"process {pid}, which this one follows, is gone: ending", flush=True)

@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_state_dict,
-    set_model_state_dict,
+    get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedTokenizerBase
 
 from trainers.checkpoint_folder import INFO, checkpoint_path, read_info, written_aside
@@ -57,13 +58,14 @@ def load_checkpoint(path: Path, learner: Learner) -> dict[str, Any]:
     weights than are trained.
     """
     state = torch.load(path / TRAINING_STATE, map_location="cpu", weights_only=True, mmap=True)
-    held, wanted = state["weights"].keys(), _trainable(learner)
-    if held != wanted:
-        raise ValueError(f"{path} holds other weights than are trained, such as {sorted(held ^ wanted)[0]}")
-    # weights that are not trained, and second names of tied ones, are not in it
-    options = StateDictOptions(full_state_dict=True, strict=False)
-    set_model_state_dict(learner.model, state["weights"], options=options)
-    _load_optimizer(learner, state["optimizer"], options)
+    held, trained = state["weights"], _trained(learner)
+    if held.keys() != trained.keys():
+        example = sorted(held.keys() ^ trained.keys())[0]
+        raise ValueError(f"{path} holds other weights than are trained, such as {example}")
+    with torch.no_grad():
+        for name, weight in trained.items():
+            weight.copy_(_like(weight, held[name].to(weight.device)))
+    _load_optimizer(learner, state["optimizer"])
     # its last step is taken anew: train.steps may have changed, and the course of the learning rate with it
     last = state["schedule"]
     before = {"last_epoch": last["last_epoch"] - 1, "_step_count": last["_step_count"] - 1}
@@ -75,39 +77,55 @@ def load_checkpoint(path: Path, learner: Learner) -> dict[str, Any]:
     return read_info(path)
 
 
-def _load_optimizer(learner: Learner, state: dict[str, Any], options: StateDictOptions) -> None:
+def _load_optimizer(learner: Learner, state: dict[str, Any]) -> None:
     if not state["state"]:
         # plain gradient descent keeps none, and torch refuses to load that
         return
     optimizer = _bare(learner.optimizer)
+    options = StateDictOptions(full_state_dict=True, strict=False)
     set_optimizer_state_dict(learner.model, optimizer, state, options=options)
     # torch makes up a state for weights that had none, such as a policy's while only its critic learns
-    for name, weight in learner.accelerator.unwrap_model(learner.model).named_parameters():
+    for name, weight in _trained(learner).items():
         if name not in state["state"]:
             optimizer.state.pop(weight, None)
 
 
 def _training_state(learner: Learner) -> dict[str, Any]:
-    """Whole tensors on the CPU; empty but on rank 0. Every process calls it."""
+    """Whole tensors on the CPU; of use on rank 0 only. Every process calls it."""
+    processes, main = learner.accelerator.num_processes, learner.accelerator.is_main_process
     random_states = [_random_state(learner.accelerator.device)]
-    if learner.accelerator.num_processes > 1:
-        own, random_states = random_states[0], [{}] * learner.accelerator.num_processes
-        dist.gather_object(own, random_states if learner.accelerator.is_main_process else None)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-    weights, optimizer = get_state_dict(learner.model, _bare(learner.optimizer), options=options)
-    names = _trainable(learner)
+    if processes > 1:
+        own, random_states = random_states[0], [{}] * processes
+        dist.gather_object(own, random_states if main else None)
+    trained = _trained(learner)
+    weights = {}
+    for name, weight in trained.items():
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        if main:
+            weights[name] = whole.detach().cpu()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return {
-        "weights": {name: value for name, value in weights.items() if name in names},
-        "optimizer": optimizer,
+        "weights": weights,
+        "optimizer": get_optimizer_state_dict(learner.model, _bare(learner.optimizer), options=options),
         "schedule": learner.schedule.state_dict(),
         "random": random_states,
     }
 
 
-def _trainable(learner: Learner) -> set[str]:
-    """Names of the weights that are trained; tied ones have one."""
-    module = learner.accelerator.unwrap_model(learner.model)
-    return {name for name, value in module.named_parameters() if value.requires_grad}
+def _trained(learner: Learner) -> dict[str, nn.Parameter]:
+    """The weights that are trained, by names that do not depend on how they are run. Tied ones have one."""
+    if isinstance(learner.model, FSDPModule):
+        # after a forward pass without a backward one the outermost weights are still whole
+        learner.model.reshard()
+    named = learner.accelerator.unwrap_model(learner.model).named_parameters()
+    return {name.replace("_orig_mod.", ""): weight for name, weight in named if weight.requires_grad}
+
+
+def _like(weight: Tensor, value: Tensor) -> Tensor:
+    """`value`, sharded as `weight` is."""
+    if not isinstance(weight, DTensor):
+        return value
+    return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
 
 
 def _bare(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -181,6 +181,9 @@ class TrainConfig(Section):
     """torch.compile of the backbone's layers."""
     from_trajectories: str | None = None
     """Train on saved groups (a JSONL file or a folder of them), without worker or server."""
+    min_reward: float | None = None
+    """sft on from_trajectories: learn only chains with at least this reward (rejection sampling); null takes all that
+    did not fail."""
     checkpoint_every: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0 writes one at the end."""
     keep_last: PositiveInt | None = None
@@ -240,8 +243,10 @@ class TrainRecipe(RolloutRecipe):
 
     @model_validator(mode="after")
     def _apply_algorithm(self) -> "TrainRecipe":
-        """The algorithm's defaults, where the recipe says nothing."""
+        """The algorithm's defaults, where the recipe says nothing; saved groups are not filtered."""
         for name, value in ALGORITHMS[self.train.algorithm].items():
+            if name.startswith("rollout.") and self.train.from_trajectories:
+                continue
             section: Any = self
             *path, last = name.split(".")
             for key in path:

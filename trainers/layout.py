@@ -41,7 +41,8 @@ def _why_inexact(network: PreTrainedModel, batching: Batching, attention: str) -
     others = sorted(set(kinds) - {"full_attention"})
     if others:
         return f"{type(network).__name__} has layers of {', '.join(others)}; only full_attention is exact"
-    if "position_ids" not in inspect.signature(network.base_model.forward).parameters:
+    takes = inspect.signature(network.base_model.forward).parameters
+    if "position_ids" not in takes or getattr(config, "alibi", False):
         return f"{type(network).__name__} takes no positions"
     if batching == "tree" and attention.startswith("flash_attention"):
         return f"train.attention={attention} takes no mask; sdpa and flex_attention do"

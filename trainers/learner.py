@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -154,9 +155,12 @@ class Learner:
     def _inputs(self, part: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         return part.ids, part.sources, part.labels, part.positions, part.mask
 
+    def policy_forward(self, *inputs: Any) -> tuple[Targets, Targets]:
+        """The policy's forward pass through what accelerate prepared; see Policy.forward."""
+        return self.model(Role.POLICY, *inputs) if self.has_critic else self.model(*inputs)
+
     def _policy_pass(self, part: MicroBatch) -> tuple[Targets, Targets]:
-        role = (Role.POLICY,) if self.has_critic else ()
-        return self.model(*role, *self._inputs(part), self.temperature, self.entropy_gradient)
+        return self.policy_forward(*self._inputs(part), self.temperature, self.entropy_gradient)
 
     def _value_pass(self, part: MicroBatch) -> Targets:
         return self.model(Role.CRITIC, *self._inputs(part))
@@ -173,7 +177,9 @@ class Learner:
 
     @contextlib.contextmanager
     def _syncing(self, sync: bool) -> Iterator[None]:
-        with contextlib.nullcontext() if sync else self.accelerator.no_sync(self.model):
+        # fsdp2 would keep whole gradients of all weights until they are synced
+        whole = sync or self.accelerator.is_fsdp2
+        with contextlib.nullcontext() if whole else self.accelerator.no_sync(self.model):
             yield
 
     def _report(self, terms: list[Terms], normaliser: float, grad_norm: float) -> Update:

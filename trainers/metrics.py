@@ -49,6 +49,11 @@ METRICS = [
     Metric("cancelled/groups", "", "groups that rollout.max_staleness cancelled while the batch was made"),
     Metric("cancelled/chains", "", "chains that it ended, of these groups and of those that were trained without them"),
     Metric("cancelled/tokens", "tokens", "length of these chains, prompts and tool results included"),
+    Metric("filtered/groups", "", "groups of equal rewards that rollout.equal_rewards left out meanwhile"),
+    Metric("filtered/<outcome>", "", "chains that ended so and were dropped or run again (rollout.on_outcome)"),
+    Metric("curriculum/passed_over", "", "tasks that rollout.curriculum passed over meanwhile"),
+    Metric("curriculum/solved", "", "tasks that are solved by now"),
+    Metric("curriculum/hopeless", "", "tasks that are hopeless by now"),
     Metric("clip_fraction", "", "share of the tokens whose probability ratio is clipped, mean over updates"),
     Metric("entropy", "nats", "mean entropy of the policy at the trained tokens, before the step's first update"),
     Metric("mismatch/mean", "nats", "mean |trainer - server| log-probability of the trained tokens, before the update"),
@@ -74,7 +79,7 @@ def group_metrics(groups: list[Group], ages: Counter[int]) -> dict[str, float]:
         "reward": fmean(rewards) if rewards else 0.0,
         "reward_std": pstdev(rewards) if rewards else 0.0,
         "turns": fmean(chain.turns for chain in chains),
-        "groups/equal_rewards": fmean(_teaches_nothing(group) for group in groups),
+        "groups/equal_rewards": fmean(_all_equal(group) for group in groups),
     }
     for name in sorted({name for chain in chains for name in chain.metrics}):
         mean = fmean(chain.metrics[name] for chain in chains if name in chain.metrics)
@@ -86,5 +91,6 @@ def group_metrics(groups: list[Group], ages: Counter[int]) -> dict[str, float]:
     return metrics
 
 
-def _teaches_nothing(group: Group) -> bool:
-    return len({chain.reward for chain in group.trajectories if chain.reward is not None}) < 2
+def _all_equal(group: Group) -> bool:
+    rewards = {(t.reward, *(t.turn_rewards or ())) for t in group.trajectories if t.reward is not None}
+    return len(rewards) < 2

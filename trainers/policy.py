@@ -173,7 +173,14 @@ def _check_head(network: PreTrainedModel) -> None:
     """
     network.eval()
     tokens = ids(network, list(range(8)))[None]
-    expected = network(tokens).logits[0, :-1].float().log_softmax(-1).gather(-1, tokens[0, 1:, None]).squeeze(-1)
+    expected = (
+        network(tokens, use_cache=False)
+        .logits[0, :-1]
+        .float()
+        .log_softmax(-1)
+        .gather(-1, tokens[0, 1:, None])
+        .squeeze(-1)
+    )
     given, _ = Policy(network, network.dtype)(tokens, torch.arange(7, device=network.device), tokens[0, 1:])
     if not torch.allclose(given, expected, atol=1e-3 if network.dtype == torch.float32 else 0.1):
         raise ValueError(

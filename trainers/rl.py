@@ -80,7 +80,7 @@ def train_rl(
 
     def publish(version: int) -> dict[str, float]:
         state = learner.policy.gather()
-        scores = canary.trainer_scores(learner.policy) if canary else None
+        scores = canary.trainer_scores(learner.policy, learner.policy_forward) if canary else None
         if sync is None or source is None:
             return {}
         started = time.perf_counter()

@@ -39,17 +39,17 @@ def conversation_rows(tasks: list[dict[str, Any]], renderer: Renderer) -> list[R
     return rows
 
 
-def saved_rows(path: Path) -> list[Row]:
-    """The rows of all chains of a trajectories file that did not break."""
+def saved_rows(path: Path, min_reward: float | None = None) -> list[Row]:
+    """The rows of all chains of a trajectories file that did not fail, and that have at least `min_reward`, if given
+    (rejection sampling). Raises ValueError where none is left."""
     if not path.exists():
         raise ValueError(f"train.from_trajectories: {path} does not exist")
-    return [
-        row
-        for group in read_groups(path)
-        for chain in group.trajectories
-        if not chain.outcome.failed
-        for row in chain.rows
-    ]
+    ended = [c for group in read_groups(path) for c in group.trajectories if not c.outcome.failed]
+    chosen = [c for c in ended if min_reward is None or (c.reward is not None and c.reward >= min_reward)]
+    if not chosen:
+        best = max((c.reward for c in ended if c.reward is not None), default=None)
+        raise ValueError(f"train.min_reward: no chain of {path} has at least {min_reward}; the best has {best}")
+    return [row for chain in chosen for row in chain.rows]
 
 
 def train_sft(

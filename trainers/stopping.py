@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
@@ -33,6 +34,7 @@ class Stop:
         """The signal that all ranks have agreed to stop for."""
         self._heard: signal.Signals | None = None
         self._listens = False
+        self._follows: threading.Event | None = None
         self._stepping = False
         self._waiting = False
         self._on_signal: Callable[[], None] = lambda: None
@@ -48,7 +50,7 @@ class Stop:
             first = [(os.getpid(), psutil.Process().create_time())]
             dist.broadcast_object_list(first, src=0)
             if not accelerator.is_main_process:
-                lifeline.follow(*first[0])
+                self._follows = lifeline.follow(*first[0])
 
     def wait_for(self, call: Callable[[], Result]) -> Result | None:
         """What `call` returns; None where a signal came before or comes meanwhile. For calls that wait for others, and
@@ -73,6 +75,12 @@ class Stop:
             dist.broadcast_object_list(decision, src=0)
         self.agreed_on = decision[0]
         return self.agreed_on is not None
+
+    def end(self, accelerator: Accelerator) -> None:
+        """The run is over: the ranks may leave one after another. Every process calls it."""
+        if self._follows is not None:
+            self._follows.set()
+        accelerator.wait_for_everyone()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self._heard is not None:

@@ -59,6 +59,13 @@ BROKEN = {
     ),
     "float16 training": ({}, ["model.dtype=float16"], ["model.dtype", "'float16'", "bfloat16"]),
     "processes without strategy": ({}, ["train.processes=2"], ["train.strategy", "'single'", "ddp"]),
+    "best of what nobody measures": (
+        {},
+        ["train.keep_last=2", "train.keep_best=eval/sampled/success"],
+        ["train.keep_best", "eval.every"],
+    ),
+    "best of no metric": ({}, ["train.keep_last=2", "train.keep_best=sucess"], ["train.keep_best", "no metric"]),
+    "best of all": ({}, ["train.keep_best=reward"], ["train.keep_best", "train.keep_last"]),
     "group of one": ({}, ["rollout.group_size=1"], ["rollout.group_size", "1", "at least 2"]),
     "evaluation without tasks": ({}, ["eval.data=null", "eval.every=5"], ["eval.every", "5", "eval.data.path"]),
     "public address": ({}, ["server.host=0.0.0.0"], ["server.host", "'0.0.0.0'", "127.0.0.1"]),

@@ -23,21 +23,33 @@ def fail(folder, seed):
 """
 
 TRAINER = """
-import os, sys, time
+import json, os, sys, time
+import yaml
 from agentfactory.recipe import load_recipe
 from agentfactory.run_folder import RunFolder
-recipe = load_recipe(sys.argv[1], sys.argv[2:])
-folder = RunFolder.create_or_attach(recipe.output, recipe.to_yaml())
-print("training", recipe.name, flush=True)
+from trainers.checkpoint_folder import checkpoint_path, written_aside
+resumed = sys.argv[sys.argv.index("--resume") + 1] if "--resume" in sys.argv else None
+recipe = load_recipe(sys.argv[1], [argument for argument in sys.argv[2:] if "=" in argument])
+assert RunFolder.attached(recipe.output)
+folder = RunFolder(recipe.output)
+first = int(resumed[-6:]) if resumed else 0
+print("training", recipe.name, "from", first, flush=True)
 if recipe.train.max_grad_norm == 13:
     raise ValueError("unlucky")
 if recipe.train.max_grad_norm == 60:
     time.sleep(60)
-for step in range(1, recipe.train.steps + 1):
+for step in range(first + 1, recipe.train.steps + 1):
     folder.log({"step": step, "loss": 1 / step})
-(folder.checkpoints / f"step-{step:06d}").mkdir()
+    if step == recipe.train.steps or step == recipe.train.checkpoint_every:
+        with written_aside(checkpoint_path(folder.checkpoints, step)) as aside:
+            sizes = {"metrics.jsonl": folder.metrics.stat().st_size}
+            info = {"step": step, "recipe": yaml.safe_load(recipe.to_yaml()), "files": sizes}
+            (aside / "trainer_state.json").write_text(json.dumps(info))
+    if step == recipe.train.checkpoint_every + 1 > 1 and os.environ.get("CRASH"):
+        raise ValueError("crashed")
 assert os.environ["OMP_WAIT_POLICY"] == "passive"
-folder.write_summary({"steps": step, "seed": recipe.seed, "checkpoint": str(folder.last_checkpoint())})
+summary = {"status": "completed", "steps": step, "seed": recipe.seed}
+folder.write_summary({**summary, "checkpoint": str(folder.last_checkpoint())})
 """
 
 COMMAND = """
@@ -81,7 +93,10 @@ def test_stages_run_in_order_each_from_the_last_ones_checkpoint(staged: Path) ->
     result = run("train", "both.yaml", "seed=5", "first.train.steps=12")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert [line for line in lines if line.startswith("training")] == ["training first", "training second"]
+    assert [line for line in lines if line.startswith("training")] == [
+        "training first from 0",
+        "training second from 0",
+    ]
     assert lines[-1].startswith("both: 3 steps")
     assert str(staged / "curve.png") in lines[-1]
     second = yaml.safe_load((staged / "second" / "recipe.yaml").read_text())
@@ -135,8 +150,39 @@ def test_an_interrupted_run_says_so(staged: Path, number: signal.Signals, by: st
     os.kill(launcher.pid, number)
     _, said = launcher.communicate(timeout=20)
     assert launcher.returncode == 130
-    assert said.splitlines()[-1] == f"agentfactory: interrupted by {by}; run folder {staged}"
+    assert said.splitlines()[-1] == f"agentfactory: interrupted by {by}; run folder {staged}; go on with --resume"
     assert json.loads((staged / "summary.json").read_text())["status"] == "interrupted"
+
+
+def test_a_staged_run_goes_on_in_the_stage_that_broke(staged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("train", "both.yaml", "--resume").returncode == 2, "there is nothing to go on with"
+    assert not staged.exists()
+    longer = "second.train.steps=9"
+    monkeypatch.setenv("CRASH", "1")
+    result = run("train", "both.yaml", longer, "second.train.checkpoint_every=5")
+    assert "ValueError: crashed" in result.stderr
+    assert json.loads((staged / "summary.json").read_text())["status"] == "failed"
+    monkeypatch.delenv("CRASH")
+    # a bare --resume takes no override for a path
+    result = run("train", "both.yaml", "--resume", longer)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[:4] == [
+        "stage 1 of 2: first (completed)",
+        "stage 2 of 2: second (started)",
+        f"resumed: {staged}/second/checkpoints/step-000005",
+        "training second from 5",
+    ]
+    metrics = [json.loads(line)["step"] for line in (staged / "second" / "metrics.jsonl").read_text().splitlines()]
+    assert metrics == list(range(1, 10)), "step 6 came after the checkpoint"
+    summary = json.loads((staged / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("completed", 9)
+    result = run("train", "both.yaml", "--resume", longer)
+    assert result.returncode == 2
+    assert "is completed, with 9 steps; fix: raise train.steps" in result.stderr
+    assert json.loads((staged / "summary.json").read_text())["status"] == "completed", "a refusal changes nothing"
+    result = run("train", "both.yaml", longer, "--resume", str(staged / "second" / "checkpoints" / "step-000005"))
+    assert "later checkpoints are set aside: step-000009" in result.stdout
+    assert run("train", "both.yaml", longer, "--resume", "--overwrite").returncode == 2
 
 
 def test_evaluating_a_staged_recipe_needs_its_checkpoint(staged: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from agentfactory import processes
 from agentfactory.processes import Child, ChildFailed, Children
 
 # a child with a child, which notes its own number
@@ -58,6 +59,56 @@ def test_a_stubborn_child_is_killed(tmp_path: Path) -> None:
         child = start(children, tmp_path, "stubborn", code, str(tmp_path / "up"))
         wait_for(tmp_path / "up")
     assert child.process.returncode == -signal.SIGKILL
+
+
+# ends itself some seconds after it was told to, and says until then that it is at work
+FINISHER = """
+import pathlib, signal, sys, time
+at_work = pathlib.Path(sys.argv[1])
+signal.signal(15, lambda *_: at_work.touch())
+pathlib.Path(sys.argv[1] + ".up").write_text("x")
+while not at_work.exists():
+    time.sleep(0.01)
+time.sleep(float(sys.argv[2]))
+at_work.unlink()
+"""
+
+
+def test_a_child_that_finishes_something_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_TERM_SECONDS", 0.3)
+    at_work = tmp_path / "at-work"
+    with Children() as children:
+        command = [sys.executable, "-c", FINISHER, str(at_work), "1.0"]
+        child = children.start("trainer", command, tmp_path / "log", is_finishing=at_work.exists)
+        wait_for(tmp_path / "at-work.up")
+    assert child.process.returncode == 0
+
+
+def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from agentfactory import processes
+processes._TERM_SECONDS = 0.3
+at_work = Path(sys.argv[1])
+try:
+    with processes.Children() as children:
+        command = [sys.executable, "-c", {FINISHER!r}, sys.argv[1], "60"]
+        child = children.start("trainer", command, Path(sys.argv[1] + ".log"), is_finishing=at_work.exists)
+        children.wait(child)
+except KeyboardInterrupt:
+    raise SystemExit(130 if child.process.returncode == -9 else 1)
+"""
+    at_work = tmp_path / "at-work"
+    launcher = subprocess.Popen([sys.executable, "-c", code, str(at_work)])
+    wait_for(tmp_path / "at-work.up")
+    launcher.send_signal(signal.SIGINT)
+    while not at_work.exists():
+        time.sleep(0.01)
+    with pytest.raises(subprocess.TimeoutExpired):
+        launcher.wait(1.0)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(10) == 130
 
 
 def test_a_bad_end_is_told_with_its_last_words(tmp_path: Path) -> None:

@@ -52,14 +52,52 @@ def test_only_a_run_is_overwritten_and_only_when_asked(tmp_path: Path) -> None:
         RunFolder.create(path, "third", overwrite=True)
 
 
-def test_a_process_of_the_launcher_attaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_the_launcher_knows_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder.create(tmp_path / "run", "launcher's")
-    with pytest.raises(RunFolderError):
-        RunFolder.create_or_attach(folder.path, "trainer's")
+    assert not RunFolder.attached(folder.path)
     for name, value in folder.attachment().items():
         monkeypatch.setenv(name, value)
-    assert RunFolder.create_or_attach(folder.path, "trainer's").recipe.read_text() == "launcher's"
-    assert RunFolder.create_or_attach(tmp_path / "other", "trainer's").recipe.read_text() == "trainer's"
+    assert RunFolder.attached(folder.path)
+    assert not RunFolder.attached(tmp_path / "other")
+
+
+def test_only_a_run_is_reopened(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"there is no run in .*; fix: leave out --resume"):
+        RunFolder.reopen(tmp_path / "run", "second")
+    RunFolder.create(tmp_path / "run", "first").write_summary({"status": "failed"})
+    folder = RunFolder.reopen(tmp_path / "run", "second")
+    assert folder.recipe.read_text() == "second"
+    assert folder.read_summary() == {}
+
+
+@pytest.mark.parametrize(
+    ("size", "left"),
+    [(99, "one\ntwo\n"), (10, "one\ntwo\n"), (8, "one\ntwo\n"), (7, "one\n"), (3, ""), (0, "")],
+)
+def test_growing_files_are_cut_to_whole_lines(tmp_path: Path, size: int, left: str) -> None:
+    folder = RunFolder.create(tmp_path / "run", "")
+    folder.metrics.write_text("one\ntwo\nthr")
+    folder.cut({"metrics.jsonl": size})
+    assert folder.metrics.read_text() == left
+
+
+def test_lines_of_megabytes_are_cut_too(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "")
+    file = folder.growing["trajectories/train.jsonl"]
+    file.write_text("a" * 3_000_000 + "\n" + "b" * 5_000_000)
+    folder.cut({"trajectories/train.jsonl": 7_000_000})
+    assert file.stat().st_size == 3_000_001
+
+
+def test_it_tells_whether_the_trainer_is_finishing(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "")
+    assert not folder.is_finishing()
+    folder.note_stopping()
+    assert folder.is_finishing()
+    folder.note_stopped()
+    assert not folder.is_finishing()
+    (folder.checkpoints / ".step-000002.partial").mkdir()
+    assert folder.is_finishing()
 
 
 def test_next_free(tmp_path: Path) -> None:

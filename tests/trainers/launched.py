@@ -9,18 +9,21 @@ import sys
 from pathlib import Path
 
 from accelerate import Accelerator
-from transformers import AutoTokenizer
 
-from trainers.checkpoints import Checkpoints
 from trainers.config import TrainRecipe
 from trainers.launch import LaunchError, make_accelerator
-from trainers.rl import train_rl
-from trainers.source import SavedGroups
-from trainers.sync.canary import Canary, canary_rows
 
 
 def train(recipe: TrainRecipe, accelerator: Accelerator, trajectories: Path, folder: Path) -> None:
     """Prints what rank 0 logs as JSON lines."""
+    # seconds that a refusal needs not wait for
+    from transformers import AutoTokenizer
+
+    from trainers.checkpoints import Checkpoints
+    from trainers.rl import train_rl
+    from trainers.source import SavedGroups
+    from trainers.sync.canary import Canary, canary_rows
+
     train_rl(
         recipe,
         accelerator,

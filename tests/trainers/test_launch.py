@@ -27,6 +27,7 @@ TWO_PROCESSES = {
     "ddp": ["--config_file", str(ROOT / "recipes/accelerate/ddp.yaml"), "--num_processes", "2"],
     "fsdp2": ["--config_file", str(ROOT / "recipes/accelerate/fsdp2.yaml"), "--num_processes", "2"],
 }
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 PLAIN = {"steps": 1, "learning_rate": 1.0, "max_grad_norm": 1e9, "optimizer": {"name": "sgd", "betas": [0.0, 0.0]}}
 """One step by the gradient itself."""
@@ -41,8 +42,8 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def launch(flags: list[str] | None, arguments: list[str], cpu_by_environment: bool = True) -> list[str]:
-    """What `accelerate launch FLAGS launched.py ARGUMENTS` prints on the CPU, as a user types it; the port is a free
+def launch(flags: list[str] | None, arguments: list[str], cpu_by_environment: bool) -> list[str]:
+    """What `accelerate launch FLAGS launched.py ARGUMENTS` prints, as a user types it; the port is a free
     one. Without flags, no launcher. Ends the test where the exit status is neither 0 nor that of refusals."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -88,14 +89,14 @@ def train(
     untied_folder: Path,
     make_groups: Callable[..., list[Group]],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[str], Trained]:
-    """`train(strategy)`: ragged groups, micro-batches that the processes share unevenly."""
+) -> Callable[..., Trained]:
+    """`train(strategy, device)`: ragged groups, micro-batches that the processes share unevenly."""
     groups = tmp_path_factory.mktemp("launch") / "groups.jsonl"
     groups.write_text("".join(group.to_json() + "\n" for group in make_groups(6, 3)))
-    made: dict[str, Trained] = {}
+    made: dict[tuple[str, str], Trained] = {}
 
-    def train(strategy: str) -> Trained:
-        if strategy not in made:
+    def train(strategy: str, device: str = "cpu") -> Trained:
+        if (strategy, device) not in made:
             recipes = []
             for case in CASES:
                 settings = dict(case)
@@ -110,15 +111,17 @@ def train(
                 recipes.append({"model": section, "train": settings})
             folder = tmp_path_factory.mktemp(strategy)
             flags = TWO_PROCESSES.get(strategy)
-            made[strategy] = Trained(folder, launch(flags, [json.dumps(recipes), str(groups), str(folder)]))
-        return made[strategy]
+            lines = launch(flags, [json.dumps(recipes), str(groups), str(folder)], device == "cpu")
+            made[strategy, device] = Trained(folder, lines)
+        return made[strategy, device]
 
     return train
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpus", marks=TWO_GPUS)])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_processes_equal_one(train: Callable[[str], Trained], strategy: str) -> None:
-    one, two = train("single"), train(strategy)
+def test_two_processes_equal_one(train: Callable[..., Trained], strategy: str, device: str) -> None:
+    one, two = train("single", device), train(strategy, device)
     for number, case in enumerate(CASES):
         exact = case.get("dtype") != "bfloat16"
         for given, expected in zip(two.metrics[number], one.metrics[number], strict=True):
@@ -133,7 +136,7 @@ def test_two_processes_equal_one(train: Callable[[str], Trained], strategy: str)
             torch.testing.assert_close(weights[name], value, atol=tolerance, rtol=0, msg=lambda m, c=case: f"{c} {m}")
 
 
-def test_an_adapter_trained_under_fsdp2_is_loaded_by_peft(train: Callable[[str], Trained], model_folder: Path) -> None:
+def test_an_adapter_trained_under_fsdp2_is_loaded_by_peft(train: Callable[..., Trained], model_folder: Path) -> None:
     number = next(n for n, case in enumerate(CASES) if "lora" in case)
     loaded = AutoPeftModelForCausalLM.from_pretrained(train("fsdp2").checkpoints[number])
     assert loaded.peft_config["default"].base_model_name_or_path == str(model_folder)

@@ -1,17 +1,37 @@
 """The policy against plain transformers and peft."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma3TextConfig,
+    GPT2Config,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from trainers import policy as policy_module
-from trainers.config import TrainRecipe
+from trainers.config import TrainConfig, TrainRecipe
+from trainers.layout import resolve_batching
 from trainers.policy import Policy, load_policy
+
+Make = Callable[..., TrainRecipe]
 
 IDS = torch.arange(24).reshape(2, 12) % 60
 TARGETS = torch.tensor([3, 4, 9, 14, 23])
@@ -29,16 +49,14 @@ def reference(network: torch.nn.Module, temperature: float = 1.0) -> tuple[Tenso
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_equals_plain_transformers(
-    make_recipe: Callable[..., TrainRecipe], model_folder: Path, temperature: float
-) -> None:
+def test_equals_plain_transformers(make_recipe: Make, model_folder: Path, temperature: float) -> None:
     policy = load_policy(make_recipe())
     network = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     for given, expected in zip(score(policy, temperature), reference(network, temperature), strict=True):
         torch.testing.assert_close(given, expected, atol=1e-6, rtol=1e-6)
 
 
-def test_chunks_change_nothing(make_recipe: Callable[..., TrainRecipe], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_change_nothing(make_recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, chunked = (load_policy(make_recipe()) for _ in range(2))
     expected = score(whole)
     monkeypatch.setattr(policy_module, "LOGITS_PER_CHUNK", 130)  # two positions of a vocabulary of 64
@@ -50,7 +68,7 @@ def test_chunks_change_nothing(make_recipe: Callable[..., TrainRecipe], monkeypa
         torch.testing.assert_close(one.grad, other.grad, atol=1e-6, rtol=1e-5)
 
 
-def test_bfloat16_keeps_weights_and_scores_in_float32(make_recipe: Callable[..., TrainRecipe]) -> None:
+def test_bfloat16_keeps_weights_and_scores_in_float32(make_recipe: Make) -> None:
     recipe = make_recipe()
     recipe.model.dtype = "bfloat16"
     policy = load_policy(recipe)
@@ -61,14 +79,14 @@ def test_bfloat16_keeps_weights_and_scores_in_float32(make_recipe: Callable[...,
     assert {value.dtype for value in policy.gather().values()} == {torch.bfloat16}
 
 
-def test_gather_has_transformers_names_and_tied_weights_once(make_recipe: Callable[..., TrainRecipe]) -> None:
+def test_gather_has_transformers_names_and_tied_weights_once(make_recipe: Make) -> None:
     state = load_policy(make_recipe()).gather()
     assert "model.embed_tokens.weight" in state
     assert "lm_head.weight" not in state
     assert "model.layers.1.self_attn.q_proj.weight" in state
 
 
-def test_adapter_is_loaded_by_peft(make_recipe: Callable[..., TrainRecipe], model_folder: Path, tmp_path: Path) -> None:
+def test_adapter_is_loaded_by_peft(make_recipe: Make, model_folder: Path, tmp_path: Path) -> None:
     policy = load_policy(make_recipe(lora={"rank": 3, "dropout": 0.5}))
     trainable = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     assert trainable
@@ -87,14 +105,14 @@ def test_adapter_is_loaded_by_peft(make_recipe: Callable[..., TrainRecipe], mode
     assert not torch.allclose(score(policy)[0], score(load_policy(make_recipe()))[0], atol=1e-3)
 
 
-def test_only_the_adapters_dropout_follows_training(make_recipe: Callable[..., TrainRecipe]) -> None:
+def test_only_the_adapters_dropout_follows_training(make_recipe: Make) -> None:
     policy = load_policy(make_recipe(lora={"rank": 2, "dropout": 0.5}))
     training = {name for name, module in policy.named_modules() if module.training and name}
     assert training
     assert all("lora_dropout" in name for name in training)
 
 
-def test_seed_decides_the_adapter(make_recipe: Callable[..., TrainRecipe]) -> None:
+def test_seed_decides_the_adapter(make_recipe: Make) -> None:
     recipe = make_recipe(lora={"rank": 2})
     first, again, other = (load_policy(recipe.model_copy(update={"seed": seed})).gather() for seed in (1, 1, 2))
     name = next(name for name in first if "lora_A" in name)
@@ -102,7 +120,7 @@ def test_seed_decides_the_adapter(make_recipe: Callable[..., TrainRecipe]) -> No
     assert not torch.equal(first[name], other[name])
 
 
-def test_refusals_name_the_field(make_recipe: Callable[..., TrainRecipe], tmp_path: Path) -> None:
+def test_refusals_name_the_field(make_recipe: Make, tmp_path: Path) -> None:
     half = make_recipe()
     half.model.dtype = "float16"
     with pytest.raises(ValueError, match=r"model.dtype: float16"):
@@ -121,3 +139,155 @@ def test_refusals_name_the_field(make_recipe: Callable[..., TrainRecipe], tmp_pa
     recipe.model.path = str(tmp_path / "granite")
     with pytest.raises(ValueError, match=r"model.path: GraniteForCausalLM changes its logits"):
         load_policy(recipe)
+
+
+def test_entropy_has_a_gradient_only_when_asked(make_recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = load_policy(make_recipe())
+    assert not score(policy)[1].requires_grad
+    labels = IDS.flatten()[TARGETS]
+    expected = torch.autograd.grad(reference(policy.network, 0.6)[1].sum(), list(policy.network.parameters()))
+    for chunk in (policy_module.LOGITS_PER_CHUNK, 130):
+        monkeypatch.setattr(policy_module, "LOGITS_PER_CHUNK", chunk)
+        _, entropy = policy(IDS, TARGETS - 1, labels, temperature=0.6, entropy_gradient=True)
+        given = torch.autograd.grad(entropy.sum(), list(policy.network.parameters()))
+        torch.testing.assert_close(given, expected, atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        assert not policy(IDS, TARGETS - 1, labels, entropy_gradient=True)[1].requires_grad
+
+
+def tree() -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, positions and mask of a line: a trunk of 5, one branch of 4 after it, another of 3."""
+    place = torch.arange(12)
+    ends = torch.tensor([12] * 5 + [9] * 4 + [12] * 3)
+    mask = (place[:, None] >= place) & (place[:, None] < ends)
+    return IDS[1:], torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8, 5, 6, 7]]), mask[None, None]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
+def test_every_attention_sees_what_the_mask_shows(make_recipe: Make, attention: str) -> None:
+    """flex_attention has no backward pass on a CPU: its forward pass is called as the policy's own."""
+    policy = load_policy(make_recipe())
+    policy.network.set_attn_implementation(attention)
+    ids, positions, mask = tree()
+    first, second = ids[:, :9], torch.cat([ids[:, :5], ids[:, 9:]], 1)
+    with torch.no_grad():
+        hidden = policy.hidden(ids, positions, mask)
+        alone = AutoModelForCausalLM.from_pretrained(policy.network.config._name_or_path, dtype=torch.float32).model
+        torch.testing.assert_close(hidden[:, :9], alone(first).last_hidden_state, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(hidden[:, 9:], alone(second).last_hidden_state[:, 5:], atol=1e-5, rtol=1e-5)
+
+
+def test_flash_attention_gets_packed_rows_as_one_line(make_recipe: Make) -> None:
+    """sdpa under another name, since the kernels need a GPU: it finds sequences by their positions as well."""
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any) -> Any:
+        assert len(query) == 1, "flash attention looks for sequences in a single line only"
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+
+    AttentionInterface.register("flash_attention_by_sdpa", attention)
+    AttentionMaskInterface.register("flash_attention_by_sdpa", sdpa_mask)
+    policy = load_policy(make_recipe())
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 0], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]])
+    sequence = (positions == 0).cumsum(1)
+    mask = ((sequence[:, :, None] == sequence[:, None]) & torch.ones(12, 12, dtype=torch.bool).tril())[:, None]
+    with torch.no_grad():
+        expected = policy.hidden(IDS, positions, mask)
+        # by its public method, transformers looks for the kernels
+        policy.network.config._attn_implementation = "flash_attention_by_sdpa"
+        torch.testing.assert_close(policy.hidden(IDS, positions, mask), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "batching"),
+    [
+        (Qwen3Config, "tree"),
+        (LlamaConfig, "tree"),
+        (GPT2Config, "tree"),
+        (MistralConfig, "padded"),  # a sliding window
+        (Gemma3TextConfig, "padded"),  # one in most layers
+        (BloomConfig, "padded"),  # distances instead of positions
+        (MambaConfig, "padded"),  # a state instead of attention
+    ],
+)
+def test_rows_share_lines_where_that_is_exact(config: Any, batching: str) -> None:
+    torch.manual_seed(0)
+    network = AutoModelForCausalLM.from_config(
+        config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    )
+    assert resolve_batching(network, TrainConfig(steps=1)) == batching
+    for asked in ("tree", "packed"):
+        train = TrainConfig(steps=1, batching=asked)
+        if batching == "tree":
+            assert resolve_batching(network, train) == asked
+        else:
+            with pytest.raises(ValueError, match=rf"train.batching: {asked} would be wrong: {type(network).__name__} "):
+                resolve_batching(network, train)
+    assert resolve_batching(network, TrainConfig(steps=1, batching="padded")) == "padded"
+
+
+def test_a_network_that_ignores_its_mask_is_found_out(make_recipe: Make) -> None:
+    AttentionInterface.register("blind", lambda m, q, k, v, mask, **kwargs: sdpa_attention_forward(m, q, k, v, None))
+    AttentionMaskInterface.register("blind", sdpa_mask)
+    network = load_policy(make_recipe()).network
+    network.set_attn_implementation("blind")
+    assert resolve_batching(network, TrainConfig(steps=1)) == "padded"
+    with pytest.raises(ValueError, match="other results, by"):
+        resolve_batching(network, TrainConfig(steps=1, batching="packed"))
+
+
+def test_flash_attention_takes_no_tree(make_recipe: Make) -> None:
+    network = load_policy(make_recipe()).network
+    assert resolve_batching(network, TrainConfig(steps=1, attention="flash_attention_2")) == "padded"
+    packed = TrainConfig(steps=1, attention="flash_attention_2", batching="packed")
+    assert resolve_batching(network, packed) == "packed"
+    with pytest.raises(ValueError, match=r"train.attention=flash_attention_2 takes no mask"):
+        resolve_batching(network, TrainConfig(steps=1, attention="flash_attention_2", batching="tree"))
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_options_change_no_gradient(
+    make_recipe: Make, monkeypatch: pytest.MonkeyPatch, lora: dict[str, int] | None
+) -> None:
+    """But what the backward pass keeps: less of layers, and nothing where it is offloaded."""
+    # inductor takes half a minute: it is tried in tests/gpu
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    kept: dict[str, int] = {}
+    found: dict[str, dict[str, Tensor]] = {}
+    options: dict[str, dict[str, bool]] = {
+        "none": {},
+        "checkpointing": {"gradient_checkpointing": True},
+        "offload": {"gradient_checkpointing": True, "activation_offload": True},
+        "compile": {"compile": True},
+        "all": {"gradient_checkpointing": True, "activation_offload": True, "compile": True},
+    }
+    for name, train in options.items():
+        policy = load_policy(make_recipe(lora=lora, **train))
+        sizes: list[int] = []
+
+        def pack(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(0 if tensor.is_leaf else tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            logprob, _ = score(policy)
+        kept[name] = sum(sizes)
+        logprob.sum().backward()
+        found[name] = {n: weight.grad for n, weight in policy.named_parameters() if weight.requires_grad}
+    assert kept["checkpointing"] < 0.5 * kept["none"]
+    assert kept["offload"] < kept["checkpointing"]
+    for name in options:
+        torch.testing.assert_close(found[name], found["none"], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("train.attention: flex_attention", {"attention": "flex_attention"}),
+        ("train.attention: flash_attention_2", {"attention": "flash_attention_2", "batching": "padded"}),
+        ("train.liger: true", {"liger": True}),
+        ("model.lora.quantization: nf4", {"lora": {"rank": 2, "quantization": "nf4"}}),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_without(make_recipe: Make, field: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{field} needs a CUDA GPU, and this process trains on the CPU"):
+        load_policy(make_recipe(**settings))

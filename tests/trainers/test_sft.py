@@ -94,6 +94,20 @@ def test_saved_rows_are_those_of_whole_chains(make_groups: Callable[..., list[Gr
         saved_rows(tmp_path / "none")
 
 
+def test_rejection_sampling_takes_the_chains_that_did_well(
+    make_groups: Callable[..., list[Group]], tmp_path: Path
+) -> None:
+    groups = make_groups(1, 4)
+    for chain, reward in zip(groups[0].trajectories, [0.2, 0.7, None, 0.9], strict=True):
+        chain.reward = reward
+    path = tmp_path / "groups.jsonl"
+    path.write_text("".join(group.to_json() + "\n" for group in groups))
+    chosen = [groups[0].trajectories[index].rows[0].token_ids for index in (1, 3)]
+    assert [row.token_ids for row in saved_rows(path, min_reward=0.7)] == chosen
+    with pytest.raises(ValueError, match=r"train\.min_reward: no chain of .* has at least 1\.0; the best has 0\.9"):
+        saved_rows(path, min_reward=1.0)
+
+
 def test_rows_that_teach_nothing_are_refused(
     make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

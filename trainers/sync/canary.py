@@ -13,7 +13,7 @@ import logging
 import random
 import secrets
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +39,10 @@ _INVALID = -9999.0
 """What vLLM sends for a log-probability that is not a number."""
 
 
+Forward = Callable[..., tuple[Tensor, Tensor]]
+"""Called as a Policy is."""
+
+
 @dataclass(frozen=True)
 class CanaryRow:
     """A context, and the tokens that are scored in the place after it."""
@@ -56,9 +60,9 @@ def canary_rows(vocabulary: Sequence[int], longest: int, seed: int = 0) -> list[
 
 
 @torch.no_grad()
-def trainer_scores(policy: Policy, rows: Sequence[CanaryRow]) -> Scores:
+def trainer_scores(policy: Policy, rows: Sequence[CanaryRow], forward: Forward | None = None) -> Scores:
     """The trainer's log-probabilities of all candidates, row by row, at temperature 1. Where the policy is sharded,
-    every process calls it."""
+    every process calls it, with the `forward` that gathers its weights (default: the policy's own)."""
     device = next(policy.parameters()).device
     contexts = [row.context for row in rows]
     length, count = len(contexts[0]), len(rows[0].candidates)
@@ -66,7 +70,7 @@ def trainer_scores(policy: Policy, rows: Sequence[CanaryRow]) -> Scores:
     labels = torch.tensor([row.candidates for row in rows], device=device).flatten()
     trained = policy.training
     policy.eval()  # no dropout of an adapter
-    logprobs, _ = policy(torch.tensor(contexts, device=device), ends.repeat_interleave(count), labels)
+    logprobs, _ = (forward or policy)(torch.tensor(contexts, device=device), ends.repeat_interleave(count), labels)
     policy.train(trained)
     return logprobs.double().cpu().numpy()
 
@@ -110,9 +114,9 @@ class Canary:
         self._servers = servers
         self._drifts: defaultdict[str, Drift] = defaultdict(lambda: Drift(dtype))
 
-    def trainer_scores(self, policy: Policy) -> Scores:
+    def trainer_scores(self, policy: Policy, forward: Forward | None = None) -> Scores:
         """See the function of the same name."""
-        return trainer_scores(policy, self.rows)
+        return trainer_scores(policy, self.rows, forward)
 
     def prove(self, report: SyncReport, trainer: Scores) -> dict[str, float]:
         """Scores the version of `report` on every server; `trainer` are the policy's scores of the same version.

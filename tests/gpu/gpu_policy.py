@@ -1,0 +1,260 @@
+"""What only a GPU computes, against what is proven on the CPU: precision, attention kernels, layer kernels, compiled
+layers, offloading, QLoRA, 8-bit optimisers. `make test-gpu` runs it, and prints how fast and small each option is."""
+
+import importlib.util
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3 import modeling_qwen3
+
+from trainers.batch import TrainingRow, make_batches
+from trainers.config import TrainConfig, TrainRecipe
+from trainers.network import load_network
+from trainers.optimizer import make_optimizer
+from trainers.policy import Policy, load_policy
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+DEVICE = "cuda"
+VOCABULARY = 512
+LORA = {"rank": 8}
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")
+
+
+def make_model(folder: Path, width: int, layers: int) -> Path:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 128,
+        head_dim=64,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("small") / "model", width=256, layers=4)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """0.1 billion parameters: enough for speed and memory to mean something."""
+    return make_model(tmp_path_factory.mktemp("large") / "model", width=1024, layers=8)
+
+
+def recipe(path: Path, dtype: str = "float32", lora: dict[str, Any] | None = None, **train: Any) -> TrainRecipe:
+    model = {"path": str(path), "dtype": dtype, "lora": lora}
+    return TrainRecipe.model_validate({"model": model, "train": {"steps": 1, **train}})
+
+
+def make_rows(groups: int, size: int, prompt: int, answer: int) -> list[TrainingRow]:
+    """Chains that share their group's prompt, of ragged lengths."""
+    draw = random.Random(0)
+    rows = []
+    for _ in range(groups):
+        shared = [draw.randrange(VOCABULARY) for _ in range(prompt)]
+        for _ in range(size):
+            own = [draw.randrange(VOCABULARY) for _ in range(draw.randint(answer // 2, answer))]
+            targets = list(range(prompt, prompt + len(own)))
+            names = ("behaviour", "advantage", "weight", "mixed")
+            rows.append(TrainingRow(shared + own, targets, {name: [1.0] * len(own) for name in names}))
+    return rows
+
+
+ROWS = make_rows(groups=2, size=4, prompt=70, answer=40)
+MANY = make_rows(groups=4, size=8, prompt=512, answer=128)
+
+
+def backward(policy: Policy, rows: list[TrainingRow], budget: int = 1024) -> Tensor:
+    """Log-probabilities of all targets, row by row; their weighted mean's gradient is added to the weights'."""
+    batch = make_batches(rows, policy.batching, budget)[0]
+    found: dict[int, Tensor] = {}
+    for part in batch.micro_batches:
+        part = part.to(next(policy.parameters()).device)
+        logprob, _ = policy(part.ids, part.sources, part.labels, part.positions, part.mask)
+        (-(logprob * part.streams["weight"]).sum() / batch.normaliser).backward()
+        for place, row in enumerate(part.rows):
+            found[row] = logprob.detach()[part.sequence == place].cpu()
+    return torch.cat([found[row] for row in range(len(rows))])
+
+
+class Scored:
+    """Log-probabilities and gradients of a recipe's policy on ROWS."""
+
+    def __init__(self, made: TrainRecipe, device: str = DEVICE):
+        policy = load_policy(made, device)
+        self.logprobs = backward(policy, ROWS)
+        trained = {name: weight.grad for name, weight in policy.named_parameters() if weight.requires_grad}
+        self.gradients = {name: gradient.cpu() for name, gradient in trained.items() if gradient is not None}
+
+    def check(self, expected: "Scored", tolerance: float) -> None:
+        """Largest difference of log-probabilities, and each gradient's difference as a share of its length."""
+        assert (self.logprobs - expected.logprobs).abs().max() < 10 * tolerance
+        assert self.gradients.keys() == expected.gradients.keys()
+        for name, gradient in expected.gradients.items():
+            length = gradient.norm()
+            if length > 0:
+                assert (self.gradients[name] - gradient).norm() / length < tolerance, name
+
+
+@pytest.fixture(scope="module")
+def on_cpu(small: Path) -> Scored:
+    return Scored(recipe(small, batching="padded"), "cpu")
+
+
+@pytest.mark.parametrize("batching", ["padded", "packed", "tree"])
+def test_float32_equals_the_cpu(small: Path, on_cpu: Scored, batching: str) -> None:
+    Scored(recipe(small, batching=batching)).check(on_cpu, 1e-4)
+
+
+def test_bfloat16_follows_float32(small: Path, on_cpu: Scored) -> None:
+    Scored(recipe(small, dtype="bfloat16")).check(on_cpu, 0.05)
+
+
+@pytest.mark.parametrize("batching", ["padded", "packed", "tree"])
+def test_flex_attention_equals_sdpa(small: Path, on_cpu: Scored, batching: str) -> None:
+    Scored(recipe(small, attention="flex_attention", batching=batching)).check(on_cpu, 2e-3)
+
+
+@needs("flash_attn")
+@pytest.mark.parametrize("batching", ["padded", "packed"])
+def test_flash_attention_equals_sdpa(small: Path, on_cpu: Scored, batching: str) -> None:
+    Scored(recipe(small, "bfloat16", attention="flash_attention_2", batching=batching)).check(on_cpu, 0.05)
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_equal_plain_ones(small: Path, lora: dict[str, Any] | None, checkpointing: bool) -> None:
+    torch._dynamo.reset()
+    settings = {"compile": True, "gradient_checkpointing": checkpointing, "activation_offload": checkpointing}
+    Scored(recipe(small, lora=lora, **settings)).check(Scored(recipe(small, lora=lora)), 1e-3)
+
+
+@needs("liger_kernel")
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_liger_equals_plain_layers(small: Path, monkeypatch: pytest.MonkeyPatch, lora: dict[str, Any] | None) -> None:
+    # liger replaces it for all networks; it is put back
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", modeling_qwen3.apply_rotary_pos_emb)
+    plain = Scored(recipe(small, lora=lora))
+    Scored(recipe(small, lora=lora, liger=True)).check(plain, 2e-3)
+
+
+@needs("bitsandbytes")
+def test_qlora_equals_an_adapter_on_its_dequantised_base(small: Path, tmp_path: Path) -> None:
+    quantised = recipe(small, "bfloat16", {**LORA, "quantization": "nf4"})
+    network = load_network(quantised, DEVICE)
+    assert network.get_memory_footprint() < 0.5 * load_network(recipe(small, "bfloat16", LORA)).get_memory_footprint()
+    network.dequantize()
+    network.save_pretrained(tmp_path / "dequantised")
+    plain = recipe(tmp_path / "dequantised", "bfloat16", LORA)
+    Scored(quantised).check(Scored(plain), 0.05)
+    policy = load_policy(quantised, DEVICE)
+    policy.save_adapter(tmp_path / "adapter", policy.gather())
+    assert AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").peft_config["default"].r == LORA["rank"]
+
+
+def optimised(name: str, steps: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """A matrix before and after steps, and the gradients; the learning rate is 0.01, the betas 0.9 and 0.99."""
+    torch.manual_seed(0)
+    layer = nn.Linear(256, 256, bias=False, device=DEVICE)
+    before = layer.weight.detach().clone()
+    gradients = [torch.randn_like(before) for _ in range(steps)]
+    config = TrainConfig(steps=1, learning_rate=0.01, optimizer={"name": name, "betas": (0.9, 0.99)})
+    optimizer = make_optimizer(layer, config)
+    for gradient in gradients:
+        layer.weight.grad = gradient.clone()
+        optimizer.step()
+    return before, layer.weight.detach(), gradients
+
+
+@needs("bitsandbytes")
+def test_adamw_in_8_bits_follows_adamw() -> None:
+    before, after, _ = optimised("adamw_8bit", steps=5)
+    _, expected, _ = optimised("adamw", steps=5)
+    assert (after - expected).norm() < 0.1 * (expected - before).norm()
+
+
+@needs("bitsandbytes")
+def test_lion_equals_its_formula() -> None:
+    """arXiv:2302.06675, algorithm 2."""
+    weight, after, gradients = optimised("lion", steps=3)
+    momentum = torch.zeros_like(weight)
+    for gradient in gradients:
+        weight = weight - 0.01 * torch.sign(0.9 * momentum + 0.1 * gradient)
+        momentum = 0.99 * momentum + 0.01 * gradient
+    torch.testing.assert_close(after, weight, atol=1e-6, rtol=0)
+
+
+class Cost:
+    """Seconds of forward and backward passes on MANY, and bytes above those of weights and gradients."""
+
+    def __init__(self, made: TrainRecipe):
+        policy = load_policy(made, DEVICE)
+        # compiles, and allocates the gradients
+        backward(policy, MANY, budget=8192)
+        self.seconds, self.peak = float("inf"), 0
+        for _ in range(3):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            held, started = torch.cuda.memory_allocated(), time.perf_counter()
+            backward(policy, MANY, budget=8192)
+            torch.cuda.synchronize()
+            self.seconds = min(self.seconds, time.perf_counter() - started)
+            self.peak = torch.cuda.max_memory_allocated() - held
+
+
+@pytest.fixture(scope="module")
+def cost(large: Path) -> Callable[..., Cost]:
+    """`cost(**train)`, measured once, and printed beside the plain policy's."""
+    made: dict[str, Cost] = {}
+
+    def measure(**train: Any) -> Cost:
+        key = ", ".join(f"{name}={value}" for name, value in train.items()) or "plain"
+        if key not in made:
+            torch._dynamo.reset()
+            made[key] = Cost(recipe(large, "bfloat16", **{"batching": "tree", **train}))
+            one, base = made[key], made.get("plain", made[key])
+            speed, memory = base.seconds / one.seconds, one.peak / base.peak
+            print(f"\n{key}: {1000 * one.seconds:.0f} ms, {speed:.2f}x as fast, {memory:.2f}x the memory")
+        return made[key]
+
+    return measure
+
+
+def test_checkpointing_and_offloading_save_memory(cost: Callable[..., Cost]) -> None:
+    plain = cost().peak
+    checkpointing = cost(gradient_checkpointing=True).peak
+    assert checkpointing < 0.7 * plain
+    assert cost(gradient_checkpointing=True, activation_offload=True).peak < checkpointing
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"batching": "padded"}, id="padded"),
+        pytest.param({"compile": True}, id="compile"),
+        pytest.param({"attention": "flex_attention"}, id="flex"),
+        pytest.param({"liger": True}, id="liger", marks=needs("liger_kernel")),
+    ],
+)
+def test_speed_is_printed(cost: Callable[..., Cost], settings: dict[str, Any]) -> None:
+    """Not asserted: it is the machine's."""
+    cost()
+    assert cost(**settings).seconds > 0

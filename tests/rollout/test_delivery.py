@@ -1,0 +1,40 @@
+"""What rank 0 takes from its worker, and what it refuses."""
+
+from collections import deque
+
+import pytest
+
+from rollout.delivery import WorkerDiedError, WorkerProcess
+from rollout.trajectory import Group
+
+
+def worker(*batches: list[str], may_be_short: bool = False, trained: tuple[str, ...] = ()) -> WorkerProcess:
+    """Rank 0's end after these batches have arrived; no process stands behind it."""
+    end = WorkerProcess.__new__(WorkerProcess)
+    end._batches = deque(([Group(group_id, {}, []) for group_id in ids], {"filtered/groups": 1.0}) for ids in batches)
+    end._may_be_short, end._delivered = may_be_short, set(trained)
+    return end
+
+
+def test_batches_in_their_order() -> None:
+    end = worker(["g000001", "g000000"], ["g000002", "g000003-1"], trained=("g000004",))
+    assert [group.id for group in end.next_batch(2)] == ["g000001", "g000000"]
+    assert [group.id for group in end.next_batch(2)] == ["g000002", "g000003-1"]
+    assert end.figures() == {"filtered/groups": 1.0}
+
+
+def test_a_group_is_taken_once_over_all_attempts_of_a_run() -> None:
+    for end in (
+        worker(["g000001"], ["g000001"]),
+        worker(["g000000"], ["g000001"], trained=("g000001", "g000002")),
+    ):
+        end.next_batch(1)
+        with pytest.raises(WorkerDiedError, match=r"sent groups again that are trained already, among g000001"):
+            end.next_batch(1)
+
+
+def test_a_batch_is_short_only_where_groups_are_dropped() -> None:
+    assert len(worker(["g000001"], may_be_short=True).next_batch(3)) == 1
+    for end in (worker(["g000001"]), worker(["a", "b", "c", "d"], may_be_short=True), worker([], may_be_short=True)):
+        with pytest.raises(WorkerDiedError, match="groups where 3 were due"):
+            end.next_batch(3)
