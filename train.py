@@ -132,7 +132,7 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | None:
                 for server in servers:
                     server.require(control_routes(recipe))
                 # the process id tells this attempt's adapters from those that an earlier one left on the server
-                backend = make_sync(recipe, servers, folder.path / "sync", recipe.name, os.getpid())
+                backend = make_sync(recipe, servers, folder.sync, recipe.name, os.getpid())
                 sync = patient = PatientSync(backend, canary, recipe.server.retry_seconds)
                 stack.callback(sync.close)
                 source = worker = WorkerProcess(

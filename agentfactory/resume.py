@@ -61,12 +61,13 @@ def plan(stages: Sequence[Recipe], asked: str) -> list[Part]:
     """
     path = None if asked == AUTO else Path(asked).expanduser().resolve()
     folders = [RunFolder(stage.output) for stage in stages]
-    if path is not None and path.parent not in [folder.checkpoints for folder in folders]:
+    if path is not None and path.parent not in [folder.checkpoints.resolve() for folder in folders]:
         places = ", ".join(display(folder.checkpoints) for folder in folders)
         raise RunFolderError(f"--resume: {display(path)} is none of the run's checkpoints; fix: name one in {places}")
     parts: list[Part] = []
     for recipe, folder in zip(stages, folders, strict=True):
-        own = path if path is not None and path.parent == folder.checkpoints else None
+        is_own = path is not None and path.parent == folder.checkpoints.resolve()
+        own = folder.checkpoints / path.name if path is not None and is_own else None
         if parts and parts[-1].state is State.COMPLETED:
             model = recipe.model.model_copy(update={"path": str(parts[-1].folder.last_checkpoint())})
             parts.append(_part(recipe.model_copy(update={"model": model}), folder, own))
@@ -134,6 +135,8 @@ def rewind(folder: RunFolder, checkpoint: Path | None, say: Callable[[str], None
     folder.note_stopped()
     for left in folder.checkpoints.glob(".step-*.partial"):
         shutil.rmtree(left)
+    # weights on their way to servers
+    shutil.rmtree(folder.sync, ignore_errors=True)
     folder.cut(read_info(checkpoint)["files"] if checkpoint else {})
     later = [
         path for path in checkpoints(folder.checkpoints) if checkpoint is None or step_of(path) > step_of(checkpoint)

@@ -29,6 +29,7 @@ class RunFolder:
         self.trajectories = path / "trajectories"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
+        self.sync = path / "sync"
         self.summary = path / "summary.json"
         self.growing = {"metrics.jsonl": self.metrics, "trajectories/train.jsonl": self.trajectories / "train.jsonl"}
         """Files that a run appends to, and that a resumed one goes on with."""

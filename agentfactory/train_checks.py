@@ -69,6 +69,8 @@ def _check_network(recipe: "Recipe", refuse: Refuse) -> None:
             refuse("train.attention", "got 'flash_attention_2' with model.dtype=float32", "use sdpa, or bfloat16")
         if train.batching == "tree":
             refuse("train.attention", "got 'flash_attention_2', which takes no tree", "use sdpa, or batching packed")
+    if train.attention == "eager" and train.batching in ("packed", "tree"):
+        refuse("train.attention", f"got 'eager' with train.batching={train.batching}", "use sdpa, or batching padded")
     needed = {
         "model.lora.quantization": ("bitsandbytes", quantization is not None),
         "train.optimizer.name": ("bitsandbytes", optimizer in ("adamw_8bit", "lion")),

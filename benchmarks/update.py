@@ -3,8 +3,8 @@
 The model is a Qwen3 made on the spot (hidden 256, 4 layers, float32). Each side is a process of its own with as many
 threads as there are cores to use, on the same rows, advantages and old log-probabilities; loss and gradient norm of the
 first update must agree. CPU seconds are those of the process, all threads, for one later update with its optimiser step
-(the least of several). Peak memory is that of the process from before the first update on, less what it then held.
-Neither side uses gradient checkpointing, and one micro-batch of ours may hold as many tokens as one of TRL's.
+(the least, where there are several). Peak memory is that of the process from before the first update on, less what it
+then held. Neither side uses gradient checkpointing; a micro-batch of ours may hold as many tokens as one of TRL's.
 
 The workload is that of an agent with tools: groups of 8 chains on one prompt (384 to 640 tokens: instructions, tool
 descriptions, question); a chain has 1 to 6 turns of 24 to 96 sampled tokens with 32 to 160 tokens of tool results
@@ -17,10 +17,11 @@ between them.
   them, it would score the completions only.
 
 Figures of the last line, JSON: `cpu_vs_trl` is TRL's CPU seconds over ours with a vocabulary of 2,048 (higher is
-better), `peak_memory_vs_trl` our peak over TRL's with one of 151,936 (lower is better), `peak_memory_vs_trl_small` the
-same with 2,048. `tree_speedup` is padded rows' CPU seconds over the tree's, of groups of 8 with a prompt of 512 and
-completions of 64; `merged_turns_speedup` the same of chains of 8 turns that were stored as one row per turn (a prompt
-of 256, each turn 48 sampled tokens and a result of 48), each row the whole history and that turn.
+better), `peak_memory_vs_trl` our peak over TRL's with one of 151,936 and a single group (lower is better),
+`peak_memory_vs_trl_small` the same with 2,048. `tree_speedup` is padded rows' CPU seconds over the tree's, of groups of
+8 with a prompt of 512 and completions of 64; `merged_turns_speedup` the same of chains of 8 turns that were stored as
+one row per turn (a prompt of 256, each turn 48 sampled tokens and a result of 48), each row the whole history and that
+turn. Padded rows are those of `make_batches(..., "padded")`, which puts rows of similar length together.
 
     taskset -c 0,1 python benchmarks/update.py [--quick]
 """
@@ -50,7 +51,9 @@ def make_model(folder: Path, vocabulary: int) -> None:
     import torch
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     torch.manual_seed(0)
     config = Qwen3Config(
         hidden_size=256,
@@ -73,56 +76,59 @@ def make_model(folder: Path, vocabulary: int) -> None:
 # ---- workloads: rows of {ids, prompt (its length), targets, advantage, proximal (old log-probabilities)}
 
 
-def _row(draw: random.Random, ids: list[int], prompt: int, targets: list[int]) -> dict[str, Any]:
+def _row(draw: random.Random, vocabulary: int, ids: list[int], prompt: int, targets: list[int]) -> dict[str, Any]:
     # a model that was not trained gives all tokens about the same probability; some ratios get clipped
-    proximal = [-math.log(SMALL) + draw.gauss(0, 0.3) for _ in targets]
+    proximal = [-math.log(vocabulary) + draw.gauss(0, 0.3) for _ in targets]
     return {"ids": ids, "prompt": prompt, "targets": targets, "advantage": draw.gauss(0, 1), "proximal": proximal}
 
 
-def agent_chains(groups: int) -> list[dict[str, Any]]:
+def agent_chains(groups: int, vocabulary: int) -> list[dict[str, Any]]:
     """The workload of the comparison with TRL."""
     draw = random.Random(0)
     rows = []
     for _ in range(groups):
-        prompt = _tokens(draw, draw.randint(384, 640))
+        prompt = _tokens(draw, vocabulary, draw.randint(384, 640))
         for _ in range(GROUP):
             ids, targets = list(prompt), list[int]()
             for turn in range(draw.randint(1, 6)):
-                ids += _tokens(draw, draw.randint(32, 160)) if turn else []
+                ids += _tokens(draw, vocabulary, draw.randint(32, 160)) if turn else []
                 sampled = draw.randint(24, 96)
                 targets += range(len(ids), len(ids) + sampled)
-                ids += _tokens(draw, sampled)
-            rows.append(_row(draw, ids, len(prompt), targets))
+                ids += _tokens(draw, vocabulary, sampled)
+            rows.append(_row(draw, vocabulary, ids, len(prompt), targets))
     return rows
 
 
-def shared_prompts(groups: int) -> list[dict[str, Any]]:
+def shared_prompts(groups: int, vocabulary: int) -> list[dict[str, Any]]:
     """Groups of single-turn answers."""
     draw = random.Random(1)
     rows = []
     for _ in range(groups):
-        prompt = _tokens(draw, 512)
-        rows += [_row(draw, prompt + _tokens(draw, 64), 512, list(range(512, 576))) for _ in range(GROUP)]
+        prompt = _tokens(draw, vocabulary, 512)
+        rows += [
+            _row(draw, vocabulary, prompt + _tokens(draw, vocabulary, 64), 512, list(range(512, 576)))
+            for _ in range(GROUP)
+        ]
     return rows
 
 
-def rows_per_turn(chains: int) -> list[dict[str, Any]]:
+def rows_per_turn(chains: int, vocabulary: int) -> list[dict[str, Any]]:
     """Chains of 8 turns, a row for each."""
     draw = random.Random(2)
     rows = []
     for _ in range(chains):
-        ids = _tokens(draw, 256)
+        ids = _tokens(draw, vocabulary, 256)
         for _ in range(8):
             start = len(ids)
-            ids = ids + _tokens(draw, 48)
-            rows.append(_row(draw, ids, 256, list(range(start, len(ids)))))
-            ids = ids + _tokens(draw, 48)
+            ids = ids + _tokens(draw, vocabulary, 48)
+            rows.append(_row(draw, vocabulary, ids, 256, list(range(start, len(ids)))))
+            ids = ids + _tokens(draw, vocabulary, 48)
     return rows
 
 
-def _tokens(draw: random.Random, count: int) -> list[int]:
+def _tokens(draw: random.Random, vocabulary: int, count: int) -> list[int]:
     # 0 and 1 end and pad
-    return [draw.randrange(2, SMALL) for _ in range(count)]
+    return [draw.randrange(2, vocabulary) for _ in range(count)]
 
 
 def trl_width(rows: list[dict[str, Any]]) -> int:
@@ -274,48 +280,56 @@ WORKLOADS = {"agent": agent_chains, "prompts": shared_prompts, "turns": rows_per
 
 
 def measure(
-    side: str, folder: Path, workload: str, size: int, updates: int, batching: str = "tree", budget: int = 16384
+    side: str,
+    folder: Path,
+    vocabulary: int,
+    workload: str,
+    size: int,
+    updates: int,
+    batching: str = "tree",
+    budget: int = 16384,
 ) -> dict[str, Any]:
     """What the side returns, from a process of its own."""
     # -P: this folder's rollout.py is not the package
-    command = [sys.executable, "-P", __file__, "--side", side, str(folder), workload, str(size), str(updates)]
+    command = [sys.executable, "-P", __file__, "--side", side, str(folder), str(vocabulary), workload]
+    command += [str(size), str(updates), batching, str(budget)]
     threads = str(len(os.sched_getaffinity(0)))
     # threads that wait for others are not to burn the time that is measured
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
-    done = subprocess.run([*command, batching, str(budget)], capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
         raise SystemExit(f"{side} on {workload} failed:\n{done.stderr[-3000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     # the first update warms up
     cpu = min(found["seconds"][1:] or found["seconds"])
-    print(
-        f"  {side:4} {batching if side == 'ours' else '':6} {cpu:7.2f} CPU s, peak {found['peak']:6.0f} MiB", flush=True
-    )
+    label = f"ours, {batching}" if side == "ours" else "TRL"
+    print(f"  {label:12} {cpu:7.2f} CPU s, peak {found['peak']:6.0f} MiB", flush=True)
     return {**found, "cpu": cpu}
 
 
 def check_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     """Stops the benchmark where the two did not compute the same."""
-    for name, tolerance in (("loss", 1e-4), ("grad_norm", 1e-4)):
-        if not math.isclose(one[name], other[name], rel_tol=tolerance):
+    for name in ("loss", "grad_norm"):
+        if not math.isclose(one[name], other[name], rel_tol=1e-4):
             raise SystemExit(f"{name} is {one[name]} here and {other[name]} there: not the same update")
+        print(f"  {name} {one[name]:.6f}, {other[name]:.6f}", flush=True)
 
 
 def compare(quick: bool) -> dict[str, float]:
     """All measurements."""
     ratios = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         for vocabulary in (SMALL, LARGE):
             make_model(folder / str(vocabulary), vocabulary)
-            groups = 2 if quick or vocabulary == LARGE else 8
-            rows = agent_chains(groups)
+            groups = 1 if vocabulary == LARGE else 2 if quick else 8
+            rows = agent_chains(groups, vocabulary)
             width = trl_width(rows)
             tokens = sum(len(row["ids"]) for row in rows)
             print(f"{groups} groups of {GROUP} chains, {tokens} tokens, TRL's width {width}, vocabulary {vocabulary}:")
-            updates = 1 if vocabulary == LARGE else 2 if quick else 3
-            ours = measure("ours", folder / str(vocabulary), "agent", groups, updates, budget=GROUP * width)
-            trl = measure("trl", folder / str(vocabulary), "agent", groups, updates)
+            updates = 1 if vocabulary == LARGE else 2
+            ours = measure("ours", folder, vocabulary, "agent", groups, updates, budget=GROUP * width)
+            trl = measure("trl", folder, vocabulary, "agent", groups, updates)
             check_same(ours, trl)
             if vocabulary == SMALL:
                 ratios["cpu_vs_trl"] = trl["cpu"] / ours["cpu"]
@@ -326,7 +340,7 @@ def compare(quick: bool) -> dict[str, float]:
             size = 2 if quick else 8
             print(f"{name}: {size} x {GROUP} rows")
             padded, tree = (
-                measure("ours", folder / str(SMALL), workload, size, 3, batching) for batching in ("padded", "tree")
+                measure("ours", folder, SMALL, workload, size, 3, batching) for batching in ("padded", "tree")
             )
             check_same(padded, tree)
             ratios[name] = padded["cpu"] / tree["cpu"]
@@ -336,13 +350,15 @@ def compare(quick: bool) -> dict[str, float]:
 def main() -> None:
     """The comparison; `--side` is for the processes that it starts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="2 groups in place of 8")
-    parser.add_argument("--side", nargs=7, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--quick", action="store_true", help="2 groups in place of 8 (1 with the large vocabulary, always)"
+    )
+    parser.add_argument("--side", nargs=8, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.side:
-        side, folder, workload, size, updates, batching, budget = arguments.side
-        rows = WORKLOADS[workload](int(size))
-        print(json.dumps(SIDES[side](Path(folder), rows, int(updates), batching, int(budget))))
+        side, folder, vocabulary, workload, size, updates, batching, budget = arguments.side
+        rows = WORKLOADS[workload](int(size), int(vocabulary))
+        print(json.dumps(SIDES[side](Path(folder) / vocabulary, rows, int(updates), batching, int(budget))))
     else:
         print(json.dumps({name: round(ratio, 2) for name, ratio in compare(arguments.quick).items()}))
 

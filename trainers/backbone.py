@@ -3,12 +3,12 @@
 from typing import Any, Self
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import PreTrainedModel
 
+from trainers.attention import attention_arguments, use_runs
 from trainers.network import decoder_layers
 
 
@@ -20,6 +20,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.model = model
         self.dtype = dtype
+        use_runs(self.network)
 
     @property
     def network(self) -> Any:
@@ -49,38 +50,19 @@ class Backbone(nn.Module):
     def hidden(
         self,
         ids: Int[Tensor, "batch length"],
-        positions: Int[Tensor, "batch length"] | None = None,
-        mask: Bool[Tensor, "batch 1 length length"] | None = None,
+        positions: Int[Tensor, "1 length"] | None = None,
+        ends: Int[Tensor, "1 length"] | None = None,
     ) -> Float[Tensor, "batch length width"]:
         """What the network makes of each token, before any head.
 
-        Without `positions` and `mask` lines count from 0 and attend causally, which is exact for rows padded on the
-        right. In a `mask` every token sees itself at least.
+        `positions` and `ends` say who sees whom in a line of several rows or a tree, as in MicroBatch. Without them
+        lines count from 0 and attend causally, which is exact for rows padded on the right.
         """
-        kind = self.network.config._attn_implementation
-        attention: Tensor | BlockMask | None = None
-        shape = ids.shape
-        if mask is not None and kind.startswith("flash_attention"):
-            # it takes no mask, but finds the sequences of a single line by their positions
-            assert positions is not None
-            ids, positions = ids.reshape(1, -1), positions.reshape(1, -1)
-        elif mask is not None:
-            attention = _attention_mask(mask, kind, self.dtype)
+        arguments: dict[str, Any] = {}
+        if positions is not None and ends is not None:
+            kind = self.network.config._attn_implementation
+            arguments = attention_arguments(kind, positions, ends, self.dtype)
         with torch.autocast(ids.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
-            hidden = self.network.base_model(
-                input_ids=ids, position_ids=positions, attention_mask=attention, use_cache=False
+            return self.network.base_model(
+                input_ids=ids, position_ids=positions, use_cache=False, **arguments
             ).last_hidden_state
-        return hidden.reshape(*shape, -1)
-
-
-def _attention_mask(mask: Bool[Tensor, "batch 1 length length"], kind: str, dtype: torch.dtype) -> Tensor | BlockMask:
-    """The mask in the form that the attention implementation takes."""
-    if kind == "flex_attention":
-        batch, _, length, _ = mask.shape
-
-        def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return mask[row, 0, query, key]
-
-        return create_block_mask(visible, batch, None, length, length, device=mask.device)
-    # sdpa would make its own of a boolean mask in every layer, and keep it for the backward pass; eager adds it
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))

@@ -7,12 +7,12 @@ from typing import Literal
 import numpy as np
 import torch
 from accelerate import Accelerator
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch import distributed as dist
 
 from rollout.trajectory import Row
-from trainers.tree import Line, cost, cut_lines, deal, packed_lines, padded_lines, tree_lines
+from trainers.tree import Tree, deal, fill, grow, merge, stack
 
 Batching = Literal["padded", "packed", "tree"]
 
@@ -61,14 +61,15 @@ def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
 class MicroBatch:
     """What one forward and backward pass works on: a block of token lines, and streams along their targets.
 
+    A line holds a row, padded on the right, or trees of rows end to end (see trainers.tree): then it is the only one.
     Targets stand row by row. Tokens that keep a process in step with the others have weight 0, all others more.
     """
 
     ids: Int[Tensor, "batch length"]
-    positions: Int[Tensor, "batch length"] | None
-    """Depth of each token in its row; None where lines count from 0."""
-    ends: Int[Tensor, "batch length"] | None
-    """Where in its line the last token that may see this one stands, plus one; None where attention is causal."""
+    positions: Int[Tensor, "1 length"] | None
+    """Place of each token in its rows; None where lines count from 0."""
+    ends: Int[Tensor, "1 length"] | None
+    """Where the last token that sees this one stands, plus one; None where each sees all before it."""
     sources: Int[Tensor, "targets"]
     """Flat indices into batch x length: the token that predicts each target."""
     labels: Int[Tensor, "targets"]
@@ -77,17 +78,6 @@ class MicroBatch:
     rows: tuple[int, ...]
     """Which of the rows given to `make_batches` are in here, in the order of `sequence`; none where idle."""
     streams: dict[str, Float[Tensor, "targets"]]
-
-    @property
-    def mask(self) -> Bool[Tensor, "batch 1 length length"] | None:
-        """True where a token (third dimension) may see another (fourth); None where attention is causal.
-
-        Made anew at each call: it is quadratic in the length, and the masks of all micro-batches would fill memory.
-        """
-        if self.ends is None:
-            return None
-        place = torch.arange(self.ids.shape[1], device=self.ids.device)
-        return ((place[:, None] >= place) & (place[:, None] < self.ends[:, None, :]))[:, None]
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on `device`."""
@@ -124,11 +114,10 @@ def make_batches(
 ) -> list[Batch]:
     """Cuts rows into one batch per process, each micro-batch at most `token_budget` tokens with its padding.
 
-    `batching` says what a line of a block holds: a row (padded), rows end to end (packed), or the tree of rows that
-    begin alike, with each shared token once (tree). All give the same log-probabilities. Rows are never cut; one that
-    is longer than the budget goes alone. Lines of similar length come together, so that little is padded, and
-    processes get equal work; those with fewer micro-batches get ones of weight zero. `normaliser` defaults to the sum
-    of the weights.
+    `batching` says what a line of tokens holds: a row (padded), rows end to end (packed), or trees of rows, in which
+    what rows begin with in common is there once (tree). All give the same log-probabilities. Rows are never cut; one
+    that is longer than the budget goes alone. Processes get equal work; those with fewer micro-batches get ones of
+    weight zero. `normaliser` defaults to the sum of the weights.
 
     Raises ValueError where there is no row, rows differ in their streams, or the normaliser is not positive.
     """
@@ -144,42 +133,53 @@ def make_batches(
         raise ValueError(f"the weights of the trained tokens sum to {normaliser}; they must sum to more than 0")
     # what follows a row's last target, and that target itself, predicts nothing
     inputs = [np.asarray(row.token_ids[: row.targets[-1]], dtype=np.int64) for row in rows]
-    if batching == "padded":
-        lines = padded_lines(inputs)
-    elif batching == "packed":
-        lines = packed_lines(inputs, token_budget)
+    if batching == "tree":
+        trees = merge(inputs, token_budget, processes)
     else:
-        lines = tree_lines(inputs, token_budget, processes)
-    dealt = deal([cost(line) for line in lines], processes)
-    shares = [cut_lines([lines[number] for number in share], token_budget) for share in dealt]
+        trees = [grow([(number, row)]) for number, row in enumerate(inputs)]
+    shares = []
+    for share in deal([tree.cost for tree in trees], processes):
+        own = [trees[number] for number in share]
+        # a tree without branches is a row like any other, and rows of one length are fastest as a block
+        flat = own if batching == "packed" else [tree for tree in own if not tree.plain]
+        blocks = [[line] for line in fill(flat, token_budget)]
+        if batching != "packed":
+            blocks += [[[row] for row in block] for block in stack([tree for tree in own if tree.plain], token_budget)]
+        shares.append(blocks)
     most = max(len(share) for share in shares)
     tokens = sum(len(row.targets) for row in rows)
     return [
-        Batch([_block(cut, rows, names) for cut in share] + [_idle(names)] * (most - len(share)), normaliser, tokens)
+        Batch(
+            [_micro_batch(block, rows, names) for block in share] + [_idle(names)] * (most - len(share)),
+            normaliser,
+            tokens,
+        )
         for share in shares
     ]
 
 
-def _block(lines: list[Line], rows: Sequence[TrainingRow], names: list[str]) -> MicroBatch:
-    width = max(len(line.ids) for line in lines)
-    ids, positions = np.zeros((2, len(lines), width), dtype=np.int64)
-    # what is padded sees itself, since a softmax over nothing is not a number, and nobody sees it
-    ends = np.tile(np.arange(1, width + 1), (len(lines), 1))
+def _micro_batch(lines: list[list[Tree]], rows: Sequence[TrainingRow], names: list[str]) -> MicroBatch:
+    width = max(sum(len(tree.ids) for tree in line) for line in lines)
+    ids = np.zeros((len(lines), width), dtype=np.int64)
+    positions, ends = np.zeros((2, 1, width), dtype=np.int64)
     members: list[int] = []
     sources: list[np.ndarray] = []
     for number, line in enumerate(lines):
-        ids[number, : len(line.ids)] = line.ids
-        positions[number, : len(line.ids)] = line.positions
-        ends[number, : len(line.ids)] = line.ends
-        for index, path in line.paths.items():
-            members.append(index)
-            sources.append(path[np.asarray(rows[index].targets) - 1] + number * width)
-    branching = any(line.branching for line in lines)
+        start = 0
+        for tree in line:
+            place = slice(start, start + len(tree.ids))
+            ids[number, place] = tree.ids
+            positions[0, place], ends[0, place] = tree.positions, tree.ends + start
+            for index, path in tree.paths.items():
+                members.append(index)
+                sources.append(path[np.asarray(rows[index].targets) - 1] + number * width + start)
+            start = place.stop
+    causal = all(len(line) == 1 and line[0].plain for line in lines)
     chosen = [rows[index] for index in members]
     return MicroBatch(
         ids=torch.from_numpy(ids),
-        positions=torch.from_numpy(positions) if branching else None,
-        ends=torch.from_numpy(ends) if branching else None,
+        positions=None if causal else torch.from_numpy(positions),
+        ends=None if causal else torch.from_numpy(ends),
         sources=torch.from_numpy(np.concatenate(sources)),
         labels=torch.tensor([row.token_ids[target] for row in chosen for target in row.targets]),
         sequence=torch.from_numpy(np.repeat(np.arange(len(chosen)), [len(row.targets) for row in chosen])),

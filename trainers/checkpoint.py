@@ -57,7 +57,9 @@ def load_checkpoint(path: Path, learner: Learner) -> dict[str, Any]:
     processes that had no predecessor keep their own random numbers. Raises ValueError where the checkpoint holds other
     weights than are trained.
     """
-    state = torch.load(path / TRAINING_STATE, map_location="cpu", weights_only=True, mmap=True)
+    # mapped: what goes to a GPU need not fit into memory as often as there are processes
+    mapped = learner.accelerator.device.type != "cpu"
+    state = torch.load(path / TRAINING_STATE, map_location="cpu", weights_only=True, mmap=mapped)
     held, trained = state["weights"], _trained(learner)
     if held.keys() != trained.keys():
         example = sorted(held.keys() ^ trained.keys())[0]
@@ -113,12 +115,12 @@ def _training_state(learner: Learner) -> dict[str, Any]:
 
 
 def _trained(learner: Learner) -> dict[str, nn.Parameter]:
-    """The weights that are trained, by names that do not depend on how they are run. Tied ones have one."""
+    """The weights that are trained, by name; tied ones have one."""
     if isinstance(learner.model, FSDPModule):
         # after a forward pass without a backward one the outermost weights are still whole
         learner.model.reshard()
     named = learner.accelerator.unwrap_model(learner.model).named_parameters()
-    return {name.replace("_orig_mod.", ""): weight for name, weight in named if weight.requires_grad}
+    return {name: weight for name, weight in named if weight.requires_grad}
 
 
 def _like(weight: Tensor, value: Tensor) -> Tensor:

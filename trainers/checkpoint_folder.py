@@ -55,9 +55,9 @@ def written_aside(path: Path) -> Iterator[Path]:
     digests = {str(file.relative_to(aside)): _digest(file) for file in files}
     (aside / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
     for entry in [*aside.rglob("*"), aside]:
-        _flush(entry)
+        flush(entry)
     aside.rename(path)
-    _flush(path.parent)
+    flush(path.parent)
 
 
 def verify(path: Path) -> None:
@@ -110,7 +110,8 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Make a file or a folder's entries durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

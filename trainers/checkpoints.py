@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from trainers.checkpoint import load_checkpoint, save_checkpoint
-from trainers.checkpoint_folder import prune, read_info
+from trainers.checkpoint_folder import flush, prune, read_info
 from trainers.config import TrainConfig
 from trainers.learner import Learner
 from trainers.lineage import Lineage
@@ -58,7 +58,11 @@ class Checkpoints:
         main, step = learner.accelerator.is_main_process, self.lineage.step
         info: dict[str, Any] = {}
         if main:
-            sizes = {name: file.stat().st_size if file.exists() else 0 for name, file in self._files.items()}
+            files = {name: file for name, file in self._files.items() if file.exists()}
+            sizes = {name: file.stat().st_size for name, file in files.items()}
+            for file in files.values():
+                # what the checkpoint counts on
+                flush(file)
             info = {**self._info, **self.lineage.to_json(), "files": sizes}
         self.path = save_checkpoint(self._folder, step, learner, self._tokenizer, info)
         self.saved_step = step

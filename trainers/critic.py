@@ -5,7 +5,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from peft import PeftModel
 from torch import Tensor, nn
 
@@ -69,8 +69,8 @@ class ActorCritic(nn.Module):
         ids: Int[Tensor, "batch length"],
         sources: Int[Tensor, "targets"],
         labels: Int[Tensor, "targets"],
-        positions: Int[Tensor, "batch length"] | None = None,
-        mask: Bool[Tensor, "batch 1 length length"] | None = None,
+        positions: Int[Tensor, "1 length"] | None = None,
+        ends: Int[Tensor, "1 length"] | None = None,
         temperature: float = 1.0,
         entropy_gradient: bool = False,
     ) -> tuple[Float[Tensor, "targets"], Float[Tensor, "targets"]] | Float[Tensor, "targets"]:
@@ -80,12 +80,12 @@ class ActorCritic(nn.Module):
         A backward pass raises RuntimeError where a forward pass of the other role has switched the adapter since.
         """
         if role == Role.POLICY:
-            logprob, entropy = self.policy(ids, sources, labels, positions, mask, temperature, entropy_gradient)
+            logprob, entropy = self.policy(ids, sources, labels, positions, ends, temperature, entropy_gradient)
             return self._guarded(logprob), self._guarded(entropy)
         base = self.critic.backbone or self.policy
         if isinstance(base.model, PeftModel):
             use_adapter(base.model, CRITIC_ADAPTER)
-        return self._guarded(self.critic(base.hidden(ids, positions, mask).flatten(0, 1)[sources]))
+        return self._guarded(self.critic(base.hidden(ids, positions, ends).flatten(0, 1)[sources]))
 
     def parameters_of(self, role: Role) -> list[nn.Parameter]:
         """The weights that a role learns: for clipping each role's gradient by itself."""

@@ -73,7 +73,6 @@ def _fsdp2() -> FullyShardedDataParallelPlugin:
         fsdp_version=2,
         # the classes are those of the prepared module's _no_split_modules
         auto_wrap_policy="transformer_based_wrap",
-        reshard_after_forward=True,
         state_dict_type="FULL_STATE_DICT",
         # it would load weights on rank 0 only, and untie embeddings and head of what is no transformers model
         cpu_ram_efficient_loading=False,

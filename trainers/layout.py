@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from trainers.attention import BY_RUNS, use_runs
 from trainers.backbone import Backbone
 from trainers.batch import Batching
 from trainers.config import TrainConfig
@@ -44,9 +45,13 @@ def _why_inexact(network: PreTrainedModel, batching: Batching, attention: str) -
     takes = inspect.signature(network.base_model.forward).parameters
     if "position_ids" not in takes or getattr(config, "alibi", False):
         return f"{type(network).__name__} takes no positions"
-    if batching == "tree" and attention.startswith("flash_attention"):
-        return f"train.attention={attention} takes no mask; sdpa and flex_attention do"
-    # a network's own word is not enough: some take positions or a mask, and do not use them
+    if all(parameter.kind != parameter.VAR_KEYWORD for parameter in takes.values()):
+        return f"{type(network).__name__} hands nothing on to its attention"
+    use_runs(network)
+    kind = network.config._attn_implementation if attention in ("auto", "sdpa") else attention
+    if kind not in (BY_RUNS, "flex_attention") and not (batching == "packed" and kind.startswith("flash_attention")):
+        return f"train.attention={kind} takes no {batching} rows; sdpa and flex_attention do"
+    # a network's own word is not enough: some take what they are told, and do not use it
     error = _error(network, batching)
     if error > (1e-4 if network.dtype == torch.float32 else 0.05):
         return f"{type(network).__name__} gives rows that share a line other results, by {error:.1g} of the largest"
@@ -62,15 +67,13 @@ def _error(network: PreTrainedModel, batching: Batching) -> float:
     alone = backbone.hidden(torch.stack([first, second]))
     place = torch.arange(6, device=first.device)
     if batching == "packed":
-        line, positions = torch.cat([first, second]), place.repeat(2)
-        sequence = torch.arange(2, device=first.device).repeat_interleave(6)
-        mask = (sequence[:, None] == sequence).tril()
-        shared = backbone.hidden(line[None], positions[None], mask[None, None]).reshape(alone.shape)
+        line, positions, ends = torch.cat([first, second]), place.repeat(2), torch.full_like(place, 6)
+        ends = torch.cat([ends, ends + 6])
+        shared = backbone.hidden(line[None], positions[None], ends[None]).reshape(alone.shape)
     else:
         line, positions = torch.cat([first, second[3:]]), torch.cat([place, place[3:]])
-        mask = torch.ones(9, 9, dtype=torch.bool, device=first.device).tril()
-        mask[6:, 3:6] = False
-        tree = backbone.hidden(line[None], positions[None], mask[None, None])[0]
+        ends = torch.tensor([9, 9, 9, 6, 6, 6, 9, 9, 9], device=first.device)
+        tree = backbone.hidden(line[None], positions[None], ends[None])[0]
         shared = torch.stack([tree[:6], torch.cat([tree[:3], tree[6:]])])
     return float((shared - alone).abs().max() / alone.abs().max())
 

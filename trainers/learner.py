@@ -153,7 +153,7 @@ class Learner:
         self.schedule.step()
 
     def _inputs(self, part: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        return part.ids, part.sources, part.labels, part.positions, part.mask
+        return part.ids, part.sources, part.labels, part.positions, part.ends
 
     def policy_forward(self, *inputs: Any) -> tuple[Targets, Targets]:
         """The policy's forward pass through what accelerate prepared; see Policy.forward."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
@@ -44,8 +44,8 @@ class Policy(Backbone):
         ids: Int[Tensor, "batch length"],
         sources: Int[Tensor, "targets"],
         labels: Int[Tensor, "targets"],
-        positions: Int[Tensor, "batch length"] | None = None,
-        mask: Bool[Tensor, "batch 1 length length"] | None = None,
+        positions: Int[Tensor, "1 length"] | None = None,
+        ends: Int[Tensor, "1 length"] | None = None,
         temperature: float = 1.0,
         entropy_gradient: bool = False,
     ) -> tuple[Float[Tensor, "targets"], Float[Tensor, "targets"]]:
@@ -53,13 +53,13 @@ class Policy(Backbone):
         `entropy_gradient`).
 
         `sources` are flat indices into batch x length: the position whose output predicts the label, which is the one
-        before the label's own in a plain row and the end of the shared prefix in a tree. `positions` and `mask`: see
+        before the label's own in a plain row and the end of the shared prefix in a tree. `positions` and `ends`: see
         `hidden`. Logits are divided by the sampling `temperature`.
         """
         if isinstance(self.model, PeftModel):
             use_adapter(self.model, POLICY_ADAPTER)
         with torch.autocast(ids.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
-            hidden = self.hidden(ids, positions, mask).flatten(0, 1)[sources]
+            hidden = self.hidden(ids, positions, ends).flatten(0, 1)[sources]
             size = max(1, LOGITS_PER_CHUNK // self.network.get_output_embeddings().weight.shape[0])
             score = partial(self._score, temperature=temperature, entropy_gradient=entropy_gradient)
             if len(labels) <= size:

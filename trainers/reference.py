@@ -2,7 +2,7 @@
 
 import torch
 from accelerate import Accelerator
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -29,14 +29,14 @@ class Reference:
         ids: Int[Tensor, "batch length"],
         sources: Int[Tensor, "targets"],
         labels: Int[Tensor, "targets"],
-        positions: Int[Tensor, "batch length"] | None = None,
-        mask: Bool[Tensor, "batch 1 length length"] | None = None,
+        positions: Int[Tensor, "1 length"] | None = None,
+        ends: Int[Tensor, "1 length"] | None = None,
         temperature: float = 1.0,
     ) -> Float[Tensor, "targets"]:
         """Log-probability of each label: see `Policy.forward`. `model` is what accelerate prepared, whose base is used
         where an adapter is trained; its adapters and what is trained in it stay as they are. Every process calls it.
         """
-        inputs = (ids, sources, labels, positions, mask, temperature)
+        inputs = (ids, sources, labels, positions, ends, temperature)
         if self._frozen is not None:
             return self._frozen(*inputs)[0]
         unwrapped = self._accelerator.unwrap_model(model)

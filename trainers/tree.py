@@ -1,8 +1,8 @@
-"""Lines of tokens: rows one by one, end to end, or merged into trees of which every shared token is computed once.
+"""Token trees: rows that begin alike, with every shared token once; and how trees are shared out.
 
-A line lists its tokens so that each stands before those that may see it, and those stand together: token j is seen by
-the tokens j, j + 1, ..., ends[j] - 1 and by no other. For a tree this is its preorder, in which a subtree is a range;
-for rows end to end, ends[j] is the end of j's row. So one number per token is the whole attention mask.
+A tree lists its tokens in preorder: each stands before its descendants, and those stand together. So token i sees
+token j, which is an ancestor of i or i itself, where j <= i < ends[j]: one number per token says who sees whom. Trees
+(a lone row is one too) can stand end to end in one line, and this stays true.
 """
 
 import heapq
@@ -12,100 +12,95 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 Ids = Int[np.ndarray, "tokens"]
 
 PAIRS_PER_TOKEN = 2048
-"""So many (token, token) pairs of attention cost as much as the layers of one token do otherwise. It is nearer 1,000
-for networks of a few million parameters and 10,000 for a billion; of this size, it keeps lines short enough for all."""
+"""So many pairs of tokens that see each other cost as much as all else that a network does for one token: about 1,000
+were measured at hidden size 256, and more are expected of larger ones."""
 PASS_TOKENS = 256
 """A further micro-batch costs as much as so many tokens, beyond its own."""
+BRANCH_TOKENS = 16
+"""A branch costs as much as so many tokens, beyond its own: its attention is computed by itself."""
+RUN_LENGTH = 256
+"""Attention takes at most so many tokens of a branch at a time: half of the pairs among them are computed in vain."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """One line of a block. Token i sees the tokens j <= i with i < ends[j]."""
+class Tree:
+    """Rows merged along what they have in common."""
 
     ids: Ids
     positions: Ids
-    """Place of each token in its rows."""
+    """Depth: the token's place in each of its rows."""
     ends: Ids
+    """Place in the tree of the token's last descendant, plus one."""
     paths: dict[int, Ids]
-    """Number of a row -> where its tokens stand in the line."""
-    branching: bool
-    """Whether some token does not see all before it."""
+    """Number of a row -> where its tokens stand in the tree."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether it does not branch: it is its longest row."""
+        return int(self.positions[-1]) == len(self.ids) - 1
+
+    @property
+    def cost(self) -> float:
+        """Estimate of the work, in tokens."""
+        return float(len(self.ids) + self.positions.sum() / PAIRS_PER_TOKEN)
 
 
-def cost(line: Line) -> float:
-    """Estimate of the work, in tokens."""
-    return float(_cost(len(line.ids), line.branching))
+def grow(rows: Iterable[tuple[int, Ids]]) -> Tree:
+    """The tree of (number, row) pairs, which come in lexicographic order of the rows."""
+    paths: dict[int, Ids] = {}
+    ids, positions, closed = [], [], []
+    path = last = np.empty(0, dtype=np.int64)
+    count = 0
+    for number, row in rows:
+        shared = _shared(last, row)
+        # what the last row has beyond that has got all its descendants
+        closed.append((path[shared:], count))
+        path = np.concatenate([path[:shared], np.arange(count, count + len(row) - shared)])
+        ids.append(row[shared:])
+        positions.append(np.arange(shared, len(row)))
+        count += len(row) - shared
+        paths[number], last = path, row
+    ends = np.full(count, count)
+    for nodes, end in closed:
+        ends[nodes] = end
+    return Tree(np.concatenate(ids), np.concatenate(positions), ends, paths)
 
 
-def _cost(length: int | Ids, branching: bool | np.ndarray) -> np.ndarray:
-    # a causal kernel skips the pairs that are masked, one that is given a mask does not
-    return length + np.square(length) * np.where(branching, 1.0, 0.5) / PAIRS_PER_TOKEN
+def _shared(one: Ids, other: Ids) -> int:
+    """Number of tokens with which both begin."""
+    length = min(len(one), len(other))
+    differ = one[:length] != other[:length]
+    return int(differ.argmax()) if differ.any() else length
 
 
-def padded_lines(rows: list[Ids]) -> list[Line]:
-    """Each row on a line of its own."""
-    return [_grow([(number, row)]) for number, row in enumerate(rows)]
+def merge(rows: list[Ids], token_budget: int, processes: int = 1) -> list[Tree]:
+    """Trees of at most `token_budget` tokens that hold all rows, at the least estimated cost.
 
-
-def packed_lines(rows: list[Ids], token_budget: int) -> list[Line]:
-    """Rows end to end, in lines no longer than the longest row within `token_budget`: attention costs a line's length
-    squared, whatever its mask says. Rows are placed longest first, each where it leaves the least room (best fit);
-    those over the budget stay alone."""
-    room = max((len(row) for row in rows if len(row) <= token_budget), default=0)
-    members: list[list[int]] = []
-    free: list[tuple[int, int]] = []
-    for number in sorted(range(len(rows)), key=lambda number: len(rows[number]), reverse=True):
-        length = len(rows[number])
-        place = bisect_left(free, (length, 0))
-        if place == len(free):
-            free.append((max(room, length), len(members)))
-            members.append([])
-        left, line = free.pop(place)
-        members[line].append(number)
-        insort(free, (left - length, line))
-    return [_join([_grow([(number, rows[number])]) for number in line]) for line in members]
-
-
-def _join(lines: list[Line]) -> Line:
-    starts = np.cumsum([0] + [len(line.ids) for line in lines])
-    return Line(
-        ids=np.concatenate([line.ids for line in lines]),
-        positions=np.concatenate([line.positions for line in lines]),
-        ends=np.concatenate([line.ends + start for line, start in zip(lines, starts, strict=False)]),
-        paths={n: path + s for line, s in zip(lines, starts, strict=False) for n, path in line.paths.items()},
-        branching=len(lines) > 1,
-    )
-
-
-def tree_lines(rows: list[Ids], token_budget: int, processes: int = 1) -> list[Line]:
-    """Rows that begin alike merged into trees, one tree a line; a row that shares nothing worth it stays alone.
-
-    In lexicographic order a row shares most with its neighbours, so trees are ranges of that order; they are cut so
-    that the estimated cost of all is least and none has more than `token_budget` tokens (but for a longer row, alone).
-    What the rows of two trees share is computed in both. With several `processes`, trees are cut smaller where that
-    lets the busiest process end sooner.
+    In lexicographic order a row shares most with its neighbours, so trees are ranges of that order; what the rows of
+    two trees share is computed in both. A longer row is in a tree with none but its own prefixes. With several
+    `processes`, trees are cut smaller where the busiest process ends sooner with that.
     """
     order = sorted(range(len(rows)), key=lambda number: rows[number].astype(">i8").tobytes())
     lengths = np.array([len(rows[number]) for number in order])
-    shared = np.array([0] + [common(rows[one], rows[other]) for one, other in pairwise(order)])
-    forks = np.concatenate([[False], shared[1:] < lengths[:-1]]).cumsum()
-    # tokens of the tree of rows start..i are nodes[i] - nodes[start] + lengths[start]
-    nodes = (lengths - shared).cumsum()
+    shared = np.array([0] + [_shared(rows[one], rows[other]) for one, other in pairwise(order)])
     roots = np.append(np.flatnonzero(shared == 0), len(rows))
+    # of the tree of rows start..i: what it has is what i has, less what start has, plus start's row
+    tokens = (lengths - shared).cumsum()
+    forked = np.append(False, shared[1:] < lengths[:-1])
+    forks = forked.cumsum()
+    work = (_work(lengths) - _work(shared) + forked * _fork(lengths - shared)).cumsum()
 
     def plan(limit: int) -> tuple[list[tuple[int, int]], list[float]]:
         def costs(start: int) -> np.ndarray:
             window = slice(start, roots[np.searchsorted(roots, start, side="right")])
-            sizes = nodes[window] - nodes[start] + lengths[start]
-            branching = forks[window] > forks[start]
-            # without a branch it is as long as its longest row, which may exceed the limit
-            allowed = np.count_nonzero((sizes <= limit) | ~branching)
-            return _cost(sizes[:allowed], branching[:allowed])
+            size = tokens[window] - tokens[start] + lengths[start]
+            allowed = np.count_nonzero((size <= limit) | (forks[window] == forks[start]))
+            return (work[window] - work[start] + _work(lengths[start : start + 1]))[:allowed]
 
         ranges = _partition(len(rows), costs)
         return ranges, [float(costs(start)[end - start - 1]) for start, end in ranges]
@@ -113,13 +108,22 @@ def tree_lines(rows: list[Ids], token_budget: int, processes: int = 1) -> list[L
     def busiest(work: list[float]) -> float:
         return max(sum(work[tree] for tree in share) for share in deal(work, processes))
 
-    ranges, work = plan(token_budget)
-    even = sum(work) / processes
-    if busiest(work) > 1.1 * even:
-        largest = max(int(nodes[end - 1] - nodes[start] + lengths[start]) for start, end in ranges)
-        limits = np.geomspace(min(largest, token_budget), min(lengths.max(), token_budget), 8).astype(int)
-        ranges, work = min((plan(limit) for limit in limits), key=lambda planned: busiest(planned[1]))
-    return [_grow((number, rows[number]) for number in order[start:end]) for start, end in ranges]
+    ranges, planned = plan(token_budget)
+    if busiest(planned) > 1.1 * sum(planned) / processes:
+        sizes = [tokens[end - 1] - tokens[start] + lengths[start] for start, end in ranges]
+        limits = np.geomspace(min(max(sizes), token_budget), min(lengths.max(), token_budget), 8).astype(int)
+        ranges, planned = min((plan(limit) for limit in limits), key=lambda found: busiest(found[1]))
+    return [grow((number, rows[number]) for number in order[start:end]) for start, end in ranges]
+
+
+def _work(lengths: Ids) -> Float[np.ndarray, "rows"]:
+    """Estimated cost of rows alone, in tokens."""
+    return lengths + lengths * (lengths - 1) / 2 / PAIRS_PER_TOKEN
+
+
+def _fork(lengths: Ids) -> Float[np.ndarray, "rows"]:
+    """What it costs more that branches of these lengths stand apart from what they share, in tokens."""
+    return BRANCH_TOKENS + lengths * np.minimum(lengths, RUN_LENGTH) / 2 / PAIRS_PER_TOKEN
 
 
 def deal(work: list[float], processes: int) -> list[list[int]]:
@@ -134,53 +138,36 @@ def deal(work: list[float], processes: int) -> list[list[int]]:
     return shares
 
 
-def _grow(rows: Iterable[tuple[int, Ids]]) -> Line:
-    """The tree of (number, row) pairs, which come in lexicographic order of the rows."""
-    paths: dict[int, Ids] = {}
-    ids, positions, closed = [], [], []
-    path = last = np.empty(0, dtype=np.int64)
-    count, branching = 0, False
-    for number, row in rows:
-        shared = common(last, row)
-        # whatever of the last row is not shared has got all its descendants
-        closed.append((path[shared:], count))
-        branching |= shared < len(path)
-        path = np.concatenate([path[:shared], np.arange(count, count + len(row) - shared)])
-        ids.append(row[shared:])
-        positions.append(np.arange(shared, len(row)))
-        count += len(row) - shared
-        paths[number], last = path, row
-    ends = np.full(count, count)
-    for nodes, end in closed:
-        ends[nodes] = end
-    return Line(np.concatenate(ids), np.concatenate(positions), ends, paths, branching)
+def fill(trees: list[Tree], token_budget: int) -> list[list[Tree]]:
+    """Trees for lines of at most `token_budget` tokens, the longest first, each where it leaves the least room (best
+    fit). A longer one gets a line of its own."""
+    lines: list[list[Tree]] = []
+    free: list[tuple[int, int]] = []
+    for tree in sorted(trees, key=lambda tree: len(tree.ids), reverse=True):
+        length = len(tree.ids)
+        place = bisect_left(free, (length, 0))
+        if place == len(free):
+            free.append((max(token_budget, length), len(lines)))
+            lines.append([])
+        room, line = free.pop(place)
+        lines[line].append(tree)
+        insort(free, (room - length, line))
+    return lines
 
 
-def common(one: Ids, other: Ids) -> int:
-    """Number of tokens with which both begin."""
-    length = min(len(one), len(other))
-    differ = one[:length] != other[:length]
-    return int(differ.argmax()) if differ.any() else length
+def stack(trees: list[Tree], token_budget: int) -> list[list[Tree]]:
+    """Trees for blocks of one line each, all padded to the longest, of at most `token_budget` tokens: at the least
+    estimated cost. A longer one gets a block of its own."""
+    ordered = sorted(trees, key=lambda tree: len(tree.ids), reverse=True)
+    lengths = np.array([len(tree.ids) for tree in ordered])
+    work = _work(lengths)
 
+    def costs(start: int) -> np.ndarray:
+        # the first line of a block is its longest
+        most = min(max(1, token_budget // lengths[start]), len(ordered) - start)
+        return PASS_TOKENS + work[start] * np.arange(1, most + 1)
 
-def cut_lines(lines: list[Line], token_budget: int) -> list[list[Line]]:
-    """Lines cut into blocks of at most `token_budget` tokens with their padding, at the least estimated cost. A line
-    longer than that goes alone. Those that need a mask and those that do not never come together."""
-    blocks = []
-    for branching in (True, False):
-        chosen = sorted(
-            (line for line in lines if line.branching == branching), key=lambda line: len(line.ids), reverse=True
-        )
-        each = [(len(line.ids), float(_cost(len(line.ids), branching))) for line in chosen]
-
-        def costs(start: int, each: list[tuple[int, float]] = each) -> np.ndarray:
-            # the first line of a block is its longest
-            length, work = each[start]
-            most = min(max(1, token_budget // length), len(each) - start)
-            return PASS_TOKENS + work * np.arange(1, most + 1)
-
-        blocks += [chosen[start:end] for start, end in _partition(len(chosen), costs)]
-    return blocks
+    return [ordered[start:end] for start, end in _partition(len(ordered), costs)]
 
 
 def _partition(count: int, costs: Callable[[int], np.ndarray]) -> list[tuple[int, int]]:

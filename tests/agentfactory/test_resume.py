@@ -75,6 +75,13 @@ def test_from_an_earlier_one_later_ones_are_set_aside(run: RunFolder) -> None:
         write_checkpoint(run, recipe_of(), 6)
 
 
+def test_a_folder_behind_a_link(run: RunFolder, project: Path) -> None:
+    (project / "link").symlink_to(run.path)
+    recipe = recipe_of("output=link")
+    (part,) = plan([recipe], str(run.checkpoints / "step-000004"))
+    assert part.checkpoint == project / "link" / "checkpoints" / "step-000004"
+
+
 def test_where_no_checkpoint_is_it_begins_again(run: RunFolder) -> None:
     for path in checkpoints(run.checkpoints):
         path.rename(run.path / path.name)

@@ -88,7 +88,7 @@ def backward(policy: Policy, rows: list[TrainingRow], budget: int = 1024) -> Ten
     found: dict[int, Tensor] = {}
     for part in batch.micro_batches:
         part = part.to(next(policy.parameters()).device)
-        logprob, _ = policy(part.ids, part.sources, part.labels, part.positions, part.mask)
+        logprob, _ = policy(part.ids, part.sources, part.labels, part.positions, part.ends)
         (-(logprob * part.streams["weight"]).sum() / batch.normaliser).backward()
         for place, row in enumerate(part.rows):
             found[row] = logprob.detach()[part.sequence == place].cpu()

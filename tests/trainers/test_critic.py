@@ -211,7 +211,7 @@ def test_layout_of_rows_does_not_change_values(make_recipe: MakeRecipe, lora: di
     """Four chains of one prompt, two of which share a turn as well."""
     model = make_model(make_recipe(lora=lora, algorithm="ppo"))
     generator = torch.Generator().manual_seed(2)
-    prompt, turn, *ends = (torch.randint(64, (n,), generator=generator).tolist() for n in (7, 3, 4, 2, 6, 5))
+    prompt, turn, *ends = (torch.randint(64, (n,), generator=generator).tolist() for n in (60, 40, 4, 2, 6, 5))
     chains = [prompt + turn + end for end in ends[:2]] + [prompt + end for end in ends[2:]]
     rows = [
         TrainingRow(chain, list(range(len(prompt), len(chain))), {"weight": [1.0] * (len(chain) - len(prompt))})
@@ -220,11 +220,11 @@ def test_layout_of_rows_does_not_change_values(make_recipe: MakeRecipe, lora: di
     found = {}
     for batching in ("padded", "packed", "tree"):
         values: dict[int, Tensor] = {}
-        for part in make_batches(rows, batching, token_budget=40)[0].micro_batches:
-            scores = model(Role.CRITIC, part.ids, part.sources, part.labels, part.positions, part.mask)
+        for part in make_batches(rows, batching, token_budget=200)[0].micro_batches:
+            scores = model(Role.CRITIC, part.ids, part.sources, part.labels, part.positions, part.ends)
             values |= {row: scores[part.sequence == place] for place, row in enumerate(part.rows)}
         found[batching] = [values[row].detach() for row in range(len(rows))]
-    assert torch.equal(found["tree"][0][:3], found["tree"][1][:3])
+    assert torch.equal(found["tree"][0][:40], found["tree"][1][:40])
     for batching in ("packed", "tree"):
         torch.testing.assert_close(found[batching], found["padded"], atol=1e-5, rtol=1e-5)
 

@@ -27,6 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from trainers import policy as policy_module
+from trainers.attention import BY_RUNS, attention_by_runs
 from trainers.config import TrainConfig, TrainRecipe
 from trainers.layout import resolve_batching
 from trainers.policy import Policy, load_policy
@@ -156,45 +157,38 @@ def test_entropy_has_a_gradient_only_when_asked(make_recipe: Make, monkeypatch: 
 
 
 def tree() -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, positions and mask of a line: a trunk of 5, one branch of 4 after it, another of 3."""
-    place = torch.arange(12)
-    ends = torch.tensor([12] * 5 + [9] * 4 + [12] * 3)
-    mask = (place[:, None] >= place) & (place[:, None] < ends)
-    return IDS[1:], torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8, 5, 6, 7]]), mask[None, None]
+    """Ids, positions and ends of a line: a trunk of 5, one branch of 4 after it, another of 3."""
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8, 5, 6, 7]])
+    return IDS[1:], positions, torch.tensor([[12] * 5 + [9] * 4 + [12] * 3])
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
-def test_every_attention_sees_what_the_mask_shows(make_recipe: Make, attention: str) -> None:
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
+def test_every_attention_sees_a_token_s_own_rows(make_recipe: Make, attention: str) -> None:
     """flex_attention has no backward pass on a CPU: its forward pass is called as the policy's own."""
     policy = load_policy(make_recipe())
-    policy.network.set_attn_implementation(attention)
-    ids, positions, mask = tree()
+    if attention != "sdpa":
+        policy.network.set_attn_implementation(attention)
+    ids, positions, ends = tree()
     first, second = ids[:, :9], torch.cat([ids[:, :5], ids[:, 9:]], 1)
     with torch.no_grad():
-        hidden = policy.hidden(ids, positions, mask)
+        hidden = policy.hidden(ids, positions, ends)
         alone = AutoModelForCausalLM.from_pretrained(policy.network.config._name_or_path, dtype=torch.float32).model
         torch.testing.assert_close(hidden[:, :9], alone(first).last_hidden_state, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(hidden[:, 9:], alone(second).last_hidden_state[:, 5:], atol=1e-5, rtol=1e-5)
 
 
-def test_flash_attention_gets_packed_rows_as_one_line(make_recipe: Make) -> None:
+def test_flash_attention_finds_packed_rows_by_their_positions(make_recipe: Make) -> None:
     """sdpa under another name, since the kernels need a GPU: it finds sequences by their positions as well."""
-
-    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any) -> Any:
-        assert len(query) == 1, "flash attention looks for sequences in a single line only"
-        return sdpa_attention_forward(module, query, key, value, mask, **options)
-
-    AttentionInterface.register("flash_attention_by_sdpa", attention)
+    AttentionInterface.register("flash_attention_by_sdpa", sdpa_attention_forward)
     AttentionMaskInterface.register("flash_attention_by_sdpa", sdpa_mask)
     policy = load_policy(make_recipe())
-    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 0], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]])
-    sequence = (positions == 0).cumsum(1)
-    mask = ((sequence[:, :, None] == sequence[:, None]) & torch.ones(12, 12, dtype=torch.bool).tril())[:, None]
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 0]])
+    ends = torch.tensor([[6] * 6 + [11] * 5 + [12]])
     with torch.no_grad():
-        expected = policy.hidden(IDS, positions, mask)
+        expected = policy.hidden(IDS[:1], positions, ends)
         # by its public method, transformers looks for the kernels
         policy.network.config._attn_implementation = "flash_attention_by_sdpa"
-        torch.testing.assert_close(policy.hidden(IDS, positions, mask), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(policy.hidden(IDS[:1], positions, ends), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -225,23 +219,29 @@ def test_rows_share_lines_where_that_is_exact(config: Any, batching: str) -> Non
     assert resolve_batching(network, TrainConfig(steps=1, batching="padded")) == "padded"
 
 
-def test_a_network_that_ignores_its_mask_is_found_out(make_recipe: Make) -> None:
-    AttentionInterface.register("blind", lambda m, q, k, v, mask, **kwargs: sdpa_attention_forward(m, q, k, v, None))
-    AttentionMaskInterface.register("blind", sdpa_mask)
+def test_a_network_that_ignores_who_sees_whom_is_found_out(make_recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def blind(*inputs: Any, runs: Any = None, **options: Any) -> Any:
+        return attention_by_runs(*inputs, **options)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, BY_RUNS, blind)
     network = load_policy(make_recipe()).network
-    network.set_attn_implementation("blind")
     assert resolve_batching(network, TrainConfig(steps=1)) == "padded"
     with pytest.raises(ValueError, match="other results, by"):
-        resolve_batching(network, TrainConfig(steps=1, batching="packed"))
+        resolve_batching(network, TrainConfig(steps=1, batching="tree"))
 
 
-def test_flash_attention_takes_no_tree(make_recipe: Make) -> None:
+@pytest.mark.parametrize("attention", ["eager", "flash_attention_2"])
+def test_attention_that_takes_no_tree(make_recipe: Make, attention: Any) -> None:
     network = load_policy(make_recipe()).network
-    assert resolve_batching(network, TrainConfig(steps=1, attention="flash_attention_2")) == "padded"
-    packed = TrainConfig(steps=1, attention="flash_attention_2", batching="packed")
-    assert resolve_batching(network, packed) == "packed"
-    with pytest.raises(ValueError, match=r"train.attention=flash_attention_2 takes no mask"):
-        resolve_batching(network, TrainConfig(steps=1, attention="flash_attention_2", batching="tree"))
+    assert resolve_batching(network, TrainConfig(steps=1, attention=attention)) == "padded"
+    with pytest.raises(ValueError, match=rf"train.attention={attention} takes no tree rows"):
+        resolve_batching(network, TrainConfig(steps=1, attention=attention, batching="tree"))
+
+
+def test_flash_attention_takes_packed_rows(make_recipe: Make) -> None:
+    network = load_policy(make_recipe()).network
+    train = TrainConfig(steps=1, attention="flash_attention_2", batching="packed")
+    assert resolve_batching(network, train) == "packed"
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from trainers.batch import Batch, Batching, TrainingRow, make_batches
+from trainers.batch import Batch, Batching, MicroBatch, TrainingRow, make_batches
+from trainers.config import TrainConfig
+from trainers.network import apply_options
 from trainers.policy import Policy
-from trainers.tree import cost, deal, packed_lines, tree_lines
+from trainers.tree import deal, fill, grow, merge
 
 BATCHINGS: tuple[Batching, ...] = ("padded", "packed", "tree")
 
@@ -51,6 +53,13 @@ def input_ids(rows: list[TrainingRow]) -> list[np.ndarray]:
     return [np.array(row.token_ids[: row.targets[-1]]) for row in rows]
 
 
+def sight(part: MicroBatch) -> torch.Tensor:
+    """Whether a token (second dimension) sees another (third) of its line (first)."""
+    place = torch.arange(part.ids.shape[1])
+    before = place[:, None] >= place
+    return before.expand(len(part.ids), -1, -1) if part.ends is None else before & (place[:, None] < part.ends[:, None])
+
+
 # few tokens, so that random rows share prefixes, are prefixes of others, and are equal
 ROWS = st.lists(
     st.lists(st.integers(0, 2), min_size=2, max_size=12).flatmap(
@@ -74,12 +83,8 @@ def test_a_target_is_predicted_from_its_prefix(
     assert sorted(row for part in parts for row in part.rows) == list(range(len(rows)))
     for part in parts:
         lines, length = part.ids.shape
-        mask = part.mask
-        assert (mask is None) == (part.positions is None)
-        if mask is None:
-            mask = torch.ones(length, length, dtype=torch.bool).tril().expand(lines, 1, length, length)
+        seen_by = sight(part)
         positions = part.positions if part.positions is not None else torch.arange(length).expand(lines, length)
-        assert mask.any(-1).all(), "a token that sees nothing has no softmax"
         if part.ids.numel() > budget:
             assert lines == 1
             assert length in {rows[index].targets[-1] for index in part.rows}
@@ -89,7 +94,7 @@ def test_a_target_is_predicted_from_its_prefix(
             row = rows[index]
             for target in row.targets:
                 line, source = divmod(int(part.sources[place]), length)
-                seen = mask[line, 0, source]
+                seen = seen_by[line, source]
                 order = positions[line][seen].argsort()
                 assert positions[line][seen][order].tolist() == list(range(target))
                 assert part.ids[line][seen][order].tolist() == row.token_ids[:target]
@@ -103,13 +108,13 @@ def test_a_target_is_predicted_from_its_prefix(
 @given(ROWS, st.integers(1, 60))
 def test_a_tree_holds_each_shared_token_once(drawn: list[tuple[list[int], list[int]]], budget: int) -> None:
     rows = [np.array(ids) for ids, _ in drawn]
-    for line in tree_lines(rows, budget):
-        prefixes = {tuple(rows[number][: end + 1]) for number in line.paths for end in range(len(rows[number]))}
-        assert len(line.ids) == len(prefixes)
-        assert line.branching == (len(prefixes) > max(len(rows[number]) for number in line.paths))
-        for number, path in line.paths.items():
-            assert line.ids[path].tolist() == rows[number].tolist()
-            assert line.positions[path].tolist() == list(range(len(path)))
+    for tree in merge(rows, budget):
+        prefixes = {tuple(rows[number][: end + 1]) for number in tree.paths for end in range(len(rows[number]))}
+        assert len(tree.ids) == len(prefixes)
+        assert tree.plain == (len(prefixes) == max(len(rows[number]) for number in tree.paths))
+        for number, path in tree.paths.items():
+            assert tree.ids[path].tolist() == rows[number].tolist()
+            assert tree.positions[path].tolist() == list(range(len(path)))
 
 
 def test_answers_to_one_prompt_are_one_line() -> None:
@@ -117,7 +122,7 @@ def test_answers_to_one_prompt_are_one_line() -> None:
     (part,) = make_batches(rows, "tree", 16384)[0].micro_batches
     # the last token of an answer predicts nothing
     assert part.ids.shape == (1, 512 + 8 * 63)
-    assert part.mask is not None
+    assert part.ends is not None
 
 
 def test_a_row_per_turn_becomes_one_plain_line() -> None:
@@ -125,39 +130,37 @@ def test_a_row_per_turn_becomes_one_plain_line() -> None:
     (part,) = make_batches(rows, "tree", 16384)[0].micro_batches
     assert part.ids.tolist() == [rows[-1].token_ids[:-1]]
     assert part.positions is None
-    assert part.mask is None
+    assert part.ends is None
 
 
-def test_what_shares_nothing_worth_it_stays_as_it_was() -> None:
-    """A few instructions in common do not pay for attention over everything."""
+def test_what_shares_too_little_is_padded() -> None:
+    """One token in common costs more than it saves: the rows' attention could no longer be plainly causal."""
     rng = random.Random(0)
-    common = tokens(rng, 10)
-    rows = [training(common + tokens(rng, rng.randint(200, 400)), [150]) for _ in range(12)]
-    padded, tree = (make_batches(rows, batching, 2000)[0] for batching in ("padded", "tree"))
-    assert all(part.mask is None for part in tree.micro_batches)
-    shapes = [sorted(tuple(part.ids.shape) for part in batch.micro_batches) for batch in (padded, tree)]
-    assert shapes[0] == shapes[1]
+    rows = [training([1, *tokens(rng, 200 + 10 * number)], [150, 190 + 10 * number]) for number in range(12)]
+    padded, tree = (make_batches(rows, batching, 2000)[0].micro_batches for batching in ("padded", "tree"))
+    assert all(part.ends is None for part in tree)
+    assert [part.ids.tolist() for part in padded] == [part.ids.tolist() for part in tree]
+    longer = [training([*range(50), *row.token_ids], row.targets) for row in rows]
+    assert len(make_batches(longer, "tree", 4000)[0].micro_batches) == 1
 
 
 def test_a_tree_over_the_budget_is_split_and_repeats_its_prompt() -> None:
     rows = group(random.Random(0), 100, [21] * 8)
-    lines = tree_lines(input_ids(rows), token_budget=170)
-    assert sorted(len(line.ids) for line in lines) == [140, 160, 160]
+    trees = merge(input_ids(rows), token_budget=170)
+    assert sorted(len(tree.ids) for tree in trees) == [140, 160, 160]
 
 
 def test_a_chain_over_the_budget_is_still_one_line() -> None:
     rows = rows_per_turn(random.Random(0), turns=8)
-    (line,) = tree_lines(input_ids(rows), token_budget=50)
-    assert len(line.ids) == len(rows[-1].token_ids) - 1
+    (tree,) = merge(input_ids(rows), token_budget=50)
+    assert len(tree.ids) == len(rows[-1].token_ids) - 1
 
 
 def test_one_group_is_shared_out_over_processes() -> None:
     rows = group(random.Random(0), 100, [41] * 16)
-    alone = tree_lines(input_ids(rows), 16384)
-    assert len(alone) == 1
-    work = [cost(line) for line in tree_lines(input_ids(rows), 16384, processes=4)]
-    busiest = max(sum(work[piece] for piece in share) for share in deal(work, 4))
-    assert busiest < 0.45 * cost(alone[0])
+    (alone,) = merge(input_ids(rows), 16384)
+    work = [tree.cost for tree in merge(input_ids(rows), 16384, processes=4)]
+    assert max(sum(work[piece] for piece in share) for share in deal(work, 4)) < 0.45 * alone.cost
 
 
 def test_processes_get_equal_work() -> None:
@@ -169,12 +172,13 @@ def test_processes_get_equal_work() -> None:
         assert max(loads) < 1.2 * sum(loads) / 4
 
 
-def test_packed_lines_are_full_and_no_longer_than_the_longest_row() -> None:
+def test_lines_are_full() -> None:
     rng = random.Random(0)
-    rows = [np.array(tokens(rng, length)) for length in (100, *(rng.randint(5, 40) for _ in range(100)))]
-    lines = packed_lines(rows, 16384)
-    assert all(len(line.ids) <= 100 for line in lines)
-    assert 0.95 * 100 * len(lines) <= sum(map(len, rows))
+    trees = [grow([(number, np.array(tokens(rng, rng.randint(5, 40))))]) for number in range(100)]
+    lines = fill(trees, 100)
+    lengths = [sum(len(tree.ids) for tree in line) for line in lines]
+    assert max(lengths) <= 100
+    assert 0.95 * 100 * len(lines) <= sum(lengths)
 
 
 def make_policy(width: int, layers: int, family: str = "qwen3") -> Policy:
@@ -197,7 +201,7 @@ def gradient(policy: Policy, batch: Batch) -> torch.Tensor:
     """Of the mean over tokens of advantage x log-probability."""
     policy.zero_grad()
     for part in batch.micro_batches:
-        logprob, _ = policy(part.ids, part.sources, part.labels, part.positions, part.mask)
+        logprob, _ = policy(part.ids, part.sources, part.labels, part.positions, part.ends)
         ((part.streams["weight"] * part.streams["advantage"] * logprob).sum() / batch.normaliser).backward()
     return torch.cat([weight.grad.flatten() for weight in policy.parameters() if weight.grad is not None])
 
@@ -229,13 +233,21 @@ def test_merged_turns_have_the_gradient_of_a_row_per_turn(policy: Policy, turns:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-@pytest.mark.parametrize("budget", [1, 100, 400, 16384])
+@pytest.mark.parametrize("budget", [1, 200, 700, 16384])
 @pytest.mark.parametrize("batching", ["packed", "tree"])
 def test_all_shapes_together(family: str, budget: int, batching: Batching) -> None:
-    """Groups, chains that fork after each turn, prefixes of others and equal rows together."""
+    """Groups, long branches, chains that fork after each turn, prefixes of others and equal rows together."""
     rng = random.Random(budget)
-    rows = group(rng, 40, [3, 9, 14, 1, 20]) + rows_per_turn(rng, 5)
+    rows = group(rng, 40, [3, 9, 14, 1, 20]) + group(rng, 30, [300, 270, 260]) + rows_per_turn(rng, 5)
     for turn in rows_per_turn(rng, 4):
         rows += [turn, training(turn.token_ids + tokens(rng, 6), [len(turn.token_ids) + 3], rng.gauss(0, 1))]
     rows += [rows[0], rows[7]]
     assert distance(make_policy(64, 2, family), rows, batching, budget) < 1e-6
+
+
+def test_layers_that_are_computed_again_see_the_same() -> None:
+    rows = group(random.Random(0), 60, [20, 9, 14])
+    policy = make_policy(64, 2)
+    expected = gradient(policy, make_batches(rows, "tree", 16384)[0])
+    apply_options(policy.network, TrainConfig(steps=1, gradient_checkpointing=True), "cpu")
+    torch.testing.assert_close(gradient(policy, make_batches(rows, "tree", 16384)[0]), expected)

@@ -37,7 +37,6 @@ class LoraSync:
         self._keep = keep
         self._pushes: dict[int, int] = {}
         self._loaded: OrderedDict[str, Path] = OrderedDict()
-        self._retired: set[str] = set()
         self._last: tuple[int, str, str] | None = None
         self._unfinished: int | None = None
 
@@ -63,7 +62,6 @@ class LoraSync:
             oldest, old_path = next(iter(self._loaded.items()))
             on_each(self._servers, partial(_unload, name=oldest))
             del self._loaded[oldest]
-            self._retired.add(oldest)
             shutil.rmtree(old_path)
         self._pushes[version] = self._pushes.get(version, 0) + 1
         again = f"-{self._pushes[version]}" if self._pushes[version] > 1 else ""
@@ -78,10 +76,11 @@ class LoraSync:
         self._unfinished = version
 
     def _complete(self, server: ServerControl) -> None:
-        """Loads what is in use and not loaded. A server that was away may hold what is no more in use."""
+        """Loads what is in use and not loaded. A server that was away, or that an earlier attempt of the run has used,
+        may hold what is no more in use."""
         listed = _listed(server)
-        for name in listed:
-            if name in self._retired:
+        for name, root in listed.items():
+            if name not in self._loaded and root and Path(root).parent == self._folder.resolve():
                 _unload(server, name)
         for name, path in self._loaded.items():
             if listed.get(name) != str(path):
