@@ -46,10 +46,9 @@ class Runs:
             ]
         )
         context = [np.flatnonzero(last[:start] > start) for start in starts]
-        # what is seen by some run begins or ends where another run does, or where one forks
-        forks = [seen[np.flatnonzero(np.diff(seen) != 1)] + 1 for seen in context]
-        stops = [seen[-1:] + 1 for seen in context]
-        cuts = np.unique(np.concatenate([starts, *forks, *stops, line[-1:] + 1]))
+        # a run sees whole runs, and others up to where it, or one that it sees, branched off
+        forks = [seen[-1:] + 1 for seen in context]
+        cuts = np.unique(np.concatenate([starts, *forks, line[-1:] + 1]))
         self.pieces: list[int] = np.diff(cuts).tolist()
         """Lengths of the pieces of the line."""
         self.all: list[Run] = []

@@ -85,7 +85,8 @@ def merge(rows: list[Ids], token_budget: int, processes: int = 1) -> list[Tree]:
     two trees share is computed in both. A longer row is in a tree with none but its own prefixes. With several
     `processes`, trees are cut smaller where the busiest process ends sooner with that.
     """
-    order = sorted(range(len(rows)), key=lambda number: rows[number].astype(">i8").tobytes())
+    # by bytes: tokens may come in any order, as long as it is the same one everywhere
+    order = sorted(range(len(rows)), key=lambda number: rows[number].tobytes())
     lengths = np.array([len(rows[number]) for number in order])
     shared = np.array([0] + [_shared(rows[one], rows[other]) for one, other in pairwise(order)])
     roots = np.append(np.flatnonzero(shared == 0), len(rows))

@@ -60,18 +60,23 @@ def sight(part: MicroBatch) -> torch.Tensor:
     return before.expand(len(part.ids), -1, -1) if part.ends is None else before & (place[:, None] < part.ends[:, None])
 
 
-# few tokens, so that random rows share prefixes, are prefixes of others, and are equal
+def _words(drawn: list[int]) -> list[int]:
+    """Of eight tokens each: what is shared must be worth a branch."""
+    return [8 * word + place for word in drawn for place in range(8)]
+
+
+# few words, so that random rows share prefixes, are prefixes of others, and are equal
 ROWS = st.lists(
-    st.lists(st.integers(0, 2), min_size=2, max_size=12).flatmap(
-        lambda ids: st.tuples(st.just(ids), st.sets(st.integers(1, len(ids) - 1), min_size=1).map(sorted))
-    ),
+    st.lists(st.integers(0, 2), min_size=1, max_size=10)
+    .map(_words)
+    .flatmap(lambda ids: st.tuples(st.just(ids), st.sets(st.integers(1, len(ids) - 1), min_size=1).map(sorted))),
     min_size=1,
     max_size=12,
 )
 
 
 @settings(max_examples=150, deadline=None)
-@given(ROWS, st.integers(1, 60), st.integers(1, 4), st.sampled_from(BATCHINGS))
+@given(ROWS, st.integers(1, 400), st.integers(1, 4), st.sampled_from(BATCHINGS))
 def test_a_target_is_predicted_from_its_prefix(
     drawn: list[tuple[list[int], list[int]]], budget: int, processes: int, batching: Batching
 ) -> None:
@@ -105,10 +110,11 @@ def test_a_target_is_predicted_from_its_prefix(
 
 
 @settings(max_examples=100, deadline=None)
-@given(ROWS, st.integers(1, 60))
+@given(ROWS, st.integers(1, 400))
 def test_a_tree_holds_each_shared_token_once(drawn: list[tuple[list[int], list[int]]], budget: int) -> None:
     rows = [np.array(ids) for ids, _ in drawn]
     for tree in merge(rows, budget):
+        assert len(tree.ids) <= max(budget, *(len(rows[number]) for number in tree.paths))
         prefixes = {tuple(rows[number][: end + 1]) for number in tree.paths for end in range(len(rows[number]))}
         assert len(tree.ids) == len(prefixes)
         assert tree.plain == (len(prefixes) == max(len(rows[number]) for number in tree.paths))
@@ -144,10 +150,10 @@ def test_what_shares_too_little_is_padded() -> None:
     assert len(make_batches(longer, "tree", 4000)[0].micro_batches) == 1
 
 
-def test_a_tree_over_the_budget_is_split_and_repeats_its_prompt() -> None:
+@pytest.mark.parametrize(("budget", "sizes"), [(179, [140, 160, 160]), (180, [180, 180])])
+def test_a_tree_over_the_budget_is_split_and_repeats_its_prompt(budget: int, sizes: list[int]) -> None:
     rows = group(random.Random(0), 100, [21] * 8)
-    trees = merge(input_ids(rows), token_budget=170)
-    assert sorted(len(tree.ids) for tree in trees) == [140, 160, 160]
+    assert sorted(len(tree.ids) for tree in merge(input_ids(rows), budget)) == sizes
 
 
 def test_a_chain_over_the_budget_is_still_one_line() -> None:
