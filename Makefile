@@ -24,8 +24,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 quickstart: $(VENV)/.installed
 	$(BIN)/agentfactory train recipes/quickstart/quickstart.yaml $(ARGS)
 
+# Two processes of one thread each: most tests wait for processes of their own, and threads that wait for others spin.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 # vLLM for a CPU, in an environment of its own, as in production; this package is there for its plugin.
 $(VLLM_VENV)/.installed: setup.py tests/vllm/stub_distributions.py

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 REPOSITORY = Path(__file__).parent.parent
 QUICKSTART = REPOSITORY / "recipes" / "quickstart"
@@ -16,7 +17,17 @@ QUICKSTART = REPOSITORY / "recipes" / "quickstart"
 @pytest.fixture(scope="session")
 def quickstart_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run folder of a short quickstart: the model calls the tool, often well-formed, and has learned little else."""
-    output = tmp_path_factory.mktemp("quickstart") / "run"
+    # the parallel processes of a test run share one
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    output = shared / "quickstart"
+    with FileLock(shared / "quickstart.lock"):
+        if not (output / "summary.json").exists():
+            _train_quickstart(output)
+    return output
+
+
+def _train_quickstart(output: Path) -> None:
     command = [sys.executable, "-P", "-m", "agentfactory", "train", str(QUICKSTART / "quickstart.yaml")]
     overrides = [
         "sft.train.steps=120",
@@ -26,7 +37,6 @@ def quickstart_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"output={output}",
     ]
     subprocess.run([*command, *overrides], check=True)
-    return output
 
 
 @contextmanager

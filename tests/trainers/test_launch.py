@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 from rollout.trajectory import Group
 from trainers.config import TrainConfig, TrainRecipe
 from trainers.launch import LaunchError, check_launch, make_accelerator
+from trainers.server_control import ServerControl
 
 SCRIPT = Path(__file__).with_name("launched.py")
 ROOT = SCRIPT.parents[2]
@@ -136,13 +137,29 @@ def test_two_processes_equal_one(train: Callable[..., Trained], strategy: str, d
             torch.testing.assert_close(weights[name], value, atol=tolerance, rtol=0, msg=lambda m, c=case: f"{c} {m}")
 
 
-def test_an_adapter_trained_under_fsdp2_is_loaded_by_peft(train: Callable[..., Trained], model_folder: Path) -> None:
+def test_an_adapter_trained_under_fsdp2_is_loaded_by_peft_and_by_the_server(
+    train: Callable[..., Trained], model_folder: Path, server: ServerControl
+) -> None:
     number = next(n for n, case in enumerate(CASES) if "lora" in case)
-    loaded = AutoPeftModelForCausalLM.from_pretrained(train("fsdp2").checkpoints[number])
+    checkpoint = train("fsdp2").checkpoints[number]
+    loaded = AutoPeftModelForCausalLM.from_pretrained(checkpoint)
     assert loaded.peft_config["default"].base_model_name_or_path == str(model_folder)
     held = {name.replace(".default", ""): value for name, value in loaded.named_parameters() if "lora_" in name}
     torch.testing.assert_close(held, train("single").weights(number), atol=1e-5, rtol=0)
     assert all(value.abs().max() > 0 for value in held.values()), "both factors have been trained"
+
+    server.post("/v1/load_lora_adapter", {"lora_name": "fsdp2", "lora_path": str(checkpoint)})
+    prompt = [5, 6, 7]
+    params = {"temperature": 0.0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True}
+    body = {"token_ids": prompt, "sampling_params": params, "model": "fsdp2"}
+    choice = server.post("/inference/v1/generate", body)["choices"][0]
+    server.post("/v1/unload_lora_adapter", {"lora_name": "fsdp2"})
+    ids = torch.tensor([[*prompt, *choice["token_ids"]]])
+    with torch.no_grad():
+        logprobs = loaded(ids).logits[0, 2:-1].float().log_softmax(-1)
+    assert choice["token_ids"] == logprobs.argmax(-1).tolist()
+    given = torch.tensor([content["logprob"] for content in choice["logprobs"]["content"]])
+    torch.testing.assert_close(given, logprobs.max(-1).values, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
