@@ -39,12 +39,14 @@ def python(*arguments: str) -> list[str]:
 
 @dataclass
 class Child:
-    """A running child; `name` is what people call it, `log` the file that it writes to, `explain` finds in the log's
-    last lines why it ended, or None, and `is_finishing` tells whether it needs longer than others to end."""
+    """A running child; `name` is what people call it, `log` the file that it writes to, from byte `log_start` on,
+    `explain` finds in the log's last lines why it ended, or None, and `is_finishing` tells whether it needs longer than
+    others to end."""
 
     name: str
     process: subprocess.Popen[bytes]
     log: Path
+    log_start: int
     explain: Callable[[list[str]], str | None] | None = None
     is_finishing: Callable[[], bool] = lambda: False
 
@@ -62,8 +64,8 @@ class Child:
         return ChildFailed(f"the {self.name} {how} (log: {self.log})")
 
     def tail(self, lines: int) -> list[str]:
-        """The log's last lines."""
-        return self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
+        """The last lines that this child wrote to its log: a resumed run goes on with the log of an earlier attempt."""
+        return self.log.read_bytes()[self.log_start :].decode(errors="replace").splitlines()[-lines:]
 
 
 class Children:
@@ -109,6 +111,7 @@ class Children:
         `is_finishing`: see Child."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
+            log_start = file.tell()
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -118,7 +121,7 @@ class Children:
                 env={"OMP_WAIT_POLICY": "passive", **os.environ, **lifeline.environment(), **(env or {})},
                 start_new_session=True,
             )
-        child = Child(name, process, log, explain, is_finishing)
+        child = Child(name, process, log, log_start, explain, is_finishing)
         self._children.append(child)
         return child
 

@@ -54,8 +54,8 @@ class Run:
 
 
 @contextmanager
-def start_run(folder: Path, warm_start: Path, prepared: Path, steps: int) -> Iterator[Run]:
-    """Train the treasure hunt over a stdio tool server: five processes."""
+def start_run(folder: Path, warm_start: Path, prepared: Path, steps: int, *options: str) -> Iterator[Run]:
+    """Train the treasure hunt over a stdio tool server: five processes. `options` end the command line."""
     hunt = {"command": "python", "args": ["-P", "-m", "tools.serve", str(QUICKSTART / "treasure_hunt.py:TreasureHunt")]}
     recipe = {
         "model": {"path": str(warm_start), "dtype": "float32"},
@@ -63,14 +63,14 @@ def start_run(folder: Path, warm_start: Path, prepared: Path, steps: int) -> Ite
         "mcp_servers": {"hunt": {**hunt, "environment": {}}},
         "rollout": {"group_size": 4, "max_turns": 8, "max_tokens": 32, "max_total_tokens": 512},
         "server": {"engine": "embedded", "max_model_len": 512},
-        "train": {"steps": steps, "batch_size": 4, "learning_rate": 1e-4},
+        "train": {"steps": steps, "batch_size": 4, "learning_rate": 1e-4, "checkpoint_every": 2},
     }
     # JSON is YAML
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
     output = folder / "run"
     command = [sys.executable, "-P", "-m", "agentfactory", "train", str(folder / "recipe.yaml"), f"output={output}"]
     with subprocess.Popen(
-        command,
+        [*command, *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -121,6 +121,19 @@ def test_a_death_ends_the_whole_run(
         json.loads(line)
     assert len(list(read_groups(run.output / "trajectories"))) >= 4
     assert (run.output / "recipe.yaml").exists()
+
+
+def test_a_killed_run_goes_on_by_the_same_command(tmp_path: Path, warm_start: Path, prepared: Path) -> None:
+    with start_run(tmp_path, warm_start, prepared, 6) as run:
+        run.wait_for_steps(3)
+        run.find("launcher").kill()
+        assert run.left_after(GONE_WITHIN) == []
+    with start_run(tmp_path, warm_start, prepared, 6, "--resume") as run:
+        said, _ = run.process.communicate()
+        assert run.process.returncode == 0, said
+    lines = [json.loads(line) for line in (run.output / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert json.loads((run.output / "summary.json").read_text())["status"] == "completed"
 
 
 def test_a_tool_server_that_dies_is_replaced_and_no_chain_is_blamed(

@@ -120,6 +120,16 @@ def test_a_bad_end_is_told_with_its_last_words(tmp_path: Path) -> None:
             children.wait(child)
 
 
+def test_what_an_earlier_child_wrote_to_the_log_is_not_this_ones(tmp_path: Path) -> None:
+    with Children() as children:
+        first = start(children, tmp_path, "server", "print('ready at the old address')")
+        children.wait(first)
+        second = start(children, tmp_path, "server", "print('starting')")
+        children.wait(second)
+    assert second.log == first.log
+    assert second.tail(10) == ["starting"]
+
+
 def test_the_death_of_a_neighbour_is_the_cause(tmp_path: Path) -> None:
     with Children() as children:
         server = start(children, tmp_path, "server", "import time; time.sleep(60)")
