@@ -158,12 +158,14 @@ class Children:
             self._children.remove(child)
 
     def _ends(self, child: Child) -> bool:
-        """Whether a child that was told to end does so in its time."""
-        started = time.monotonic()
+        """Whether a child that was told to end does so in its time. It begins anew when the child has finished what it
+        was at: its interpreter has yet to end."""
+        started = finished = time.monotonic()
         while child.process.poll() is None:
-            waited = time.monotonic() - started
-            longest = _FINISH_SECONDS if child.is_finishing() else _TERM_SECONDS
-            if waited > longest or (waited > _TERM_SECONDS and self._hurried):
+            now = time.monotonic()
+            if child.is_finishing():
+                finished = now
+            if now - started > _FINISH_SECONDS or now - (started if self._hurried else finished) > _TERM_SECONDS:
                 return False
             time.sleep(POLL_SECONDS / 5)
         return True

@@ -61,7 +61,7 @@ def test_a_stubborn_child_is_killed(tmp_path: Path) -> None:
     assert child.process.returncode == -signal.SIGKILL
 
 
-# ends itself some seconds after it was told to, and says until then that it is at work
+# says that it is at work for some seconds after it was told to end, and ends half a second later
 FINISHER = """
 import pathlib, signal, sys, time
 at_work = pathlib.Path(sys.argv[1])
@@ -71,14 +71,15 @@ while not at_work.exists():
     time.sleep(0.01)
 time.sleep(float(sys.argv[2]))
 at_work.unlink()
+time.sleep(0.5)
 """
 
 
 def test_a_child_that_finishes_something_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_TERM_SECONDS", 0.3)
+    monkeypatch.setattr(processes, "_TERM_SECONDS", 2.0)
     at_work = tmp_path / "at-work"
     with Children() as children:
-        command = [sys.executable, "-c", FINISHER, str(at_work), "1.0"]
+        command = [sys.executable, "-c", FINISHER, str(at_work), "3.0"]
         child = children.start("trainer", command, tmp_path / "log", is_finishing=at_work.exists)
         wait_for(tmp_path / "at-work.up")
     assert child.process.returncode == 0
