@@ -132,12 +132,12 @@ def _load_user_code(recipe: "Recipe", refuse: Refuse) -> None:
                 f"{_shown(reference)} is not a tool but a {type(found).__name__}",
                 "put @tool above its definition, or name an Environment class",
             )
-    for index, reference in enumerate(recipe.rewards):
-        _load(reference, f"rewards.{index}", refuse)
+    for index, entry in enumerate(recipe.rewards):
+        _load(entry.reward, f"rewards.{index}", refuse)
         try:
-            Rewards.load([reference], Path.cwd())
+            Rewards.load([entry], Path.cwd())
         except ValueError:
-            problem = f"{_shown(reference)} is not a reward"
+            problem = f"{_shown(entry.reward)} is not a reward"
             refuse(f"rewards.{index}", problem, "put @reward above its definition")
     for key, server in recipe.mcp_servers.items():
         if server.module is not None:

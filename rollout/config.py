@@ -1,14 +1,12 @@
 """The part of a recipe that the rollout package owns: model, data, rewards, rollout, server, eval."""
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rollout.trajectory import Outcome
-from tools.config import Section, ToolsRecipe
-
-PositiveInt = Annotated[int, Field(gt=0)]
+from tools.config import PositiveInt, Section, ToolsRecipe
 
 
 class LoraConfig(Section):
@@ -103,6 +101,34 @@ class CurriculumConfig(Section):
         return self
 
 
+class ContextConfig(Section):
+    """What happens when a chain's context grows long. What follows is sampled in a new row, which shares the chain's
+    advantage."""
+
+    policy: Literal["keep", "truncate", "summarize"] = "keep"
+    """keep: it grows until rollout.max_total_tokens ends the chain. truncate: old turns are left out of the new row.
+    summarize: the model is asked for a summary, with which the new row begins; that is a turn, and trained."""
+    max_tokens: PositiveInt | None = None
+    """Length at which the policy acts; null is three quarters of rollout.max_total_tokens."""
+    keep_turns: int = Field(default=2, ge=0)
+    """Last turns, with what the tools answered, that stand in the new row."""
+    prompt: str = "Summarize what was done and found so far, and what is left to do. You will go on from this summary."
+    """How the model is asked for a summary."""
+
+
+class RewardConfig(Section):
+    """One reward of several, which are added up."""
+
+    reward: str
+    """`FILE.py:NAME` of a `@reward` function, or the name of a prebuilt one."""
+    weight: float = 1.0
+    """Factor of what it returns."""
+    timeout_seconds: float = Field(default=60.0, gt=0)
+    """Time limit of one verdict; then the chain is a reward_error."""
+    options: dict[str, Any] = {}
+    """Further arguments, by name; they go before fields of the data."""
+
+
 class Inflight(StrEnum):
     """What becomes of a running turn's cache when the server gets new full weights."""
 
@@ -127,8 +153,17 @@ class RolloutConfig(Section):
     """Sampling temperature; the trainer divides its logits by it too."""
     system_prompt: str | None = None
     """Put before each task's messages."""
-    parser: Literal["hermes"] = "hermes"
-    """How tool calls are written: Hermes JSON in <tool_call> tags."""
+    parser: str = "hermes"
+    """How the model acts. Tool calls in the chat template's own format: hermes | qwen3_coder | llama3_json | pythonic;
+    in plain text: react | code_block | tags; or `FILE.py:NAME` of a parser of one's own."""
+    agent: str | None = None
+    """`FILE.py:NAME` of an `Agent` class that overrides how turns are generated or read."""
+    assistant_prefix: str = ""
+    """Text with which each assistant turn is made to begin, such as `<think>`; it is context, and not trained."""
+    context: ContextConfig = ContextConfig()
+    """What happens when a chain's context grows long."""
+    outcome_penalty: dict[Outcome, Annotated[float, Field(ge=0)]] = {}
+    """How a chain ended -> what is taken off its reward, such as {max_turns: 0.5}."""
     concurrency: PositiveInt | Literal["auto"] = 64
     """Chains alive at a time; auto starts at server.max_num_seqs and, while training, follows the server's load. To run
     ahead, train.batch_size x group_size x (max_staleness + 1) of them must fit."""
@@ -258,8 +293,16 @@ class RolloutRecipe(ToolsRecipe):
     """Seed of data order, weights and sampling."""
     model: ModelConfig
     data: DataConfig | None = None
-    rewards: list[str] = []
-    """`FILE.py:NAME` of `@reward` functions, summed; empty uses the environment's own reward."""
+    rewards: list[RewardConfig] = []
+    """`@reward` functions, added up; `FILE.py:NAME` alone stands for {reward: FILE.py:NAME}. Empty uses the environment's
+    own reward."""
     rollout: RolloutConfig = RolloutConfig()
     server: ServerConfig = ServerConfig()
     eval: EvalConfig = EvalConfig()
+
+    @field_validator("rewards", mode="before")
+    @classmethod
+    def _name_alone(cls, rewards: Any) -> Any:
+        if not isinstance(rewards, list):
+            return rewards
+        return [{"reward": entry} if isinstance(entry, str) else entry for entry in rewards]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rollout.config import RewardConfig
 from rollout.data import Task
 from rollout.trajectory import Trajectory
 from tools.messages import EnvironmentReward
@@ -49,10 +50,11 @@ class Rewards:
         self.functions = functions
 
     @classmethod
-    def load(cls, references: list[str], base: Path) -> "Rewards":
+    def load(cls, rewards: list[RewardConfig], base: Path) -> "Rewards":
         """Load `FILE.py:NAME` references; each must carry `@reward`."""
         functions = []
-        for reference in references:
+        for entry in rewards:
+            reference = entry.reward
             function = load_object(reference, base)
             if not getattr(function, "is_reward", False):
                 raise ValueError(f"rewards: {reference} is not a reward; put @reward above its definition")

@@ -31,6 +31,26 @@ class Outcome(StrEnum):
         return self in _FAILURES
 
 
+class StopReason(StrEnum):
+    """What ended a chain that did not break. For `Outcome.TOOL_LIMIT` it is the limit that was reached."""
+
+    ANSWER = "answer"
+    """The model said its last word."""
+    FINISH = "finish"
+    """A tool ended the chain."""
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    CONTEXT_OVERFLOW = "context_overflow"
+    CALLS_PER_TURN = "calls_per_turn"
+    CALLS = "calls"
+    CALLS_PER_TOOL = "calls_per_tool"
+    COST = "cost"
+    TOOL_SECONDS = "tool_seconds"
+    CALLS_PER_SECOND = "calls_per_second"
+    SECONDS_PER_CALL = "seconds_per_call"
+    RESULT_TOKENS = "result_tokens"
+
+
 _FAILURES = frozenset(
     {
         Outcome.TOOL_INFRASTRUCTURE,
@@ -108,6 +128,7 @@ class Trajectory:
     seconds: float = 0.0
     error: str | None = None
     turn_rewards: list[float] | None = None
+    stop_reason: StopReason | None = None
 
     def turn_spans(self) -> list[tuple[int, int, int]]:
         """(row, start, end) of each assistant turn: it sampled tokens [start, end) of `rows[row]`.
@@ -151,6 +172,7 @@ class Group:
                 **{
                     **t,
                     "outcome": Outcome(t["outcome"]),
+                    "stop_reason": t.get("stop_reason") and StopReason(t["stop_reason"]),
                     "rows": [Row(**{**r, "versions": [Span(**s) for s in r["versions"]]}) for r in t["rows"]],
                 }
             )

@@ -10,6 +10,23 @@ Message = dict[str, Any]
 `tool_call_id`. Plain JSON, because chat templates and files take it as it is."""
 
 
+Content = str | list[dict[str, Any]]
+"""What a message or a result says: text, or parts in the OpenAI shape: `{"type": "text", "text": ...}` and
+`{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}`."""
+
+
+def text_of(content: Content) -> str:
+    """`content` as text, a line or more per part; an image as a visible marker, so that nothing is dropped silently."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] if part["type"] == "text" else _marker(part) for part in content)
+
+
+def _marker(part: dict[str, Any]) -> str:
+    url = part["image_url"]["url"]
+    return f"[{url[5 : url.index(';')]} image]" if url.startswith("data:") else f"[image {url}]"
+
+
 class CallError(StrEnum):
     """Why a call did not give the model what it asked for. Each is told to the model; the chain goes on."""
 
@@ -18,6 +35,7 @@ class CallError(StrEnum):
     INVALID_ARGUMENTS = "invalid_arguments"
     TOOL_ERROR = "tool_error"
     TIMEOUT = "tool_timeout"
+    LIMIT = "tool_limit"
 
 
 @dataclass(frozen=True)
@@ -51,15 +69,22 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a call gave: text for the model, and the kind of error if it was one. `seconds` is the call's duration."""
+    """What a call gave: what the model sees, and the kind of error if it was one. `seconds` is the call's duration.
 
-    content: str
+    `finish`: the tool ends the chain. `info` is what the tool said beside what the model sees: kept with the
+    trajectory, for rewards and people.
+    """
+
+    content: Content
     error: CallError | None = None
     seconds: float = 0.0
+    finish: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
 
     def to_message(self, call: ToolCall) -> Message:
-        """The `tool` message that answers `call`."""
-        return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": self.content}
+        """The `tool` message that answers `call`; `info` is there where the tool gave any."""
+        message = {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": self.content}
+        return {**message, "info": self.info} if self.info else message
 
 
 class ToolInfrastructureError(Exception):

@@ -1,8 +1,10 @@
-"""Objects out of a user's own files, named in a recipe as `FILE.py:NAME`."""
+"""Objects that a recipe names: out of a user's own files as `FILE.py:NAME`, or prebuilt ones by a name alone."""
 
 import hashlib
+import importlib
 import importlib.util
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,8 +14,8 @@ class UserCodeError(ValueError):
     """A `FILE.py:NAME` that cannot be loaded; the message says which part is wrong and what there is instead."""
 
 
-def load_object(reference: str, base: Path) -> Any:
-    """Load `NAME` out of `FILE.py`, a path relative to `base`.
+def load_object(reference: str, base: Path, prebuilt: Mapping[str, str] | None = None) -> Any:
+    """Load `NAME` out of `FILE.py`, a path relative to `base`; or what `prebuilt` (name -> `package.module:NAME`) has.
 
     The file is executed once per process, under a private module name, so that it can neither shadow nor be shadowed
     by another module. It may import what is installed; files beside it are not on the import path.
@@ -21,7 +23,12 @@ def load_object(reference: str, base: Path) -> Any:
     Raises:
         UserCodeError: malformed reference, no such file, the file fails when executed, or it does not define the name.
     """
+    if prebuilt is not None and reference in prebuilt:
+        module_name, _, attribute = prebuilt[reference].partition(":")
+        return getattr(importlib.import_module(module_name), attribute)
     file, separator, name = reference.rpartition(":")
+    if prebuilt is not None and not separator:
+        raise UserCodeError(f"{reference!r} is not prebuilt ({', '.join(prebuilt)}), nor of the form FILE.py:NAME")
     if not separator or not file.endswith(".py") or not name.isidentifier():
         raise UserCodeError(f"{reference!r} is not of the form FILE.py:NAME")
     path = (base / file).resolve()
