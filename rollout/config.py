@@ -294,8 +294,7 @@ class RolloutRecipe(ToolsRecipe):
     model: ModelConfig
     data: DataConfig | None = None
     rewards: list[RewardConfig] = []
-    """`@reward` functions, added up; `FILE.py:NAME` alone stands for {reward: FILE.py:NAME}. Empty uses the environment's
-    own reward."""
+    """`@reward` functions, added up; a name alone stands for {reward: NAME}. Empty: the environment's own reward."""
     rollout: RolloutConfig = RolloutConfig()
     server: ServerConfig = ServerConfig()
     eval: EvalConfig = EvalConfig()

@@ -176,8 +176,8 @@ class ToolsRecipe(Section):
     """The recipe fields that the tools package reads."""
 
     tools: list[str] = []
-    """`FILE.py:NAME` of `@tool` functions and `Environment` classes, served in process under the name NAME, and names of
-    prebuilt ones."""
+    """`FILE.py:NAME` of `@tool` functions and `Environment` classes, and names of prebuilt ones, served in this process
+    under the name NAME."""
     mcp_servers: dict[str, McpServerConfig] = {}
     """Further MCP servers by name."""
     limits: LimitsConfig = LimitsConfig()
