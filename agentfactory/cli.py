@@ -1,10 +1,12 @@
-"""The `agentfactory` command: train, serve, rollout, eval, export."""
+"""The `agentfactory` command: train, serve, rollout, eval, export, tools."""
 
 import argparse
+import json
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from agentfactory import check_own_packages
 
@@ -19,6 +21,12 @@ _COMMANDS = {
 }
 
 
+_TOOLS = {
+    "list": "print the tools that a model would see",
+    "call": "make one call, as a chain of its own",
+    "check": "open every server, and try its environment",
+    "serve": "serve FILE.py[:NAME] ... over MCP; its options: `agentfactory tools serve --help`",
+}
 _EXPORT = "make of a checkpoint a folder to use or to share: the model, an adapter merged into it, or the adapter"
 
 
@@ -28,8 +36,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_own_packages()
     except ImportError as error:
         return _refuse(error)
-    options = _parse(arguments)
-    return _export(options) if options.command == "export" else _run(options)
+    given = sys.argv[1:] if arguments is None else [*arguments]
+    if given[:2] == ["tools", "serve"]:
+        return _serve_tools(given[2:])
+    options = _parse(given)
+    match options.command:
+        case "export":
+            return _export(options)
+        case "tools":
+            return _tools(options)
+    return _run(options)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -82,6 +98,28 @@ def _export(options: argparse.Namespace) -> int:
     return OK
 
 
+def _serve_tools(arguments: Sequence[str]) -> int:
+    from tools import serve
+
+    serve.main(arguments, "agentfactory tools serve")
+    return OK
+
+
+def _tools(options: argparse.Namespace) -> int:
+    from agentfactory.recipe import RecipeError
+    from agentfactory.tools_command import ToolsCommandError, ToolsFailed, run
+
+    try:
+        run(options)
+    except (RecipeError, ToolsCommandError) as error:
+        return _refuse(error)
+    except ToolsFailed as error:
+        return _end(str(error), FAILED)
+    except KeyboardInterrupt:
+        return _end("interrupted by Ctrl-C", INTERRUPTED)
+    return OK
+
+
 def add_resume_option(parser: argparse._ActionsContainer) -> None:
     """The option --resume [PATH]; `settle_resume` corrects what argparse makes of it."""
     about = "go on with the run in `output`, from this checkpoint of it (default: the newest)"
@@ -95,7 +133,40 @@ def settle_resume(options: argparse.Namespace) -> None:
         options.resume = "auto"
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def json_object(text: str) -> dict[str, Any]:
+    """What a JSON object on the command line says; raises argparse.ArgumentTypeError where it is none."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("not a JSON object")
+    return value
+
+
+def _add_tools(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    about = "list, call, check or serve a recipe's tools, without a model"
+    parser = commands.add_parser("tools", help=about, description=f"{about[0].upper()}{about[1:]}.")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, text in _TOOLS.items():
+        action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        if name == "serve":
+            continue  # its options are parsed by tools.serve
+        action.add_argument("recipe", metavar="RECIPE", help="a YAML file; it needs no model")
+        if name == "call":
+            action.add_argument("tool", metavar="TOOL", help="its name, as `list` prints it")
+            action.add_argument("arguments", metavar="ARGUMENT", nargs="*", help="one JSON object, or key=value ...")
+            action.add_argument("--output", type=Path, metavar="FILE", help="save the image of the result")
+        else:
+            action.add_argument("overrides", metavar="key=value", nargs="*", help="such as limits.calls=8")
+        if name == "list":
+            action.add_argument("--json", action="store_true", help="as a model is told them")
+        else:
+            about = "data row for the environments' reset; default: the first of the recipe's data"
+            action.add_argument("--task", type=json_object, metavar="JSON", help=about)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="agentfactory", description="Reinforcement learning for agents that use tools."
     )
@@ -124,6 +195,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument(
         "--push", metavar="REPO", help="upload it to this repository of the hub (a new one is private)"
     )
+    _add_tools(commands)
     # argparse leaves overrides that come after an option in the rest
     options, rest = parser.parse_known_args(arguments)
     if unknown := [argument for argument in rest if argument.startswith("-")]:
@@ -132,7 +204,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         if rest:
             command.error(f"unrecognized arguments: {' '.join(rest)}")
         return options
-    options.overrides += rest
+    (options.arguments if getattr(options, "action", None) == "call" else options.overrides).extend(rest)
     if options.command == "train":
         settle_resume(options)
     return options

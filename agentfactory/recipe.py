@@ -31,6 +31,9 @@ SectionT = TypeVar("SectionT", bound=Section)
 _STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _FOLDER_NAMES = {"prepared", "checkpoints", "trajectories", "logs", "eval", "rollout"}
 
+_NOT_FOR_TOOLS = {"model": {"path": "none"}, "train": {"steps": 1}}
+"""What a file that has only tools lacks of a recipe, and `agentfactory tools` does not read."""
+
 
 class Recipe(TrainRecipe):
     """One run. Paths are absolute, except hub names."""
@@ -90,6 +93,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), purpose: Purpos
         return _load_staged(composed, file, settings, purpose)
     for name, value in settings:
         override(composed, name, value)
+    if purpose == "tools":
+        composed.data = _NOT_FOR_TOOLS | composed.data
     _set_output(composed)
     recipe = _validate(Recipe, composed, f"{composed.data['output']}/prepared")
     check_prepare(recipe.prepare, composed)
@@ -133,7 +138,7 @@ def _load_staged(composed: Composed, file: Path, settings: list[tuple[str, Any]]
             problem = f"stage {name!r} follows a stage that trains an adapter, which it cannot continue"
             raise RecipeError(composed.source, "stages", problem, f"set {previous}.model.lora=null, or put it last")
         # the other commands use the last stage
-        stage_purpose = purpose if name == [*stages][-1] else "train"
+        stage_purpose = purpose if purpose == "tools" or name == [*stages][-1] else "train"
         check(recipe, stage_purpose, stage, prepared if whole.prepare else None, after=previous)
         whole.stages.append(recipe)
         previous = name

@@ -42,15 +42,17 @@ class _LostError(Exception):
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled turn: its ids, their log-probabilities after temperature, and the weights that sampled them.
+    """One turn: its ids, their log-probabilities after temperature, and the weights that sampled them.
 
-    `cut` is true when the turn ended by a token limit and not by the model.
+    `cut` is true when the turn ended by a token limit and not by the model. `mask` is 1 where a token was sampled, and
+    0 where it was put there, as a forced beginning is: such a token is context, of log-probability 0.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     versions: list[Span]
     cut: bool
+    mask: list[int]
 
 
 def authorization(api_key_env: str | None) -> dict[str, str]:
@@ -142,7 +144,7 @@ class InferenceClient:
                 problem = missing_routes(url, list(json.loads(text).get("paths", {})), NEEDED_ROUTES)
                 if problem:
                     raise ServerUnreachableError(problem)
-                self._base_models |= {card["id"] for card in await self._models(url) if not card.get("parent")}
+                self._base_models |= {card["id"] for card in await self.models(url) if not card.get("parent")}
             except _LostError as error:
                 raise ServerUnreachableError(f"no server answers at {url}: {error}") from error
             except ValueError as error:
@@ -311,7 +313,7 @@ class InferenceClient:
         if self._version is None:
             return self.restore is None
         if self._model not in self._base_models:
-            return any(card["id"] == self._model for card in await self._models(url))
+            return any(card["id"] == self._model for card in await self.models(url))
         status, text = await self._request("GET", url + "/weight_info")
         label = str(json.loads(text).get("weight_version")) if status == 200 else ""
         # a fresh embedded engine calls what it was started with version 0 too
@@ -335,7 +337,7 @@ class InferenceClient:
             self._lose(url, str(error))
         return False
 
-    async def _models(self, url: str) -> list[dict[str, Any]]:
+    async def models(self, url: str) -> list[dict[str, Any]]:
         status, text = await self._request("GET", url + "/v1/models")
         return json.loads(text).get("data", []) if status == 200 else []
 
@@ -366,7 +368,7 @@ def _completion(answer: dict[str, Any]) -> Completion | None:
         raise InferenceError(f"the server's answer lacks {error!r}") from error
     if len(token_ids) != len(logprobs):
         raise InferenceError(f"the server sent {len(token_ids)} tokens with {len(logprobs)} log-probabilities")
-    return Completion(token_ids, logprobs, versions, cut=choice["finish_reason"] == "length")
+    return Completion(token_ids, logprobs, versions, choice["finish_reason"] == "length", [1] * len(token_ids))
 
 
 def _refusal(status: int, text: str) -> InferenceError:

@@ -121,6 +121,8 @@ class RewardConfig(Section):
 
     reward: str
     """`FILE.py:NAME` of a `@reward` function, or the name of a prebuilt one."""
+    name: str | None = None
+    """Under which its value is logged, as reward/<name>; null is its own name. Two rewards of one name need it."""
     weight: float = 1.0
     """Factor of what it returns."""
     timeout_seconds: float = Field(default=60.0, gt=0)

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from rollout.agent import AgentHooks, load_agent
 from rollout.chain import ChainRunner, Sampling
 from rollout.client import InferenceClient
 from rollout.config import DataConfig, OutcomePolicy, RolloutRecipe
@@ -20,18 +21,30 @@ logger = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def open_runner(recipe: RolloutRecipe, base: Path, urls: str | Sequence[str]) -> AsyncIterator[ChainRunner]:
-    """Everything that chains of `recipe` need: renderer, connections to the servers at `urls`, tools and rewards."""
-    rewards = Rewards.load(recipe.rewards, base)
+async def open_runner(
+    recipe: RolloutRecipe,
+    base: Path,
+    urls: str | Sequence[str],
+    *,
+    objects: Sequence[Any] = (),
+    rewards: Rewards | None = None,
+    agent: AgentHooks | None = None,
+) -> AsyncIterator[ChainRunner]:
+    """Everything that chains of `recipe` need: renderer, connections to the servers at `urls`, tools and rewards.
+
+    `objects` are tools beside the recipe's; `rewards` and `agent` stand in place of those that it names.
+    """
+    agent = agent or load_agent(recipe.rollout.agent, base)
     async with (
+        rewards or Rewards.load(recipe.rewards, base) as used,
         InferenceClient(urls, recipe.server.api_key_env, recipe.server.retry_seconds) as client,
-        open_toolset(recipe, base, logger.info) as toolset,
+        open_toolset(recipe, base, logger.info, objects) as toolset,
     ):
         await client.check_routes()
         # which probes a template must pass depends on whether the chains have tools
         tools = bool(toolset.specs)
-        renderer = load_renderer(recipe.model, recipe.rollout.parser, logger.info, tools=tools)
-        yield ChainRunner(recipe, renderer, client, toolset, rewards)
+        renderer = load_renderer(recipe.model, recipe.rollout.parser, logger.info, tools=tools, base=base)
+        yield ChainRunner(recipe, renderer, client, toolset, used, agent)
 
 
 async def evaluate(
@@ -53,31 +66,34 @@ async def evaluate(
     if recipe.eval.greedy:
         modes["greedy"] = (0.0, 1)
 
-    async def run(mode: str, number: int, sample: int) -> Trajectory:
-        chain_id = f"{name}-{mode}-{number:05d}.{sample}"
+    async def run_group(mode: str, number: int) -> Group:
+        temperature, samples = modes[mode]
         # the seed leaves out `name`, so that the same weights give the same figures wherever they are evaluated
-        seed = f"eval/{mode}/{number}/{sample}"
-        return await runner.run(chain_id, tasks[number], Sampling(model, modes[mode][0], seed, cache_salt))
+        chains = [
+            runner.run(
+                f"{name}-{mode}-{number:05d}.{sample}",
+                tasks[number],
+                Sampling(model, temperature, f"eval/{mode}/{number}/{sample}", cache_salt),
+            )
+            for sample in range(samples)
+        ]
+        return await runner.run_group(f"{mode}-{number:05d}", tasks[number], chains)
 
-    numbers = range(len(tasks))
     by_mode = await asyncio.gather(
-        *(
-            asyncio.gather(*(run(mode, number, sample) for number in numbers for sample in range(samples)))
-            for mode, (_, samples) in modes.items()
-        )
+        *(asyncio.gather(*(run_group(mode, number) for number in range(len(tasks)))) for mode in modes)
     )
     folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, float] = {}
-    for (mode, (_, samples)), trajectories in zip(modes.items(), by_mode, strict=True):
+    for mode, groups in zip(modes, by_mode, strict=True):
         with (folder / f"{name}-{mode}.jsonl").open("w", encoding="utf-8") as file:
-            for number in numbers:
-                members = trajectories[number * samples : (number + 1) * samples]
-                file.write(Group(f"{mode}-{number:05d}", tasks[number], members).to_json() + "\n")
-        figures |= {f"{mode}/{key}": value for key, value in mean_figures(trajectories).items()}
+            file.writelines(group.to_json() + "\n" for group in groups)
+        figures |= {f"{mode}/{key}": value for key, value in mean_figures(groups).items()}
     return figures
 
 
-def mean_figures(trajectories: list[Trajectory]) -> dict[str, float]:
+def mean_figures(groups: Sequence[Group]) -> dict[str, float]:
+    """Means over the chains that have a reward, and `failed`, the share of those that have none."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     scored = [t for t in trajectories if t.reward is not None]
     means = {"failed": 1 - len(scored) / len(trajectories)}
     if scored:
@@ -134,8 +150,8 @@ def run_rollout(
 
     async def run_group(runner: ChainRunner, number: int) -> Group:
         ids = [f"g{number:06d}.{member}" for member in range(recipe.rollout.group_size)]
-        chains = (run_chain(runner, i, tasks[number]) for i in ids)
-        group = Group(f"g{number:06d}", tasks[number], list(await asyncio.gather(*chains)))
+        chains = [run_chain(runner, chain_id, tasks[number]) for chain_id in ids]
+        group = await runner.run_group(f"g{number:06d}", tasks[number], chains)
         with path.open("a", encoding="utf-8") as file:
             file.write(group.to_json() + "\n")
         return group
@@ -144,6 +160,6 @@ def run_rollout(
         async with open_runner(recipe, base, urls) as runner:
             return list(await asyncio.gather(*(run_group(runner, number) for number in range(len(tasks)))))
 
-    figures = mean_figures([t for group in asyncio.run(run()) for t in group.trajectories])
+    figures = mean_figures(asyncio.run(run()))
     log({f"rollout/{key}": value for key, value in figures.items()})
     return figures

@@ -135,16 +135,21 @@ class GroupProducer:
                 batch = [self._take(self._open.pop(group_id)) for group_id in choice.train]
                 for group_id in choice.cancel:
                     self._cancel(self._open.pop(group_id))
-                await self.deliver(batch, self._take_figures())
+                await self.deliver(batch, await self._take_figures())
 
     def _candidate(self, group: _OpenGroup) -> Candidate:
-        ended = group.ended
+        # what compares the chains of a group has no verdict before it is complete
+        ended = [] if self._lacks_group_rewards(group) else group.ended
         teaches = worth(ended, self.config) is Worth.TEACHES
         return Candidate(group.place.group_id, group.oldest, group.complete, len(counted(ended, self.config)), teaches)
 
-    def _take_figures(self) -> dict[str, float]:
+    def _lacks_group_rewards(self, group: _OpenGroup) -> bool:
+        return self.runner.rewards.has_group_rewards and not group.complete
+
+    async def _take_figures(self) -> dict[str, float]:
         curriculum = {} if self.curriculum is None else self.curriculum.take_figures()
-        return {**self.cancellations.take_figures(), **self.filter.take_figures(), **curriculum}
+        gauges = await self.runner.toolset.gauges()
+        return {**self.cancellations.take_figures(), **self.filter.take_figures(), **curriculum, **gauges}
 
     def _take_place(self) -> Place:
         if self._again:
@@ -171,6 +176,8 @@ class GroupProducer:
         async with asyncio.TaskGroup() as chains:
             for index in range(len(group.chains)):
                 chains.create_task(self._run_chain(group, index))
+        if self.runner.rewards.has_group_rewards:
+            await self._score_group(group)
         self._save(group)
         group.complete = True
         found = self.filter.judge(group.chains)
@@ -185,6 +192,15 @@ class GroupProducer:
             if self.config.equal_rewards is EqualRewards.REFILL or not self.batches.leave_empty():
                 self.admission.dropped()
         self._wake.set()
+
+    async def _score_group(self, group: _OpenGroup) -> None:
+        """Add the rewards that compare the group's chains, all of which have ended."""
+        before = [chain.outcome for chain in group.chains]
+        await self.runner.rewards.score_group(group.chains, group.task)
+        for chain, outcome in zip(group.chains, before, strict=True):
+            if chain.outcome is not outcome:
+                logger.warning("chain %s failed: %s: %s", chain.id, chain.outcome, chain.error)
+                self.filter.ended(chain)
 
     async def _run_chain(self, group: _OpenGroup, index: int) -> None:
         await self._play(group, index)
@@ -261,6 +277,10 @@ class GroupProducer:
         for chain in chains:
             chain.outcome = Outcome.CANCELLED
             chain.error = f"its group reached rollout.max_staleness={self.admission.max_staleness}"
+        if self._lacks_group_rewards(group):
+            for chain in group.chains:
+                # without the part that compares the chains, what they have is not their reward
+                chain.reward = chain.turn_rewards = None
         self._save(group)
         group.closed = True
         assert group.runs is not None

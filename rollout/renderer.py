@@ -13,18 +13,13 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
 from rollout.config import ModelConfig
-from rollout.hermes import parse_calls
-from rollout.templates import (
-    PROBE_TOOLS,
-    Behaviour,
-    ChatTemplate,
-    RenderError,
-    Use,
-    choose_template,
-    shared_length,
-)
+from rollout.encoding import Encoder, map_strings, skip_marked
+from rollout.parsers import Parser, Reading, load_parser
+from rollout.probing import PROBE_TOOLS, Behaviour, Use, choose_template
+from rollout.templates import ChatTemplate, RenderError, shared_length, split_reasoning
 from rollout.trajectory import Row
-from tools.messages import Message, ToolCall, ToolSpec
+from rollout.transcript import Line, as_lines, transcript
+from tools.messages import Message, ToolCall, ToolResult, ToolSpec, text_of
 
 Log = Callable[[dict[str, Any]], None]
 Spans = list[tuple[int, int, float]]
@@ -33,12 +28,14 @@ Spans = list[tuple[int, int, float]]
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a sampled turn says. `error` is the reason of a malformed call, in words for the model; then no call of
-    the turn is executed and `message` holds the text as it was written."""
+    """What a sampled turn says. `error` is what is wrong with it, in words for the model; then no call of the turn is
+    executed and `message` holds the text as it was written. `answer` is the final answer, where the way of acting marks
+    one."""
 
     message: Message
     calls: list[ToolCall] = field(default_factory=list)
     error: str | None = None
+    answer: str | None = None
 
 
 class Renderer(Protocol):
@@ -63,8 +60,31 @@ class Renderer(Protocol):
         with `open(messages, specs)`.
         """
 
-    def parse(self, sampled_ids: list[int], first_call: int = 0) -> Parsed:
-        """A sampled turn as a message; its calls are numbered from `first_call` (the chain's calls so far)."""
+    def parse(
+        self, sampled_ids: list[int], first_call: int = 0, prefix: str = "", specs: Sequence[ToolSpec] = ()
+    ) -> Parsed:
+        """A sampled turn as a message; its calls are numbered from `first_call` (the chain's calls so far). `prefix` is
+        the text that the turn was made to begin with, and a part of the message. Text formats take the types of
+        arguments from `specs`."""
+
+    def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
+        """What the model has to be told of the tools; None where the chat template does."""
+
+    def instruct(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Message]:
+        """The messages that open a chain, as the way of acting has them, instructions included. Done twice, it changes
+        nothing more."""
+
+    def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
+        """How the results of a turn are told."""
+
+    def complaint(self, text: str) -> list[Message]:
+        """How a malformed turn is told what is wrong with it."""
+
+    def encode(self, prefix: str) -> list[int]:
+        """Ids of the text that each turn is made to begin with (`rollout.assistant_prefix`)."""
+
+    def cut(self, text: str, max_tokens: int) -> str | None:
+        """`text` without its middle, of at most `max_tokens` tokens, with a marker that says so; None if it fits."""
 
     def conversation_row(self, messages: list[Message], specs: list[ToolSpec]) -> Row:
         """A whole conversation as one row for supervised training."""
@@ -89,17 +109,20 @@ class TemplateRenderer:
         tokenizer: PreTrainedTokenizerBase,
         template: ChatTemplate,
         behaviour: Behaviour,
+        parser: Parser,
         info: dict[str, Any],
         eos_token_ids: Sequence[int] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.behaviour = behaviour
+        self.parser = parser
+        self._encoder = Encoder(tokenizer, behaviour.end, behaviour.frame)
         # without one in the template, turns end with the tokenizer's own, which the template does not write
         end: Any = tokenizer.convert_tokens_to_ids(behaviour.end) if behaviour.end else tokenizer.eos_token_id
         self._end: int | None = end
         # what a turn lacks that was cut before its end
-        self._missing = [*self._encode(behaviour.before_end), end] if behaviour.end else []
+        self._missing = [*self._encoder.encode(behaviour.before_end), end] if behaviour.end else []
         ends: tuple[Any, ...] = (end, tokenizer.eos_token_id, *eos_token_ids)
         self.stop_token_ids: list[int] = sorted({i for i in ends if i is not None})
         self.info = {**info, "stop_token_ids": self.stop_token_ids}
@@ -116,7 +139,7 @@ class TemplateRenderer:
 
     def open(self, messages: list[Message], specs: list[ToolSpec]) -> list[int]:
         """Ids of a conversation, ending with the generation prompt. Raises RenderError (a ValueError)."""
-        return list(self._opening(json.dumps(messages), self._json(specs)))
+        return list(self._opening(json.dumps(self._plain(messages)), self._json(specs)))
 
     def extend(
         self, ids: list[int], messages: list[Message], new: list[Message], specs: list[ToolSpec]
@@ -126,30 +149,66 @@ class TemplateRenderer:
         missing = [] if ids[-1:] == [self._end] else self._missing
         following: Sequence[int] | None
         if self.behaviour.rewrites:
-            text = self._decode([*ids, *missing])
-            whole = self.template.render(messages, json.loads(tools), prompt=True)
-            following = self._continue(whole[len(text) :]) if whole.startswith(text) else None
+            text = self._encoder.decode([*ids, *missing])
+            whole = self.template.render(self._plain(messages), json.loads(tools), prompt=True)
+            rest = skip_marked(whole, text)
+            following = None if rest is None else self._encoder.encode(rest, follows=True)
         else:
-            following = self._following(json.dumps(new), tools)
+            following = self._following(json.dumps(self._plain(new)), tools)
         return None if following is None else [*missing, *following]
 
-    def parse(self, sampled_ids: list[int], first_call: int = 0) -> Parsed:
-        """See Renderer. Ids are `call_{n}`. Reasoning goes to `reasoning_content` where the template knows it."""
+    def parse(
+        self, sampled_ids: list[int], first_call: int = 0, prefix: str = "", specs: Sequence[ToolSpec] = ()
+    ) -> Parsed:
+        """See Renderer. Ids are `call_{n}`. Reasoning goes to `reasoning_content` where the template knows it. The
+        message of a text format is its text; it has no `tool_calls`."""
         ends = bool(sampled_ids) and sampled_ids[-1] in self.stop_token_ids
-        text = self._decode(sampled_ids[:-1] if ends else sampled_ids)
-        reasoning, thought, rest = _split_reasoning(text, self.behaviour.opens_reasoning)
-        found = parse_calls(rest)
-        message: Message = {"role": "assistant", "content": found.content}
+        text = prefix + self._encoder.decode(sampled_ids[:-1] if ends else sampled_ids)
+        reasoning, thought, rest = split_reasoning(text, self.behaviour.opens_reasoning)
+        found = self.parser.parse(rest, specs)
+        if len(found.calls) > 1 and not self.behaviour.parallel_calls:
+            several = f"This turn has {len(found.calls)} tool calls: write one at a time, and wait for its result."
+            found = Reading(rest.strip(), error=several)
+        message: Message = {"role": "assistant", "content": found.content if self.parser.native else rest}
         if not self.behaviour.reasoning:
-            message["content"] = thought + found.content
+            message["content"] = thought + message["content"]
         elif reasoning:
             message["reasoning_content"] = reasoning
-        if found.error:
+        if found.error is not None:
             return Parsed(message, error=found.error)
         calls = [ToolCall(f"call_{first_call + n}", *call) for n, call in enumerate(found.calls)]
-        if calls:
+        if calls and self.parser.native:
             message["tool_calls"] = [call.to_openai() for call in calls]
-        return Parsed(message, calls)
+        return Parsed(message, calls, answer=found.answer)
+
+    def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
+        """See Renderer. Raises ValueError where the way of acting cannot call these tools."""
+        return self.parser.instructions(specs)
+
+    def instruct(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Message]:
+        """See Renderer. Raises RenderError (a ValueError) for calls that the way of acting cannot express."""
+        return [line.message for line in transcript(messages, self.parser, specs, self.behaviour.system)]
+
+    def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
+        """See Renderer."""
+        return self.parser.answers(calls, results)
+
+    def complaint(self, text: str) -> list[Message]:
+        """See Renderer."""
+        return self.parser.complaint(text)
+
+    def encode(self, prefix: str) -> list[int]:
+        """See Renderer. Raises RenderError (a ValueError) for a prefix that opens the reasoning once more."""
+        if self.behaviour.opens_reasoning and prefix.lstrip().startswith("<think>"):
+            raise RenderError(
+                f"rollout.assistant_prefix: got {prefix!r}, but the chat template's generation prompt ends with "
+                "<think> already; leave it out"
+            )
+        return self._encoder.encode(prefix, follows=True)
+
+    def cut(self, text: str, max_tokens: int) -> str | None:
+        """See Renderer. The marker is `[... N of M tokens left out ...]`, on a line of its own."""
+        return self._encoder.cut(text, max_tokens)
 
     def conversation_row(self, messages: list[Message], specs: list[ToolSpec]) -> Row:
         """A whole conversation as one row, in the very pieces of a chain whose turns are the messages' own text.
@@ -158,19 +217,22 @@ class TemplateRenderer:
         assistant message with its end-of-turn token, 0 for any other. The mask is 1 where the weight is not 0. The
         generation prompt and the rest of a turn's closing have weight 0. The row ends with the last turn's end-of-turn
         token, or with the messages after it. Raises RenderError, naming the message's index, where the template
-        cannot render the conversation or rewrites it.
+        cannot render the conversation or rewrites it, or where the way of acting cannot express it.
         """
+        return self._row(transcript(messages, self.parser, specs, self.behaviour.system), specs)
+
+    def _row(self, lines: list[Line], specs: list[ToolSpec]) -> Row:
         tools = json.loads(self._json(specs))
-        self._check_system(messages)
-        weights = [float(m.get("weight", 1.0 if m["role"] == "assistant" else 0.0)) for m in messages]
-        plain = [{k: v for k, v in m.items() if k != "weight"} for m in messages]
+        plain = self._plain([line.message for line in lines])
+        self._check_system(plain)
+        weights = [line.weight for line in lines]
 
         @cache
         def rendered(end: int, prompt: bool = False) -> str:
             try:
                 return self.template.render(plain[:end], tools, prompt)
             except RenderError as error:
-                raise RenderError(f"message {end - 1}: {error}") from error
+                raise RenderError(f"message {lines[end - 1].index}: {error}") from error
 
         row = Row(weights=[])
         text = ""  # of the row so far, as a chain was sent it
@@ -178,66 +240,69 @@ class TemplateRenderer:
         for turn in [i for i, m in enumerate(plain) if m["role"] == "assistant"]:
             prompt, closed = rendered(turn, prompt=True), rendered(turn + 1)
             if not prompt.startswith(text):
-                raise RenderError(f"message {start}: the chat template rewrites the turns before it")
+                raise RenderError(f"message {lines[start].index}: the chat template rewrites the turns before it")
             if not (closed.startswith(prompt) and closed.endswith(self.behaviour.closing)):
-                raise RenderError(f"message {turn}: the chat template does not render it after a generation prompt")
+                raise RenderError(
+                    f"message {lines[turn].index}: the chat template does not render it after a generation prompt"
+                )
+            if plain[turn].get("tool_calls") and plain[turn]["content"] and not self.behaviour.words_with_calls:
+                raise RenderError(
+                    f"message {lines[turn].index}: the chat template has no words beside a tool call: empty its content"
+                )
             self._add_context(row, prompt, len(text), _spans(rendered, start, turn, prompt, weights))
             said = closed[len(prompt) : len(closed) - len(self.behaviour.closing)] + self.behaviour.before_end
-            ids = self._encode(said) + ([] if self._end is None else [self._end])
+            ids = self._encoder.encode(said) + ([] if self._end is None else [self._end])
             _add(row, ids, [weights[turn]] * len(ids))
             text = prompt + said + self.behaviour.end
             start = turn + 1
         if start < len(plain):
             whole = rendered(len(plain))
             if not whole.startswith(text):
-                raise RenderError(f"message {start}: the chat template rewrites the turns before it")
+                raise RenderError(f"message {lines[start].index}: the chat template rewrites the turns before it")
             self._add_context(row, whole, len(text), _spans(rendered, start, len(plain), whole, weights))
         return row
 
     def tokens_agree(self, specs: list[ToolSpec]) -> bool:
         """Whether the pieces of the probe conversations are the tokens of their whole text."""
         for conversation in self.behaviour.conversations:
-            ids = self.conversation_row(conversation, specs).token_ids
+            ids = self._row(as_lines(conversation), specs).token_ids
             if not self.behaviour.end:  # the template does not write the token that ends a turn
                 ids = [i for i in ids if i != self._end]
-            whole = self._encode(self.template.render(conversation, json.loads(self._json(specs))))
+            whole = self._encoder.encode(self.template.render(conversation, json.loads(self._json(specs))))
             if ids != whole[: len(ids)]:
                 return False
         return True
 
     def _add_context(self, row: Row, text: str, begin: int, spans: Spans) -> None:
         """Add text[begin:], tokenised as `open` and `extend` do, with the weights of the spans."""
-        if not spans:
-            ids = self._continue(text[begin:]) if begin else self._encode(text)
-            _add(row, ids, [0.0] * len(ids))
-            return
-        anchor = self.behaviour.end if begin else ""
-        encoding = self.tokenizer(anchor + text[begin:], add_special_tokens=False, return_offsets_mapping=True)
-        skip = 1 if anchor else 0
-        starts = [begin + at - len(anchor) for at, _ in encoding["offset_mapping"][skip:]]
-        by_token = [next((w for a, b, w in spans if a <= at < b), 0.0) for at in starts]
-        _add(row, encoding["input_ids"][skip:], by_token)
+        ids, starts = self._encoder.encode_with_offsets(text[begin:], follows=begin > 0)
+        _add(row, ids, [next((w for a, b, w in spans if a <= begin + at < b), 0.0) for at in starts])
 
     def _json(self, specs: list[ToolSpec]) -> str:
-        """The tools as JSON, made anew only when they change."""
+        """The tools as JSON, as the chat template gets them, made anew only when they change."""
         if specs != self._specs:
-            self._specs, self._tools = list(specs), json.dumps([spec.to_openai() for spec in specs])
+            shown = [map_strings(spec.to_openai(), self._encoder.mark) for spec in specs if self.parser.native]
+            self._specs, self._tools = list(specs), json.dumps(shown)
         return self._tools
+
+    def _plain(self, messages: list[Message]) -> list[Message]:
+        """Messages as the chat template gets them: text only, no more than it knows, and no control tokens in it."""
+        return [self._plain_message(message) for message in messages]
+
+    def _plain_message(self, message: Message) -> Message:
+        known = {key: value for key, value in message.items() if key not in ("info", "weight")}
+        if isinstance(known.get("content"), list):
+            known["content"] = text_of(known["content"])
+        return map_strings(known, lambda text: self._encoder.mark(text, message["role"]))
 
     def _render_opening(self, messages: str, tools: str) -> tuple[int, ...]:
         conversation = json.loads(messages)
         self._check_system(conversation)
-        return tuple(self._encode(self.template.render(conversation, json.loads(tools), prompt=True)))
+        return tuple(self._encoder.encode(self.template.render(conversation, json.loads(tools), prompt=True)))
 
     def _render_following(self, new: str, tools: str) -> tuple[int, ...] | None:
         text = self.template.continuation(json.loads(new), json.loads(tools), self.behaviour.after_end)
-        return None if text is None else tuple(self._continue(text))
-
-    def _continue(self, text: str) -> list[int]:
-        """Ids of a text that follows an end-of-turn token. It is tokenised behind that token, since some tokenizers
-        treat the beginning of a text in a way of its own."""
-        ids = self._encode(self.behaviour.end + text)
-        return ids[1:] if self.behaviour.end else ids
+        return None if text is None else tuple(self._encoder.encode(text, follows=True))
 
     def _check_system(self, messages: list[Message]) -> None:
         if not self.behaviour.system and any(message["role"] == "system" for message in messages):
@@ -245,15 +310,6 @@ class TemplateRenderer:
                 "the chat template has no system messages: leave out rollout.system_prompt, or put its text into the "
                 "first user message"
             )
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
-
-    def _decode(self, ids: list[int]) -> str:
-        text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
 
 
 def _spans(rendered: Callable[[int], str], start: int, end: int, whole: str, weights: list[float]) -> Spans:
@@ -272,18 +328,6 @@ def _add(row: Row, ids: list[int], weights: list[float]) -> None:
     row.weights += weights
 
 
-def _split_reasoning(text: str, opened: bool) -> tuple[str, str, str]:
-    """Reasoning, the text that wrote it (tags included), and the text after it. Reasoning that was cut has no rest."""
-    inside = text.lstrip()
-    if inside.startswith("<think>"):
-        inside = inside.removeprefix("<think>")
-    elif not opened:
-        return "", "", text
-    reasoning, _, rest = inside.partition("</think>")
-    rest = rest.lstrip()
-    return reasoning.strip(), text[: len(text) - len(rest)], rest
-
-
 def make_renderer(
     tokenizer: PreTrainedTokenizerBase,
     chat_template: str | None = None,
@@ -291,21 +335,22 @@ def make_renderer(
     parser: str = "hermes",
     tools: bool = True,
     eos_token_ids: Sequence[int] = (),
+    base: Path = Path(),
     log: Log | None = None,
 ) -> TemplateRenderer:
     """A renderer for a tokenizer and a Jinja template (default: the tokenizer's own), after probing the template.
 
-    `tools`: the chains call tools; without them the template need not render any. `eos_token_ids` end a turn beside
-    the template's and the tokenizer's own. `log` gets one record, `{"renderer": info}`. Raises RenderError (a
-    ValueError) where the template cannot serve.
+    `parser` is the way of acting, as in `rollout.parser`; a file of one's own is looked for in `base`. `tools`: the
+    chains call tools; without them the template need not render any. `eos_token_ids` end a turn beside the template's
+    and the tokenizer's own. `log` gets one record, `{"renderer": info}`. Raises RenderError (a ValueError) where the
+    template cannot serve.
     """
-    if parser != "hermes":
-        raise ValueError(f"rollout.parser: {parser!r} is unknown; use 'hermes'")
+    acting = load_parser(parser, base)
     origin = "tokenizer" if chat_template is None else "model.chat_template"
     if chat_template is None and tokenizer.chat_template is None:
         raise RenderError("the tokenizer has no chat template: set model.chat_template to a file with one")
-    source = tokenizer.get_chat_template(chat_template, tools=[] if tools else None)
-    choice = choose_template(tokenizer, source, tools, _read_calls)
+    source = tokenizer.get_chat_template(chat_template, tools=[] if tools and acting.native else None)
+    choice = choose_template(tokenizer, source, tools, acting)
     info: dict[str, Any] = {
         "choice": str(choice.use),
         "reasons": [*choice.reasons, *choice.behaviour.notes],
@@ -313,7 +358,7 @@ def make_renderer(
         "template_sha256": hashlib.sha256(choice.template.source.encode()).hexdigest(),
         "parser": parser,
     }
-    renderer = TemplateRenderer(tokenizer, choice.template, choice.behaviour, info, eos_token_ids)
+    renderer = TemplateRenderer(tokenizer, choice.template, choice.behaviour, acting, info, eos_token_ids)
     info = renderer.info
     if not choice.behaviour.end:
         info["reasons"].append("closes turns with plain text: a turn ends with the tokenizer's end-of-sequence token")
@@ -324,12 +369,13 @@ def make_renderer(
     return renderer
 
 
-def _read_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    return parse_calls(text).calls
+def load_renderer(
+    model: ModelConfig, parser: str, log: Log | None = None, *, tools: bool = True, base: Path = Path()
+) -> TemplateRenderer:
+    """The renderer of a recipe's model; a parser's file is looked for in `base`, the recipe's folder.
 
-
-def load_renderer(model: ModelConfig, parser: str, log: Log | None = None, *, tools: bool = True) -> TemplateRenderer:
-    """The renderer of a recipe's model. Raises ValueError where a file is missing or the template cannot serve."""
+    Raises ValueError where a file is missing or the template cannot serve.
+    """
     source = None
     if model.chat_template is not None:
         file = Path(model.chat_template)
@@ -341,6 +387,7 @@ def load_renderer(model: ModelConfig, parser: str, log: Log | None = None, *, to
         source,
         parser=parser,
         tools=tools,
+        base=base,
         eos_token_ids=_generation_eos(model.path),
         log=log,
     )

@@ -83,6 +83,7 @@ class Row:
     `mask` is 1 where the server sampled the token and 0 elsewhere: nothing else is ever trained by RL.
     `logprobs` are the server's, of the sampled token after temperature (0.0 where the mask is 0).
     `weights` scale a token's loss (SFT; None means 1 on the mask).
+    `turn_ends`: where each assistant turn ends, behind its last token (None: each run of 1s in the mask is a turn).
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -90,6 +91,7 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     versions: list[Span] = field(default_factory=list)
     weights: list[float] | None = None
+    turn_ends: list[int] | None = None
 
     def append_context(self, token_ids: list[int]) -> None:
         """Add tokens that nobody sampled: prompts, tool results, closing tokens."""
@@ -97,22 +99,38 @@ class Row:
         self.mask += [0] * len(token_ids)
         self.logprobs += [0.0] * len(token_ids)
 
-    def append_sampled(self, token_ids: list[int], logprobs: list[float], versions: list[Span]) -> None:
-        """Add a sampled turn; `versions` count from the turn's first token."""
+    def append_sampled(
+        self, token_ids: list[int], logprobs: list[float], versions: list[Span], mask: list[int] | None = None
+    ) -> None:
+        """Add a turn; `versions` count from its first token. `mask` is 0 where a token was put there and not sampled
+        (None: all were sampled)."""
         if len(token_ids) != len(logprobs):
             raise ValueError(f"{len(token_ids)} sampled tokens came with {len(logprobs)} log-probabilities")
         start = len(self.token_ids)
         self.token_ids += token_ids
-        self.mask += [1] * len(token_ids)
+        self.mask += [1] * len(token_ids) if mask is None else mask
         self.logprobs += logprobs
         self.versions += [replace(span, start=start + span.start, end=start + span.end) for span in versions]
+        self.turn_ends = [*(self.turn_ends or []), len(self.token_ids)]
+
+    def turn_spans(self) -> list[tuple[int, int]]:
+        """[start, end) of each assistant turn, from its first sampled token on; empty where nothing was sampled."""
+        if self.turn_ends is None:
+            edges = [i for i, (a, b) in enumerate(pairwise([0, *self.mask, 0])) if a != b]
+            return list(zip(edges[::2], edges[1::2], strict=True))
+        spans = []
+        for before, end in pairwise([0, *self.turn_ends]):
+            sampled = self.mask[before:end]
+            spans.append((before + sampled.index(1) if 1 in sampled else end, end))
+        return spans
 
 
 @dataclass
 class Trajectory:
     """One chain: what was said, the rows that were sampled, and how it ended.
 
-    A chain has one row, unless its template rewrites history and each rewritten prompt begins a new one.
+    A chain has one row, unless its template rewrites history or `rollout.context` shortens it: each rewritten prompt
+    begins a new one.
     `metrics` are numbers by name (`success`, `tool_calls`, `tool_errors/unknown_tool`, ...). `reward` is None where
     the chain does not count: it failed, or `rollout.on_outcome` drops how it ended. `turn_rewards`, where the reward
     gives any, are credited to the assistant turns, beside `reward`.
@@ -131,19 +149,14 @@ class Trajectory:
     stop_reason: StopReason | None = None
 
     def turn_spans(self) -> list[tuple[int, int, int]]:
-        """(row, start, end) of each assistant turn: it sampled tokens [start, end) of `rows[row]`.
-
-        Context always stands between two sampled turns, for a turn is only followed by another where something was
-        said to it (a tool's answer, or what was wrong with the turn); so the n-th run of 1s in the masks is the n-th
-        turn. A turn without a token ends its chain: it is the empty span behind the last row's context.
+        """(row, start, end) of each assistant turn: its tokens are [start, end) of `rows[row]`, from the first sampled
+        one on. Those of them with mask 0 were put there. A turn in which nothing was sampled is an empty span.
 
         Raises ValueError where the rows do not hold `turns` turns.
         """
-        spans = []
-        for index, row in enumerate(self.rows):
-            edges = [i for i, (a, b) in enumerate(pairwise([0, *row.mask, 0])) if a != b]
-            spans += [(index, start, end) for start, end in zip(edges[::2], edges[1::2], strict=True)]
-        if len(spans) == self.turns - 1 and self.rows and self.rows[-1].mask[-1:] != [1]:
+        spans = [(index, *span) for index, row in enumerate(self.rows) for span in row.turn_spans()]
+        if len(spans) == self.turns - 1 and self.rows and self.rows[-1].turn_ends is None:
+            # of rows saved before they noted their turns' ends: only the last turn can have said nothing
             length = len(self.rows[-1].mask)
             spans.append((len(self.rows) - 1, length, length))
         if len(spans) != self.turns:

@@ -20,8 +20,9 @@ class EnvironmentTools(Section):
 
     reset: str = "reset"
     """Called once per chain with the task's fields; its text opens the chain (may be empty)."""
-    reward: str = "reward"
-    """Called once when the chain has ended; returns a number or an object with `reward`."""
+    reward: str | None = "reward"
+    """Called once when the chain has ended; returns a number or an object with `reward`. null when the server has no
+    such tool: then the recipe's `rewards` judge."""
     close: str | None = "close"
     """Called when the chain lets go of the environment; null when the server has no such tool."""
 
@@ -159,17 +160,27 @@ class LimitsConfig(Section):
     cost_per_call: dict[str, PositiveFloat] = {}
     """Tool -> cost of one call, such as dollars; other tools are free."""
     tool_seconds: PositiveFloat | None = None
-    """Seconds that the chain's calls may take together."""
+    """Seconds in which the chain's calls may run, all together; those that run side by side count once."""
     parallel_calls: PositiveInt | None = None
     """Calls of one turn that run at a time; the others wait for them."""
     calls_per_second: dict[str, PositiveFloat] = {}
-    """Tool -> calls per second of all chains together. Calls wait for their time, unless on_breach says otherwise."""
+    """Tool -> calls per second of all chains together. Calls wait for their time; with an entry in on_breach they are
+    refused instead."""
     seconds_per_call: dict[str, PositiveFloat] = {}
     """Tool -> seconds that a call may take; of other tools the server's timeout_seconds."""
     result_tokens: PositiveInt | None = None
     """Tokens of one result; a longer one is cut in its middle, with a marker that the model sees."""
     on_breach: dict[Limit, BreachConfig] = {}
-    """Limit -> what its breach leads to."""
+    """Limit -> what its breach leads to; a limit without an entry is told, and costs nothing."""
+
+    @model_validator(mode="after")
+    def _limits_can_be_reached(self) -> "LimitsConfig":
+        for limit in self.on_breach:
+            if not getattr(self, limit):
+                raise ValueError(f"on_breach.{limit}: there is no such limit; set limits.{limit}, or remove the entry")
+        if self.cost is not None and not self.cost_per_call:
+            raise ValueError(f"cost: got {self.cost:g}, but no call costs anything; set limits.cost_per_call")
+        return self
 
 
 class ToolsRecipe(Section):

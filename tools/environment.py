@@ -4,17 +4,22 @@ from typing import Any
 
 
 class Environment:
-    """Base of stateful worlds. Each chain gets its own instance, made without arguments; load in `reset`.
+    """Base of stateful worlds. A chain has an instance to itself; the next chain gets it after `release`.
 
-    A subclass marks with `@tool` what the model may call, and overrides the three methods below. All of them may be
-    plain (`def`: run in a thread, may block) or `async def` (run on the event loop: cheaper, must not block). Calls
-    to one instance never overlap.
+    A subclass marks with `@tool` what the model may call, and overrides what it needs of the methods below. All of
+    them, and the constructor's parameters (`options` in a recipe), are the subclass's own. Methods may be plain
+    (`def`: run in a thread, may block) or `async def` (run on the event loop: cheaper, must not block); the
+    constructor runs in a thread. Calls to one instance never overlap.
+
+    What costs time and is the same for every task belongs into the constructor; what belongs to one task into `reset`.
+    An instance whose `reset` or `release` failed is replaced. A class that overrides neither of the two could not
+    forget anything: each chain gets a new instance.
     """
 
     def reset(self, *args: Any, **task: Any) -> Any:
         """Begin the chain's task. Declare the fields of the data row that you need, or `**task` for all of them.
 
-        Returns a text that opens the chain, or None.
+        Returns what opens the chain, a text or an image or anything else that a tool may return, or None.
         """
         return None
 
@@ -22,9 +27,18 @@ class Environment:
         """Judge the finished chain: a number, or a dict with `reward` and further numbers, such as `success`.
 
         `turn_rewards` in it is a list: what each assistant turn earned by itself, beside the whole chain's `reward`.
+        A class without it leaves the judgement to the recipe's `rewards:`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no reward(): define one, or give the recipe `rewards:`")
 
+    def release(self, *args: Any, **kwargs: Any) -> Any:
+        """Forget the chain, which has ended or failed: called once for each, before another chain's `reset`."""
+        return None
+
+    def healthy(self, *args: Any, **kwargs: Any) -> Any:
+        """Whether the instance can serve another chain; one that says False is closed and replaced."""
+        return True
+
     def close(self, *args: Any, **kwargs: Any) -> Any:
-        """Let go of what the instance holds. Called once, also when the chain failed."""
+        """Let go of what the instance holds. Called once, when no further chain will get it."""
         return None

@@ -7,14 +7,12 @@ that entered them; other tasks only call. A connection that died is opened anew 
 import asyncio
 import logging
 import os
-import re
 import shlex
-import sys
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
 from typing import Any, TextIO, cast
 
 import anyio
@@ -22,14 +20,13 @@ import httpx2
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client._transport import ReadStream, TransportStreams
 from mcp.client.stdio import stdio_client
-from mcp.client.streamable_http import streamable_http_client
-from mcp.server import Server
-from mcp.server.mcpserver import MCPServer
+from mcp.client.streamable_http import MCP_SESSION_ID, streamable_http_client
 from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT, CallToolResult, RequestParamsMeta, Tool
 
-from tools.config import McpServerConfig
+from tools.containers import Container
 from tools.mcp_server import CHAIN_KEY
 from tools.messages import ToolInfrastructureError
+from tools.targets import HttpAddress, Target
 
 logger = logging.getLogger(__name__)
 
@@ -39,64 +36,27 @@ REOPEN_DELAYS = (0.0, 0.5, 2.0)
 """Seconds to wait before opening a lost connection again, by failures in a row; then it is given up."""
 STDERR_TAIL = 2000
 """Characters of a child's stderr that an error quotes."""
-
-
-@dataclass(frozen=True)
-class HttpAddress:
-    """A running streamable-HTTP server."""
-
-    url: str
-    headers: dict[str, str]
-
-
-Target = Server[Any] | MCPServer | StdioServerParameters | HttpAddress
-"""What a connection leads to."""
-
-
-def remote_target(name: str, config: McpServerConfig, base: Path) -> StdioServerParameters | HttpAddress:
-    """The process or address that `config` means. `command: python` is this interpreter; paths start at `base`.
-
-    Raises:
-        ValueError: `env` or `headers` refer to an environment variable that is not set.
-    """
-    if config.url is not None:
-        return HttpAddress(config.url, _expand(f"mcp_servers.{name}.headers", config.headers))
-    assert config.command is not None
-    return StdioServerParameters(
-        command=sys.executable if config.command == "python" else config.command,
-        args=config.args,
-        env=_expand(f"mcp_servers.{name}.env", config.env),
-        cwd=base / (config.cwd or "."),
-    )
-
-
-def _expand(field: str, values: dict[str, str]) -> dict[str, str]:
-    """Put environment variables in place of `${NAME}`: a recipe refers to a secret and never holds it."""
-
-    def expand(key: str, value: str) -> str:
-        def variable(match: re.Match[str]) -> str:
-            if match[1] not in os.environ:
-                raise ValueError(f"{field}.{key}: the environment variable {match[1]} is not set; export it")
-            return os.environ[match[1]]
-
-        return re.sub(r"\$\{(\w+)\}", variable, value)
-
-    return {key: expand(key, value) for key, value in values.items()}
+_EVENT_BYTES = 64 * 1024 * 1024
+"""Largest answer in an event stream; the SDK's own bound, 1 MiB, is less than some images."""
 
 
 class CallTimeout(Exception):
     """A call was not answered within its time limit; the connection goes on."""
+
+    def __init__(self, tool: str, seconds: float) -> None:
+        super().__init__(f"{tool} did not answer within {seconds:g} s")
 
 
 class Connection:
     """One MCP server, kept open from `open` to `close`.
 
     `tools` is what the server lists. `generation` counts openings: state that a server process held is lost when it
-    has changed.
+    has changed. One with `reopens=False` stays lost when it was lost: its pool makes another.
     """
 
-    def __init__(self, name: str, target: Target, timeout_seconds: float, log: Log) -> None:
+    def __init__(self, name: str, target: Target, timeout_seconds: float, log: Log, reopens: bool = True) -> None:
         self.name = name
+        self._reopens = reopens
         self.timeout_seconds = timeout_seconds
         self.generation = 0
         self.tools: list[Tool] = []
@@ -132,12 +92,17 @@ class Connection:
         return self._client.done() and not self._failure and not self._closing
 
     async def call(
-        self, tool: str, arguments: dict[str, Any], chain: str, generation: int | None = None
+        self,
+        tool: str,
+        arguments: dict[str, Any],
+        chain: str,
+        generation: int | None = None,
+        timeout_seconds: float | None = None,
     ) -> CallToolResult:
         """Call `tool` for `chain`, whose state lives in the server process of `generation` if that is given.
 
         Raises:
-            CallTimeout: no answer within `timeout_seconds`.
+            CallTimeout: no answer within `timeout_seconds`, or within the server's own time limit.
             MCPError: the server refused the call with a JSON-RPC error.
             ToolInfrastructureError: the server cannot be reached, died, lost the chain's state, or broke the
                 protocol; it is named.
@@ -147,11 +112,12 @@ class Connection:
             raise ToolInfrastructureError(f"tool server {self.name} was restarted and lost this chain's state")
         generation = self.generation
         meta = cast(RequestParamsMeta, {CHAIN_KEY: chain})
+        seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
-            result = await client.call_tool(tool, arguments, read_timeout_seconds=self.timeout_seconds, meta=meta)
+            result = await client.call_tool(tool, arguments, read_timeout_seconds=seconds, meta=meta)
         except MCPError as error:
             if error.code == REQUEST_TIMEOUT:
-                raise CallTimeout(f"{tool} did not answer within {self.timeout_seconds:g} s") from None
+                raise CallTimeout(tool, seconds) from None
             if error.code != CONNECTION_CLOSED:
                 raise
             self._lost(generation)
@@ -190,8 +156,10 @@ class Connection:
                 return
             failures = 0 if self._used else failures + 1
             self._log({"event": "tool_server_lost", "server": self.name, "reason": reason, "failures": failures})
-            if self.generation == 0 or failures == len(REOPEN_DELAYS):
-                self._failure = reason if self.generation == 0 else f"given up after {failures} failures: {reason}"
+            if self.generation == 0 or not self._reopens:
+                self._failure = reason
+            elif failures == len(REOPEN_DELAYS):
+                self._failure = f"given up after {failures} failures: {reason}"
         self._client.set_exception(ToolInfrastructureError(f"tool server {self.name}: {self._failure}"))
         self._client.exception()  # retrieved, in case that nobody is waiting
 
@@ -228,17 +196,15 @@ class Connection:
     async def _connect(self) -> AsyncIterator[Client]:
         target = self._target
         async with AsyncExitStack() as stack:
+            if isinstance(target, Container):
+                target = await stack.enter_async_context(target.running())
+            if isinstance(target, HttpAddress):
+                yield await stack.enter_async_context(_http_client(target))
+                return
             if isinstance(target, StdioServerParameters):
                 errlog = await stack.enter_async_context(self._collect_stderr())
                 transport = _watch(stdio_client(target, errlog=errlog), lambda: self._lost(self.generation))
                 client = Client(transport, cache=None)
-            elif isinstance(target, HttpAddress):
-                # calls have their own time limit; until it is over an answer may take its time
-                timeout = httpx2.Timeout(None, connect=30.0)
-                limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-                http = httpx2.AsyncClient(headers=target.headers, timeout=timeout, limits=limits)
-                await stack.enter_async_context(http)
-                client = Client(streamable_http_client(target.url, http_client=http), cache=None)
             else:
                 client = Client(target, cache=None)
             yield await stack.enter_async_context(client)
@@ -271,9 +237,39 @@ class Connection:
             pipe.close()
 
 
+@asynccontextmanager
+async def _http_client(target: HttpAddress) -> AsyncIterator[Client]:
+    """A client of `target`. One that is to be a session speaks the older protocol, which has them."""
+    sessions: list[str] = []
+
+    async def note(response: httpx2.Response) -> None:
+        sessions.extend(response.headers.get_list(MCP_SESSION_ID))
+
+    # calls have their own time limit; until it is over an answer may take its time
+    timeout = httpx2.Timeout(None, connect=30.0)
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+    hooks = {"response": [note]} if target.session else {}
+    async with httpx2.AsyncClient(
+        headers=target.headers, timeout=timeout, limits=limits, event_hooks=hooks, verify=_ssl_context()
+    ) as http:
+        transport = streamable_http_client(target.url, http_client=http, max_sse_event_size=_EVENT_BYTES)
+        async with Client(transport, cache=None, mode="legacy" if target.session else "auto") as client:
+            if target.session and not sessions:
+                raise ValueError("the server gives its clients no sessions (Mcp-Session-Id); use isolation: shared")
+            yield client
+
+
+@cache
+def _ssl_context() -> ssl.SSLContext:
+    """One for all connections: making it costs 20 ms, which is most of what a session costs."""
+    return httpx2.create_ssl_context()
+
+
 def _where(target: Target) -> str:
     if isinstance(target, StdioServerParameters):
         return f"`{shlex.join([target.command, *target.args])}` in {target.cwd}"
+    if isinstance(target, Container):
+        return f"container of {target.image}"
     return target.url if isinstance(target, HttpAddress) else "in process"
 
 

@@ -34,14 +34,15 @@ def load_object(reference: str, base: Path, prebuilt: Mapping[str, str] | None =
     path = (base / file).resolve()
     if not path.is_file():
         raise UserCodeError(f"{reference}: there is no file {path}")
-    module = _load_module(path)
+    module = load_module(path)
     try:
         return getattr(module, name)
     except AttributeError:
         raise UserCodeError(f"{reference}: {path} defines no {name}; it defines {_defined_names(module)}") from None
 
 
-def _load_module(path: Path) -> ModuleType:
+def load_module(path: Path) -> ModuleType:
+    """Execute the file `path`, as `load_object` does. Raises UserCodeError where it fails."""
     private_name = f"_agentfactory_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if private_name in sys.modules:
         return sys.modules[private_name]

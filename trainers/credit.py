@@ -195,13 +195,13 @@ def _chain(trajectory: Trajectory, trained: bool, recipe: TrainRecipe) -> _Chain
     reward = trajectory.reward
     overlong = recipe.train.overlong
     if overlong is not None:
-        # a template that rewrites history starts rows anew: the last one is what fills the context
+        # rows may begin anew (a template that rewrites history, rollout.context): the last one fills the context
         length = len(trajectory.rows[-1].token_ids) if trajectory.rows else 0
         reward += overlong_penalty(length, recipe.rollout.max_total_tokens, overlong.buffer, overlong.penalty)
     rows = [made for row in trajectory.rows if (made := training_row(row)) is not None] if trained else []
     if trajectory.turn_rewards is None:
         return _Chain(reward, [], [], rows)
-    lengths = [end - start for _, start, end in trajectory.turn_spans()]
+    lengths = [sum(trajectory.rows[row].mask[start:end]) for row, start, end in trajectory.turn_spans()]
     return _Chain(reward, trajectory.turn_rewards, list(accumulate(lengths)), rows)
 
 

@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.hermes import parse_calls
+from rollout.parsers import Reading
+from rollout.parsers.hermes import Hermes
+
+
+def parse_calls(text: str) -> Reading:
+    return Hermes().parse(text)
+
 
 CALL = '<tool_call>\n{"name": "move", "arguments": {"direction": "north"}}\n</tool_call>'
 
@@ -58,6 +64,11 @@ def test_forms_of_a_call(body: str, arguments: dict) -> None:
         ('<tool_call>{"name": "f", "arguments": {"x": "\\ud83d"}}</tool_call>', "surrogate"),
         ('{"name": "f", "arguments": {}}</tool_call>', "</tool_call> without <tool_call>"),
         ("<tool_call>" + '{"a":' * 100_000, "nested too deeply"),
+        # far from Python's limit, but others who pass the arguments on may be nearer to it
+        (
+            '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 150 + "1" + "}" * 151 + "</tool_call>",
+            "nested too deeply",
+        ),
         ('<tool_call>{"name": "f", "arguments": {"x": ' + "9" * 10_000 + "}}</tool_call>", "not valid JSON"),
     ],
 )

@@ -1,15 +1,22 @@
-"""`@reward`: arguments by name, sums, and mistakes that are told."""
+"""`@reward`: arguments by name, options, weights, groups, and mistakes that are told."""
 
+import asyncio
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from rollout.rewards import Rewards, prediction_of, reward
+from rollout.config import RewardConfig
+from rollout.rewards import InvalidReward, RewardError, Rewards, prediction_of, reward
 from rollout.trajectory import Outcome, Trajectory
 from tools.messages import EnvironmentReward
 
-MESSAGES = [
+MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "2+2?"},
     {"role": "assistant", "content": "let me see", "tool_calls": []},
     {"role": "tool", "content": "5"},
@@ -17,6 +24,40 @@ MESSAGES = [
     {"role": "tool", "content": "too late"},
 ]
 TRAJECTORY = Trajectory("c", MESSAGES, [], Outcome.COMPLETED)
+MINE = """
+from agentfactory import reward
+
+@reward
+def one(answer, scale=1.0):
+    return scale * len(answer)
+
+def two():
+    return 2
+
+@reward
+def three(trajectory, **row):
+    return {"reward": 3, "fields": len(row)}
+
+@reward
+class Counting:
+    def __init__(self, start: int):
+        self.count = start
+
+    def check(self, row):
+        if "answer" not in row:
+            raise ValueError("needs an answer")
+
+    async def __call__(self, prediction):
+        self.count += 1
+        return self.count
+
+    def close(self):
+        self.count = -1
+
+@reward(group=True)
+def shortest(predictions, answer, bonus=1.0):
+    return [bonus * (len(p) == min(map(len, predictions))) for p in predictions]
+"""
 
 
 @reward
@@ -30,17 +71,78 @@ async def brevity(trajectory: Trajectory, environment: EnvironmentReward | None,
     return scale * (environment.reward if environment else 1.0) / len(trajectory.messages)
 
 
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., Rewards]:
+    (tmp_path / "mine.py").write_text(MINE)
+
+    def load(*entries: dict[str, Any] | str) -> Rewards:
+        configs = [RewardConfig(**({"reward": entry} if isinstance(entry, str) else entry)) for entry in entries]
+        return Rewards.load(configs, tmp_path)
+
+    return load
+
+
+def chain(text: str, reward: float | None = 0.0, **fields: Any) -> Trajectory:
+    return Trajectory(text, [{"role": "assistant", "content": text}], [], Outcome.COMPLETED, reward, turns=1, **fields)
+
+
 def test_the_prediction_is_the_last_assistant_message() -> None:
     assert prediction_of(TRAJECTORY) == "4"
     assert prediction_of(Trajectory("c", [], [], Outcome.COMPLETED)) == ""
+    parts = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]
+    assert (
+        prediction_of(replace(TRAJECTORY, messages=[{"role": "assistant", "content": parts}]))
+        == "see\n[image/png image]"
+    )
+
+
+async def test_arguments_come_by_name() -> None:
+    seen: dict[str, Any] = {}
+
+    @reward
+    def asks(
+        final_response: str, prediction: str, trajectory: Trajectory, environment: Any, answer: str, **row: Any
+    ) -> int:
+        seen.update(final=final_response, prediction=prediction, trajectory=trajectory, answer=answer, row=row)
+        return 1
+
+    await Rewards([asks]).score(TRAJECTORY, {"answer": "4", "level": 3}, None)
+    assert seen == {"final": "4", "prediction": "4", "trajectory": TRAJECTORY, "answer": "4", "row": {"level": 3}}
 
 
 async def test_rewards_are_summed_and_metrics_kept() -> None:
     rewards = Rewards([exact, brevity])
     scored = await rewards.score(TRAJECTORY, {"answer": "4"}, None)
-    assert scored == EnvironmentReward(1.0 + 0.1, {"success": 1.0})
+    assert scored == EnvironmentReward(1.0 + 0.1, {"success": 1.0, "reward/exact": 1.0, "reward/brevity": 0.1})
     scored = await rewards.score(TRAJECTORY, {"answer": "5", "scale": 5.0}, EnvironmentReward(2.0, {"moves": 3.0}))
-    assert scored == EnvironmentReward(0.0 + 2.0, {"moves": 3.0, "success": 0.0})
+    metrics = {"moves": 3.0, "success": 0.0, "reward/exact": 0.0, "reward/brevity": 2.0}
+    assert scored == EnvironmentReward(0.0 + 2.0, metrics)
+    # one alone is the chain's reward, and no metric beside it; it may replace a metric of the environment
+    scored = await Rewards([exact]).score(TRAJECTORY, {"answer": "4"}, EnvironmentReward(2.0, {"success": 0.0}))
+    assert scored == EnvironmentReward(1.0, {"success": 1.0})
+
+
+async def test_weights_scale_what_is_summed_and_not_what_is_logged(load: Callable[..., Rewards]) -> None:
+    rewards = load(
+        {"reward": "mine.py:one", "weight": 0.5, "options": {"scale": 4}}, {"reward": "mine.py:three", "weight": -1}
+    )
+    scored = await rewards.score(TRAJECTORY, {"answer": "ab"}, None)
+    assert scored == EnvironmentReward(4.0 - 3.0, {"reward/one": 8.0, "fields": 1.0, "reward/three": 3.0})
+
+    @reward
+    def by_turn() -> dict:
+        return {"reward": 1.0, "turn_rewards": [1.0, 3.0]}
+
+    weighted = Rewards([by_turn])
+    weighted._use([replace(entry, weight=0.5) for entry in weighted._entries])
+    scored = await weighted.score(replace(TRAJECTORY, turns=2), {}, None)
+    assert scored == EnvironmentReward(0.5, {}, [0.5, 1.5])
+
+
+async def test_options_go_before_fields(load: Callable[..., Rewards]) -> None:
+    rewards = load({"reward": "mine.py:one", "options": {"answer": "abc"}})
+    rewards.check({"question": "q"})
+    assert (await rewards.score(TRAJECTORY, {"answer": "a", "scale": 2.0}, None)).reward == 6.0
 
 
 async def test_without_rewards_the_environment_counts() -> None:
@@ -51,9 +153,15 @@ async def test_without_rewards_the_environment_counts() -> None:
 
 
 def test_a_field_that_no_row_has_is_told_before_the_run() -> None:
-    with pytest.raises(ValueError, match=r"exact wants 'answer'.*question"):
-        Rewards([exact]).check({"question": "q"})
+    with pytest.raises(InvalidReward, match=r"rewards\.1: exact wants 'answer'.*question.*data\.columns"):
+        Rewards([brevity, exact]).check({"question": "q"})
     Rewards([exact, brevity]).check({"question": "q", "answer": "4"})
+
+
+def test_a_field_under_a_name_that_rewards_have_is_told_before_the_run() -> None:
+    with pytest.raises(InvalidReward, match=r"takes 'prediction', which is also a field.*row_prediction: prediction"):
+        Rewards([exact]).check({"answer": "4", "prediction": "weather"})
+    Rewards([brevity]).check({"prediction": "weather"})
 
 
 async def test_rewards_of_turns_are_summed_by_turn() -> None:
@@ -67,7 +175,8 @@ async def test_rewards_of_turns_are_summed_by_turn() -> None:
 
     chain = replace(TRAJECTORY, turns=2)
     scored = await Rewards([exact, effort, insight]).score(chain, {"answer": "4"}, None)
-    assert scored == EnvironmentReward(2.0, {"success": 1.0, "deep": 1.0}, [-0.5, 1.5])
+    assert (scored.reward, scored.turn_rewards) == (2.0, [-0.5, 1.5])
+    assert scored.metrics["deep"] == 1.0
     with pytest.raises(ValueError, match="insight gave 2 turn_rewards, and the chain has 3 assistant turns"):
         await Rewards([effort, insight]).score(replace(TRAJECTORY, turns=3), {}, None)
     given = EnvironmentReward(0.5, {}, [1.0])
@@ -78,12 +187,27 @@ async def test_rewards_of_turns_are_summed_by_turn() -> None:
 
 @pytest.mark.parametrize(
     "result",
+    [3, 3.0, True + 2, np.float32(3), np.int64(3), np.array(3), torch.tensor(3), {"reward": torch.tensor(3.0)}],
+)
+async def test_any_scalar_is_a_reward(result: object) -> None:
+    @reward
+    def three() -> object:
+        return result
+
+    scored = await Rewards([three]).score(TRAJECTORY, {}, None)
+    assert scored == EnvironmentReward(3.0)
+    assert type(scored.reward) is float
+
+
+@pytest.mark.parametrize(
+    "result",
     [
         None,
         "high",
         {"success": 1},
         {"reward": None},
         float("nan"),
+        np.array([1.0, 2.0]),
         {"reward": 1, "depth": float("inf")},
         {"reward": 1, "turn_rewards": 0.5},
         {"reward": 1, "turn_rewards": [0.5, None]},
@@ -99,15 +223,214 @@ async def test_results_that_are_no_numbers_are_errors(result: object) -> None:
         await Rewards([odd]).score(TRAJECTORY, {}, None)
 
 
+@pytest.mark.parametrize("kind", ["sync", "async", "late"])
+async def test_what_a_reward_raises_names_the_reward(kind: str) -> None:
+    def wrong() -> float:
+        raise TimeoutError("of its own")
+
+    async def wrong_later() -> float:
+        raise TimeoutError("of its own")
+
+    function = {"sync": wrong, "async": wrong_later, "late": lambda: wrong_later()}[kind]
+    with pytest.raises(RewardError, match=r"(wrong|wrong_later|<lambda>) raised TimeoutError: of its own"):
+        await Rewards([function]).score(TRAJECTORY, {}, None)
+
+
+async def test_a_blocking_reward_leaves_the_loop_alone_and_has_a_time_limit() -> None:
+    let_go = threading.Event()
+
+    def stuck(answer: str) -> float:
+        let_go.wait(30)
+        return 1.0
+
+    async def stuck_too() -> float:
+        await asyncio.Event().wait()
+        return 1.0
+
+    for function in (stuck, stuck_too):
+        rewards = Rewards([function])
+        rewards._use([replace(entry, timeout_seconds=0.2) for entry in rewards._entries])
+        scoring = asyncio.create_task(rewards.score(TRAJECTORY, {"answer": "4"}, None))
+        ticks = 0
+        while not scoring.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        assert ticks > 3
+        with pytest.raises(
+            RewardError, match=rf"{function.__name__} took longer than rewards\.0\.timeout_seconds=0\.2"
+        ):
+            await scoring
+    let_go.set()
+
+
+async def test_blocking_rewards_of_many_chains_run_side_by_side() -> None:
+    barrier = threading.Barrier(20)
+
+    def together() -> float:
+        barrier.wait(20)  # breaks, and raises, unless all of them run at once
+        return 1.0
+
+    rewards = Rewards([together])
+    scored = await asyncio.gather(*(rewards.score(TRAJECTORY, {}, None) for _ in range(20)))
+    assert [one.reward for one in scored] == [1.0] * 20
+
+
+async def test_two_rewards_may_not_give_one_metric() -> None:
+    @reward
+    def lenient(prediction: str) -> dict:
+        return {"reward": 1.0, "success": 1.0}
+
+    with pytest.raises(ValueError, match="exact and lenient both give the metric 'success'"):
+        await Rewards([exact, lenient]).score(TRAJECTORY, {"answer": "4"}, None)
+
+
 def test_parameters_must_have_names() -> None:
-    with pytest.raises(TypeError, match="cannot be filled by name"):
-        reward(lambda *everything: 0.0)
+    for given in (lambda *everything: 0.0, lambda prediction, /: 0.0):
+        with pytest.raises(TypeError, match="cannot be filled by name"):
+            reward(given)
+        with pytest.raises(TypeError, match="cannot be filled by name"):
+            Rewards([given])
 
 
-def test_loading(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "from agentfactory import reward\n\n@reward\ndef one(): return 1\n\ndef two(): return 2\n"
+async def test_a_class_is_made_once_with_its_options(load: Callable[..., Rewards]) -> None:
+    rewards = load({"reward": "mine.py:Counting", "options": {"start": 5}})
+    async with rewards:
+        scored = [(await rewards.score(TRAJECTORY, {}, None)).reward for _ in range(2)]
+    assert scored == [6.0, 7.0]
+    assert (await rewards.score(TRAJECTORY, {}, None)).reward == 0.0  # it was closed
+    with pytest.raises(InvalidReward, match=r"rewards\.0: Counting needs an answer"):
+        rewards.check({"question": "q"})
+    rewards.check({"question": "q", "answer": "a"})
+
+
+@pytest.mark.parametrize(
+    ("entry", "field", "message"),
+    [
+        ("mine.py:two", "rewards.1", r"mine\.py:two is not a reward; put @reward above"),
+        ("mine.py:four", "rewards.1", "defines no four"),
+        ("exact", "rewards.1", r"'exact' is not prebuilt \(exact_match, f1, .*judge\)"),
+        ("mine.py:one", "rewards.1", r"rewards\.0 is called 'one' too.*rewards\.1\.name"),
+        ({"reward": "mine.py:Counting"}, "rewards.1.options", "could not be made.*it takes start"),
+        (
+            {"reward": "mine.py:Counting", "options": {"begin": 1}},
+            "rewards.1.options.begin",
+            "no such option; it takes start",
+        ),
+        ({"reward": "mine.py:shortest", "options": {"bnus": 1}}, "rewards.1.options.bnus", "it takes answer, bonus"),
+        ({"reward": "mine.py:three", "options": {"trajectory": 1}}, "rewards.1.options.trajectory", "from the chain"),
+        (
+            {"reward": "f1", "options": {"feild": "x"}},
+            "rewards.1.options.feild",
+            "takes field, extract, extract_answer",
+        ),
+        ({"reward": "f1", "options": {"field": 3}}, "rewards.1.options.field", "got 3"),
+        (
+            {"reward": "f1", "options": {"extract": "("}},
+            "rewards.1.options.extract",
+            r"got '\(': not a regular expression",
+        ),
+        ({"reward": "length"}, "rewards.1.options.longest", "required"),
+        ({"reward": "format"}, "rewards.1.options", "give either pattern or tags"),
+    ],
+)
+def test_entries_that_cannot_work(load: Callable[..., Rewards], entry: Any, field: str, message: str) -> None:
+    with pytest.raises(InvalidReward, match=message) as refused:
+        load({"reward": "mine.py:one"}, entry)
+    assert refused.value.field == field
+    assert refused.value.fix
+
+
+def test_a_name_tells_two_of_a_kind_apart(load: Callable[..., Rewards]) -> None:
+    load(
+        "f1",
+        {"reward": "f1", "name": "f1_short", "options": {"field": "short"}},
+        {"reward": "mine.py:one", "weight": 0},
     )
-    assert len(Rewards.load(["mine.py:one"], tmp_path).functions) == 1
-    with pytest.raises(ValueError, match=r"mine\.py:two is not a reward; put @reward"):
-        Rewards.load(["mine.py:two"], tmp_path)
+
+
+async def test_a_group_is_judged_together(load: Callable[..., Rewards]) -> None:
+    rewards = load({"reward": "mine.py:shortest", "weight": 2, "options": {"bonus": 3}}, "mine.py:one")
+    assert rewards.has_group_rewards
+    assert not load("mine.py:one").has_group_rewards
+    alone = await rewards.score(chain("a"), {"answer": "a"}, None)
+    assert alone == EnvironmentReward(1.0, {"reward/one": 1.0})
+    chains = [chain("bb", 1.0, metrics={"moves": 2.0}), chain("a", 0.5), chain("x", None), chain("ccc", -1.0)]
+    await rewards.score_group(chains, {"answer": "a"})
+    assert [one.reward for one in chains] == [1.0, 6.5, None, -1.0]
+    assert chains[0].metrics == {"moves": 2.0, "reward/shortest": 0.0}
+    assert chains[1].metrics == {"reward/shortest": 3.0}
+    await rewards.score_group([chain("x", None)], {"answer": "a"})  # nobody to judge
+
+
+async def test_a_group_reward_sees_trajectories_and_may_be_async_and_judge_turns() -> None:
+    @reward(group=True)
+    async def rank(trajectories: list[Trajectory], predictions: list[str], level: int) -> list[Any]:
+        best = max(one.reward or 0.0 for one in trajectories)
+        return [
+            {"reward": level * (one.reward == best), "turn_rewards": [0.5], "rank": number}
+            for number, one in enumerate(trajectories)
+        ]
+
+    chains = [chain("a", 1.0, turn_rewards=[2.0]), chain("b", 0.0)]
+    rewards = Rewards([rank])
+    with pytest.raises(InvalidReward, match="rank wants 'level', which is neither one of predictions, trajectories"):
+        rewards.check({"question": "q"})
+    assert await rewards.score(chains[0], {"level": 4}, None) == EnvironmentReward(0.0)
+    await rewards.score_group(chains, {"level": 4})
+    assert [(one.reward, one.turn_rewards) for one in chains] == [(5.0, [2.5]), (0.0, [0.5])]
+    assert [one.metrics for one in chains] == [{"rank": 0.0}, {"rank": 1.0}]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "message"),
+    [
+        (1.0, "returned 1.0; it has to be a list with a number or dict for each of the 2 chains"),
+        ([1.0], "for each of the 2 chains"),
+        ("ab", "for each of the 2 chains"),
+        ([1.0, None], "returned None"),
+        ([1.0, {"reward": 1.0, "turn_rewards": [1.0, 2.0]}], "2 turn_rewards, and the chain has 1"),
+        (ZeroDivisionError("no"), "odd raised ZeroDivisionError: no"),
+    ],
+)
+async def test_a_group_reward_that_fails_leaves_no_reward(verdicts: Any, message: str) -> None:
+    @reward(group=True)
+    def odd(predictions: list[str]) -> Any:
+        if isinstance(verdicts, Exception):
+            raise verdicts
+        return verdicts
+
+    chains = [chain("a", 1.0), chain("b", 0.0, turn_rewards=[1.0]), chain("x", None)]
+    await Rewards([odd]).score_group(chains, {})
+    for one in chains[:2]:
+        assert (one.outcome, one.reward, one.turn_rewards) == (Outcome.REWARD_ERROR, None, None)
+        assert message in (one.error or "")
+    assert (chains[2].outcome, chains[2].error) == (Outcome.COMPLETED, None)
+
+
+async def test_arrays_are_lists_of_verdicts() -> None:
+    @reward(group=True)
+    def scores(predictions: list[str]) -> Any:
+        return np.arange(len(predictions))
+
+    chains = [chain("a"), chain("b")]
+    await Rewards([scores]).score_group(chains, {})
+    assert [one.reward for one in chains] == [0.0, 1.0]
+
+
+async def test_closing_goes_on_after_a_failure() -> None:
+    closed = []
+
+    class Held:
+        def __init__(self, name: str):
+            self.__name__ = name
+
+        def __call__(self) -> float:
+            return 1.0
+
+        async def close(self) -> None:
+            closed.append(self.__name__)
+            raise OSError("gone")
+
+    async with Rewards([Held("a"), Held("b")]):
+        pass
+    assert closed == ["a", "b"]

@@ -2,8 +2,9 @@ import re
 
 import pytest
 
-from rollout.hermes import parse_calls
-from rollout.templates import ChatTemplate, Choice, RenderError, choose_template, training_variant
+from rollout.parsers import load_parser
+from rollout.probing import Choice, choose_template, training_variant
+from rollout.templates import ChatTemplate, RenderError
 from tests.chat_tokenizers import (
     SPECIAL,
     STRIPS_REASONING,
@@ -14,10 +15,10 @@ from tests.chat_tokenizers import (
 )
 
 
-def choose(template: str, tools: bool = True) -> Choice:
+def choose(template: str, tools: bool = True, parser: str = "hermes") -> Choice:
     special = dict.fromkeys(["<|im_start|>", "<|im_end|>", *SPECIAL.findall(template), "<|endoftext|>"])
     tokenizer = make_tokenizer(special=tuple(special))
-    return choose_template(tokenizer, template, tools, lambda text: parse_calls(text).calls)
+    return choose_template(tokenizer, template, tools, load_parser(parser))
 
 
 CHATML = (

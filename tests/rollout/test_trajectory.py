@@ -54,8 +54,23 @@ def test_turns_are_found_in_the_rows() -> None:
     chain.turns = 3
     assert chain.turn_spans() == [(0, 3, 5), (0, 6, 7), (1, 2, 5)], "versions may change within a turn"
     forked.append_context([7])
+    forked.append_sampled([], [], [])
     chain.turns = 4
     assert chain.turn_spans() == [(0, 3, 5), (0, 6, 7), (1, 2, 5), (1, 6, 6)], "the last turn said nothing"
+    forked.append_sampled([8, 9, 10, 11], [0.0, -1.0, 0.0, -1.0], [Span("5", 1, 2), Span("5", 3, 4)], [0, 1, 0, 1])
+    chain.turns = 5
+    assert chain.turn_spans()[-1] == (1, 7, 10), "from its first sampled token, with what was put into it"
+    assert forked.mask[-4:] == [0, 1, 0, 1]
+    assert forked.versions[-2:] == [Span("5", 7, 8), Span("5", 9, 10)]
+
+
+def test_turns_are_found_in_rows_that_did_not_note_their_ends() -> None:
+    row = Row([1, 2, 3, 4, 5], [0, 1, 1, 0, 1], [0.0] * 5)
+    chain = Trajectory("c", [], [row], Outcome.COMPLETED, turns=2)
+    assert chain.turn_spans() == [(0, 1, 3), (0, 4, 5)]
+    row.append_context([6])
+    chain.turns = 3
+    assert chain.turn_spans() == [(0, 1, 3), (0, 4, 5), (0, 6, 6)], "the last turn said nothing"
     assert Trajectory("c", [], [], Outcome.TOOL_INFRASTRUCTURE).turn_spans() == []
 
 

@@ -2,8 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,11 +24,17 @@ def stdio_server(*objects: str, **fields: object) -> dict[str, object]:
     return {"command": "python", "args": ["-P", "-m", "tools.serve", *(objects or OBJECTS)], **fields}
 
 
-@contextmanager
-def http_server(*objects: str, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def http_server(
+    *objects: str, port: int = 0, more: Sequence[str] = ()
+) -> AbstractContextManager[tuple[subprocess.Popen[str], str]]:
     """A running HTTP server of `objects`: its process and its address."""
-    command = [sys.executable, "-P", "-m", "tools.serve", *(objects or OBJECTS), "--http", str(port)]
-    with subprocess.Popen(command, cwd=FOLDER, stdout=subprocess.PIPE, text=True) as process:
+    return running("-P", "-m", "tools.serve", *(objects or OBJECTS), "--http", str(port), *more)
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A Python process that serves HTTP, and says so: the process and its address."""
+    with subprocess.Popen([sys.executable, *arguments], cwd=FOLDER, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()

@@ -61,6 +61,7 @@ async def block() -> str:
 class Scratchpad(Environment):
     """Remembers one word for each chain."""
 
+    released: ClassVar[list[str]] = []
     closed: ClassVar[list[str]] = []
 
     def __init__(self) -> None:
@@ -97,7 +98,11 @@ class Scratchpad(Environment):
             return {"reward": 0.5, "turn_rewards": [1, -0.25]}
         return {"reward": float(len(self.word)), "success": self.word != "nothing"}
 
+    async def release(self) -> None:
+        self.released.append(self.word)
+        if self.word == "clingy":
+            raise RuntimeError("will not let go")
+        self.word = "nothing"
+
     async def close(self) -> None:
         self.closed.append(self.word)
-        if self.word == "clingy":
-            raise RuntimeError("will not close")

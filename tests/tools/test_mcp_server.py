@@ -1,16 +1,22 @@
-"""What may be served together, and what a server says of it."""
+"""What may be served together, what a server says of it, and how it lends out its environments."""
 
 import asyncio
 import threading
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
 
+import PIL.Image
 import pytest
 from mcp import Client, MCPError
 from mcp.server.mcpserver import MCPServer
 
+from tools.config import PoolConfig
 from tools.environment import Environment
-from tools.mcp_server import CHAIN_KEY, ERROR_KEY, ROLE_KEY, build_server
-from tools.tool import tool
+from tools.mcp_server import CHAIN_KEY, ROLE_KEY, build_server
+from tools.messages import ToolInfrastructureError
+from tools.results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of
+from tools.tool import finish, tool
 
 
 class Counter(Environment):
@@ -84,12 +90,12 @@ async def test_an_environment() -> None:
         roles = {tool.name: (tool.meta or {})[ROLE_KEY] for tool in listed}
         assert list(roles) == [
             *("zigzag", "amble", "add", "nothing", "surrogate", "unprintable", "stop"),
-            *("reset", "reward", "close"),
+            *("reset", "reward", "close", "gauges"),
         ]
-        assert {name for name, role in roles.items() if role != "tool"} == {"reset", "reward", "close"}
+        assert {name for name, role in roles.items() if role != "tool"} == {"reset", "reward", "close", "gauges"}
 
         assert await call(client, "reset", start=3, color="red", size=2) == ("color, size", None)
-        assert await call(client, "zigzag") == ("tool", None)
+        assert await call(client, "zigzag") == ("user code", None)
         assert await call(client, "amble") == ("MainThread", None)
         assert await call(client, "nothing") == ("", None)
         assert await call(client, "surrogate") == ("a?b", None)
@@ -112,21 +118,28 @@ async def test_an_environment() -> None:
             await call(client, "dance")
 
 
-async def test_resets_make_instances() -> None:
+async def test_chains_take_turns_with_instances() -> None:
     before = Counter.instances
     async with Client(build_server([Counter])) as client:
         await call(client, "reset", "a", start=1)
         await call(client, "reset", "b", start=2)
         await call(client, "reset", "a", start=10)
+        assert Counter.instances == before + 2
         assert (await call(client, "add", "a", number=1), await call(client, "add", "b", number=1)) == (
             ("11", None),
             ("3", None),
         )
+        assert await gauges(client) == {"in_use": 2, "idle": 0, "waiting": 0, "made": 2, "recycled": 0, "broken": 0}
         assert await call(client, "reset", "c") == (
             "TypeError: Counter.reset() missing 1 required positional argument: 'start'",
             "tool_error",
         )
-    assert Counter.instances == before + 4
+        with pytest.raises(MCPError, match="holds no state of this chain"):
+            await call(client, "add", "c", number=1)
+        for chain in "abc":
+            await call(client, "close", chain)
+        assert await gauges(client) == {"in_use": 0, "idle": 2, "waiting": 0, "made": 3, "recycled": 0, "broken": 1}
+    assert Counter.instances == before + 3
 
 
 @pytest.mark.parametrize(
@@ -158,9 +171,263 @@ async def test_an_environment_without_a_reward() -> None:
         pass
 
     async with Client(build_server([Aimless])) as client:
+        assert [tool.name for tool in (await client.list_tools()).tools] == ["reset", "close", "gauges"]
         await call(client, "reset")
-        text, _ = await call(client, "reward")
-        assert text == "NotImplementedError: Aimless has no reward(): define one, or give the recipe `rewards:`"
+        with pytest.raises(MCPError, match="no tool reward"):
+            await call(client, "reward")
+
+
+async def test_results() -> None:
+    picture = PIL.Image.new("RGB", (2, 2))
+
+    class Gallery(Environment):
+        def reset(self) -> Any:
+            return ["Look:", picture]
+
+        @tool
+        def look(self) -> Any:
+            """Look."""
+            return {"observation": [picture, "a square"], "size": 2}
+
+        @tool
+        async def leave(self) -> Any:
+            """Leave."""
+            return finish("Bye.")
+
+    async with Client(build_server([Gallery])) as client:
+        meta: Any = {CHAIN_KEY: "a"}
+        opening = content_of(await client.call_tool("reset", {}, meta=meta))
+        looked = await client.call_tool("look", {}, meta=meta)
+        left = await client.call_tool("leave", {}, meta=meta)
+    assert [part["type"] for part in opening] == ["text", "image_url"]  # type: ignore[index]
+    assert [part["type"] for part in content_of(looked)] == ["image_url", "text"]  # type: ignore[index]
+    assert looked.meta is not None
+    assert looked.meta[INFO_KEY] == {"size": 2}
+    assert FINISH_KEY not in looked.meta
+    assert left.meta is not None
+    assert left.meta[FINISH_KEY] is True
+    assert content_of(left) == "Bye."
+
+
+async def test_methods_of_an_instance() -> None:
+    class Index:
+        def __init__(self, pages: list[str]) -> None:
+            self.pages = pages
+
+        @tool
+        def search(self, word: str) -> list[str]:
+            """Search."""
+            return [page for page in self.pages if word in page]
+
+        @tool
+        async def count(self) -> int:
+            """Count."""
+            return len(self.pages)
+
+    index = Index(["red tea", "green tea", "coffee"])
+    async with Client(build_server([index.search, index.count])) as client:
+        assert await call(client, "search", None, word="tea") == ('["red tea", "green tea"]', None)
+        assert await call(client, "count", None) == ("3", None)
+    with pytest.raises(TypeError, match="search is a method of a class: serve that of an instance"):
+        build_server([Index.search])
+
+
+class Room(Environment):
+    """Writes down what happens to each instance."""
+
+    log: ClassVar[list[str]] = []
+    numbers: ClassVar[list[int]] = []
+
+    def __init__(self, name: str = "room", seconds: float = 0.0) -> None:
+        time.sleep(seconds)
+        self.numbers.append(len(self.numbers))
+        self.name = f"{name}{self.numbers[-1]}"
+        self.word = ""
+        self.thread = threading.current_thread().name
+        self.log.append(f"make {self.name}")
+
+    async def reset(self, word: str = "", fault: str = "") -> str:
+        self.fault = fault
+        if fault == "reset":
+            raise ValueError("no way in")
+        before, self.word = self.word, word
+        return before
+
+    @tool
+    async def read(self) -> str:
+        """Read."""
+        return self.word
+
+    @tool
+    def nap(self, seconds: float) -> str:
+        """Sleep."""
+        time.sleep(seconds)
+        self.log.append(f"slept in {self.name}")
+        return "awake"
+
+    @tool
+    async def collapse(self) -> str:
+        """Break the instance."""
+        raise ToolInfrastructureError("the roof came down")
+
+    def release(self) -> None:
+        self.log.append(f"release {self.name}")
+        if self.fault == "release":
+            raise ValueError("no way out")
+
+    async def healthy(self) -> bool:
+        return self.fault != "sick"
+
+    def close(self) -> None:
+        self.log.append(f"close {self.name}")
+
+
+@pytest.fixture
+def log() -> list[str]:
+    Room.log.clear()
+    Room.numbers.clear()
+    return Room.log
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def gauges(client: Client) -> Any:
+    return (await client.call_tool("gauges", {})).structured_content
+
+
+async def test_the_life_of_instances(log: list[str]) -> None:
+    pool = PoolConfig(capacity=1, max_uses=2)
+    async with Client(build_server([Room], pool=pool, options={"name": "cell"})) as client:
+        for chain in "abc":
+            assert await call(client, "reset", chain, word=chain) == ("a" if chain == "b" else "", None)
+            await call(client, "close", chain)
+        await until(lambda: "close cell0" in log)
+        assert (await gauges(client))["recycled"] == 1
+    assert log == [
+        *("make cell0", "release cell0"),
+        *("close cell0", "make cell1", "release cell1", "close cell1"),
+    ]
+
+
+async def test_instances_that_are_not_used_again(log: list[str]) -> None:
+    async with Client(build_server([Room], pool=PoolConfig(capacity=1))) as client:
+        assert await call(client, "reset", "a", fault="reset") == ("ValueError: no way in", "tool_error")
+        assert await call(client, "reset", "b", fault="release") == ("", None)
+        await call(client, "close", "b")
+        assert await call(client, "reset", "c", fault="sick") == ("", None)
+        await call(client, "close", "c")
+        assert await call(client, "reset", "d") == ("", None)
+        with pytest.raises(MCPError, match="the roof came down"):
+            await call(client, "collapse", "d")
+        await call(client, "close", "d")
+        assert await call(client, "reset", "e") == ("", None)
+        assert (await gauges(client))["broken"] == 4
+    assert [line for line in log if line.startswith("close")] == [f"close room{number}" for number in range(5)]
+
+
+async def test_a_call_that_was_given_up_keeps_its_instance(log: list[str]) -> None:
+    async with Client(build_server([Room], pool=PoolConfig(capacity=1))) as client:
+        await call(client, "reset", "a", word="a")
+        nap = asyncio.create_task(call(client, "nap", "a", seconds=0.3))
+        await asyncio.sleep(0.05)
+        nap.cancel()
+        closing = asyncio.create_task(call(client, "close", "a"))
+        assert await call(client, "reset", "b", word="b") == ("a", None)
+        assert await call(client, "read", "b") == ("b", None)
+        await closing
+    assert log == ["make room0", "slept in room0", "release room0", "close room0"]
+
+
+async def test_waiting_for_an_instance(log: list[str]) -> None:
+    async with Client(build_server([Room], pool=PoolConfig(capacity=1, wait_seconds=0.2))) as client:
+        await call(client, "reset", "a")
+        with pytest.raises(
+            MCPError, match=r"agentfactory: no instance within 0.2 s .* all 1 \(pool.capacity\) are taken"
+        ):
+            await call(client, "reset", "b")
+        gone = asyncio.create_task(call(client, "reset", "c"))
+        await until_waiting(client)
+        await call(client, "close", "c")
+        await call(client, "close", "a")
+        with pytest.raises(MCPError, match="the chain was released while it waited"):
+            await gone
+        lost = asyncio.create_task(call(client, "reset", "d"))
+        await lost
+        cancelled = asyncio.create_task(call(client, "reset", "e"))
+        await until_waiting(client)
+        cancelled.cancel()
+        await call(client, "close", "d")
+        assert await call(client, "reset", "f") == ("", None)
+        await call(client, "close", "f")
+        assert await gauges(client) == {"in_use": 0, "idle": 1, "waiting": 0, "made": 1, "recycled": 0, "broken": 0}
+
+
+async def until_waiting(client: Client) -> None:
+    async with asyncio.timeout(20):
+        while not (await gauges(client))["waiting"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def test_warm_instances_are_made_in_threads_before_anybody_asks(log: list[str]) -> None:
+    async with Client(build_server([Room], pool=PoolConfig(warm=3), options={"seconds": 0.1})):
+        await until(lambda: len(log) == 3)
+        assert set(log) == {"make room0", "make room1", "make room2"}
+    assert len([line for line in log if line.startswith("close")]) == 3
+
+
+async def test_a_constructor_that_raises() -> None:
+    class Haunted(Environment):
+        def __init__(self) -> None:
+            assert threading.current_thread() is not threading.main_thread()
+            raise OSError("no disk")
+
+    async with Client(build_server([Haunted])) as client:
+        assert await call(client, "reset") == ("OSError: no disk", "tool_error")
+
+
+async def test_a_class_that_cannot_forget_is_made_anew() -> None:
+    class Bucket(Environment):
+        def __init__(self) -> None:
+            self.words: list[str] = []
+
+        @tool
+        async def put(self, word: str) -> list[str]:
+            """Put."""
+            self.words.append(word)
+            return self.words
+
+    async with Client(build_server([Bucket])) as client:
+        for chain in "ab":
+            await call(client, "reset", chain)
+            assert await call(client, "put", chain, word=chain) == (f'["{chain}"]', None)
+            await call(client, "close", chain)
+        assert (await gauges(client))["recycled"] == 2
+
+
+async def test_a_chain_that_calls_nothing_any_more_loses_its_instance(log: list[str]) -> None:
+    async with Client(build_server([Room], pool=PoolConfig(capacity=1), idle_seconds=0.4)) as client:
+        await call(client, "reset", "a", word="a")
+        for _ in range(5):  # longer than the limit in all, never at a time
+            await asyncio.sleep(0.1)
+            assert await call(client, "read", "a") == ("a", None)
+        assert await call(client, "reset", "b", word="b") == ("a", None)
+        with pytest.raises(MCPError, match=r"holds no state of this chain: .* it called nothing for 0.4 s"):
+            await call(client, "read", "a")
+        assert await call(client, "read", "b") == ("b", None)
+
+
+async def test_two_clients_of_one_server_share_the_instances(log: list[str]) -> None:
+    server = build_server([Room])
+    async with Client(server) as one:
+        async with Client(server) as two:
+            await call(two, "reset", "a", word="a")
+        assert await call(one, "read", "a") == ("a", None)
+        assert "close room0" not in log
+    assert log[-1] == "close room0"
 
 
 def _refused() -> list[tuple[list[Any], str]]:
@@ -181,10 +448,10 @@ def _refused() -> list[tuple[list[Any], str]]:
     return [
         ([add, add], "two tools are called add"),
         ([Counter, add], "two tools are called add"),
-        ([Another, Counter], "Another and Counter are both Environments"),
-        ([Demanding], "Demanding: an Environment is made without arguments"),
+        ([Another, Counter], "Another and Counter are both Environments; serve each by a server of its own"),
+        ([Demanding], "options.size: Demanding cannot be made without it; give it under `options:`"),
         ([Confused], "Confused.reset is not for the model"),
-        ([len], "<built-in function len> is neither a @tool function nor an Environment class"),
+        ([len], "<built-in function len> is neither a @tool function or method nor an Environment"),
         ([MCPServer("x"), add], r"is served alone"),
     ]
 
@@ -193,6 +460,21 @@ def _refused() -> list[tuple[list[Any], str]]:
 def test_refused_objects(objects: list[Any], reason: str) -> None:
     with pytest.raises(TypeError, match=reason):
         build_server(objects, "pad")
+
+
+def test_options_that_do_not_fit() -> None:
+    @tool
+    def add(number: int) -> int: ...
+
+    with pytest.raises(TypeError, match=r"options\.colour: Room has no such argument; it takes name, seconds"):
+        build_server([Room], options={"colour": "red", "name": "x"})
+    with pytest.raises(TypeError, match=r"options\.size: Counter has no such argument; it takes none"):
+        build_server([Counter], options={"size": 1})
+    for objects in ([add], [MCPServer("theirs")]):
+        with pytest.raises(TypeError, match=r"options: server pad has no Environment class, .*; remove it"):
+            build_server(objects, "pad", options={"size": 1})
+        with pytest.raises(TypeError, match=r"pool: server pad has no Environment class"):
+            build_server(objects, "pad", pool=PoolConfig(capacity=1))
 
 
 def test_a_server_object_is_served_as_it_is() -> None:

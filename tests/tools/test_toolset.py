@@ -182,8 +182,8 @@ async def test_a_timeout_is_told_and_disturbs_nobody(http_url: str, folder: Path
         assert (await session.call(make("wait", seconds=0))).content == "awake"
 
 
-async def test_environments_are_closed_whatever_happens(folder: Path) -> None:
-    closed = load_object("scratchpad.py:Scratchpad", folder).closed
+async def test_environments_are_let_go_of_whatever_happens(folder: Path) -> None:
+    released = load_object("scratchpad.py:Scratchpad", folder).released
     async with open_toolset(ToolsRecipe(tools=["scratchpad.py:Scratchpad", "scratchpad.py:wait"]), folder) as toolset:
 
         async def live(word: str, act: str) -> None:
@@ -193,7 +193,7 @@ async def test_environments_are_closed_whatever_happens(folder: Path) -> None:
                     raise KeyError(word)
                 await session.call(make("wait", seconds=30 if act == "hang" else 0))
 
-        closed.clear()
+        released.clear()
         hanging = asyncio.create_task(live("cancelled", "hang"))
         with pytest.raises(KeyError):
             await live("raised", "raise")
@@ -201,7 +201,7 @@ async def test_environments_are_closed_whatever_happens(folder: Path) -> None:
         hanging.cancel()
         with pytest.raises(asyncio.CancelledError):
             await hanging
-        assert sorted(closed) == ["cancelled", "ended", "raised"]
+        assert sorted(released) == ["cancelled", "ended", "raised"]
 
 
 THEIRS = '''
@@ -296,7 +296,7 @@ async def test_no_tools(folder: Path) -> None:
     [
         ({"tools": ["scratchpad.py:sub"]}, UserCodeError, "scratchpad.py defines no sub; it defines add, shout"),
         ({"tools": ["nowhere.py:add"]}, UserCodeError, "there is no file"),
-        ({"tools": ["scratchpad.py:Literal"]}, TypeError, "neither a @tool function nor an Environment"),
+        ({"tools": ["scratchpad.py:Literal"]}, TypeError, "neither a @tool function or method nor an Environment"),
         (
             {"tools": ["scratchpad.py:add"], "mcp_servers": {"add": {"module": "scratchpad.py:shout"}}},
             ValueError,

@@ -1,0 +1,250 @@
+"""`Agent` for scripts and notebooks: a model, tools and a reward, run by the engine that training uses."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, Self
+
+from agentfactory.processes import Child
+from agentfactory.served import serve
+from rollout.agent import AgentHooks
+from rollout.chain import ENDINGS, ChainRunner, Sampling
+from rollout.client import InferenceClient, ServerUnreachableError
+from rollout.config import RolloutRecipe
+from rollout.data import Task
+from rollout.evaluate import open_runner
+from rollout.renderer import load_tokenizer
+from rollout.rewards import Rewards, prediction_of
+from rollout.serving import missing_from
+from rollout.trajectory import Trajectory
+from tools.messages import Message
+
+_ADAPTER = "adapter_config.json"
+_RETRY_SECONDS = 30.0
+"""How long a server that went away is waited for: somebody sits in front of a script."""
+
+
+@dataclass(frozen=True)
+class AgentResult:
+    """What `Agent.run` gives: its chains."""
+
+    trajectories: list[Trajectory]
+
+    @property
+    def rewards(self) -> list[float | None]:
+        """Each chain's reward; None for a chain that failed, and where nothing gives rewards."""
+        return [trajectory.reward for trajectory in self.trajectories]
+
+    @property
+    def answers(self) -> list[str]:
+        """The last assistant message of each chain."""
+        return [prediction_of(trajectory) for trajectory in self.trajectories]
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """What is open while the agent lives; `weights` is the server's name for them, `server` one that is ours."""
+
+    runner: ChainRunner
+    weights: str
+    server: Child | None
+
+
+class Agent(AgentHooks):
+    """A model that acts with tools.
+
+        async with Agent("http://127.0.0.1:8000", tools=[search], reward=is_right) as agent:
+            result = await agent.run("Who wrote Emma?", answer="Jane Austen", num_chains=8)
+            print(result.rewards)
+
+    Without `async with`, the first `run` opens it, and `close` ends it. It uses what training uses: a subclass that
+    overrides `generate` or `parse` may be named by `rollout.agent`, and then it is made without arguments.
+    """
+
+    def __init__(
+        self,
+        model_or_url: str | Path | None = None,
+        tools: Sequence[Any] = (),
+        reward: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+        *,
+        engine: str = "vllm",
+        tokenizer: str | Path | None = None,
+        weights: str | None = None,
+        **recipe: Any,
+    ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            model_or_url: Address of a running inference server, or a model folder, a checkpoint or a hub name: for
+                these a server is started, which ends with the agent and with this process.
+            tools: `@tool` functions and methods, `Environment` classes, `MCPServer` objects, and names as in a recipe.
+            reward: One function or several, which are added up. None: the environment's own reward, if there is one.
+            engine: What serves a model that has no server yet: vllm, or embedded (small models).
+            tokenizer: Folder or hub name of the tokenizer, where the server's own name for its model is none here.
+            weights: The server's name for the weights; by default those that it was started with.
+            **recipe: Further sections of a recipe, such as rollout={"temperature": 0.7}, limits={...},
+                mcp_servers={...}, server={"max_model_len": 4096}.
+
+        Raises:
+            ValueError: something is given that cannot work; the message names it.
+        """
+        functions = [] if reward is None else [reward] if callable(reward) else list(reward)
+        self._rewards = Rewards(functions)
+        self._judged = bool(functions)
+        self._objects = [tool for tool in tools if not isinstance(tool, str)]
+        self._model = None if model_or_url is None else str(model_or_url)
+        is_url = self._model is not None and self._model.startswith(("http://", "https://"))
+        server = {"engine": engine, "retry_seconds": _RETRY_SECONDS, **recipe.pop("server", {})}
+        path = self._model if tokenizer is None else str(tokenizer)
+        self._recipe = RolloutRecipe.model_validate(
+            {
+                **recipe,
+                "tools": [tool for tool in tools if isinstance(tool, str)],
+                "model": {"path": path or "", **recipe.pop("model", {})},
+                "server": {**server, "url": self._model} if is_url else server,
+            }
+        )
+        if only := self._recipe.server.vllm_only() if engine == "embedded" else {}:
+            raise ValueError(f"server: {', '.join(only)} is for vLLM; remove it, or use engine='vllm'")
+        self._tokenizer = tokenizer
+        self._weights = weights
+        self._numbers = count()
+        self._owner: asyncio.Task[None] | None = None
+        self._opened: asyncio.Future[_Engine]
+        self._closing: asyncio.Event
+
+    async def __aenter__(self) -> Self:
+        await self._open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def run(
+        self, messages: str | list[Message], max_turns: int | None = None, num_chains: int = 1, **fields: Any
+    ) -> AgentResult:
+        """Run `num_chains` chains on one task, side by side.
+
+        Args:
+            messages: The question, or the messages that open the chain.
+            max_turns: Most assistant turns of a chain; by default `rollout.max_turns`.
+            num_chains: They are sampled apart, and a group-level reward compares them.
+            **fields: The task's other fields, which reach tools and rewards by name.
+
+        What goes wrong in a chain is its outcome, and told by its `error`. Raises ServerUnreachableError or ChildFailed
+        where the server is gone, ValueError where a reward wants a field that is not given.
+        """
+        if min(num_chains, 1 if max_turns is None else max_turns) < 1:
+            raise ValueError(f"got max_turns={max_turns} and num_chains={num_chains}; use at least 1")
+        opening: Task = {"question": messages} if isinstance(messages, str) else {"messages": messages}
+        task = {**opening, **fields}
+        self._rewards.check(task)
+        engine = await self._open()
+        runner = engine.runner if max_turns is None else engine.runner.with_max_turns(max_turns)
+        scored = ENDINGS if self._judged or runner.toolset.judges else frozenset()
+        name, temperature = f"run{next(self._numbers)}", self._recipe.rollout.temperature
+        ids = [f"{name}.{number}" for number in range(num_chains)]
+        chains = [runner.run(chain, task, Sampling(engine.weights, temperature, chain), scored) for chain in ids]
+        try:
+            return AgentResult((await runner.run_group(name, task, chains)).trajectories)
+        except ServerUnreachableError:
+            if engine.server is not None and engine.server.process.poll() is not None:
+                raise engine.server.failure() from None
+            raise
+
+    async def close(self) -> None:
+        """End what was opened: connections, tools, and a server that was started here. `run` opens it anew."""
+        if self._owner is None:
+            return
+        owner, self._owner = self._owner, None
+        if self._opened.done():
+            self._closing.set()
+        else:
+            owner.cancel()
+        with suppress(asyncio.CancelledError):
+            await owner
+
+    async def _open(self) -> _Engine:
+        if self._owner is None or self._owner.done():
+            self._opened = asyncio.get_running_loop().create_future()
+            self._closing = asyncio.Event()
+            self._owner = asyncio.create_task(self._own(self._opened, self._closing), name="agent")
+        return await asyncio.shield(self._opened)
+
+    async def _own(self, opened: asyncio.Future[_Engine], closing: asyncio.Event) -> None:
+        # one task opens and closes: a notebook's cells are tasks of their own
+        try:
+            async with self._engine() as engine:
+                opened.set_result(engine)
+                await closing.wait()
+        except Exception as error:
+            if opened.done():
+                raise
+            opened.set_exception(error)
+        finally:
+            opened.cancel()
+
+    @asynccontextmanager
+    async def _engine(self) -> AsyncIterator[_Engine]:
+        if self._model is None:
+            raise ValueError("Agent: there is no model to run; give model_or_url, a model folder or a server's address")
+        recipe, adapters, weights = self._recipe, dict[str, Path](), self._weights
+        async with AsyncExitStack() as stack:
+            if recipe.server.url is not None:
+                child, url = None, self._model
+            else:
+                self._check_engine()
+                folder = Path(self._model)
+                if (folder / _ADAPTER).is_file():
+                    base = json.loads((folder / _ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"]
+                    recipe, adapters, weights = _with_path(recipe, base), {"checkpoint": folder}, "checkpoint"
+                child, url = await stack.enter_async_context(serve(recipe, adapters))
+            card = await self._card(url, weights)
+            if self._tokenizer is None and recipe.server.url is not None:
+                recipe = _with_path(recipe, self._tokenizer_of(url, card))
+            if "max_total_tokens" not in recipe.rollout.model_fields_set and card.get("max_model_len"):
+                rollout = recipe.rollout.model_copy(update={"max_total_tokens": card["max_model_len"]})
+                recipe = recipe.model_copy(update={"rollout": rollout})
+            runner = await stack.enter_async_context(
+                open_runner(recipe, Path.cwd(), url, objects=self._objects, rewards=self._rewards, agent=self)
+            )
+            yield _Engine(runner, weights or card["id"], child)
+
+    def _check_engine(self) -> None:
+        server = self._recipe.server
+        if server.engine == "vllm" and (missing := missing_from(server.python)):
+            where = "here" if server.python is None else f"for server={{'python': {server.python!r}}}"
+            raise ValueError(
+                f"engine: {missing} is not installed {where}; install it, give the address of a running server, or use "
+                "engine='embedded' (small models)"
+            )
+
+    async def _card(self, url: str, weights: str | None) -> dict[str, Any]:
+        """What the server says of the base model. Raises ValueError where it has no weights of that name."""
+        server = self._recipe.server
+        async with InferenceClient(url, server.api_key_env, server.retry_seconds) as client:
+            await client.check_routes()
+            cards = await client.models(url)
+        names = [card["id"] for card in cards]
+        if weights is not None and weights not in names:
+            raise ValueError(f"weights: the server at {url} has none called {weights!r}; it has {', '.join(names)}")
+        return next(card for card in cards if not card.get("parent"))
+
+    def _tokenizer_of(self, url: str, card: dict[str, Any]) -> str:
+        path = str(card.get("root") or card["id"])
+        try:
+            load_tokenizer(path)
+        except ValueError as error:
+            raise ValueError(
+                f"tokenizer: the server at {url} calls its model {path}, and there is no tokenizer of that name here; "
+                "give tokenizer=FOLDER or a hub name"
+            ) from error
+        return path
+
+
+def _with_path(recipe: RolloutRecipe, path: str) -> RolloutRecipe:
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": path})})

@@ -1,0 +1,129 @@
+"""Text to token ids and back, where what people and tools said can never become a control token.
+
+A tokenizer takes `<|im_end|>` in a tool's result for the end of the turn, and whatever follows it for turns of others.
+So a mark goes into every such string of what was said, before the chat template is rendered, and the rendered text is
+tokenised in the pieces between the marks: no piece holds the string, no id is of the control token, and the ids are
+those of the same characters. Text without such a string is tokenised as ever.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+MARK = "\ufdd0"
+"""A noncharacter of Unicode, which stands in no text that is meant for others."""
+_UNFIT = re.compile(f"[{MARK}\ud800-\udfff]")
+"""What no text for others may hold, and tokenizers refuse: halves of surrogate pairs, and the mark itself."""
+
+
+class Encoder:
+    """A tokenizer with the token that ends a turn (empty: none), and with the tokens that a chat template frames turns
+    with: those that stand in its text `frame`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end: str, frame: str) -> None:
+        self.tokenizer = tokenizer
+        self.end = end
+        added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
+        # reasoning tags are no frame: prompts speak of them
+        framing = {end, tokenizer.eos_token} | {t for t in added if t in frame} - {"<think>", "</think>"}
+        self._of_assistants = _pattern(framing)
+        self._of_others = _pattern(framing | {token for token, special in added.items() if special})
+
+    def mark(self, text: str, role: str = "user") -> str:
+        """`text`, as somebody said it, with a mark in every string that only the chat template may write: the tokens
+        that frame turns and, unless an assistant wrote it, all special tokens."""
+        pattern = self._of_assistants if role == "assistant" else self._of_others
+        return pattern.sub(lambda match: match[0] + MARK, _UNFIT.sub("\ufffd", text))
+
+    def encode(self, text: str, follows: bool = False) -> list[int]:
+        """Ids of a text with marks. `follows`: it follows an end-of-turn token, or other text."""
+        return [i for _, piece, later in _pieces(text, follows) for i in self._tokens(piece, later)["input_ids"]]
+
+    def encode_with_offsets(self, text: str, follows: bool = False) -> tuple[list[int], list[int]]:
+        """The same ids, and where in the text each of them begins."""
+        ids: list[int] = []
+        starts: list[int] = []
+        for position, piece, later in _pieces(text, follows):
+            encoding = self._tokens(piece, later, offsets=True)
+            ids += encoding["input_ids"]
+            starts += [position + start for start in encoding["starts"]]
+        return ids, starts
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, control tokens as their names."""
+        text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def cut(self, text: str, max_tokens: int) -> str | None:
+        """`text` with its middle left out, such that it has at most `max_tokens` tokens: head, a marker that says how
+        much is missing, tail. None if it fits. Where not even the marker fits, the beginning of the marker."""
+        text = self.mark(text)
+        # a token stands for a byte at least, and a normaliser makes at most three of one
+        if 3 * len(text.encode()) <= max_tokens:
+            return None
+        total = len(self.encode(text))
+        if total <= max_tokens:
+            return None
+        _, starts = self.encode_with_offsets(text)
+        kept = max_tokens
+        while True:
+            marker = f"\n[... {total - kept} of {total} tokens left out ...]\n"
+            head = starts[(kept + 1) // 2] if kept else 0
+            tail = starts[total - kept // 2] if kept // 2 else len(text)
+            short = text[:head] + marker + text[tail:]
+            excess = len(self.encode(short)) - max_tokens
+            if excess <= 0:
+                return short.replace(MARK, "")
+            if kept == 0:
+                return self.decode(self.encode(marker.strip())[:max_tokens])
+            kept = max(0, kept - excess)
+
+    def _tokens(self, piece: str, follows: bool, offsets: bool = False) -> dict[str, Any]:
+        # some tokenizers treat the beginning of a text in a way of its own: it is tokenised behind an end-of-turn token
+        anchor = self.end if follows else ""
+        found = self.tokenizer(anchor + piece, add_special_tokens=False, return_offsets_mapping=offsets)
+        skip = 1 if anchor else 0
+        starts = [start - len(anchor) for start, _ in found["offset_mapping"][skip:]] if offsets else []
+        return {"input_ids": found["input_ids"][skip:], "starts": starts}
+
+
+def map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with every string in it changed, keys too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [map_strings(item, change) for item in value]
+    if isinstance(value, dict):
+        return {change(key): map_strings(item, change) for key, item in value.items()}
+    return value
+
+
+def skip_marked(text: str, plain: str) -> str | None:
+    """What follows `plain` in `text`, whose marks do not count; None where it does not begin with it."""
+    bare = text.replace(MARK, "")
+    if not bare.startswith(plain):
+        return None
+    left = len(bare) - len(plain)
+    at = len(text)
+    while left:
+        at -= 1
+        left -= text[at] != MARK
+    return text[at:]
+
+
+def _pieces(text: str, follows: bool) -> Iterator[tuple[int, str, bool]]:
+    """(position, piece, whether it follows something) of the pieces between marks."""
+    position = 0
+    for number, piece in enumerate(text.split(MARK)):
+        yield position, piece, follows or number > 0
+        position += len(piece) + len(MARK)
+
+
+def _pattern(tokens: set[Any]) -> re.Pattern[str]:
+    """Finds the first character of each of these strings, also where they overlap. One of a single character cannot be
+    parted."""
+    longest_first = sorted({t for t in tokens if t and len(t) > 1}, key=len, reverse=True)
+    return re.compile(f"(?s)(?={'|'.join(map(re.escape, longest_first))})." if longest_first else r"(?!)")

@@ -1,0 +1,147 @@
+"""Values of arguments: JSON that can be passed on, and text that becomes what a tool's schema asks for."""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+KINDS = {
+    dict: "an object",
+    list: "an array",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "a boolean",
+    type(None): "null",
+}
+"""Names of JSON's types, in words for the model."""
+MAX_DEPTH = 100
+"""How deeply arguments may be nested."""
+_SPACE = re.compile(r"\s*")
+
+
+def read_json(text: str, position: int = 0) -> tuple[Any, int]:
+    """The JSON value at `position`, and where it ends. Raises ValueError, in words for the model, for what is not valid
+    or cannot be written again: numbers too large, halves of surrogate pairs."""
+    try:
+        # the JSON value says itself where it ends, so that a closing tag inside a string argument is only text
+        value, end = _DECODER.raw_decode(text, position)
+        check_depth(value)
+        json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON ({error.msg} at character {error.pos - position})") from error
+    except UnicodeEncodeError as error:
+        raise ValueError("not valid JSON (half of a surrogate pair)") from error
+    except RecursionError as error:
+        raise ValueError("not valid JSON (nested too deeply)") from error
+    except ValueError as error:
+        raise ValueError(f"not valid JSON ({error})") from error
+    return value, end
+
+
+def check_depth(value: Any) -> None:
+    """Raise RecursionError for what is nested so deeply that those who pass it on could fail at it."""
+    layer = [value]
+    for _ in range(MAX_DEPTH):
+        layer = [v for x in layer if isinstance(x, list | dict) for v in (x.values() if isinstance(x, dict) else x)]
+        if not layer:
+            return
+    raise RecursionError
+
+
+def skip_space(text: str, position: int) -> int:
+    """The position of the next character that is no white space."""
+    found = _SPACE.match(text, position)
+    return found.end() if found else position
+
+
+def convert(text: str, schema: Any, root: dict[str, Any]) -> Any:
+    """A value written as text, by the schema of its parameter; `root` is the schema that holds its definitions.
+
+    It is read as the first of the schema's types, in their order, that it can be, null before all; what cannot be
+    read as any of them stays text, and the tool says what is wrong with it. A schema that says nothing takes JSON.
+    """
+    types = list(dict.fromkeys(_types(schema, root, 0)))
+    plain = text.strip()
+    if ("null" in types or not types) and plain in ("null", "None"):
+        return None
+    if types[:1] == ["string"]:
+        return text
+    if plain in ("True", "False") and ("boolean" in types or not types):
+        return plain == "True"
+    try:
+        value, end = read_json(plain)
+    except ValueError:
+        return text
+    if end != len(plain):
+        return text
+    for kind in types:
+        if kind == "string":
+            return text
+        if _is(value, kind):
+            return value
+    return text if types else value
+
+
+def write_value(value: Any) -> str:
+    """A value as the text that `convert` reads: strings as they are, all else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _types(schema: Any, root: dict[str, Any], depth: int) -> Iterator[str]:
+    """The JSON types that a schema names, in its order."""
+    if not isinstance(schema, dict) or depth > 8:
+        return
+    named = schema.get("type")
+    if isinstance(named, str):
+        yield named
+    elif isinstance(named, list):
+        yield from (kind for kind in named if isinstance(kind, str))
+    elif "enum" in schema or "const" in schema:
+        choices = schema.get("enum")
+        for value in choices if isinstance(choices, list) else [schema.get("const")]:
+            yield next((kind for kind in _PYTHON if _is(value, kind)), "string")
+    for key in ("anyOf", "oneOf", "allOf"):
+        options = schema.get(key)
+        for option in options if isinstance(options, list) else []:
+            yield from _types(option, root, depth + 1)
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        target: Any = root
+        for step in reference[2:].split("/"):
+            target = target.get(step) if isinstance(target, dict) else None
+        yield from _types(target, root, depth + 1)
+
+
+_PYTHON = {
+    "null": type(None),
+    "boolean": bool,
+    "integer": int,
+    "number": float,
+    "string": str,
+    "array": list,
+    "object": dict,
+}
+
+
+def _is(value: Any, kind: str) -> bool:
+    if kind == "number":
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind == "integer":
+        return isinstance(value, int) and not isinstance(value, bool)
+    return kind in _PYTHON and isinstance(value, _PYTHON[kind])
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {number[:20]} is too large")
+    return value
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_no_constant)

@@ -1,0 +1,59 @@
+"""`@reward`: marks what judges chains."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, overload
+
+Judge = TypeVar("Judge", bound=Callable[..., Any])
+
+
+@overload
+def reward(given: Judge) -> Judge: ...
+@overload
+def reward(*, group: bool) -> Callable[[Judge], Judge]: ...
+def reward(given: Judge | None = None, *, group: bool = False) -> Judge | Callable[[Judge], Judge]:
+    """Mark a function as a reward: sync (it runs in a thread, several at a time) or async.
+
+    Its parameters are filled by name:
+
+    - `prediction`, or `final_response`: text of the last assistant message
+    - `trajectory`: the `Trajectory`
+    - `environment`: what the environment says of the chain, an `EnvironmentReward` or None
+    - any of the recipe entry's `options`, and any field of the task's row; `**row` takes all that are left of both
+
+    It returns a number (of Python, numpy or torch), or a dict with `reward` and further numbers, which become metrics
+    (`success` is one that progress and evaluation report, and that `rollout.curriculum` goes by).
+
+    `turn_rewards` in the dict is a list: what each assistant turn of the chain (`trajectory.turns` of them) earned by
+    itself. These are credited to their turns, beside `reward`, which is for the chain as a whole.
+
+    `@reward(group=True)` marks one that judges the chains of a task together: it takes `predictions` and
+    `trajectories`, lists over the chains that have a reward (`trajectory.reward` is what they got so far), options and
+    fields, and returns a list with a number or dict for each chain, which is added to the chain's reward.
+
+    On a class: it is made once, with the entry's options as arguments, and its `__call__` is the reward. Where it has
+    them, `check(row)` is called with the first task before the run, and raises ValueError where it cannot judge such;
+    `close()` is called at the end.
+
+    Raises TypeError where a parameter cannot be filled by name.
+    """
+
+    def mark(judge: Judge) -> Judge:
+        parameters_of(judge.__call__ if inspect.isclass(judge) else judge, judge.__name__)
+        judge.is_reward = True  # type: ignore[attr-defined]
+        judge.is_group_reward = group  # type: ignore[attr-defined]
+        return judge
+
+    return mark if given is None else mark(given)
+
+
+def parameters_of(function: Callable[..., Any], name: str) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a reward. Raises TypeError where one cannot be filled by name."""
+    parameters = inspect.signature(function).parameters
+    for parameter in parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
+            raise TypeError(
+                f"@reward {name}: parameter {parameter.name!r} cannot be filled by name; "
+                "use ordinary parameters, or **row for the whole row"
+            )
+    return parameters

@@ -1,0 +1,65 @@
+"""The process in which `math_equal` compares: sympy can hang or eat memory on what a model writes.
+
+A line of JSON comes in on stdin: `prediction`, `answers`, `bare` (the prediction is an expression alone), `strict`,
+`seconds`. A line goes out when the answers are read (`answers`: how many could be), and one with the verdict (`equal`).
+A process that takes longer is ended by the kernel's alarm, and one whose parent is gone by the end of its stdin.
+"""
+
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+from typing import Any
+
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+MEMORY_BYTES = 2 << 30
+_ENVIRONMENTS = ("$", "\\(", "\\[", "\\boxed")
+_ANYWHERE = (LatexExtractionConfig(), ExprExtractionConfig())
+# only what is marked as the answer, in sound LaTeX
+_MARKED = (
+    LatexExtractionConfig(
+        normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
+    ),
+)
+
+
+def read_expression(text: str) -> list[Any]:
+    """What math-verify makes of an expression alone. Without a LaTeX environment around it, it would find in `x + 1`
+    only the 1."""
+    return read_text(text if any(mark in text for mark in _ENVIRONMENTS) else f"${text}$")
+
+
+def read_text(text: str, strict: bool = False) -> list[Any]:
+    """What math-verify finds in a text."""
+    # its own time limits need SIGALRM, which this process has for itself
+    if strict:
+        return list(parse(text, extraction_config=_MARKED, extraction_mode="first_match", parsing_timeout=None))
+    return list(parse(text, extraction_config=_ANYWHERE, parsing_timeout=None))
+
+
+def main() -> None:
+    """Answer requests until stdin ends."""
+    logging.disable()  # what cannot be read is part of the verdict
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever else is printed is no reply
+    print(json.dumps({"ready": True}), file=replies)
+    for line in sys.stdin:
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"])
+        answers = [parsed for answer in request["answers"] if (parsed := read_expression(answer))]
+        print(json.dumps({"answers": len(answers)}), file=replies)
+        text = request["prediction"]
+        found = read_expression(text) if request["bare"] else read_text(text, request["strict"])
+        equal = any(verify(answer, found, timeout_seconds=None) for answer in answers)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(json.dumps({"equal": equal}), file=replies)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Context policies: what the model sees of a long chain, in rows that are to the token what the server was sent."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.config import RolloutConfig
+from rollout.context import Context, check_context, is_long
+from rollout.trajectory import Outcome, Trajectory
+from tests.chat_tokenizers import STRIPS_REASONING
+from tests.scripted_chains import Scripted, scripted_chains
+from tools.messages import Message
+
+
+def call(text: str) -> str:
+    return f'<tool_call>\n{{"name": "note", "arguments": {{"text": "{text}"}}}}\n</tool_call>'
+
+
+def message(role: str, content: Any) -> Message:
+    return {"role": role, "content": content}
+
+
+def conversation() -> Context:
+    context = Context([message("system", "s"), message("user", "task")])
+    for number in range(3):
+        context.say(message("assistant", f"turn {number}"))
+        context.hear([message("tool", f"answer {number}")])
+    return context
+
+
+def test_the_last_turns_stand_behind_what_opened_the_chain() -> None:
+    context = conversation()
+    assert len(context.messages) == 8
+    assert [m["content"] for m in context.last_turns(1).messages] == ["s", "task", "turn 2", "answer 2"]
+    assert context.last_turns(3).messages == context.last_turns(9).messages == context.messages
+    summarized = context.last_turns(0, "all is well")
+    assert [m["content"] for m in summarized.messages] == ["s", "task\n\nSummary of the work so far:\nall is well"]
+    again = summarized.last_turns(0, "still well")
+    assert again.messages[-1]["content"].count("Summary") == 1, "a summary takes the place of the one before"
+    assert context.opening[-1]["content"] == "task"
+
+
+def test_a_summary_is_added_to_an_image() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    context = Context([message("user", [image])]).last_turns(0, "seen")
+    assert context.messages == [message("user", [image, {"type": "text", "text": "Summary of the work so far:\nseen"}])]
+
+
+def test_when_a_policy_acts() -> None:
+    def config(**context: Any) -> RolloutConfig:
+        return RolloutConfig.model_validate({"max_total_tokens": 100, "context": context})
+
+    assert not is_long(1000, config())
+    assert [is_long(n, config(policy="truncate")) for n in (74, 75)] == [False, True]
+    assert [is_long(n, config(policy="truncate", max_tokens=50)) for n in (49, 50)] == [False, True]
+    with pytest.raises(ValueError, match="keep_turns: got 0 with policy=truncate"):
+        check_context(config(policy="truncate", keep_turns=0))
+    with pytest.raises(ValueError, match=r"max_tokens: got 100, which rollout.max_total_tokens=100 never"):
+        check_context(config(policy="summarize", max_tokens=100))
+    check_context(config(policy="summarize", keep_turns=0))
+
+
+async def prompt_lengths(folder: Path, texts: list[str], template: str | None = None) -> list[int]:
+    """Lengths of the prompts of a chain that nothing shortens."""
+    async with scripted_chains(folder, texts, template=template) as chains:
+        await chains.run()
+        return [len(request["token_ids"]) for request in chains.server.requests]
+
+
+TEMPLATES = pytest.mark.parametrize("template", [None, STRIPS_REASONING])
+
+
+@TEMPLATES
+async def test_truncate_leaves_old_turns_out_of_a_new_row(tmp_path: Path, template: str | None) -> None:
+    texts = [call(f"<think>{n}</think>" if template else f"{n} and more") for n in range(7)] + ["done"]
+    limit = (await prompt_lengths(tmp_path, texts, template))[3]
+    fields = {
+        "rollout": {
+            "max_turns": 12,
+            "max_total_tokens": limit + 200,
+            "context": {"policy": "truncate", "max_tokens": limit, "keep_turns": 1},
+        }
+    }
+    async with scripted_chains(tmp_path, texts, template=template, **fields) as chains:
+        trajectory = await chains.run()
+        chains.check(trajectory)
+        sent = chains.sent()
+    assert trajectory.outcome is Outcome.COMPLETED
+    assert len(trajectory.rows) > 2
+    assert len(trajectory.turn_spans()) == trajectory.turns == 8
+    assert len([m for m in trajectory.messages if m["role"] == "tool"]) == 7, "the record is whole"
+    thought = "<think>" if template else ""
+    for turn in (3, 5, 7):
+        assert f"noted {thought}{turn - 1}" in sent[turn], "the last turn is there"
+        assert f"noted {thought}{turn - 2}" not in sent[turn]
+        assert f"noted {thought}{turn - 2}" in sent[turn - 1]
+    assert all("go" in text for text in sent), "the task is always there"
+
+
+async def summarized(chains: Scripted) -> Trajectory:
+    trajectory = await chains.run()
+    chains.check(trajectory)
+    return trajectory
+
+
+@TEMPLATES
+@pytest.mark.parametrize("keep", [0, 1])
+async def test_summarize_goes_on_from_the_models_own_summary(tmp_path: Path, template: str | None, keep: int) -> None:
+    limit = (await prompt_lengths(tmp_path, [call("one"), call("two"), "done"], template))[2]
+    texts = [call("one"), call("two"), "I noted two things.", call("three"), "done"]
+    context = {"policy": "summarize", "max_tokens": limit, "keep_turns": keep, "prompt": "Sum up!"}
+    fields = {"rollout": {"max_turns": 9, "max_total_tokens": limit + 300, "context": context}}
+    async with scripted_chains(tmp_path, texts, template=template, **fields) as chains:
+        trajectory = await summarized(chains)
+        sent = chains.sent()
+    assert trajectory.outcome is Outcome.COMPLETED
+    assert "Sum up!" in sent[2]
+    assert "noted two" in sent[2], "the summary knows the last answer"
+    assert "Summary of the work so far:\nI noted two things." in sent[3]
+    assert "Sum up!" not in sent[3]
+    assert ("noted two" in sent[3]) == (keep == 1)
+    assert "noted one" not in sent[3]
+    assert "noted three" in sent[4]
+    assert trajectory.turns == len(trajectory.turn_spans()) == 5, "a summary is a turn, and trained"
+    row, start, end = trajectory.turn_spans()[2]
+    assert row == len(trajectory.rows) - 2
+    assert all(trajectory.rows[row].mask[start:end])
+    roles = "".join(m["role"][0] for m in trajectory.messages if m["role"] != "system")
+    assert roles == "uatatuaata", "the record holds question and summary where they were said"
+
+
+async def test_a_chain_does_not_summarize_for_ever(tmp_path: Path) -> None:
+    limit = (await prompt_lengths(tmp_path, ["done"]))[0] + 1
+    texts = [call("one"), "so far", call("two"), "so far", call("three"), call("four")]
+    context = {"policy": "summarize", "max_tokens": limit, "keep_turns": 0}
+    fields = {"rollout": {"max_turns": 5, "max_total_tokens": limit + 500, "context": context}}
+    async with scripted_chains(tmp_path, texts, **fields) as chains:
+        trajectory = await summarized(chains)
+    assert trajectory.outcome is Outcome.MAX_TURNS
+    assert trajectory.turns == len(trajectory.turn_spans()) == 5
+    assert trajectory.messages[-1]["role"] == "tool", "the last turn is no summary"
+
+
+async def test_what_no_policy_can_shorten_overflows(tmp_path: Path) -> None:
+    (opening,) = await prompt_lengths(tmp_path, ["done"])
+    for policy in ("truncate", "summarize"):
+        context = {"policy": policy, "max_tokens": opening + 10, "keep_turns": 3}
+        fields = {"rollout": {"max_total_tokens": opening + 60, "context": context}}
+        async with scripted_chains(tmp_path, [call("one")] * 3, **fields) as chains:
+            trajectory = await chains.run()
+            chains.check(trajectory)
+        assert trajectory.outcome is Outcome.CONTEXT_OVERFLOW
+        assert trajectory.turns == len(trajectory.turn_spans())

@@ -1,0 +1,580 @@
+"""Every way of acting: what it reads and refuses, what it writes, and that nothing a model writes can upset it."""
+
+import json
+import random
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from rollout.parsers import PARSERS, Call, Parser, Reading, load_parser
+from tools.messages import ToolCall, ToolResult, ToolSpec
+
+
+def spec(name: str, required: list[str] | None = None, /, **properties: Any) -> ToolSpec:
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties) if required is None else required,
+    }
+    return ToolSpec(name, f"{name} does a thing.", schema)
+
+
+STRING, INTEGER, NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
+SPECS = [
+    spec("search", query=STRING),
+    spec("move", ["to"], to=STRING, by=INTEGER, far={"type": "boolean"}),
+    spec("add", a=NUMBER, b={"anyOf": [{"type": "integer"}, {"type": "null"}]}),
+    spec("put", items={"type": "array", "items": STRING}, where={"type": "object"}),
+    spec("look"),
+    spec("python", code=STRING),
+]
+NAMES = [s.name for s in SPECS]
+
+
+def parser_of(name: str) -> Parser:
+    return load_parser(name)
+
+
+CALLS: list[list[Call]] = [
+    [("search", {"query": "rain in\nMay"})],
+    [("move", {"to": "north", "by": 2, "far": True})],
+    [("add", {"a": -1.5, "b": None})],
+    [("put", {"items": ["a", 'b"]', "</tool_call>"], "where": {"x": {"y": [1, None, False]}}})],
+    [("look", {})],
+    [("python", {"code": "for i in range(3):\n    print(f'{i}', \"<b>\")"})],
+    [("search", {"query": "é😀 \\ '"}), ("look", {}), ("move", {"to": "<parameter=by>"})],
+]
+
+
+def examples(name: str) -> list[str]:
+    """Turns in the format, and some that are not."""
+    parser = parser_of(name)
+    texts = ["", "A plain answer.", parser.write_answer("42")]
+    for calls in CALLS:
+        try:
+            written = parser.write(calls, SPECS)
+        except ValueError:
+            continue
+        texts += [written, f"I go.\n{written}", f"{written}\n{written}"]
+    return texts
+
+
+# --- what each format is ------------------------------------------------------------------------------------------------
+
+READ: dict[str, list[tuple[str, list[Call], str]]] = {
+    "qwen3_coder": [
+        (
+            "I go.\n<tool_call>\n<function=move>\n<parameter=to>\nnorth\n</parameter>\n<parameter=by>\n2\n</parameter>\n"
+            "<parameter=far>\nFalse\n</parameter>\n</function>\n</tool_call>",
+            [("move", {"to": "north", "by": 2, "far": False})],
+            "I go.",
+        ),
+        ("<tool_call><function=look></function></tool_call>", [("look", {})], ""),
+        (
+            "<tool_call><function=add><parameter=a>1</parameter><parameter=b>None</parameter></function></tool_call>",
+            [("add", {"a": 1, "b": None})],
+            "",
+        ),
+        (
+            "<tool_call>\n<function=python>\n<parameter=code>\nx = '</parameter>'\n\n\n</parameter>\n</function>\n</tool_call>",
+            [("python", {"code": "x = '</parameter>'\n\n"})],
+            "",
+        ),
+        # nothing is known of these: their values stay text
+        (
+            "<tool_call><function=fly><parameter=by>2</parameter></function></tool_call>"
+            "<tool_call><function=move><parameter=via>3</parameter></function></tool_call>",
+            [("fly", {"by": "2"}), ("move", {"via": "3"})],
+            "",
+        ),
+        # what is not what the schema asks for stays text, and the tool says so
+        (
+            "<tool_call><function=move><parameter=by>two</parameter></function></tool_call>",
+            [("move", {"by": "two"})],
+            "",
+        ),
+    ],
+    "llama3_json": [
+        ('{"name": "search", "parameters": {"query": "rain"}}', [("search", {"query": "rain"})], ""),
+        ('<|python_tag|>{"name": "look"}', [("look", {})], ""),
+        (
+            '{"name": "look", "parameters": {}}; {"name": "look", "arguments": {}}',
+            [("look", {}), ("look", {})],
+            "",
+        ),
+        ('{"answer": 3}', [], '{"answer": 3}'),
+        ('{"name": "Ada"}', [], '{"name": "Ada"}'),
+        ("{ the set of all }", [], "{ the set of all }"),
+        ("It is 3.", [], "It is 3."),
+    ],
+    "pythonic": [
+        ("[search(query='rain'), look()]", [("search", {"query": "rain"}), ("look", {})], ""),
+        (
+            'I go.<|tool_call_start|>[move(to="north", by=-2, far=True)]<|tool_call_end|>Now.',
+            [("move", {"to": "north", "by": -2, "far": True})],
+            "I go.\nNow.",
+        ),
+        ("<|python_start|>[add(a=1.5e2, b=None)]<|python_end|>", [("add", {"a": 150.0, "b": None})], ""),
+        (
+            '[put(items=["a", \'b\'], where={"x": [true, null, (1, .5)]},)]',
+            [("put", {"items": ["a", "b"], "where": {"x": [True, None, [1, 0.5]]}})],
+            "",
+        ),
+        (
+            r"[python(code='''a = 1" + "\n" + r"b''', z='\x41\u00e9\ud83d\ude00\q\'', r=r'\d', from=007)]",
+            [("python", {"code": "a = 1\nb", "z": "Aé😀\\q'", "r": "\\d", "from": 7})],
+            "",
+        ),
+        ("[a list](of links)", [], "[a list](of links)"),
+        ("[1, 2]", [], "[1, 2]"),
+    ],
+    "react": [
+        (
+            'Thought: rain?\nAction: search\nAction Input: {"query": "rain"}',
+            [("search", {"query": "rain"})],
+            "rain?",
+        ),
+        ("Action: search\nAction Input: rain in May\n", [("search", {"query": "rain in May"})], ""),
+        ("Action: look\nAction Input: {}", [("look", {})], ""),
+        ("Action: move\nAction Input: north", [("move", {"to": "north"})], ""),
+        ("Action: python\nAction Input:\nfor i in []:\n    i", [("python", {"code": "for i in []:\n    i"})], ""),
+    ],
+    "code_block": [
+        ("I count.\n```python\nprint(1)\n```\nThen.", [("python", {"code": "print(1)"})], "I count.\nThen."),
+        ("```py\na = 1\n```\n```python\na\n```", [("python", {"code": "a = 1\n\na"})], ""),
+        ("```python\ns = '''\n```sql\n'''\n```", [("python", {"code": "s = '''\n```sql\n'''"})], ""),
+        ("````python\ns = '''\n```\n'''\n````", [("python", {"code": "s = '''\n```\n'''"})], ""),
+        ("```\n$ ls\n```", [], "```\n$ ls\n```"),
+        ("It is 3.", [], "It is 3."),
+    ],
+    "tags": [
+        ("<think>?</think><search> rain </search>", [("search", {"query": "rain"})], "<think>?</think>"),
+        ('<move>{"to": "north", "by": 2}</move>', [("move", {"to": "north", "by": 2})], ""),
+        ("<move>north</move>\n<look></look>", [("move", {"to": "north"}), ("look", {})], ""),
+        ('<add>{"a": 1, "b": 2}</add>', [("add", {"a": 1, "b": 2})], ""),
+        ('<search>{"a": 1}</search>', [("search", {"query": '{"a": 1}'})], ""),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls", "content"), [(n, *case) for n, cases in READ.items() for case in cases]
+)
+def test_forms_that_are_read(name: str, text: str, calls: list[Call], content: str) -> None:
+    assert parser_of(name).parse(text, SPECS) == Reading(content, calls)
+
+
+def test_final_answers() -> None:
+    react, tags = parser_of("react"), parser_of("tags")
+    assert react.parse("Thought: so\nFinal Answer: it is\nThought: 3", SPECS).answer == "it is\nThought: 3"
+    assert tags.parse("So. <answer> 3 </answer>", SPECS) == Reading("So.", answer="3")
+    assert tags.parse("<answer>2</answer> no <answer>3</answer>", []).answer == "3", "the last word"
+    for parser in (react, tags):
+        assert parser.parse(parser.write_answer(" 3 "), SPECS).answer == "3"
+
+
+REFUSED = {
+    "qwen3_coder": [
+        ("<tool_call>", "no <function=name> after <tool_call>"),
+        ('<tool_call>{"name": "f"}</tool_call>', "no <function=name> after <tool_call>"),
+        ("<tool_call><function=></function></tool_call>", "no <function=name> after <tool_call>"),
+        ("<tool_call><function=look></tool_call>", "no </function> after the parameters of look"),
+        ("<tool_call><function=look></function>", "no </tool_call> after </function>"),
+        ("<tool_call><function=f><parameter=a>1</function></tool_call>", "no </parameter> after the value of a"),
+        (
+            "<tool_call><function=f><parameter=a>1</parameter><parameter=a>1</parameter></function></tool_call>",
+            "the parameter a is given twice",
+        ),
+        ("<function=look></function></tool_call>", "</tool_call> without <tool_call>"),
+        ("<function=look></function>", "<function= without <tool_call>"),
+    ],
+    "llama3_json": [
+        ('{"name": "look", "parameters": {}', "not valid JSON"),
+        ('{"name": "look", "parameters": []}', '"parameters" must be a JSON object, not an array'),
+        ('{"name": "", "parameters": {}}', '"name" must be a non-empty string'),
+        ('I go. {"name": "look", "parameters": {}}', "nothing beside it"),
+        ('{"name": "look", "parameters": {}} I went.', "nothing beside it"),
+        ("<|python_tag|>print(1)", "not valid JSON"),
+    ],
+    "pythonic": [
+        ("[look(]", "each argument of look has to be given as name=value"),
+        ("[move('north')]", "each argument of move has to be given as name=value"),
+        ("[look()", "expected ',' at the end"),
+        ("[look()] I went.", "nothing beside it"),
+        ("[look(a=1, a=2)]", "the argument a of look is given twice"),
+        ("[look(a=b)]", "expected a string at 'b)]'"),
+        ("[look(a=1+1)]", "expected ',' at '+1)]'"),
+        ("[look(a=f'x')]", "expected a string at"),
+        ("[look(a=1e999)]", "is no number, or too large"),
+        ("[look(a=0x1G)]", "is no number, or too large"),
+        (f"[look(a={'9' * 5000})]", "is no number, or too large"),
+        ("[look(a='\\ud83d')]", "an escape that is no character"),
+        ("[look(a={1: 2})]", "expected a string at '1: 2})]'"),
+        (f"[look(a={'[' * 5000})]", "nested too deeply"),
+        ("<|tool_call_start|>[look()]", "no <|tool_call_end|> after the list"),
+        ("[look()]<|tool_call_end|>", "<|tool_call_end|> without <|tool_call_start|>"),
+        ("<|tool_call_start|>[]<|tool_call_end|>", "expected a name at"),
+    ],
+    "react": [
+        ("I wonder.", "neither an Action nor a Final Answer"),
+        ("Action: look", "end with one Action and its Action Input"),
+        ("Action Input: {}", "end with one Action and its Action Input"),
+        ("Action: look\nAction Input: {}\nThought: and?", "end with one Action and its Action Input"),
+        ("Action: look\nAction Input: {}\n" * 2, "end with one Action and its Action Input"),
+        ("Action: look\nAction Input: {}\nObservation: a wall", "those come from the tools"),
+        ("Action: look\nAction Input: {}\nFinal Answer: 3", "an Action and a Final Answer"),
+        ("Action:\nAction Input: {}", "the name of one tool"),
+        ("Action: add\nAction Input: 3", "Action Input of add: expected a JSON object"),
+        ('Action: add\nAction Input: {"a": 1', "Action Input of add: not valid JSON"),
+        ('Action: add\nAction Input: {"a": 1} ok', "text follows the JSON object"),
+        ("Action: fly\nAction Input: high", "Action Input of fly: expected a JSON object"),
+    ],
+    "code_block": [("```python\nprint(1)", "without its closing line")],
+    "tags": [
+        ("I wonder.", "neither a call nor an <answer>"),
+        ("<search>rain", "no </search> after <search>"),
+        ("rain</search>", "</search> without <search>"),
+        ("<answer>3", "no </answer>"),
+        ("<search>rain</search><information>It rains.</information>", "results come from the tools"),
+        ("<search>rain</search><answer>3</answer>", "a call and an <answer>"),
+        ("<add>3</add>", "<add>: expected a JSON object with a, b"),
+        ('<add>{"a": 1</add>', "<add>: not valid JSON"),
+        ("<look>north</look>", "<look>: expected a JSON object with no arguments"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "text", "reason"), [(n, *case) for n, cases in REFUSED.items() for case in cases])
+def test_malformed_turns_say_what_is_wrong_and_how_it_is_right(name: str, text: str, reason: str) -> None:
+    parser = parser_of(name)
+    found = parser.parse(text, SPECS)
+    assert found.error is not None
+    assert reason in found.error
+    assert found.error.endswith(parser.form(SPECS))
+    assert found.calls == []
+    assert found.answer is None
+    assert found.content == text.strip(), "the turn stays as it was written"
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "pythonic", "tags"])
+def test_one_malformed_call_executes_none(name: str) -> None:
+    parser = parser_of(name)
+    good = parser.write([("look", {}), ("add", {"a": 1, "b": 2})], SPECS)
+    wrap = "<|tool_call_start|>{}<|tool_call_end|>" if name == "pythonic" else "{}"
+    bad = wrap.format(parser.write([("add", {"a": 1, "b": 2})], SPECS))
+    bad = re.sub(r"</add>|</tool_call>|\)\]", "", bad)
+    found = parser.parse(wrap.format(good) + bad, SPECS)
+    assert found.error is not None
+    assert found.calls == []
+
+
+def test_types_of_text_are_the_schemas() -> None:
+    schema = {
+        "$defs": {"Side": {"enum": ["left", "right"]}, "Count": {"type": "integer"}, "Loop": {"$ref": "#/$defs/Loop"}},
+        "properties": {
+            "side": {"$ref": "#/$defs/Side"},
+            "count": {"anyOf": [{"$ref": "#/$defs/Count"}, {"type": "null"}]},
+            "either": {"type": ["integer", "string"]},
+            "text_first": {"type": ["string", "integer"]},
+            "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "anything": {},
+            "loop": {"$ref": "#/$defs/Loop"},
+            "one": {"const": 1},
+            "flag": {"type": "boolean"},
+            "real": {"type": "number"},
+        },
+        "additionalProperties": {"type": "integer"},
+    }
+    cases = [
+        ("side", "left", "left"),
+        ("count", "3", 3),
+        ("count", "null", None),
+        ("count", "three", "three"),
+        ("either", "3", 3),
+        ("either", "x3", "x3"),
+        ("text_first", "3", "3"),
+        ("maybe", "None", None),
+        ("maybe", "nothing", "nothing"),
+        ("anything", '{"a": [1]}', {"a": [1]}),
+        ("anything", "{a", "{a"),
+        ("loop", "1", 1),
+        ("one", "1", 1),
+        ("flag", "True", True),
+        ("flag", "false", False),
+        ("flag", "1", "1"),
+        ("real", "1e3", 1000.0),
+        ("real", "1e999", "1e999"),
+        ("real", "true", "true"),
+        ("further", "7", 7),
+    ]
+    parser, specs = parser_of("qwen3_coder"), [ToolSpec("f", "", {"type": "object", **schema})]
+    for key, text, value in cases:
+        written = f"<tool_call><function=f><parameter={key}>\n{text}\n</parameter></function></tool_call>"
+        (found,) = parser.parse(written, specs).calls
+        assert found == ("f", {key: value}), (key, text)
+        assert type(found[1][key]) is type(value)
+
+
+# --- telling --------------------------------------------------------------------------------------------------------------
+
+
+def test_text_formats_tell_of_tools_results_and_errors_in_user_messages() -> None:
+    calls = [ToolCall("call_0", "search", {}), ToolCall("call_1", "look", {})]
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    results = [ToolResult("It rains.", info={"rank": 1}), ToolResult([image])]
+    for name in ("react", "code_block", "tags"):
+        parser = parser_of(name)
+        told = parser.instructions(SPECS)
+        assert told is not None
+        assert parser.form(SPECS) in told
+        if name != "code_block":
+            assert all(s.name in told and s.description in told for s in SPECS)
+        assert parser.complaint("No.") == [{"role": "user", "content": "No."}]
+        (message,) = parser.answers(calls, results)
+        assert message["role"] == "user"
+        assert message["info"] == {"rank": 1}
+        assert image in message["content"]
+    assert parser_of("tags").answers(calls, [ToolResult("a"), ToolResult("b")]) == [
+        {"role": "user", "content": "<information>a</information>\n<information>b</information>"}
+    ]
+
+
+def test_native_formats_leave_the_tools_to_the_template() -> None:
+    for name in ("hermes", "qwen3_coder", "llama3_json", "pythonic"):
+        parser = parser_of(name)
+        assert parser.instructions(SPECS) is None
+        assert parser.complaint("No.") == [{"role": "tool", "content": "No."}]
+        assert parser.answers([ToolCall("call_0", "look", {})], [ToolResult("a wall")]) == [
+            {"role": "tool", "name": "look", "tool_call_id": "call_0", "content": "a wall"}
+        ]
+
+
+def test_tools_that_a_format_cannot_call_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"code_block needs one tool with a parameter `code`.*has none among search"):
+        parser_of("code_block").instructions(SPECS[:1])
+    with pytest.raises(ValueError, match="tags has <answer> for itself; give the tool answer another name"):
+        parser_of("tags").instructions([spec("answer", text=STRING)])
+    assert parser_of("code_block").instructions([]) is None
+    assert "<answer>" in (parser_of("tags").instructions([]) or "")
+
+
+# --- write, then read ---------------------------------------------------------------------------------------------------
+
+text = st.text(st.characters(codec="utf-8"), max_size=12)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | text,
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(text, children, max_size=3),
+    max_leaves=8,
+)
+known = st.one_of(
+    st.tuples(st.just("search"), st.fixed_dictionaries({"query": text})),
+    st.tuples(
+        st.just("move"), st.fixed_dictionaries({"to": text}, optional={"by": st.integers(), "far": st.booleans()})
+    ),
+    st.tuples(st.just("add"), st.fixed_dictionaries({"a": st.integers() | st.floats(-1e9, 1e9), "b": st.none()})),
+    st.tuples(
+        st.just("put"),
+        st.fixed_dictionaries(
+            {"items": st.lists(text, max_size=3), "where": st.dictionaries(text, values, max_size=3)}
+        ),
+    ),
+    st.tuples(st.just("look"), st.just({})),
+)
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "llama3_json", "pythonic", "react", "tags"])
+def test_what_is_written_is_read_back(name: str) -> None:
+    parser = parser_of(name)
+
+    @settings(max_examples=400, deadline=None)
+    @given(st.lists(known, min_size=1, max_size=1 if name == "react" else 3))
+    def check(calls: list[Call]) -> None:
+        written = parser.write(calls, SPECS)
+        # a value that is itself the end of a parameter is one that this format cannot express
+        assume(name != "qwen3_coder" or not any("<" in str(arguments) for _, arguments in calls))
+        assert parser.parse(written, SPECS) == Reading("", calls), written
+
+    check()
+
+
+@settings(max_examples=300, deadline=None)
+@given(text.filter(lambda code: "`" not in code and "\r" not in code))
+def test_code_is_read_back(code: str) -> None:
+    parser = parser_of("code_block")
+    assert parser.parse(parser.write([("python", {"code": code})], SPECS), SPECS).calls == [("python", {"code": code})]
+
+
+# --- anything whatever ---------------------------------------------------------------------------------------------------
+
+PIECES = [
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<function=look>",
+        "</function>",
+        "<parameter=a>",
+        "</parameter>",
+        "<|python_tag|>",
+    ),
+    *("<|tool_call_start|>", "<|tool_call_end|>", "<search>", "</search>", "<answer>", "</answer>", "<information>"),
+    *("Action:", "Action Input:", "\nThought:", "\nFinal Answer:", "\nObservation:", "```", "```python\n", "\n```\n"),
+    *('"', "'", '"""', "{", "}", "[", "]", "(", ")", "\\", "\\u", "\\ud83d", "\\x4", "=", ":", ",", ";", "<", ">", "/"),
+    *('{"name": ', '"parameters": ', '"arguments": ', "null", "None", "1e999", "-", ".", "9" * 20, "NaN", "\n", " "),
+    *("\0", "\ufdd0", "\ud800", "é", "😀", "\u2028", "\r", "look", "f'", "0x"),
+]
+
+
+def mutate(rng: random.Random, text: str, others: list[str]) -> str:
+    """Splice, delete, duplicate, flip, truncate and nest."""
+    for _ in range(rng.randint(1, 4)):
+        a, b = sorted((rng.randint(0, len(text)), rng.randint(0, len(text))))
+        match rng.randrange(8):
+            case 0:
+                text = text[:a] + rng.choice(PIECES) + text[a:]
+            case 1:
+                text = text[:a] + text[min(b, a + 8) :]
+            case 2:
+                text = text[:b] + text[a:b] + text[b:]
+            case 3 if text:
+                at = min(a, len(text) - 1)
+                text = text[:at] + chr(ord(text[at]) ^ (1 << rng.randrange(8))) + text[at + 1 :]
+            case 4:
+                text = text[:b]
+            case 5:
+                other = rng.choice(others)
+                text = text[:a] + other[rng.randint(0, len(other)) :]
+            case 6:
+                text = text[:a] + rng.choice(others) + text[b:]
+            case _:
+                text = text[:a] + rng.choice(PIECES) * rng.randint(2, 30) + text[b:]
+    return text
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_100_000_mutated_turns_are_text_and_calls_or_an_error(name: str) -> None:
+    parser = parser_of(name)
+    rng = random.Random(name)
+    turns = examples(name)
+    others = [other for n in PARSERS for other in examples(n)]
+    seen = {"calls": 0, "error": 0, "words": 0}
+    for _ in range(100_000):
+        turn = mutate(rng, rng.choice(turns), others)
+        found = parser.parse(turn, SPECS)
+        assert isinstance(found.content, str)
+        if found.error is not None:
+            assert found.error
+            assert (found.calls, found.answer, found.content) == ([], None, turn.strip())
+        for called, arguments in found.calls:
+            assert isinstance(called, str)
+            assert called
+            assert isinstance(arguments, dict)
+            assert not found.answer
+        seen["error" if found.error else "calls" if found.calls else "words"] += 1
+        if found.calls:  # what is passed on can be passed on
+            json.dumps(found.calls, allow_nan=False)
+    assert min(seen.values()) > 100, seen
+
+
+def hostile(size: int) -> dict[str, str]:
+    """Texts of `size` characters whose reading a careless parser would take for ever, or all of the stack, for."""
+    units = {
+        "openings": "<tool_call>",
+        "closings": "</tool_call>",
+        "functions": "<tool_call><function=look>",
+        "parameters": "</parameter>" + " " * 20,
+        "tags": "<search>",
+        "bodies": "<search>{</search>",
+        "json bodies": '<move>{"to": "</move>',
+        "calls": '<tool_call>{"name": "look"}</tool_call>',
+        "braces": "{",
+        "names": '{"name": "',
+        "objects": '{"a":',
+        "lists": "[",
+        "round": "[look(",
+        "minus": "-",
+        "digits": "1",
+        "spaces": " ",
+        "lines": "\n",
+        "quotes": '"',
+        "triple": '"""',
+        "apostrophes": "'",
+        "backslashes": "\\",
+        "fences": "```",
+        "blocks": "```python\n",
+        "fenced lines": "``` \n",
+        "words": "a",
+        "labels": "Action:\nAction Input:\n",
+        "thoughts": "Thought: \n",
+        "blanks": " \t",
+        "python": "[look(a=1)]",
+        "starts": "<|tool_call_start|>[look(a=[",
+        "both": "<|tool_call_start|>[look()]<|tool_call_end|>",
+    }
+    long = {key: unit * (size // len(unit)) for key, unit in units.items()}
+    return {
+        **long,
+        **{f"call of {key}": f'<tool_call>{{"name": "look", "arguments": {{"a": {t}' for key, t in long.items()},
+        **{f"function of {key}": f"<tool_call><function=look><parameter=a>{t}" for key, t in long.items()},
+        **{f"python of {key}": f"[look(a={t}" for key, t in long.items()},
+        **{f"string of {key}": f"[look(a='{t}" for key, t in long.items()},
+        **{f"action of {key}": f"Action: look\nAction Input: {t}" for key, t in long.items()},
+        **{f"fence of {key}": f"```{t}`" for key, t in long.items()},
+        **{f"tag of {key}": f"<search>{t}</search>" for key, t in long.items()},
+        **{f"llama of {key}": f'{{"name": "look", "parameters": {{"a": {t}' for key, t in long.items()},
+    }
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_hostile_turns_of_a_megabyte_take_no_longer_than_their_length(name: str) -> None:
+    """Not a speed test: what takes time by the square of the length takes minutes here."""
+    parser = parser_of(name)
+    slow = {}
+    for key, turn in hostile(1_000_000).items():
+        started = time.process_time()
+        found = parser.parse(turn, SPECS)
+        seconds = time.process_time() - started
+        assert isinstance(found.content, str)
+        if seconds > 5:
+            slow[key] = seconds
+    assert not slow
+
+
+# --- one's own ------------------------------------------------------------------------------------------------------------
+
+
+def documented() -> str:
+    """The parser of docs/acting.md."""
+    page = Path(__file__).parents[2].joinpath("docs/acting.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"```python\n(# my_parser\.py\n.*?)```", page, re.DOTALL)
+    return snippet
+
+
+def test_a_parser_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "my_parser.py").write_text(documented())
+    parser = load_parser("my_parser.py:MyParser", tmp_path)
+    found = parser.parse("I look.\n/search rain in May", SPECS)
+    assert found == Reading("I look.", [("search", {"query": "rain in May"})])
+    assert parser.parse(parser.write(found.calls, SPECS), SPECS).calls == found.calls
+    error = parser.parse("/fly high", SPECS).error
+    assert error is not None
+    assert "fly" in error
+    assert "/search" in (parser.instructions(SPECS[:1]) or "")
+
+
+def test_references_that_name_no_parser(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"rollout\.parser: 'xml' is not prebuilt \(hermes, qwen3_coder.*FILE\.py:NAME"
+    ):
+        load_parser("xml")
+    (tmp_path / "mine.py").write_text("class Mine: pass\n")
+    with pytest.raises(
+        ValueError, match=r"rollout\.parser: mine\.py:Mine is no class derived from agentfactory\.Parser"
+    ):
+        load_parser("mine.py:Mine", tmp_path)
+    with pytest.raises(ValueError, match=r"rollout\.parser: .*there is no file"):
+        load_parser("none.py:Mine", tmp_path)

@@ -1,0 +1,408 @@
+"""The prebuilt rewards, each against an independent reference."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward
+
+from rollout.config import RewardConfig
+from rollout.rewards import PREBUILT, InvalidReward, RewardError, Rewards
+from rollout.rewards.answers import F1, ExactMatch, normalize, token_f1
+from rollout.rewards.judge import Judge
+from rollout.rewards.math_equal import MathEqual
+from rollout.rewards.shape import Format, Length
+from rollout.rewards.text import last_match
+from rollout.trajectory import Outcome, Row, Trajectory
+from tests.conftest import REPOSITORY
+from tools.messages import EnvironmentReward
+from tools.user_code import load_object
+
+
+def said(*texts: str, tokens: int = 0, **fields: Any) -> Trajectory:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
+    for text in texts:
+        messages += [{"role": "assistant", "content": text}, {"role": "tool", "content": "42"}]
+    row = Row(token_ids=[0] * (tokens + 3), mask=[0] * 3 + [1] * tokens)
+    return Trajectory("c", messages, [row], Outcome.COMPLETED, turns=len(texts), **fields)
+
+
+async def score(name: str, prediction: str, row: dict[str, Any], **options: Any) -> EnvironmentReward:
+    async with Rewards.load([RewardConfig(reward=name, options=options)], Path()) as rewards:
+        rewards.check(row)
+        return await rewards.score(said(prediction), row, None)
+
+
+# the official evaluation script of SQuAD 2.0, by hand: prediction, answer, exact match, F1
+SQUAD = [
+    ("The Cat!", "cat", 1, 1.0),
+    ("a  cat, an the", "cat", 1, 1.0),
+    ("theatre", "atre", 0, 0.0),
+    ("Denver Broncos", "the Denver Broncos", 1, 1.0),
+    ("Broncos of Denver", "Denver Broncos", 0, 2 * (2 / 3) * 1 / (2 / 3 + 1)),
+    ("red red blue", "red green", 0, 2 * (1 / 3) * (1 / 2) / (1 / 3 + 1 / 2)),
+    ("U.S.A.", "usa", 1, 1.0),
+    ("10-12", "1012", 1, 1.0),
+    ("", "", 1, 1.0),
+    ("the", "a", 1, 1.0),
+    ("", "cat", 0, 0.0),
+    ("“cat”", "cat", 0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("prediction", "answer", "exact", "f1"), SQUAD)
+def test_short_answers_as_squad_has_them(prediction: str, answer: str, exact: int, f1: float) -> None:
+    assert ExactMatch()(prediction, answer=answer) == {"reward": exact, "success": exact}
+    assert F1()(prediction, answer=answer) == pytest.approx(f1)
+    assert token_f1(answer, prediction) == pytest.approx(f1)
+
+
+def test_any_of_several_answers_is_right() -> None:
+    row = {"golds": ["Denver Broncos", "Broncos", 7]}
+    assert ExactMatch(field="golds")("broncos", **row)["reward"] == 1
+    assert ExactMatch(field="golds")("7", **row)["reward"] == 1
+    assert ExactMatch(field="golds")("Denver", **row)["reward"] == 0
+    assert F1(field="golds")("Denver", **row) == pytest.approx(2 / 3)
+    assert normalize(" An  Apple,a Day ") == "applea day"
+
+
+def test_what_counts_can_be_cut_out() -> None:
+    exact = ExactMatch(extract="<answer>(.*?)</answer>", extract_answer="#### (.*)")
+    row = {"answer": "First 3 + 4.\n#### 7"}
+    assert exact("<answer>8</answer> no: <answer>\n7 </answer>", **row)["reward"] == 1
+    assert exact("7", **row)["reward"] == 0
+    with pytest.raises(ValueError, match=r"finds nothing that matches '#### \(\.\*\)' in the field 'answer'"):
+        exact.check({"answer": "7"})
+
+
+@pytest.mark.parametrize("row", [{"question": "q"}, {"answer": []}, {"answer": None}, {"answer": {"text": "x"}}])
+@pytest.mark.parametrize("name", ["exact_match", "f1", "math_equal"])
+def test_a_row_without_an_answer_is_told_before_the_run(name: str, row: dict[str, Any]) -> None:
+    with pytest.raises(InvalidReward, match=rf"rewards\.0: {name} wants .*'answer'"):
+        Rewards.load([RewardConfig(reward=name)], Path()).check(row)
+
+
+def test_a_pattern_that_backtracks_for_ever_is_stopped() -> None:
+    with pytest.raises(TimeoutError):
+        last_match(r"(a|aa|a?a)+$(?<=b)", "a" * 5000 + "c")
+
+
+# math-verify's README, its docstrings, and what its README promises by kind
+MATH = [
+    ("${1,2,3,4}$", "${1,3} \\cup {2,4}$", 1),
+    ("The answer is $\\frac{1}{2}$", "1/2", 1),
+    ("The answer is 1/2", "0.5", 1),
+    ("So it is \\boxed{2\\sqrt{3}}.", "\\sqrt{12}", 1),
+    ("$x + y$", "y+x", 1),
+    ("$x + y$", "y-x", 0),
+    ("it makes 1,234 in all", "1234", 1),
+    ("about 50% of it", "0.5", 1),
+    ("first 41, then 42", 42, 1),
+    ("first 42, then 41", 42, 0),
+    ("$x + 2$", "x + 1", 0),
+    ("no idea", "42", 0),
+    ("$(1,2)$", "$(1,2)$", 1),
+    ("$0 < x < 1$", "$(0,1)$", 0),
+]
+
+
+def test_mathematics_as_math_verify_has_it() -> None:
+    equal = MathEqual(processes=1)
+    found = [(p, a, equal(p, answer=a)["success"]) for p, a, _ in MATH]
+    equal.close()
+    assert found == MATH
+
+
+def test_strict_mathematics_agrees_with_trl() -> None:
+    texts = [
+        "My answer is \\boxed{\\frac{1}{3}}",
+        "My answer is \\boxed{\\frac{1}{2}}",
+        "\\frac{1}{3}",
+        "It is 1/3",
+        "The final answer is $\\frac{1}{3}$",
+        "I found $\\frac{1}{3}$ somewhere",
+        "\\boxed{\\frac{1}{3}} or rather \\boxed{0.5}",
+    ]
+    gold = "\\frac{1}{3}"
+    theirs = accuracy_reward([[{"role": "assistant", "content": text}] for text in texts], [gold] * len(texts))
+    equal = MathEqual(strict=True, processes=1)
+    ours = [equal(text, answer=gold)["reward"] for text in texts]
+    equal.close()
+    assert ours == theirs
+    assert set(ours) == {0.0, 1.0}
+
+
+async def test_mathematics_of_gsm8k_and_of_tags() -> None:
+    row = {"answer": "She has 1,000 + 18.\n#### 1,018"}
+    for prediction, reward in (("So \\boxed{1018}", 1.0), ("She has 1018.", 1.0), ("She has 1000.", 0.0)):
+        assert (await score("math_equal", prediction, row, extract_answer="#### (.*)")).reward == reward
+    tagged = {"extract": "<answer>(.*?)</answer>"}
+    assert (await score("math_equal", "1 <answer>x + 1</answer>", {"answer": "1+x"}, **tagged)).reward == 1.0
+    assert (await score("math_equal", "<answer>x + 1</answer>", {"answer": "1"}, **tagged)).reward == 0.0
+
+
+def test_a_prediction_on_which_sympy_hangs_is_wrong_and_the_next_is_judged() -> None:
+    equal = MathEqual(processes=1, seconds=0.5)
+    for bomb in ("$9^{9^{9^{9}}}$", "$" + "a b " * 100_000 + "$"):
+        assert equal(bomb, answer="1") == {"reward": 0.0, "success": 0.0, "math_timeout": 1.0}
+    assert equal("it is 42", answer="42") == {"reward": 1.0, "success": 1.0, "math_timeout": 0.0}
+    assert len(children("rollout.rewards.math_process")) == 1
+    equal.close()
+    assert children("rollout.rewards.math_process") == []
+
+
+def test_an_answer_that_cannot_be_read_is_an_error() -> None:
+    equal = MathEqual(processes=1, seconds=0.5)
+    with pytest.raises(RewardError, match="can read none of the answers"):
+        equal("it is 42", answer="")
+    with pytest.raises(RewardError, match=r"took longer than 0\.5 s to read"):
+        equal("it is 42", answer="a b " * 100_000)
+    assert equal("it is 42", answer="42")["reward"] == 1.0
+    equal.close()
+
+
+async def test_comparing_does_not_hold_up_the_loop_nor_more_processes_than_allowed() -> None:
+    async with Rewards.load([RewardConfig(reward="math_equal", options={"processes": 2})], Path()) as rewards:
+        chains = [said(f"it is {n}") for n in range(20)]
+        scoring = asyncio.gather(*(rewards.score(chain, {"answer": "7"}, None) for chain in chains))
+        ticks = 0
+        while not scoring.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        assert ticks > 3
+        assert [one.reward for one in await scoring] == [float(n == 7) for n in range(20)]
+        assert len(children("rollout.rewards.math_process")) <= 2
+
+
+def children(module: str) -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if module in child.cmdline()]
+
+
+THOUGHTS = [
+    "<think>\nThis is my reasoning.\n</think>\nThis is my answer.",
+    "<think>\nThis is my reasoning.\nThis is my answer.",
+    "<think>a</think><think>b</think>c",
+    "Well <think>a</think> b",
+    "<think></think>",
+]
+
+
+def test_form_by_pattern_agrees_with_trl() -> None:
+    theirs = think_format_reward([[{"content": text}] for text in THOUGHTS])
+    form = Format(pattern=r"<think>(?!.*<think>)(.*?)</think>.*")
+    assert [form(said(text)) for text in THOUGHTS] == theirs
+    assert set(theirs) == {0.0, 1.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ("<think>a</think><answer>b</answer>", 1.0),
+        ("so: <think>a</think>\n<answer>b</answer> done", 1.0),
+        ("<answer>b</answer><think>a</think>", 0.0),
+        ("<think>a<answer>b</answer></think>", 0.0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
+        ("<think>a</think><answer>b", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_form_by_tags(text: str, fits: float) -> None:
+    assert Format(tags=("think", "answer"))(said("no form", text)) == fits
+
+
+def test_form_of_every_turn_is_a_share() -> None:
+    chain = said("<think>a</think>", "b", "<think>c</think>", "<think>d</think>")
+    assert Format(pattern="<think>.*", every_turn=True)(chain) == 0.75
+    assert Format(pattern="<think>.*", every_turn=True)(said()) == 0.0
+
+
+@pytest.mark.parametrize("buffer", [0, 20, 100])
+def test_length_agrees_with_trl(buffer: int) -> None:
+    lengths = [0, 1, 79, 80, 81, 90, 99, 100, 101, 500]
+    theirs = get_soft_overlong_punishment(100, buffer)(completion_ids=[[1] * length for length in lengths])
+    ours = [Length(longest=100, buffer=buffer)(said("a", tokens=length)) for length in lengths]
+    assert ours == pytest.approx(theirs)
+    assert min(ours) == -1.0
+    assert Length(longest=2, buffer=2, turns=True)(said("a", "b", "c")) == -1.0
+    assert Length(longest=4, buffer=2, turns=True)(said("a", "b", "c")) == -0.5
+
+
+@dataclass
+class JudgeServer:
+    """Speaks chat completions; `answer` gives the text, or the status of a refusal."""
+
+    answer: Callable[[str], Any] = lambda prompt: "Score: 1"
+    url: str = ""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    authorizations: list[str | None] = field(default_factory=list)
+    running: int = 0
+    most: int = 0
+
+    async def complete(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests.append(body)
+        self.authorizations.append(request.headers.get("Authorization"))
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0.02)
+        self.running -= 1
+        answer = self.answer(body["messages"][-1]["content"])
+        if isinstance(answer, int):
+            return web.Response(status=answer, text="not now")
+        if isinstance(answer, dict):
+            return web.json_response(answer)
+        return web.json_response({"choices": [{"index": 0, "message": {"role": "assistant", "content": answer}}]})
+
+
+@pytest_asyncio.fixture
+async def judge() -> AsyncIterator[JudgeServer]:
+    server = JudgeServer()
+    app = web.Application()
+    app.add_routes([web.post("/v1/chat/completions", server.complete)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    yield server
+    await runner.cleanup()
+
+
+PROMPT = "Question: {question}\nAnswer: {prediction}\nRight: {answer}\nWrite Score: and a number from 0 to 10."
+
+
+async def test_a_judge_is_asked_and_its_number_scaled(judge: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    judge.answer = lambda prompt: "<think>Score: 3?</think> **Score:** 7.5/10" if "{x}" in prompt else "Score: 0"
+    options = {
+        "url": judge.url,
+        "model": "m",
+        "prompt": PROMPT,
+        "best": 10,
+        "api_key_env": "JUDGE_KEY",
+        "system": "Be fair.",
+    }
+    options |= {"parameters": {"max_tokens": 5}}
+    row = {"question": "2+2?", "answer": "4"}
+    # what a model writes is filled in as it is
+    assert (await score("judge", "four {x} {answer}", row, **options)).reward == 0.75
+    assert (await score("judge", "five", row, **options)).reward == 0.0
+    question = "Question: 2+2?\nAnswer: four {x} {answer}\nRight: 4\nWrite Score: and a number from 0 to 10."
+    messages = [{"role": "system", "content": "Be fair."}, {"role": "user", "content": question}]
+    assert judge.requests[0] == {"model": "m", "messages": messages, "max_tokens": 5}
+    assert judge.authorizations == ["Bearer secret"] * 2
+
+
+async def test_a_judge_can_read_the_whole_chain_and_scores_can_fall(judge: JudgeServer) -> None:
+    judge.answer = lambda prompt: f"penalty {4 if 'tool: 42' in prompt and 'assistant: first' in prompt else 0}"
+    asked = Judge(url=judge.url, model="m", prompt="{conversation}", pattern=r"penalty (\d)", worst=5, best=0)
+    assert await asked(said("first", "last")) == pytest.approx(0.2)
+    await asked.close()
+
+
+async def test_a_judge_gets_so_many_requests_at_a_time(judge: JudgeServer) -> None:
+    options = {"url": judge.url, "model": "m", "prompt": "{prediction}", "concurrency": 3}
+    async with Rewards.load([RewardConfig(reward="judge", options=options)], Path()) as rewards:
+        await asyncio.gather(*(rewards.score(said("a"), {}, None) for _ in range(12)))
+    assert (len(judge.requests), judge.most) == (12, 3)
+
+
+async def test_what_can_heal_is_tried_again(judge: JudgeServer) -> None:
+    answers: list[Any] = [503, 429, "Score: 1"]
+    judge.answer = lambda prompt: answers.pop(0)
+    row: dict[str, Any] = {}
+    assert (await score("judge", "a", row, url=judge.url, model="m", prompt="{prediction}")).reward == 1.0
+    assert not answers
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("I like it", "no number that matches"),
+        ("Score: high", "no number that matches"),
+        ("Score: 11", "the judge gave 11, which is not from 0 to 10"),
+        (401, "no verdict from .*status 401: not now"),
+        (500, "no verdict from .*status 500"),
+        ({"error": "overloaded"}, "no verdict from .*not a chat completion with a text: .*overloaded"),
+        ({"choices": [{"message": {"content": None}}]}, "no verdict from .*not a chat completion"),
+    ],
+)
+async def test_a_judge_without_a_verdict_is_an_error(judge: JudgeServer, answer: Any, message: str) -> None:
+    judge.answer = lambda prompt: answer
+    with pytest.raises(RewardError, match=f"judge: {message}"):
+        await score("judge", "a", {}, url=judge.url, model="m", prompt="{prediction}", best=10, retries=1)
+    assert len(judge.requests) == (1 if isinstance(answer, str) or answer == 401 else 2)
+
+
+async def test_an_unreachable_judge_is_an_error_and_a_slow_one_too(judge: JudgeServer) -> None:
+    with pytest.raises(
+        RewardError, match=r"judge: no verdict from http://127\.0\.0\.1:9/v1/chat/completions: ClientConn"
+    ):
+        await score("judge", "a", {}, url="http://127.0.0.1:9/v1", model="m", prompt="{prediction}", retries=0)
+    config = RewardConfig(
+        reward="judge", timeout_seconds=0.01, options={"url": judge.url, "model": "m", "prompt": "{prediction}"}
+    )
+    async with Rewards.load([config], Path()) as rewards:
+        with pytest.raises(RewardError, match=r"judge took longer than rewards\.0\.timeout_seconds=0\.01"):
+            await rewards.score(said("a"), {}, None)
+
+
+def test_a_judge_works_in_one_loop_after_another() -> None:
+    async def ask() -> float:
+        server = JudgeServer()
+        app = web.Application()
+        app.add_routes([web.post("/v1/chat/completions", server.complete)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        asked.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        scores = await asyncio.gather(*(asked(said("a")) for _ in range(3)))
+        await asked.close()
+        await runner.cleanup()
+        return sum(scores)
+
+    asked = Judge(url="", model="m", prompt="{prediction}", concurrency=1)
+    assert [asyncio.run(ask()) for _ in range(2)] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "option", "message"),
+    [
+        ({"prompt": "{0}"}, "prompt", "not the name of a field; braces that are to stand there are doubled"),
+        ({"prompt": "{answer"}, "prompt", "expected '}'"),
+        ({"api_key_env": "NO_SUCH_KEY"}, "api_key_env", "got 'NO_SUCH_KEY': this environment variable is not set"),
+        ({"pattern": "["}, "pattern", "not a regular expression"),
+        ({"concurrency": 0}, "concurrency", "greater than 0"),
+    ],
+)
+def test_options_of_a_judge_that_cannot_work(changed: dict[str, Any], option: str, message: str) -> None:
+    options = {"url": "u", "model": "m", "prompt": "{prediction}", **changed}
+    with pytest.raises(InvalidReward, match=message) as refused:
+        Rewards.load([RewardConfig(reward="judge", options=options)], Path())
+    assert refused.value.field == f"rewards.0.options.{option}"
+
+
+def test_fields_of_a_prompt_are_looked_for_before_the_run() -> None:
+    options = {"url": "u", "model": "m", "prompt": PROMPT}
+    rewards = Rewards.load([RewardConfig(reward="judge", options=options)], Path())
+    rewards.check({"question": "q", "answer": "a"})
+    with pytest.raises(
+        InvalidReward, match=r"judge wants the field 'answer', which the data does not have \(question\)"
+    ):
+        rewards.check({"question": "q"})
+    with pytest.raises(InvalidReward, match="'prediction' too"):
+        rewards.check({"question": "q", "answer": "a", "prediction": "p"})
+
+
+def test_the_page_lists_every_reward_and_option() -> None:
+    page = (REPOSITORY / "docs" / "rewards.md").read_text(encoding="utf-8")
+    for name in PREBUILT:
+        [line] = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+        options = load_object(name, Path(), PREBUILT).__dataclass_fields__
+        assert [option for option in options if f"`{option}" not in line] == []

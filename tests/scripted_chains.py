@@ -1,0 +1,106 @@
+"""Chains whose turns a test writes: the whole runner on a scripted server, with a tokenizer made on the spot."""
+
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from transformers import PreTrainedTokenizerFast
+
+from rollout.agent import AgentHooks
+from rollout.chain import ChainRunner, Sampling
+from rollout.client import InferenceClient
+from rollout.config import RolloutRecipe
+from rollout.renderer import make_renderer
+from rollout.rewards import Rewards
+from rollout.trajectory import Trajectory
+from tests.chat_tokenizers import make_tokenizer, trl_template
+from tests.scripted_server import ScriptedServer, serve_script
+from tools.toolset import open_toolset
+
+NOTES = '''
+from agentfactory import reward, tool
+
+
+@tool
+def note(text: str) -> str:
+    """Take a note."""
+    return f"noted {text}"
+
+
+@reward
+def turns(trajectory):
+    return trajectory.turns
+'''
+
+
+@dataclass
+class Scripted:
+    """A runner, the server behind it, and the tokenizer of both."""
+
+    runner: ChainRunner
+    server: ScriptedServer
+    tokenizer: PreTrainedTokenizerFast
+
+    async def run(self, **task: Any) -> Trajectory:
+        """One chain on `task`."""
+        sampling = Sampling("policy", 1.0, seed="s")
+        return await self.runner.run("c0", {"question": "go", **task}, sampling, self.runner.config.scored)
+
+    def sent(self) -> list[str]:
+        """The prompts that the server got, as text."""
+        return [self.tokenizer.decode(request["token_ids"]) for request in self.server.requests]
+
+    def check(self, *trajectories: Trajectory, dropped: int = 0) -> None:
+        """Assert that the rows' sampled tokens are what the server sampled after exactly what stands before them, and
+        that all but `dropped` of its answers stand in some row."""
+        answers = defaultdict(list)
+        for request, sampled in zip(self.server.requests, self.server.responses, strict=True):
+            answers[tuple(request["token_ids"])].append(sampled)
+        for row in (row for trajectory in trajectories for row in trajectory.rows):
+            starts = [i for i, value in enumerate(row.mask) if value and not (i and row.mask[i - 1])]
+            for start in starts:
+                end = start + [*row.mask[start:], 0].index(0)
+                answers[tuple(row.token_ids[:start])].remove(row.token_ids[start:end])
+            assert sum(span.end - span.start for span in row.versions) == sum(row.mask)
+            assert all(all(row.mask[span.start : span.end]) for span in row.versions)
+            assert all(p == 0.0 for p, sampled in zip(row.logprobs, row.mask, strict=True) if not sampled)
+        assert sum(len(left) for left in answers.values()) == dropped
+
+
+@asynccontextmanager
+async def scripted_chains(
+    folder: Path,
+    texts: list[str],
+    agent: AgentHooks | None = None,
+    template: str | None = None,
+    source: str = NOTES,
+    **fields: Any,
+) -> AsyncIterator[Scripted]:
+    """The n-th request is answered by the n-th of `texts` and the end of the turn, as far as its limit of tokens goes.
+
+    The tool `note` is there, and the reward is the number of turns; `fields` are recipe sections.
+    """
+    tokenizer = make_tokenizer(template or trl_template("qwen2_5"))
+    answers = iter(texts)
+
+    def script(prompt: list[int]) -> list[int]:
+        text = next(answers, None)
+        if text is None:
+            raise web.HTTPBadRequest(text="the script is at its end")
+        return tokenizer.encode(text + "<|im_end|>", add_special_tokens=False)
+
+    (folder / "notes.py").write_text(source)
+    sections = {"model": {"path": "x"}, "tools": ["notes.py:note"], "rewards": ["notes.py:turns"]}
+    recipe = RolloutRecipe.model_validate({**sections, **fields})
+    async with (
+        serve_script(script) as server,
+        InferenceClient(server.url) as client,
+        open_toolset(recipe, folder) as toolset,
+        Rewards.load(recipe.rewards, folder) as rewards,
+    ):
+        renderer = make_renderer(tokenizer, parser=recipe.rollout.parser)
+        yield Scripted(ChainRunner(recipe, renderer, client, toolset, rewards, agent), server, tokenizer)

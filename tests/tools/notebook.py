@@ -1,0 +1,64 @@
+"""An MCP server as strangers write them: one word for the whole process, no chain keys, the older protocol, no SDK.
+
+Started as a script; it needs nothing but Python, so that hundreds of its processes cost little.
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+STATE = {"word": "nothing", "calls": 0}
+
+
+def schema(**properties: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {name: {"type": kind} for name, kind in properties.items()},
+        "required": [name for name, kind in properties.items() if kind == "string"],
+    }
+
+
+TOOLS = {
+    "begin": schema(word="string"),
+    "write": schema(word="string"),
+    "read": schema(seconds="number"),
+    "judge": schema(),
+    "burn": schema(),
+}
+
+
+def answer(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    STATE["calls"] += 1
+    if name in ("begin", "write"):
+        STATE["word"] = arguments["word"]
+    time.sleep(arguments.get("seconds", 0))
+    if name == "burn":
+        sys.exit(1)
+    text = str(STATE["calls"] if name == "judge" else STATE["word"])
+    return {"content": [{"type": "text", "text": text}]}
+
+
+def respond(method: str, params: dict[str, Any]) -> dict[str, Any]:
+    match method:
+        case "initialize":
+            return {
+                "result": {
+                    "protocolVersion": params["protocolVersion"],
+                    "capabilities": {"tools": {}},
+                    "serverInfo": {"name": "notebook", "version": "1"},
+                }
+            }
+        case "tools/list":
+            return {"result": {"tools": [{"name": name, "inputSchema": form} for name, form in TOOLS.items()]}}
+        case "tools/call":
+            return {"result": answer(params["name"], params.get("arguments", {}))}
+    return {"error": {"code": -32601, "message": f"no method {method}"}}
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        message = json.loads(line)
+        if "id" in message:
+            reply = respond(message["method"], message.get("params", {}))
+            print(json.dumps({"jsonrpc": "2.0", "id": message["id"], **reply}), flush=True)

@@ -1,0 +1,37 @@
+"""A stateful HTTP server as strangers write them: it tells its clients apart by their sessions alone."""
+
+import sys
+from typing import Any
+
+import uvicorn
+from mcp.server.mcpserver import Context, MCPServer
+
+server = MCPServer("sessions", log_level="WARNING")
+words: dict[str, str] = {}
+
+
+def session(context: Context[Any]) -> str:
+    request: Any = context.request_context.request
+    return str(request.headers["mcp-session-id"])
+
+
+@server.tool()
+async def write(word: str, context: Context[Any]) -> str:
+    words[session(context)] = word
+    return "wrote"
+
+
+@server.tool()
+async def read(context: Context[Any]) -> str:
+    return words.get(session(context), "nothing")
+
+
+if __name__ == "__main__":
+    stateless = "--stateless" in sys.argv
+    app = server.streamable_http_app(stateless_http=stateless)
+    config = uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1)
+    running = uvicorn.Server(config)
+    sockets = [config.bind_socket()]
+    sockets[0].listen(1024)
+    print(f"ready http://127.0.0.1:{sockets[0].getsockname()[1]}/mcp", flush=True)
+    running.run(sockets=sockets)

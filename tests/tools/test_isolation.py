@@ -1,0 +1,240 @@
+"""What a chain has for itself: a thousand chains over sixteen instances, whoever is cancelled, over every backend."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.tools.conftest import http_server, running
+from tools.config import ToolsRecipe
+from tools.messages import CallError, ToolCall, ToolInfrastructureError
+from tools.toolset import ToolSession, Toolset, open_toolset
+
+CHAINS, INSTANCES = 1000, 16
+POOL = {"capacity": INSTANCES, "wait_seconds": 120}
+NOTEBOOK = {"command": "python", "args": ["-S", "notebook.py"], "isolation": "process", "deny": ["burn"]}
+ROLES = {"reset": "begin", "reward": "judge", "close": None}
+
+
+async def ask(session: ToolSession, name: str, /, **arguments: Any) -> str:
+    result = await session.call(ToolCall("1", name, arguments))
+    assert result.error is None, result
+    assert isinstance(result.content, str)
+    return result.content
+
+
+@contextmanager
+def backend(kind: str) -> Iterator[dict[str, Any]]:
+    """The `mcp_servers` entry of a pad whose sixteen instances live in this process, in theirs, or behind HTTP."""
+    match kind:
+        case "in process":
+            yield {"module": "scratchpad.py:Scratchpad", "pool": POOL}
+        case "subprocess":
+            yield {**NOTEBOOK, "environment": ROLES, "pool": POOL}
+        case "http":
+            with http_server("scratchpad.py:Scratchpad", more=["--capacity", str(INSTANCES)]) as (_, url):
+                yield {"url": url, "pool": POOL}
+        case "http sessions":
+            with running("-P", "sessions.py") as (_, url):
+                yield {"url": url, "isolation": "session", "pool": {**POOL, "max_uses": 20}}
+
+
+def recipe_of(**servers: Any) -> ToolsRecipe:
+    return ToolsRecipe.model_validate({"mcp_servers": servers})
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+async def at_rest(toolset: Toolset) -> dict[str, float]:
+    """The gauges, when all that was let go of has been reset."""
+    await toolset.closed()
+    while (gauges := await toolset.gauges())["environments/pad/in_use"]:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    return gauges
+
+
+@pytest.mark.parametrize("kind", ["in process", "subprocess", "http", "http sessions"])
+async def test_a_thousand_chains_over_sixteen_instances(kind: str, folder: Path) -> None:
+    before = set(children())
+    alive = most = 0
+
+    async def live(toolset: Toolset, number: int, calling: asyncio.Event | None = None) -> bool:
+        nonlocal alive, most
+        word = f"word {number}"
+        async with toolset.chain(f"{kind} {number} {calling is not None}", {"word": "first"}) as session:
+            alive += 1
+            most = max(most, alive)
+            try:
+                if calling is not None:
+                    calling.set()
+                await ask(session, "write", word=word)
+                await asyncio.sleep(0.001 * (number % 4))
+                return await ask(session, "read") == word
+            finally:
+                alive -= 1
+
+    async def cancel(toolset: Toolset, number: int) -> None:
+        calling = asyncio.Event()
+        chain = asyncio.create_task(live(toolset, number, calling))
+        await calling.wait()
+        for _ in range(number % 7):  # into the call, by another step each time
+            await asyncio.sleep(0)
+        chain.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await chain
+
+    with backend(kind) as entry:
+        async with open_toolset(recipe_of(pad=entry), folder) as toolset:
+            right = await asyncio.gather(*(live(toolset, number) for number in range(CHAINS)))
+            assert sum(right) == CHAINS
+            assert most <= INSTANCES
+            gauges = await at_rest(toolset)
+            assert (gauges["environments/pad/waiting"], gauges["environments/pad/broken"]) == (0, 0)
+
+            halves = [live(toolset, number) if number % 2 else cancel(toolset, number) for number in range(CHAINS)]
+            right = await asyncio.gather(*halves)
+            assert sum(filter(None, right)) == CHAINS // 2
+            gauges = await at_rest(toolset)
+            assert gauges["environments/pad/waiting"] == 0
+
+            # none leaked: all sixteen can be held at once
+            most = 0
+            async with asyncio.timeout(60):
+                together = asyncio.Barrier(INSTANCES)
+
+                async def hold(number: int) -> None:
+                    async with toolset.chain(f"{kind} held {number}", {"word": "held"}):
+                        await together.wait()
+
+                await asyncio.gather(*(hold(number) for number in range(INSTANCES)))
+            gauges = await at_rest(toolset)
+            assert gauges["environments/pad/idle"] <= INSTANCES
+    assert set(children()) == before
+
+
+async def test_a_stateful_process_serves_one_chain(folder: Path) -> None:
+    """Nothing could make it forget: a word of another chain is never read."""
+    async with open_toolset(recipe_of(pad={**NOTEBOOK, "pool": {"capacity": 2, "warm": 1}}), folder) as toolset:
+
+        async def live(number: int) -> tuple[str, str]:
+            async with toolset.chain(str(number), {}) as session:
+                first = await ask(session, "read", seconds=0.01)
+                await ask(session, "write", word=str(number))
+                return first, await ask(session, "read")
+
+        results = await asyncio.gather(*(live(number) for number in range(12)))
+        assert results == [("nothing", str(number)) for number in range(12)]
+        assert (await at_rest(toolset))["environments/pad/recycled"] == 12
+
+
+async def test_an_environments_process_serves_many(folder: Path) -> None:
+    entry = {**NOTEBOOK, "environment": ROLES, "pool": {"capacity": 1}}
+    async with open_toolset(recipe_of(pad=entry), folder) as toolset:
+        calls = []
+        for number in range(3):
+            async with toolset.chain(str(number), {"word": "given"}) as session:
+                assert session.opening == "given"
+                calls.append((await session.reward()).reward)  # type: ignore[union-attr]
+        assert calls == [2, 4, 6]  # of one process
+        gauges = await at_rest(toolset)
+    assert (gauges["environments/pad/made"], gauges["environments/pad/idle"]) == (1, 1)
+
+
+async def test_a_process_at_work_on_a_call_that_was_given_up_is_replaced(folder: Path) -> None:
+    """Else the late call would act on the next chain's state."""
+    entry = {**NOTEBOOK, "environment": ROLES, "pool": {"capacity": 1}}
+    async with open_toolset(recipe_of(pad=entry), folder) as toolset:
+        async with toolset.chain("a", {"word": "a"}) as session:
+            late = await session.call(ToolCall("1", "read", {"seconds": 5}), timeout_seconds=0.05)
+            assert (late.content, late.error) == ("read did not answer within 0.05 s.", CallError.TIMEOUT)
+        async with toolset.chain("b", {"word": "b"}) as session:
+            assert await session.reward() is not None
+        assert (await at_rest(toolset))["environments/pad/broken"] == 1
+
+
+async def test_a_process_that_dies_ends_its_chain_alone(folder: Path) -> None:
+    entry = {**NOTEBOOK, "deny": [], "pool": {"capacity": 2}}
+    async with (
+        open_toolset(recipe_of(pad=entry), folder) as toolset,
+        toolset.chain("other", {}) as other,
+    ):
+        async with toolset.chain("dying", {}) as dying:
+            with pytest.raises(ToolInfrastructureError, match="tool server pad died during a call of burn"):
+                await ask(dying, "burn")
+            with pytest.raises(ToolInfrastructureError, match=r"tool server pad: .*notebook\.py"):
+                await ask(dying, "read")
+            assert await ask(other, "read") == "nothing"
+        async with toolset.chain("next", {}) as following:
+            assert await ask(following, "read") == "nothing"
+        gauges = await toolset.gauges()
+        assert (gauges["environments/pad/in_use"], gauges["environments/pad/broken"]) == (1, 1)
+
+
+async def test_idle_processes_that_died_are_replaced(folder: Path) -> None:
+    entry = {**NOTEBOOK, "environment": ROLES, "pool": {"warm": 2}}
+    before = set(children())
+    async with open_toolset(recipe_of(pad=entry), folder) as toolset:
+        while (await toolset.gauges())["environments/pad/idle"] < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for process in set(children()) - before:
+            process.kill()
+        await asyncio.sleep(0.1)  # until their ends are seen
+        async with toolset.chain("a", {"word": "a"}) as session:
+            assert await ask(session, "read") == "a"
+        assert (await at_rest(toolset))["environments/pad/broken"] == 2
+
+
+async def test_the_wait_for_an_instance_is_bounded(folder: Path) -> None:
+    entry = {**NOTEBOOK, "pool": {"capacity": 1, "wait_seconds": 0.1}}
+    async with open_toolset(recipe_of(pad=entry), folder) as toolset, toolset.chain("a", {}):
+        reason = r"tool server pad: no instance within 0.1 s \(pool.wait_seconds\): all 1 \(pool.capacity\) are taken"
+        with pytest.raises(ToolInfrastructureError, match=reason):
+            async with toolset.chain("b", {}):
+                pass
+
+
+async def test_chains_that_need_two_scarce_servers_never_block_each_other(folder: Path) -> None:
+    one = {**NOTEBOOK, "environment": ROLES, "pool": {"capacity": 2, "wait_seconds": 20}}
+    two = {**one, "prefix": "second_", "pool": {"capacity": 1, "wait_seconds": 20}}
+    pads = {"module": "scratchpad.py:Scratchpad", "prefix": "third_", "pool": {"capacity": 1, "wait_seconds": 20}}
+    async with open_toolset(recipe_of(one=one, pad=pads, two=two), folder) as toolset:
+
+        async def live(number: int) -> None:
+            async with toolset.chain(str(number), {"word": str(number)}) as session:
+                for name in ("read", "second_read", "third_read"):
+                    assert await ask(session, name) == str(number)
+
+        await asyncio.gather(*(live(number) for number in range(20)))
+        gauges = await toolset.gauges()
+    assert {
+        gauges[f"environments/{name}/{key}"] for name in ("one", "pad", "two") for key in ("in_use", "waiting")
+    } == {0}
+
+
+async def test_a_server_without_sessions_is_refused(folder: Path) -> None:
+    with running("-P", "sessions.py", "--stateless") as (_, url):
+        reason = r"tool server pad: .*gives its clients no sessions \(Mcp-Session-Id\); use isolation: shared"
+        with pytest.raises(ToolInfrastructureError, match=reason):
+            async with open_toolset(recipe_of(pad={"url": url, "isolation": "session"}), folder):
+                pass
+
+
+async def test_sessions_keep_chains_apart(folder: Path) -> None:
+    with running("-P", "sessions.py") as (_, url):
+        async with open_toolset(recipe_of(pad={"url": url, "isolation": "session"}), folder) as toolset:
+
+            async def live(number: int) -> tuple[str, str]:
+                async with toolset.chain(str(number), {}) as session:
+                    first = await ask(session, "read")
+                    await ask(session, "write", word=str(number))
+                    await asyncio.sleep(0.01)
+                    return first, await ask(session, "read")
+
+            results = await asyncio.gather(*(live(number) for number in range(20)))
+        assert results == [("nothing", str(number)) for number in range(20)]

@@ -1,0 +1,419 @@
+"""Limits: what is refused, cut or waited for, in which order and with which words; by a set clock, and with calls."""
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tools.config import Limit, LimitsConfig
+from tools.limits import ChainAccount, ChainLimits, Rates, check_limits
+from tools.messages import CallError, Content, ToolCall, ToolInfrastructureError, ToolResult
+
+WORDS = "one two three four five six"
+
+
+def cut(text: str, most: int) -> str | None:
+    """Words for tokens."""
+    words = text.split(" ")
+    return None if len(words) <= most else " ".join(words[: most - 1]) + " [...]"
+
+
+def account(**fields: object) -> ChainAccount:
+    config = LimitsConfig.model_validate(fields)
+    return ChainAccount(config, Rates(config.calls_per_second), cut)
+
+
+def call(name: str = "search") -> ToolCall:
+    return ToolCall("call_0", name, {})
+
+
+def take(chain: ChainAccount, name: str = "search", place: int = 0, now: float = 0.0, seconds: float = 0.0) -> Content:
+    """Make a call that takes `seconds`; what the model reads."""
+    admitted = chain.admit(call(name), place, now)
+    if isinstance(admitted, ToolResult):
+        assert admitted.error is CallError.LIMIT
+        return admitted.content
+    assert admitted == 0
+    chain.begin(now)
+    chain.end(now + seconds)
+    return chain.settle(call(name), ToolResult("fine", None, seconds)).content
+
+
+def breached(chain: ChainAccount) -> dict[str, float]:
+    """The metrics of limits that moved."""
+    found = {name: value for name, value in chain.metrics().items() if name.startswith("limits/") and value}
+    assert Counter({limit: found.get(f"limits/{limit}", 0) for limit in Limit}) == chain.breaches
+    return found
+
+
+def test_calls_per_turn() -> None:
+    chain = account(calls_per_turn=2)
+    assert [take(chain, place=place) for place in range(3)] == [
+        "fine",
+        "fine",
+        "Not run: the limit of 2 calls in one turn is reached. The call can be made in your next turn.",
+    ]
+    assert take(chain, place=0) == "fine", "the next turn has its own"
+    assert breached(chain) == {"limits/calls_per_turn": 1}
+
+
+def test_calls() -> None:
+    chain = account(calls=1)
+    assert take(chain) == "fine"
+    for _ in range(2):
+        said = "Not run: the limit of 1 call in this conversation is reached. Answer with what you have."
+        assert take(chain, "another") == said
+    assert breached(chain) == {"limits/calls": 2}
+
+
+def test_calls_per_tool() -> None:
+    chain = account(calls_per_tool={"search": 2})
+    assert [take(chain), take(chain)] == ["fine", "fine"]
+    said = "Not run: the limit of 2 calls of search in this conversation is reached. Go on without search."
+    assert take(chain) == said
+    assert take(chain, "another") == "fine"
+    assert breached(chain) == {"limits/calls_per_tool": 1}
+
+
+def test_cost() -> None:
+    chain = account(cost=0.3, cost_per_call={"search": 0.1, "ask": 0.25})
+    assert take(chain, "ask") == "fine"
+    said = "Not run: search costs 0.1, and of the limit of 0.3 only 0.05 is left. Go on without search."
+    assert take(chain) == said
+    assert take(chain, "free") == "fine"
+    assert chain.metrics()["tool_cost"] == 0.25
+    assert breached(chain) == {"limits/cost": 1}
+    chain = account(cost=0.3, cost_per_call={"search": 0.1})
+    assert [take(chain) for _ in range(3)] == ["fine"] * 3, "0.1 + 0.1 + 0.1 is 0.3, as people write it"
+    assert take(chain) != "fine"
+
+
+def test_tool_seconds_before_a_call() -> None:
+    chain = account(tool_seconds=5)
+    assert take(chain, now=0, seconds=3) == "fine"
+    assert take(chain, now=100, seconds=2) == "fine", "what passes between calls does not count"
+    said = "Not run: the limit of 5 s for all calls of this conversation is reached. Answer with what you have."
+    assert take(chain, now=200) == said
+    assert chain.metrics()["tool_seconds"] == 5
+    assert breached(chain) == {"limits/tool_seconds": 1}
+
+
+def test_tool_seconds_during_calls_that_run_side_by_side() -> None:
+    chain = account(tool_seconds=5)
+    for start, left in ((10, 5), (12, 3), (13, 2)):
+        assert chain.admit(call(), 0, start) == 0
+        assert chain.begin(start) == left, "they end together, when the time is over"
+    chain.end(12.5)
+    chain.end(14)
+    assert chain.admit(call(), 3, 14.9) == 0
+    assert isinstance(chain.admit(call(), 3, 15), ToolResult), "also while one still runs"
+    chain.end(15)
+    assert chain.seconds == 5
+    result = chain.settle_cut(4.0)
+    said = "Stopped: the limit of 5 s for all calls of this conversation is reached. Answer with what you have."
+    assert (result.content, result.error, result.seconds) == (said, CallError.LIMIT, 4.0)
+    assert breached(chain) == {"limits/tool_seconds": 2}
+
+
+def test_calls_per_second_wait_for_their_time() -> None:
+    config = LimitsConfig(calls_per_second={"search": 2})
+    rates = Rates(config.calls_per_second)
+    chains = [ChainAccount(config, rates) for _ in range(5)]
+    assert [chain.admit(call(), 0, 10) for chain in chains] == [0, 0, 1, 1, 2], "all chains share the rate"
+    assert chains[0].admit(call("another"), 0, 10) == 0
+    assert chains[4].metrics()["tool_wait_seconds"] == 2
+    assert breached(chains[4]) == {}, "to wait is no breach"
+    assert chains[0].admit(call(), 0, 13) == 0
+
+
+def test_calls_per_second_refused() -> None:
+    chain = account(calls_per_second={"search": 0.5}, on_breach={"calls_per_second": {}})
+    assert take(chain, now=0) == "fine"
+    said = "Not run: the limit of 0.5 calls of search per second is reached. The call can be made in your next turn."
+    assert take(chain, now=1.9) == said
+    assert take(chain, now=2) == "fine", "what was refused took no time"
+    assert breached(chain) == {"limits/calls_per_second": 1}
+
+
+@given(st.floats(0.1, 20), st.lists(st.floats(0, 2), min_size=1, max_size=60))
+def test_rates_hold_in_every_window(rate: float, pauses: list[float]) -> None:
+    rates, now, starts = Rates({"search": rate}), 0.0, []
+    for pause in pauses:
+        now += pause
+        starts.append(now + rates.take("search", now))
+    assert starts == sorted(starts), "first asked, first served"
+    count = max(1, int(rate))
+    for first, later in zip(starts, starts[count:], strict=False):
+        assert later - first >= count / rate - 1e-9
+    for index, start in enumerate(starts):
+        asked = sum(pauses[: index + 1])
+        earliest = starts[index - count] + count / rate if index >= count else 0.0
+        assert start <= max(asked, earliest) + 1e-9, "nobody waits longer than the rate asks"
+
+
+def test_seconds_per_call() -> None:
+    chain = account(seconds_per_call={"search": 2.5})
+    late = ToolResult("search did not answer within 2.5 s.", CallError.TIMEOUT, 2.5)
+    result = chain.settle(call(), late)
+    said = "Stopped: the limit of 2.5 s for one call of search is reached. Try one that takes less time."
+    assert (result.content, result.error, result.seconds) == (said, CallError.TIMEOUT, 2.5)
+    assert chain.settle(call("another"), late) is late, "the time limit of its server, which is no limit of the chain"
+    failed = ToolResult("timeout", CallError.TOOL_ERROR)
+    assert chain.settle(call(), failed) is failed
+    assert breached(chain) == {"limits/seconds_per_call": 1}
+
+
+def test_result_tokens() -> None:
+    chain = account(result_tokens=4)
+    assert chain.settle(call(), ToolResult("one two three four")).content == "one two three four"
+    result = chain.settle(call(), ToolResult(WORDS, None, 0.1, finish=True, info={"pages": 3}))
+    assert result == ToolResult("one two three [...]", None, 0.1, finish=True, info={"pages": 3})
+    assert breached(chain) == {"limits/result_tokens": 1}
+    image: dict[str, Any] = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    first, second = ({"type": "text", "text": text} for text in ("one two three four", "five six"))
+    parts: Content = [image, first, image, second]
+    result = chain.settle(call(), ToolResult(parts))
+    assert result.content == [image, {"type": "text", "text": "one two three [...]"}, image], "the texts together"
+    assert chain.settle(call(), ToolResult([image])).content == [image]
+    with pytest.raises(ValueError, match=r"limits\.result_tokens: .*tokenizer"):
+        ChainAccount(chain.config, Rates({}))
+
+
+BREACHES: dict[Limit, dict[str, object]] = {
+    Limit.CALLS_PER_TURN: {"calls_per_turn": 1},
+    Limit.CALLS: {"calls": 1},
+    Limit.CALLS_PER_TOOL: {"calls_per_tool": {"search": 1}},
+    Limit.COST: {"cost": 1, "cost_per_call": {"search": 1}},
+    Limit.TOOL_SECONDS: {"tool_seconds": 1},
+    Limit.CALLS_PER_SECOND: {"calls_per_second": {"search": 1}},
+    Limit.SECONDS_PER_CALL: {"seconds_per_call": {"search": 1}},
+    Limit.RESULT_TOKENS: {"result_tokens": 4},
+}
+"""Each limit as a recipe sets it; the second call of `overdo` breaches it."""
+
+
+def overdo(chain: ChainAccount, limits: set[Limit]) -> ToolResult:
+    """Make a call that is fine, then one that is beyond every limit of `limits`."""
+    chain.admit(call(), 0, 0.0)
+    chain.begin(0.0)
+    chain.end(1.0 if Limit.TOOL_SECONDS in limits else 0.0)
+    admitted = chain.admit(call(), 1, 0.5)
+    if isinstance(admitted, ToolResult):
+        return admitted
+    late = Limit.SECONDS_PER_CALL in limits
+    return chain.settle(call(), ToolResult(WORDS, CallError.TIMEOUT if late else None))
+
+
+@pytest.mark.parametrize("limit", Limit)
+def test_a_breach_stops_and_costs_where_the_recipe_says_so(limit: Limit) -> None:
+    told = account(**BREACHES[limit], on_breach={limit: {"penalty": 0.25}})
+    result = overdo(told, {limit})
+    assert (breached(told), told.stopped, told.penalty) == ({f"limits/{limit}": 1}, None, 0.25)
+    assert "ends here" not in str(result.content)
+
+    stopped = account(**BREACHES[limit], on_breach={limit: {"action": "stop", "penalty": 0.5}})
+    result = overdo(stopped, {limit})
+    assert (breached(stopped), stopped.stopped, stopped.penalty) == ({f"limits/{limit}": 1}, limit, 0.5)
+    if limit is Limit.RESULT_TOKENS:
+        assert result.content == "one two three [...]"
+    else:
+        assert str(result.content).endswith("reached. The conversation ends here.") or limit is Limit.COST
+    later = stopped.admit(call("another"), 0, 100.0)
+    assert later == ToolResult(f"Not run: the limit {limit} ended the conversation.", CallError.LIMIT)
+    assert breached(stopped) == {f"limits/{limit}": 1}, "what comes after is no further breach"
+
+
+@pytest.mark.parametrize("limit", Limit)
+def test_the_limit_that_is_checked_first_counts(limit: Limit) -> None:
+    """Every limit and all that are checked after it are breached by one call."""
+    later = list(Limit)[list(Limit).index(limit) :]
+    fields = {name: value for other in later for name, value in BREACHES[other].items()}
+    chain = account(**fields, on_breach={other: {} for other in later})
+    overdo(chain, set(later))
+    assert breached(chain) == {f"limits/{limit}": 1}
+
+
+def test_what_is_refused_is_not_counted_as_made() -> None:
+    chain = account(calls=2, calls_per_tool={"search": 1}, cost=1, cost_per_call={"search": 0.5})
+    assert take(chain) == "fine"
+    for _ in range(3):
+        assert take(chain) != "fine"
+    assert take(chain, "another") == "fine"
+    assert chain.metrics()["tool_cost"] == 0.5
+
+
+# ---- the runner, with calls that take time
+
+
+def runner(**fields: object) -> ChainLimits:
+    config = LimitsConfig.model_validate(fields)
+    return ChainLimits(config, Rates(config.calls_per_second), cut)
+
+
+def calls(*names: str) -> list[ToolCall]:
+    return [ToolCall(f"call_{index}", name, {}) for index, name in enumerate(names)]
+
+
+class Tools:
+    """`call` answers with the tool's name; it waits until `gates[name]` is set, where that tool has a gate."""
+
+    def __init__(self, *gated: str) -> None:
+        self.gates = {name: asyncio.Event() for name in gated}
+        self.begun: list[str] = []
+        self.ended: list[str] = []
+        self.cancelled: list[str] = []
+        self.given: list[float | None] = []
+
+    async def call(self, call: ToolCall, timeout_seconds: float | None) -> ToolResult:
+        self.begun.append(call.name)
+        self.given.append(timeout_seconds)
+        try:
+            if call.name in self.gates:
+                await self.gates[call.name].wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(call.name)
+            raise
+        if call.name.startswith("broken"):
+            raise ToolInfrastructureError(call.name)
+        self.ended.append(call.name)
+        return ToolResult(call.name)
+
+
+async def settled() -> None:
+    """Let all tasks run as far as they get."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_calls_of_a_turn_run_side_by_side_and_answer_in_order() -> None:
+    chain, tools = runner(seconds_per_call={"b": 7}), Tools("a", "b", "c")
+    running = asyncio.create_task(chain.run(calls("a", "b", "c"), tools.call))
+    await settled()
+    assert tools.begun == ["a", "b", "c"]
+    assert tools.given == [None, 7, None]
+    for name in ("c", "a", "b"):
+        tools.gates[name].set()
+        await settled()
+    assert tools.ended == ["c", "a", "b"]
+    assert [result.content for result in await running] == ["a", "b", "c"]
+    assert await chain.run([], tools.call) == []
+
+
+async def test_parallel_calls() -> None:
+    chain, tools = runner(parallel_calls=2), Tools("a", "b", "c", "d")
+    running = asyncio.create_task(chain.run(calls("a", "b", "c", "d"), tools.call))
+    await settled()
+    assert tools.begun == ["a", "b"], "the others wait for a place"
+    tools.gates["b"].set()
+    await settled()
+    assert tools.begun == ["a", "b", "c"]
+    for gate in tools.gates.values():
+        gate.set()
+    assert [result.content for result in await running] == ["a", "b", "c", "d"]
+    assert breached(chain) == {}
+
+
+async def test_a_stop_refuses_what_has_not_begun_and_lets_finish_what_runs() -> None:
+    chain = runner(calls_per_tool={"b": 1}, on_breach={"calls_per_tool": {"action": "stop"}})
+    tools = Tools("a")
+    running = asyncio.create_task(chain.run(calls("a", "b", "b", "c"), tools.call))
+    await settled()
+    assert tools.begun == ["a", "b"]
+    tools.gates["a"].set()
+    contents = [result.content for result in await running]
+    assert contents == [
+        "a",
+        "b",
+        "Not run: the limit of 1 call of b in this conversation is reached. The conversation ends here.",
+        "Not run: the limit calls_per_tool ended the conversation.",
+    ]
+    assert chain.stopped is Limit.CALLS_PER_TOOL
+    assert breached(chain) == {"limits/calls_per_tool": 1}
+
+
+async def test_time_over_cuts_the_calls_that_run() -> None:
+    chain, tools = runner(tool_seconds=0.05), Tools("slow", "slower")
+    first, second, third = await chain.run(calls("slow", "slower", "quick"), tools.call)
+    assert (first.error, second.error, third.content) == (CallError.LIMIT, CallError.LIMIT, "quick")
+    assert str(first.content).startswith("Stopped: the limit of 0.05 s for all calls")
+    assert first.seconds >= 0.05
+    assert sorted(tools.cancelled) == ["slow", "slower"]
+    assert breached(chain) == {"limits/tool_seconds": 2}
+    [result] = await chain.run(calls("quick"), tools.call)
+    assert str(result.content).startswith("Not run: the limit of 0.05 s")
+    assert tools.begun == ["slow", "slower", "quick"]
+
+
+async def test_a_call_that_waits_for_its_time_keeps_its_place_and_may_come_too_late() -> None:
+    """`slow` uses up the seconds while the second call of `rare` waits."""
+    chain = runner(calls_per_second={"rare": 10}, tool_seconds=0.05, parallel_calls=12)
+    tools = Tools("slow")
+    results = await chain.run(calls("slow", *["rare"] * 11), tools.call)
+    assert [result.content for result in results[1:11]] == ["rare"] * 10
+    assert str(results[11].content).startswith("Not run: the limit of 0.05 s")
+    assert tools.begun.count("rare") == 10
+    assert 0 < chain.metrics()["tool_wait_seconds"] <= 1
+
+    chain = runner(calls_per_second={"rare": 20})
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    await chain.run(calls(*["rare"] * 21), tools.call)
+    assert loop.time() - started >= 0.99, "the 21st waited until a second after the first"
+
+
+async def test_a_timeout_that_is_not_ours_goes_on() -> None:
+    async def fail(call: ToolCall, timeout_seconds: float | None) -> ToolResult:
+        raise TimeoutError("of something else")
+
+    with pytest.raises(TimeoutError, match="of something else"):
+        await runner(tool_seconds=60).run(calls("a"), fail)
+
+
+async def test_what_a_call_raises_ends_the_calls_beside_it() -> None:
+    chain, tools = runner(), Tools("slow", "broken")
+    running = asyncio.create_task(chain.run(calls("slow", "broken"), tools.call))
+    await settled()
+    tools.gates["broken"].set()
+    with pytest.raises(ToolInfrastructureError, match="broken"):
+        await running
+    assert tools.cancelled == ["slow"], "nothing is left behind"
+    assert chain.metrics()["tool_seconds"] > 0
+
+
+async def test_cancelling_ends_all_calls_and_frees_their_places() -> None:
+    chain, tools = runner(parallel_calls=2), Tools("a", "b", "c")
+    running = asyncio.create_task(chain.run(calls("a", "b", "c"), tools.call))
+    await settled()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert sorted(tools.cancelled) == ["a", "b"]
+    assert tools.begun == ["a", "b"]
+    assert [r.content for r in await chain.run(calls("d", "e", "f"), tools.call)] == ["d", "e", "f"]
+
+
+# ---- what is wrong in a recipe
+
+
+@pytest.mark.parametrize("field", ["calls_per_tool", "cost_per_call", "calls_per_second", "seconds_per_call"])
+def test_a_limit_of_an_unknown_tool_is_an_error(field: str) -> None:
+    config = LimitsConfig.model_validate({field: {"serach": 1}})
+    fix = f"limits.{field}.serach: there is no tool 'serach'; did you mean search\\?"
+    with pytest.raises(ValueError, match=fix):
+        check_limits(config, ["search", "fetch"])
+    with pytest.raises(ValueError, match="the tools are add, wait"):
+        check_limits(config, ["add", "wait"])
+    check_limits(config, ["serach"])
+
+
+def test_limits_that_nothing_can_reach_are_refused() -> None:
+    for limit in Limit:
+        with pytest.raises(ValidationError, match=f"on_breach.{limit}: .* set limits.{limit}"):
+            LimitsConfig.model_validate({"on_breach": {limit: {}}})
+        LimitsConfig.model_validate({**BREACHES[limit], "on_breach": {limit: {}}})
+    with pytest.raises(ValidationError, match=r"no call costs anything; set limits\.cost_per_call"):
+        LimitsConfig(cost=1)

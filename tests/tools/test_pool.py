@@ -1,0 +1,373 @@
+"""Pools: order, bounds, faults, and that nothing is lost whenever anybody is cancelled."""
+
+import asyncio
+import gc
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tools import pool as pool_module
+from tools.config import PoolConfig
+from tools.messages import ToolInfrastructureError
+from tools.pool import Pool
+
+
+class Thing:
+    """An instance that knows what was done to it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.holders = 0
+        self.resets = 0
+        self.sick = self.retired = False
+
+
+class Factory:
+    """Makes things, and counts those that exist. `pause` is awaited in each of its methods; `faults` are raised."""
+
+    def __init__(self, pause: Callable[[], Awaitable[None]] | None = None) -> None:
+        self.things: list[Thing] = []
+        self.existing = self.most = 0
+        self.faults: list[Exception] = []
+        self.reset_faults: list[Exception] = []
+        self.pause = pause
+
+    async def make(self) -> Thing:
+        self.existing += 1
+        self.most = max(self.most, self.existing)
+        try:
+            if self.pause:
+                await self.pause()
+            if self.faults:
+                raise self.faults.pop(0)
+        except BaseException:
+            self.existing -= 1
+            raise
+        thing = Thing(len(self.things))
+        self.things.append(thing)
+        return thing
+
+    async def reset(self, thing: Thing) -> None:
+        if self.pause:
+            await self.pause()
+        if self.reset_faults:
+            raise self.reset_faults.pop(0)
+        thing.resets += 1
+
+    async def healthy(self, thing: Thing) -> bool:
+        if self.pause:
+            await self.pause()
+        return not thing.sick
+
+    async def retire(self, thing: Thing) -> None:
+        assert not thing.retired
+        if self.pause:
+            await self.pause()
+        thing.retired = True
+        self.existing -= 1
+
+    def pool(self, **config: Any) -> Pool[Thing]:
+        return Pool("pads", self.make, PoolConfig(**config), reset=self.reset, healthy=self.healthy, retire=self.retire)
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def counts(pool: Pool[Thing]) -> tuple[float, ...]:
+    gauges = pool.gauges()
+    return tuple(gauges[name] for name in ("in_use", "idle", "waiting"))
+
+
+async def test_instances_go_round_in_the_order_of_asking() -> None:
+    factory = Factory()
+    pool = factory.pool(capacity=2)
+    held = [await pool.acquire() for _ in range(2)]
+    assert [lease.value.number for lease in held] == [0, 1]
+    served: list[int] = []
+
+    async def take(number: int) -> None:
+        lease = await pool.acquire()
+        served.append(number)
+        await asyncio.sleep(0)
+        await lease.release()
+
+    takers = [asyncio.create_task(take(number)) for number in range(10)]
+    await settle()
+    assert counts(pool) == (2, 0, 10)
+    for lease in held:
+        await lease.release()
+        await lease.release()  # the second time does nothing
+    await asyncio.gather(*takers)
+    assert served == list(range(10))
+    assert counts(pool) == (0, 2, 0)
+    assert factory.most == 2
+    assert sum(thing.resets for thing in factory.things) == 12
+    await pool.close()
+    assert factory.existing == 0
+    assert set(pool.gauges().values()) == {0.0, 2.0}  # made
+    with pytest.raises(ToolInfrastructureError, match="pads: its pool is closed"):
+        await pool.acquire()
+
+
+async def test_waiting_is_bounded() -> None:
+    pool = Factory().pool(capacity=1, wait_seconds=0.01)
+    lease = await pool.acquire()
+    full = r"pads: no instance within 0.01 s \(pool.wait_seconds\): all 1 \(pool.capacity\) are taken; raise pool.cap"
+    with pytest.raises(ToolInfrastructureError, match=full):
+        await pool.acquire()
+    await lease.release()
+    await (await pool.acquire()).release()
+    await pool.close()
+
+    async def forever() -> None:
+        await asyncio.sleep(60)
+
+    factory = Factory(forever)
+    pool = factory.pool(wait_seconds=0.01)
+    with pytest.raises(ToolInfrastructureError, match=r"no instance within .*pool.warm|making an instance took over"):
+        await pool.acquire()
+    while factory.existing:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    await pool.close()
+
+
+async def test_warm_instances_are_made_ahead() -> None:
+    factory = Factory()
+    pool = factory.pool(warm=2, capacity=4)
+    pool.warm_up()
+    await settle()
+    assert (len(factory.things), counts(pool)) == (2, (0, 2, 0))
+    leases = [await pool.acquire() for _ in range(2)]
+    assert {lease.value.number for lease in leases} == {0, 1}
+    await settle()
+    assert (len(factory.things), counts(pool)) == (4, (2, 2, 0))  # while chains hold others
+    leases += [await pool.acquire() for _ in range(2)]
+    await settle()
+    assert (len(factory.things), counts(pool)) == (4, (4, 0, 0))  # within capacity
+    for lease in leases:
+        await lease.release()
+    assert (len(factory.things), counts(pool)) == (4, (0, 4, 0))
+    await pool.close()
+
+
+async def test_what_cannot_be_made_ahead_is_not_tried_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    factory = Factory()
+    factory.faults = [OSError("no room")] * 2
+    pool = factory.pool(warm=1)
+    pool.warm_up()
+    await settle()
+    assert len(factory.faults) == 1
+    assert "pads: the making (ahead of its use) of an instance failed: OSError: no room" in caplog.text
+    with pytest.raises(OSError, match="no room"):
+        await pool.acquire()
+    lease = await pool.acquire()
+    await settle()
+    assert counts(pool) == (1, 1, 0)  # and once one could be made, they are made ahead again
+    await lease.release()
+    await pool.close()
+
+
+@pytest.mark.parametrize("config", [{"max_uses": 2}, {"max_seconds": 0.02}])
+async def test_worn_instances_are_replaced(config: dict[str, Any]) -> None:
+    factory = Factory()
+    pool = factory.pool(capacity=1, **config)
+    numbers = []
+    for _ in range(5):
+        lease = await pool.acquire()
+        numbers.append(lease.value.number)
+        await asyncio.sleep(0.011)
+        await lease.release()
+    assert numbers == [0, 0, 1, 1, 2]
+    assert pool.gauges()["recycled"] == 2
+    assert factory.most == 1  # an instance that goes counts until it is gone
+    await pool.close()
+
+
+async def test_idle_instances_age_too() -> None:
+    factory = Factory()
+    pool = factory.pool(max_seconds=0.02)
+    await (await pool.acquire()).release()
+    await asyncio.sleep(0.03)
+    assert (await pool.acquire()).value.number == 1
+    await pool.close()
+
+
+async def test_broken_instances_are_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    factory = Factory()
+    pool = factory.pool(capacity=1)
+    await (await pool.acquire()).release(broken=True)
+    lease = await pool.acquire()
+    assert lease.value.number == 1
+    lease.value.sick = True
+    await lease.release()
+    lease = await pool.acquire()
+    assert lease.value.number == 2
+    factory.reset_faults = [ValueError("clings")]
+    await lease.release()
+    assert "pads: the reset of an instance failed: ValueError: clings" in caplog.text
+    lease = await pool.acquire()
+    assert lease.value.number == 3
+    assert pool.gauges()["broken"] == 3
+    lease.give_back()
+    assert counts(pool) == (0, 1, 0)
+    await pool.close()
+    assert factory.existing == 0
+
+
+async def test_care_that_hangs_costs_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "CARE_SECONDS", 0.01)
+    hangs: set[str] = set()
+
+    async def care(kind: str) -> None:
+        if kind in hangs:
+            hangs.discard(kind)
+            await asyncio.sleep(60)
+
+    made: list[int] = []
+
+    async def make() -> int:
+        made.append(len(made))
+        return made[-1]
+
+    async def reset(number: int) -> None:
+        await care("reset")
+
+    async def healthy(number: int) -> bool:
+        await care("healthy")
+        return True
+
+    async def retire(number: int) -> None:
+        await care("retire")
+
+    pool = Pool("pads", make, PoolConfig(capacity=1), reset=reset, healthy=healthy, retire=retire)
+    for kinds, expected in [({"reset"}, 0), ({"healthy"}, 1), ({"reset", "retire"}, 2), (set(), 3)]:
+        hangs |= kinds
+        lease = await pool.acquire()
+        assert lease.value == expected
+        await lease.release()
+    await pool.close()
+
+
+async def test_closing_ends_held_instances_and_fails_those_who_wait() -> None:
+    factory = Factory()
+    pool = factory.pool(capacity=1, warm=1)
+    lease = await pool.acquire()
+    waiting = asyncio.create_task(pool.acquire())
+    await settle()
+    await pool.close()
+    assert factory.existing == 0
+    with pytest.raises(ToolInfrastructureError, match="pool is closed"):
+        await waiting
+    await lease.release()
+    assert counts(pool) == (0, 0, 0)
+
+
+def _live(seed: int, capacity: int | None, warm: int, max_uses: int | None) -> None:
+    chance = random.Random(seed)
+
+    async def pause() -> None:
+        for _ in range(chance.choice((0, 0, 1, 2, 5))):
+            await asyncio.sleep(0)
+        if chance.random() < 0.1:
+            raise OSError("now and then")
+
+    factory = Factory(pause)
+
+    async def retire(thing: Thing) -> None:
+        assert thing.holders == 0
+        factory.existing -= 1
+        await asyncio.sleep(0)
+        assert not thing.retired
+        thing.retired = True
+        if chance.random() < 0.1:
+            raise OSError("on the way out")
+
+    factory.retire = retire  # type: ignore[method-assign]
+    outcomes: list[str] = []
+
+    async def live(pool: Pool[Thing]) -> None:
+        try:
+            lease = await pool.acquire()
+        except OSError:
+            outcomes.append("not made")
+            return
+        try:
+            thing = lease.value
+            assert not thing.retired
+            thing.holders += 1
+            assert thing.holders == 1
+            try:
+                for _ in range(chance.randrange(6)):
+                    await asyncio.sleep(0)
+                thing.sick = chance.random() < 0.1
+            finally:
+                thing.holders -= 1
+        finally:
+            if chance.random() < 0.05:
+                lease.give_back()
+            else:
+                await lease.release(broken=chance.random() < 0.1)
+        outcomes.append("served")
+
+    async def main() -> None:
+        pool = factory.pool(capacity=capacity, warm=warm, max_uses=max_uses, wait_seconds=30)
+        pool.warm_up()
+        chains = [asyncio.create_task(live(pool)) for _ in range(30)]
+        for _ in range(40):
+            await asyncio.sleep(0)
+            if chance.random() < 0.5:
+                chance.choice(chains).cancel()
+            assert capacity is None or factory.existing <= capacity
+        results = await asyncio.gather(*chains, return_exceptions=True)
+        assert all(result is None or isinstance(result, asyncio.CancelledError) for result in results), results
+        cancelled = sum(isinstance(result, asyncio.CancelledError) for result in results)
+        assert len(outcomes) + cancelled == 30
+        while pool.gauges()["in_use"]:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert counts(pool)[2] == 0
+        # no place was lost: as many as ever can be held at a time
+        spare = [pool.acquire() for _ in range(min(capacity or 3, 3))]
+        leases = [lease for lease in await asyncio.gather(*spare, return_exceptions=True)]
+        for lease in leases:
+            if isinstance(lease, BaseException):
+                assert isinstance(lease, OSError)
+            else:
+                await lease.release()
+        if chance.random() < 0.5:
+            await settle()
+        await pool.close()
+        assert all(thing.retired for thing in factory.things)
+        assert factory.existing == 0
+        gauges = pool.gauges()
+        assert (gauges["in_use"], gauges["idle"], gauges["waiting"]) == (0, 0, 0)
+        assert gauges["made"] == len(factory.things)
+        assert len(asyncio.all_tasks()) == 1
+
+    complaints: list[dict[str, Any]] = []
+
+    async def watched() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+        await main()
+
+    asyncio.run(watched())
+    gc.collect()  # futures whose errors nobody retrieved complain now
+    assert not complaints
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    capacity=st.one_of(st.none(), st.integers(1, 6)),
+    warm=st.integers(0, 3),
+    max_uses=st.one_of(st.none(), st.integers(1, 3)),
+)
+def test_nothing_is_lost_whoever_is_cancelled_or_fails(
+    seed: int, capacity: int | None, warm: int, max_uses: int | None
+) -> None:
+    _live(seed, capacity, warm, max_uses)

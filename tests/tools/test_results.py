@@ -1,0 +1,188 @@
+"""What tools may return, on the wire and as the model sees it."""
+
+import base64
+import dataclasses
+import datetime
+import enum
+import io
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+from mcp.server.mcpserver import Audio, Image
+from mcp_types import (
+    AudioContent,
+    BlobResourceContents,
+    CallToolResult,
+    EmbeddedResource,
+    ImageContent,
+    ResourceLink,
+    TextContent,
+    TextResourceContents,
+)
+from pydantic import BaseModel
+
+from tools.messages import CallError, text_of
+from tools.results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of, failure, result_of
+from tools.tool import finish
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    color: Color = Color.RED
+
+
+class User(BaseModel):
+    name: str
+    born: datetime.date | None = None
+
+
+TEXTS: list[tuple[Any, str]] = [
+    ("text", "text"),
+    ("", ""),
+    ("a\ud800b", "a?b"),
+    (None, ""),
+    (3, "3"),
+    (0.5, "0.5"),
+    (True, "true"),
+    ({"a": [1, "ä", None]}, '{"a": [1, "ä", null]}'),
+    ({}, "{}"),
+    ([1, "a"], '[1, "a"]'),
+    (["a", "b"], '["a", "b"]'),
+    ([], "[]"),
+    ((1, 2), "[1, 2]"),
+    ({5}, "[5]"),
+    (Color.RED, '"red"'),
+    (Point(1), '{"x": 1, "color": "red"}'),
+    ([Point(1)], '[{"x": 1, "color": "red"}]'),
+    (User(name="Ada", born=datetime.date(1815, 12, 10)), '{"name": "Ada", "born": "1815-12-10"}'),
+    (Path("a/b"), '"a/b"'),
+    (np.float32(0.5), "0.5"),
+    (np.arange(4).reshape(2, 2), "[[0, 1], [2, 3]]"),
+    ({"observation": "seen", "steps": 3}, "seen"),
+    ({"observation": {"observation": 1}}, '{"observation": 1}'),
+    (finish(7), "7"),
+    (finish(), ""),
+]
+
+
+@pytest.mark.parametrize(("value", "text"), TEXTS)
+def test_text_and_json(value: Any, text: str) -> None:
+    assert content_of(_sent(result_of(value))) == text
+
+
+def test_info_and_finish() -> None:
+    plain = _sent(result_of("a"))
+    assert (plain.meta, plain.is_error) == (None, False)
+    seen = _sent(result_of({"observation": "seen", "at": Point(2), "nan": math.nan, "array": np.zeros(2)}))
+    assert seen.meta == {INFO_KEY: {"at": {"x": 2, "color": "red"}, "nan": "NaN", "array": [0.0, 0.0]}}
+    assert _sent(result_of(finish("done"))).meta == {FINISH_KEY: True}
+    both = _sent(result_of(finish({"observation": "done", "score": 1})))
+    assert both.meta == {FINISH_KEY: True, INFO_KEY: {"score": 1}}
+    assert content_of(both) == "done"
+    failed = _sent(failure(CallError.TIMEOUT, "too late"))
+    assert (failed.is_error, failed.meta, content_of(failed)) == (True, {ERROR_KEY: "tool_timeout"}, "too late")
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "F", "HSV", "I;16"])
+def test_pillow_images(mode: str) -> None:
+    content = content_of(_sent(result_of(PIL.Image.new(mode, (5, 3)))))
+    assert isinstance(content, list)
+    (part,) = content
+    url = part["image_url"]["url"]
+    assert url.startswith("data:image/png;base64,")
+    read = PIL.Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+    read.load()
+    assert (read.format, read.size) == ("PNG", (5, 3))
+    assert text_of(content) == "[image/png image]"
+
+
+def test_a_pillow_image_keeps_its_pixels() -> None:
+    image = PIL.Image.effect_noise((16, 16), 50).convert("RGB")
+    (part,) = content_of(result_of(image))
+    read = PIL.Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].partition(",")[2])))  # type: ignore[index]
+    assert read.tobytes() == image.tobytes()
+
+
+def test_lists_with_images_keep_their_order(tmp_path: Path) -> None:
+    PIL.Image.new("RGB", (2, 2)).save(tmp_path / "a.jpg")
+    listed = ["before", PIL.Image.new("L", (1, 1)), {"a": 1}, Image(path=tmp_path / "a.jpg"), Image(data=b"x"), None, 4]
+    content = content_of(_sent(result_of({"observation": listed, "more": True})))
+    assert isinstance(content, list)
+    shown = [part.get("text") or part["image_url"]["url"].partition(",")[0] for part in content]
+    assert shown == [
+        *("before", "data:image/png;base64", '{"a": 1}', "data:image/jpeg;base64", "data:image/png;base64", "4"),
+    ]
+
+
+def test_parts_of_the_sdk() -> None:
+    block = TextContent(type="text", text="a")
+    assert content_of(result_of([block, Audio(data=b"x", format="wav"), "b"])) == "a\n[audio/wav audio]\nb"
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (object(), "a tool returns text, JSON, an image, or a list with images, and not object"),
+        ({"observation": object()}, "and not object"),
+        ({"observation": "a", "info": object()}, "and not object"),
+        ([[PIL.Image.new("L", (1, 1))]], "and not Image"),
+        ([finish(1)], "and not Finish"),
+        ({"observation": finish(1)}, "and not Finish"),
+        (lambda: 1, "and not function"),
+        (b"\xff", "utf-8"),
+    ],
+)
+def test_what_cannot_be_sent(value: Any, reason: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=reason):
+        result_of(value)
+
+
+def test_what_other_servers_answer() -> None:
+    png = base64.b64encode(b"png").decode()
+    text = TextContent(type="text", text="a")
+    markers: list[Any] = [
+        AudioContent(type="audio", data=png, mime_type="audio/wav"),
+        ImageContent(type="image", data=png, mime_type="image/svg+xml"),
+        ResourceLink(type="resource_link", name="x", uri="file:///x"),
+        EmbeddedResource(type="resource", resource=TextResourceContents(uri="a:b", text="inside")),
+        EmbeddedResource(type="resource", resource=BlobResourceContents(uri="a:c", blob=png)),
+    ]
+    lines = "a\n[audio/wav audio]\n[image/svg+xml image]\n[resource file:///x]\ninside\n[binary resource a:c]"
+    assert content_of(CallToolResult(content=[text, *markers])) == lines
+    images: list[Any] = [
+        ImageContent(type="image", data=png, mime_type="image/png"),
+        EmbeddedResource(type="resource", resource=BlobResourceContents(uri="a:d", blob=png, mime_type="image/webp")),
+    ]
+    assert content_of(CallToolResult(content=[text, *images, markers[0]])) == [
+        {"type": "text", "text": "a"},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png}"}},
+        {"type": "image_url", "image_url": {"url": f"data:image/webp;base64,{png}"}},
+        {"type": "text", "text": "[audio/wav audio]"},
+    ]
+    assert content_of(CallToolResult(content=[], structured_content={"a": "ä"})) == '{"a": "ä"}'
+    assert content_of(CallToolResult(content=[text], structured_content={"a": 1})) == "a"
+    assert content_of(CallToolResult(content=[])) == ""
+
+
+def test_pillow_is_not_needed_without_images() -> None:
+    code = (
+        "import sys\nsys.modules['PIL'] = None\n"
+        "from tools.results import result_of\nassert result_of([1]).content[0].text == '[1]'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def _sent(result: CallToolResult) -> CallToolResult:
+    """The result as it arrives at the other end of a pipe."""
+    return CallToolResult.model_validate_json(result.model_dump_json(by_alias=True))

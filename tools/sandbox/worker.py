@@ -1,0 +1,280 @@
+"""What runs inside a sandbox: one Python that executes cells, or one script, for the process at the other end.
+
+It is copied in as a file and imports nothing of ours; any Python from 3.8 on can run it. It imports little at all, for
+that is half of what a sandbox costs. Messages are datagrams, their fields separated by NUL: nonce, verb, argument, data
+come in; nonce, name, data go out, and the name `end` is the last. Whatever a cell does to this process, to its socket
+and to these classes, it only does to its own chain: the other end trusts nothing here.
+"""
+
+from __future__ import annotations
+
+import _ast
+import _signal
+import _socket
+import builtins
+import io
+import os
+import resource
+import sys
+from _sitebuiltins import Quitter
+
+MESSAGE_BYTES = 1 << 17
+DATA_BYTES = 60_000
+_PR_SET_PDEATHSIG = 1
+_Module = type(sys)
+
+
+class Output(io.TextIOBase):
+    """`sys.stdout` and `sys.stderr`: at once to the descriptor, up to `half` characters a cell, then only the tail."""
+
+    encoding, errors = "utf-8", "backslashreplace"
+
+    def __init__(self, half: int) -> None:
+        self._half = half
+        self.begin()
+
+    def begin(self) -> None:
+        self.written, self.left_out, self.tail = 0, 0, ""
+
+    def write(self, text: str) -> int:
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        here = text[: max(0, self._half - self.written)]
+        if here:
+            self.written += len(here)
+            try:
+                os.write(1, here.encode("utf-8", "backslashreplace"))
+            except OSError:  # the descriptor is full: what went there by other ways comes first
+                self.left_out += len(here)
+        rest = len(text) - len(here)
+        if rest:
+            added = text[-min(rest, self._half) :]
+            kept = (self.tail + added)[-self._half :]
+            self.left_out += len(self.tail) + rest - len(kept)
+            self.tail = kept
+        return len(text)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 1
+
+    @property
+    def buffer(self) -> Bytes:
+        return Bytes(self)
+
+
+class Bytes(io.RawIOBase):
+    """The `buffer` of an Output."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data) -> int:  # type: ignore[no-untyped-def, override]
+        data = bytes(data)
+        self._output.write(data.decode("utf-8", "replace"))
+        return len(data)
+
+
+class Interpreter:
+    """Executes cells one after the other in one namespace."""
+
+    def __init__(self, half: int) -> None:
+        self._half = half
+        self._output = sys.stdout = sys.stderr = Output(half)  # type: ignore[assignment]
+        self._main = _Module("__main__")
+        self._main.__dict__["__builtins__"] = __builtins__
+        sys.modules["__main__"] = self._main
+        self._cells = 0
+
+    def run(self, code: str, seconds: float) -> dict[str, str]:
+        """The answer to one cell: what is left of its output, the value of its last expression, its traceback."""
+        self._cells += 1
+        self._output.begin()
+        told = {}
+        try:
+            _signal.setitimer(_signal.ITIMER_REAL, seconds)
+            try:
+                result = self._execute(code, f"<cell {self._cells}>")
+                if result is not None:
+                    told["value"] = _cut(repr(result), self._half)
+            finally:
+                _signal.setitimer(_signal.ITIMER_REAL, 0)
+        except BaseException as error:
+            told["error"] = type(error).__name__
+            told["traceback"] = _cut(_explain(error), self._half)
+        return {**told, "left_out": str(self._output.left_out), "tail": self._output.tail}
+
+    def _execute(self, code: str, name: str) -> object:
+        _own_code[name] = code
+        tree = compile(code, name, "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
+        last = None
+        if tree.body and isinstance(tree.body[-1], _ast.Expr):
+            last = _ast.Expression(tree.body.pop().value)
+        namespace = self._main.__dict__
+        exec(compile(tree, name, "exec", dont_inherit=True), namespace)
+        if last is None:
+            return None
+        value = eval(compile(last, name, "eval", dont_inherit=True), namespace)
+        if value is not None:
+            namespace["_"] = value
+        return value
+
+
+def _cut(text: str, half: int) -> str:
+    """At most `half` characters: the end of a long traceback or value says as much as its beginning."""
+    if len(text) <= half:
+        return text
+    quarter = half // 2
+    return f"{text[:quarter]}\n[... {len(text) - 2 * quarter} characters left out ...]\n{text[-quarter:]}"
+
+
+def _explain(error: BaseException) -> str:
+    """The traceback from the first frame of the user's own code on."""
+    import linecache
+    import traceback
+
+    for name, code in _own_code.items():
+        linecache.cache[name] = (len(code), None, code.splitlines(True), name)  # so that it shows the lines
+    outermost = traceback.TracebackException(type(error), error, error.__traceback__)
+    report: traceback.TracebackException | None = outermost
+    seen = set()
+    while report is not None and id(report) not in seen:
+        seen.add(id(report))
+        first = next((index for index, frame in enumerate(report.stack) if frame.filename in _own_code), None)
+        report.stack[:] = [] if first is None else [f for f in report.stack[first:] if f.filename != __file__]
+        report = report.__cause__ or report.__context__
+    return "".join(outermost.format()).rstrip("\n")
+
+
+_own_code: dict[str, str] = {}
+"""The cells, or the script, by name: the frames of a traceback begin there."""
+
+
+def _alarm(signum: int, frame: object) -> None:
+    raise TimeoutError("the time limit of a cell is over; variables are kept")
+
+
+def _run_script(file: str, stdin: str) -> int:
+    """Run the program `file` as `__main__`; its exit status is that of this process."""
+    os.dup2(os.open(stdin, os.O_RDONLY), 0)
+    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
+    sys.argv = [file]
+    main = _Module("__main__")
+    main.__dict__.update(__file__=file, __builtins__=__builtins__)
+    sys.modules["__main__"] = main
+    with open(file, encoding="utf-8") as source:
+        text = source.read()
+    _own_code[file] = text
+    try:
+        exec(compile(text, file, "exec", dont_inherit=True), main.__dict__)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        sys.stdout.flush()
+        print(_explain(error), file=sys.stderr)
+        return 1
+    return 0
+
+
+def _files(folder: str) -> list[str]:
+    """Regular files below `folder` that no name hides, as relative paths."""
+    found = []
+    for path, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            whole = os.path.join(path, name)
+            if not name.startswith(".") and os.path.isfile(whole) and not os.path.islink(whole):
+                found.append(os.path.relpath(whole, folder))
+    return found
+
+
+def _follow_parent() -> None:
+    """End when the thread that started this process does: bwrap sees to that, and without it this call."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _signal.SIGKILL)
+
+
+class Worker:
+    """Answers requests until the other end closes."""
+
+    def __init__(self, control: _socket.socket, folder: str, half: int) -> None:
+        self._control = control
+        self._folder = folder
+        self._half = half
+        self._interpreter: Interpreter | None = None
+
+    def serve(self) -> None:
+        """Answer one request after the other; a script ends this."""
+        self._answer(b"", "end")
+        while message := self._control.recv(MESSAGE_BYTES):
+            nonce, verb, argument, data = message.split(b"\0", 3)
+            if verb == b"script":
+                self._control.close()
+                sys.path.insert(0, self._folder)
+                sys.exit(_run_script(argument.decode(), data.decode()))
+            if verb == b"cell":
+                self._cell(nonce, data.decode(), float(argument))
+            elif verb == b"write":
+                self._write(nonce, argument.decode(), data)
+            elif verb == b"read":
+                self._read(nonce)
+            self._answer(nonce, "end")
+
+    def _answer(self, nonce: bytes, name: str, data: bytes = b"") -> None:
+        self._control.send(b"\0".join((nonce, name.encode(), data)))
+
+    def _cell(self, nonce: bytes, code: str, seconds: float) -> None:
+        if self._interpreter is None:
+            sys.path.insert(0, self._folder)
+            self._interpreter = Interpreter(self._half)
+        for name, text in self._interpreter.run(code, seconds).items():
+            data = text.encode("utf-8", "backslashreplace")
+            for start in range(0, len(data), DATA_BYTES):
+                self._answer(nonce, name, data[start : start + DATA_BYTES])
+
+    def _write(self, nonce: bytes, name: str, data: bytes) -> None:
+        path = os.path.join(self._folder, name)
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "ab") as file:
+                file.write(data)
+        except OSError as error:
+            self._answer(nonce, "fault", str(error).encode())
+
+    def _read(self, nonce: bytes) -> None:
+        for name in _files(self._folder):
+            try:
+                with open(os.path.join(self._folder, name), "rb") as file:
+                    self._answer(nonce, "file", os.fsencode(name))
+                    while piece := file.read(DATA_BYTES):
+                        self._answer(nonce, "content", piece)
+            except OSError:
+                continue
+
+
+def main() -> None:
+    """Take on the limits and serve: `worker.py SOCKET FOLDER HALF FOLLOW LIMITS PATH...`."""
+    descriptor, folder, half, follow, limits, *path = sys.argv[1:]
+    control = _socket.socket(fileno=int(descriptor))
+    os.set_inheritable(int(descriptor), False)
+    if follow == "follow":
+        _follow_parent()
+    os.chdir(folder)
+    os.mkdir(".tmp")
+    sys.path.extend(path)
+    builtins.exit, builtins.quit = Quitter("exit", "Ctrl-D"), Quitter("quit", "Ctrl-D")  # type: ignore[assignment]
+    _signal.signal(_signal.SIGALRM, _alarm)
+    for limit in limits.split(","):
+        name, value = limit.split("=")
+        resource.setrlimit(getattr(resource, name), (int(value), int(value)))
+    Worker(control, folder, int(half)).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Users' blocking functions off the event loop: a pool of daemon threads that a function which never returns cannot
+fill."""
+
+import asyncio
+import contextvars
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, cast
+
+
+def run_in_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
+    """Run `function` in a daemon thread; costs about 0.05 ms.
+
+    Cancelling the future does not stop the thread: what it returns is dropped. Whatever `function` raises is the
+    future's exception; a SystemExit and the like arrive as RuntimeError.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(result: Any, error: Exception | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def job() -> None:
+        result: Any = None
+        error: Exception | None = None
+        try:
+            result = context.run(function)
+        except BaseException as raised:
+            # a future carries no StopIteration, and a tool's SystemExit must not end the process
+            plain = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
+            error = cast(Exception, raised) if plain else RuntimeError(f"{type(raised).__name__}: {raised}")
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, error)
+
+    _jobs.put(job)
+    if not _idle_threads.acquire(blocking=False):
+        threading.Thread(target=_work, name="user code", daemon=True).start()
+    return future
+
+
+# Not a ThreadPoolExecutor: functions that never return would fill it, and it would wait for them when the process ends.
+_jobs: "queue.SimpleQueue[Callable[[], None]]" = queue.SimpleQueue()
+_idle_threads = threading.Semaphore(0)
+
+
+def _work() -> None:
+    while True:
+        _jobs.get()()
+        _idle_threads.release()
