@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from agentfactory.composition import Composed, RecipeError, display, short
 from agentfactory.train_checks import Refuse, check_training
 from rollout.config import Inflight
+from rollout.context import check_context
 from rollout.parsers import load_parser
 from rollout.rewards import InvalidReward, Rewards
 from rollout.serving import missing_from
@@ -165,6 +166,13 @@ def _load_user_code(recipe: "Recipe", refuse: Refuse) -> None:
         refuse("rollout.parser", f"unknown: {error}", "name one of those, or FILE.py:NAME of a Parser")
     if recipe.rollout.agent is not None:
         _load(recipe.rollout.agent, "rollout.agent", refuse)
+        # not above: it imports transformers
+        from rollout.agent import load_agent
+
+        try:
+            load_agent(recipe.rollout.agent, Path.cwd())
+        except ValueError as error:
+            refuse("rollout.agent", str(error).removeprefix("rollout.agent: "), "name a class that inherits from Agent")
 
 
 def _load(reference: str, name: str, refuse: Refuse, prebuilt: Mapping[str, str] | None = None) -> Any:
@@ -210,6 +218,12 @@ def _check_chains(recipe: "Recipe", refuse: Refuse, purpose: Purpose) -> None:
         refuse(
             "rewards", "empty, and no environment gives a reward", "name FILE.py:NAME of a @reward, or an Environment"
         )
+    try:
+        check_context(rollout)
+    except ValueError as error:
+        name, _, problem = str(error).partition(": ")
+        problem, _, fix = problem.rpartition("; ")
+        refuse(name, problem, fix)
     if rollout.max_total_tokens > server.max_model_len:
         refuse(
             "rollout.max_total_tokens",

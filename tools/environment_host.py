@@ -89,7 +89,7 @@ class EnvironmentHost:
         idle_seconds: float | None,
     ) -> None:
         _check_options(environment, options)
-        self.environment = environment
+        self._environment = environment
         self._name = name
         self._options = options
         self._idle_seconds = idle_seconds
@@ -200,7 +200,7 @@ class EnvironmentHost:
         self._in_background(self.release(key))
 
     async def _make(self) -> _Instance:
-        making = run_in_thread(partial(self.environment, **self._options))
+        making = run_in_thread(partial(self._environment, **self._options))
         try:
             return _Instance(await asyncio.shield(making))
         except asyncio.CancelledError:
@@ -212,19 +212,19 @@ class EnvironmentHost:
             self._in_background(self._retire(_Instance(making.result())))
 
     async def _forget(self, instance: _Instance) -> None:
-        if _overrides(self.environment, "release"):
+        if _overrides(self._environment, "release"):
             await instance.run(instance.environment.release, {})
         else:
             async with instance.lock:  # a call that was given up has returned
                 pass
 
     async def _healthy(self, instance: _Instance) -> bool:
-        if not _overrides(self.environment, "healthy"):
+        if not _overrides(self._environment, "healthy"):
             return True
         return bool(await instance.run(instance.environment.healthy, {}))
 
     async def _retire(self, instance: _Instance) -> None:
-        if _overrides(self.environment, "close"):
+        if _overrides(self._environment, "close"):
             await instance.run(instance.environment.close, {})
 
     def _in_background(self, work: Any) -> None:

@@ -26,7 +26,6 @@ from tools.config import PoolConfig
 from tools.environment import Environment
 from tools.environment_host import EnvironmentHost, NoState, gives_reward, is_async
 from tools.messages import CallError, EnvironmentReward, ToolInfrastructureError, ToolSpec
-from tools.results import ERROR_KEY as ERROR_KEY
 from tools.results import failure, result_of
 from tools.threads import run_in_thread
 from tools.tool import Finish, InvalidArguments, ToolFunction, is_tool
@@ -95,15 +94,18 @@ class _ToolHost:
         self._functions: dict[str, ToolFunction] = {}
         self._methods: dict[str, tuple[str, ToolFunction]] = {}
         self._listing: dict[str, Tool] = {}
+        environments = [given.__name__ for given in objects if _is_environment(given)]
+        if len(environments) > 1:
+            raise TypeError(
+                f"server {name}: {' and '.join(environments)} are Environments; name one, and serve each by a server "
+                "of its own"
+            )
         for given in objects:
             if is_tool(given):
                 _check_bound(given)
                 self._functions[given.spec.name] = given
                 self._list(given.spec, "tool")
-            elif isinstance(given, type) and issubclass(given, Environment):
-                if self.environment is not None:
-                    both = f"{self.environment.environment.__name__} and {given.__name__}"
-                    raise TypeError(f"server {name}: {both} are both Environments; serve each by a server of its own")
+            elif _is_environment(given):
                 self._list_environment(given)
                 self.environment = EnvironmentHost(given, name, pool, options, idle_seconds)
             else:
@@ -190,6 +192,10 @@ class _ToolHost:
 
 
 _HIDDEN = ("reset", "reward", "close", "gauges")
+
+
+def _is_environment(given: Any) -> bool:
+    return isinstance(given, type) and issubclass(given, Environment)
 
 
 def _check_bound(given: ToolFunction) -> None:

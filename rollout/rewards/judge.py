@@ -11,7 +11,8 @@ from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from rollout.rewards.decorator import reward
-from rollout.rewards.scoring import RewardError, prediction_of
+from rollout.rewards.entry import RewardError
+from rollout.rewards.scoring import prediction_of
 from rollout.rewards.text import OPTIONS, Pattern, field_of, last_match
 from rollout.trajectory import Trajectory
 from tools.messages import text_of

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from rollout.rewards.decorator import reward
-from rollout.rewards.scoring import RewardError
+from rollout.rewards.entry import RewardError
 from rollout.rewards.text import OPTIONS, Pattern, accepted_answers, extracted
 
 

@@ -1,52 +1,17 @@
-"""The recipe's rewards: loaded, checked against the data, asked, weighted and added up."""
+"""The recipe's rewards: checked against the data, asked, weighted and added up."""
 
-import asyncio
-import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import ValidationError
-
 from rollout.config import RewardConfig
 from rollout.data import Task
-from rollout.rewards.decorator import parameters_of
+from rollout.rewards.entry import GROUP_OFFERED, OFFERED, Entry, InvalidReward, check_turns, load_entry, run
 from rollout.trajectory import Outcome, Trajectory
 from tools.messages import EnvironmentReward, text_of
-from tools.threads import run_in_thread
-from tools.user_code import UserCodeError, load_object
 
 logger = logging.getLogger(__name__)
-
-PREBUILT = {
-    "exact_match": "rollout.rewards.answers:ExactMatch",
-    "f1": "rollout.rewards.answers:F1",
-    "math_equal": "rollout.rewards.math_equal:MathEqual",
-    "code_tests": "rollout.rewards.code_tests:CodeTests",
-    "format": "rollout.rewards.shape:Format",
-    "length": "rollout.rewards.shape:Length",
-    "judge": "rollout.rewards.judge:Judge",
-}
-"""The rewards that come with AgentFactory: name -> `package.module:NAME`; loaded when it is asked for."""
-
-OFFERED = ("prediction", "final_response", "trajectory", "environment")
-GROUP_OFFERED = ("predictions", "trajectories")
-_SECONDS: float = RewardConfig.model_fields["timeout_seconds"].default
-
-
-class RewardError(Exception):
-    """A reward raised, took too long, or could not judge: no verdict on the policy."""
-
-
-class InvalidReward(ValueError):
-    """A recipe entry that cannot work: `field` of the recipe, `problem`, `fix`."""
-
-    def __init__(self, field: str, problem: str, fix: str):
-        super().__init__(f"{field}: {problem}; {fix}")
-        self.field, self.problem, self.fix = field, problem, fix
 
 
 def prediction_of(trajectory: Trajectory) -> str:
@@ -55,58 +20,6 @@ def prediction_of(trajectory: Trajectory) -> str:
         if message["role"] == "assistant":
             return text_of(message.get("content") or "")
     return ""
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """One reward as the recipe has it; `label` is the recipe's field."""
-
-    label: str
-    name: str
-    function: Callable[..., Any]
-    parameters: Mapping[str, inspect.Parameter]
-    weight: float = 1.0
-    timeout_seconds: float = _SECONDS
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def group(self) -> bool:
-        return getattr(self.function, "is_group_reward", False)
-
-    @property
-    def offered(self) -> tuple[str, ...]:
-        return GROUP_OFFERED if self.group else OFFERED
-
-    @property
-    def takes_row(self) -> bool:
-        return _takes_row(self.parameters)
-
-    async def ask(self, offered: dict[str, Any], task: Task) -> Any:
-        """What the function returns. Raises RewardError where it raises or takes too long."""
-        given = {**task, **self.options, **offered}
-        wanted = {
-            name: value
-            for name, value in given.items()
-            if name in self.parameters or (self.takes_row and name not in offered)
-        }
-        limit = asyncio.timeout(self.timeout_seconds)
-        try:
-            async with limit:
-                return await _run(partial(self.function, **wanted))
-        except Exception as error:  # boundary: a user's reward may raise anything
-            if limit.expired():
-                raise RewardError(
-                    f"{self.name} took longer than {self.label}.timeout_seconds={self.timeout_seconds:g}"
-                ) from None
-            if isinstance(error, RewardError):
-                raise RewardError(f"{self.name}: {error}") from error
-            raise RewardError(f"{self.name} raised {type(error).__name__}: {error}") from error
-
-    def parse(self, verdict: Any, trajectory: Trajectory) -> EnvironmentReward:
-        """Raises TypeError or ValueError where the verdict is none of this chain."""
-        parsed = EnvironmentReward.parse(verdict, self.name)
-        _check_turns(parsed, trajectory, self.name)
-        return parsed
 
 
 class Rewards:
@@ -118,28 +31,24 @@ class Rewards:
     As an async context manager it closes at its end what the rewards hold.
     """
 
-    def __init__(self, functions: Sequence[Callable[..., Any]] = ()):
-        """Of Python callables, marked or not, each with weight 1. Raises InvalidReward where two have one name."""
-        self._use([_entry(RewardConfig(reward=_name(f)), f"rewards.{i}", _name(f), f) for i, f in enumerate(functions)])
-
-    @classmethod
-    def load(cls, rewards: Sequence[RewardConfig], base: Path) -> Self:
-        """Load prebuilt rewards and `FILE.py:NAME` references (paths relative to `base`), which must carry `@reward`.
+    def __init__(self, rewards: Sequence[Callable[..., Any] | RewardConfig | str] = (), base: Path = Path()):
+        """Of Python callables, marked or not, each with weight 1; and of what a recipe has: prebuilt names and
+        `FILE.py:NAME` references, whose paths are relative to `base`, to what carries `@reward`.
 
         Raises InvalidReward where there is no such reward, its options are not those it takes, or two have one name.
         """
-        loaded = cls()
-        loaded._use([_load(config, f"rewards.{i}", base) for i, config in enumerate(rewards)])
-        return loaded
-
-    def _use(self, entries: list[_Entry]) -> None:
-        for index, entry in enumerate(entries):
-            for other in entries[:index]:
+        self._entries = [load_entry(reward, f"rewards.{index}", base) for index, reward in enumerate(rewards)]
+        self._giver_of_metric: dict[str, str] = {}
+        for index, entry in enumerate(self._entries):
+            for other in self._entries[:index]:
                 if other.name == entry.name:
                     problem = f"{other.label} is called {entry.name!r} too, and metrics are told apart by name"
                     raise InvalidReward(entry.label, problem, f"give one of them another name, as {entry.label}.name")
-        self._entries = entries
-        self._giver_of_metric: dict[str, str] = {}
+
+    @classmethod
+    def load(cls, rewards: Sequence[RewardConfig], base: Path) -> Self:
+        """Those of a recipe."""
+        return cls(rewards, base)
 
     @property
     def has_group_rewards(self) -> bool:
@@ -185,7 +94,7 @@ class Rewards:
         if not self._entries:
             if environment is None:
                 raise ValueError("no reward: the recipe names no rewards and no environment gives one")
-            _check_turns(environment, trajectory, "the environment")
+            check_turns(environment, trajectory, "the environment")
             return environment
         prediction = prediction_of(trajectory)
         offered = dict(zip(OFFERED, (prediction, prediction, trajectory, environment), strict=True))
@@ -232,7 +141,7 @@ class Rewards:
                 total.add(self._weighted(entry, entry.parse(verdict, member)))
         return totals
 
-    def _weighted(self, entry: _Entry, verdict: EnvironmentReward) -> EnvironmentReward:
+    def _weighted(self, entry: Entry, verdict: EnvironmentReward) -> EnvironmentReward:
         for metric in verdict.metrics:
             giver = self._giver_of_metric.setdefault(metric, entry.name)
             if giver != entry.name:
@@ -252,74 +161,6 @@ class Rewards:
         for entry in self._entries:
             if close := getattr(entry.function, "close", None):
                 try:
-                    await _run(close)
+                    await run(close)
                 except Exception:  # boundary: user code
                     logger.exception("closing the reward %s failed", entry.name)
-
-
-def _load(config: RewardConfig, label: str, base: Path) -> _Entry:
-    try:
-        loaded = load_object(config.reward, base, PREBUILT)
-    except UserCodeError as error:
-        fix = "name a prebuilt reward, or what a file defines, as FILE.py:NAME"
-        raise InvalidReward(label, f"unknown: {error}", fix) from error
-    if not getattr(loaded, "is_reward", False):
-        raise InvalidReward(label, f"{config.reward} is not a reward", "put @reward above its definition")
-    name = config.name or config.reward.rpartition(":")[2]
-    if not inspect.isclass(loaded):
-        return _entry(config, label, name, loaded)
-    known = inspect.signature(loaded).parameters
-    _check_options(config.options, known, label, name)
-    try:
-        made: Any = loaded(**config.options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, (label, "options", *first["loc"])))
-        got = f"got {first['input']!r}: " if first["loc"] and first["type"] != "missing" else ""
-        problem = got + first["msg"].removeprefix("Value error, ")
-        raise InvalidReward(place, problem, f"{name} is described in docs/rewards.md") from error
-    except Exception as error:  # boundary: user code
-        problem = f"{name} could not be made: {type(error).__name__}: {error}"
-        raise InvalidReward(f"{label}.options", problem, f"it takes {', '.join(known) or 'none'}") from error
-    return _entry(config.model_copy(update={"options": {}}), label, name, made)
-
-
-def _entry(config: RewardConfig, label: str, name: str, function: Callable[..., Any]) -> _Entry:
-    parameters = parameters_of(function, name)
-    _check_options(config.options, parameters, label, name)
-    return _Entry(label, name, function, parameters, config.weight, config.timeout_seconds, config.options)
-
-
-def _check_options(options: dict[str, Any], known: Mapping[str, inspect.Parameter], label: str, name: str) -> None:
-    for option in options:
-        if option in (*OFFERED, *GROUP_OFFERED):
-            problem = f"{name} gets {option!r} from the chain"
-            raise InvalidReward(f"{label}.options.{option}", problem, "remove it, or give the parameter another name")
-        if option not in known and not _takes_row(known):
-            takes = [parameter for parameter in known if parameter not in (*OFFERED, *GROUP_OFFERED)]
-            raise InvalidReward(
-                f"{label}.options.{option}", f"{name} has no such option", f"it takes {', '.join(takes) or 'none'}"
-            )
-
-
-def _takes_row(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)
-
-
-async def _run(function: Callable[[], Any]) -> Any:
-    called = function.func if isinstance(function, partial) else function
-    if inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(getattr(called, "__call__", None)):  # noqa: B004
-        return await function()
-    result = await run_in_thread(function)
-    return await result if inspect.isawaitable(result) else result
-
-
-def _check_turns(scored: EnvironmentReward, trajectory: Trajectory, name: str) -> None:
-    if scored.turn_rewards is not None and len(scored.turn_rewards) != trajectory.turns:
-        raise ValueError(
-            f"{name} gave {len(scored.turn_rewards)} turn_rewards, and the chain has {trajectory.turns} assistant turns"
-        )

@@ -25,6 +25,7 @@ MESSAGES: list[dict[str, Any]] = [
 ]
 TRAJECTORY = Trajectory("c", MESSAGES, [], Outcome.COMPLETED)
 MINE = """
+import asyncio
 from agentfactory import reward
 
 @reward
@@ -33,6 +34,18 @@ def one(answer, scale=1.0):
 
 def two():
     return 2
+
+@reward
+def by_turn():
+    return {"reward": 1.0, "turn_rewards": [1.0, 3.0]}
+
+@reward
+def stuck(answer):
+    answer.wait(30)
+
+@reward
+async def stuck_too(answer):
+    await asyncio.Event().wait()
 
 @reward
 def three(trajectory, **row):
@@ -129,13 +142,7 @@ async def test_weights_scale_what_is_summed_and_not_what_is_logged(load: Callabl
     scored = await rewards.score(TRAJECTORY, {"answer": "ab"}, None)
     assert scored == EnvironmentReward(4.0 - 3.0, {"reward/one": 8.0, "fields": 1.0, "reward/three": 3.0})
 
-    @reward
-    def by_turn() -> dict:
-        return {"reward": 1.0, "turn_rewards": [1.0, 3.0]}
-
-    weighted = Rewards([by_turn])
-    weighted._use([replace(entry, weight=0.5) for entry in weighted._entries])
-    scored = await weighted.score(replace(TRAJECTORY, turns=2), {}, None)
+    scored = await load({"reward": "mine.py:by_turn", "weight": 0.5}).score(replace(TRAJECTORY, turns=2), {}, None)
     assert scored == EnvironmentReward(0.5, {}, [0.5, 1.5])
 
 
@@ -236,31 +243,21 @@ async def test_what_a_reward_raises_names_the_reward(kind: str) -> None:
         await Rewards([function]).score(TRAJECTORY, {}, None)
 
 
-async def test_a_blocking_reward_leaves_the_loop_alone_and_has_a_time_limit() -> None:
+@pytest.mark.parametrize("name", ["stuck", "stuck_too"])
+async def test_a_slow_reward_leaves_the_loop_alone_and_has_a_time_limit(
+    load: Callable[..., Rewards], name: str
+) -> None:
     let_go = threading.Event()
-
-    def stuck(answer: str) -> float:
-        let_go.wait(30)
-        return 1.0
-
-    async def stuck_too() -> float:
-        await asyncio.Event().wait()
-        return 1.0
-
-    for function in (stuck, stuck_too):
-        rewards = Rewards([function])
-        rewards._use([replace(entry, timeout_seconds=0.2) for entry in rewards._entries])
-        scoring = asyncio.create_task(rewards.score(TRAJECTORY, {"answer": "4"}, None))
-        ticks = 0
-        while not scoring.done():
-            await asyncio.sleep(0.01)
-            ticks += 1
-        assert ticks > 3
-        with pytest.raises(
-            RewardError, match=rf"{function.__name__} took longer than rewards\.0\.timeout_seconds=0\.2"
-        ):
-            await scoring
+    rewards = load({"reward": f"mine.py:{name}", "timeout_seconds": 0.2})
+    scoring = asyncio.create_task(rewards.score(TRAJECTORY, {"answer": let_go}, None))
+    ticks = 0
+    while not scoring.done():
+        await asyncio.sleep(0.01)
+        ticks += 1
     let_go.set()
+    assert ticks > 3
+    with pytest.raises(RewardError, match=rf"{name} took longer than rewards\.0\.timeout_seconds=0\.2"):
+        await scoring
 
 
 async def test_blocking_rewards_of_many_chains_run_side_by_side() -> None:
@@ -338,6 +335,20 @@ def test_entries_that_cannot_work(load: Callable[..., Rewards], entry: Any, fiel
         load({"reward": "mine.py:one"}, entry)
     assert refused.value.field == field
     assert refused.value.fix
+
+
+async def test_callables_names_and_classes_side_by_side() -> None:
+    @reward
+    class Always:
+        def __call__(self) -> float:
+            return 2.0
+
+    rewards = Rewards([lambda answer: len(answer), "exact_match", RewardConfig(reward="f1", weight=0), Always])
+    scored = await rewards.score(TRAJECTORY, {"answer": "4"}, None)
+    values = {"<lambda>": 1.0, "exact_match": 1.0, "f1": 1.0, "Always": 2.0}
+    assert scored == EnvironmentReward(4.0, {"success": 1.0, **{f"reward/{name}": v for name, v in values.items()}})
+    with pytest.raises(InvalidReward, match=r"rewards\.1: rewards\.0 is called '<lambda>' too"):
+        Rewards([lambda: 1, lambda: 2])
 
 
 def test_a_name_tells_two_of_a_kind_apart(load: Callable[..., Rewards]) -> None:

@@ -1,7 +1,9 @@
 """Limits: what is refused, cut or waited for, in which order and with which words; by a set clock, and with calls."""
 
 import asyncio
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tools import limits
 from tools.config import Limit, LimitsConfig
 from tools.limits import ChainAccount, ChainLimits, Rates, check_limits
 from tools.messages import CallError, Content, ToolCall, ToolInfrastructureError, ToolResult
@@ -244,6 +247,12 @@ def test_what_is_refused_is_not_counted_as_made() -> None:
         assert take(chain) != "fine"
     assert take(chain, "another") == "fine"
     assert chain.metrics()["tool_cost"] == 0.5
+
+
+def test_the_page_and_the_module_have_the_order_of_the_checks() -> None:
+    page = (Path(limits.__file__).parent.parent / "docs" / "limits.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| \d+ \| `limits\.(\w+)`", page, re.MULTILINE) == list(Limit)
+    assert re.findall(r"^\d\. `(\w+)`", limits.__doc__ or "", re.MULTILINE) == list(Limit)
 
 
 # ---- the runner, with calls that take time

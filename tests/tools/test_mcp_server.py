@@ -448,7 +448,7 @@ def _refused() -> list[tuple[list[Any], str]]:
     return [
         ([add, add], "two tools are called add"),
         ([Counter, add], "two tools are called add"),
-        ([Another, Counter], "Another and Counter are both Environments; serve each by a server of its own"),
+        ([Another, Counter], "Another and Counter are Environments; name one, and serve each by a server"),
         ([Demanding], "options.size: Demanding cannot be made without it; give it under `options:`"),
         ([Confused], "Confused.reset is not for the model"),
         ([len], "<built-in function len> is neither a @tool function or method nor an Environment"),

@@ -5,9 +5,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from mcp import Client, StdioServerParameters
+
+from tools.mcp_server import CHAIN_KEY
+from tools.results import content_of
+from tools.serve import main, objects_in
+from tools.user_code import UserCodeError
 
 PARENT = """
 import asyncio, sys
@@ -48,19 +55,134 @@ def test_children_end_when_their_parent_is_killed(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ([], "the following arguments are required: FILE.py:NAME"),
+        ([], "the following arguments are required: FILE.py[:NAME]"),
         (["scratchpad.py:sub"], "scratchpad.py defines no sub"),
+        (["missing.py"], "there is no file"),
+        (["nothing"], "'nothing' is not prebuilt (calculator, "),
         (["scratchpad.py:add", "scratchpad.py:add"], "two tools are called add"),
         (["scratchpad.py:add", "--http", "many"], "argument --http: invalid int value: 'many'"),
+        (["scratchpad.py:Scratchpad", "--capacity", "0"], "--capacity: Input should be greater than 0, got 0"),
+        (["scratchpad.py:Scratchpad", "--wait-seconds", "-1"], "--wait-seconds: Input should be greater than 0"),
+        (["scratchpad.py:Scratchpad", "--option", "size"], "--option: got 'size'; write it as NAME=VALUE"),
+        (["scratchpad.py:Scratchpad", "--option", "size=3"], "options.size: Scratchpad has no such argument"),
+        (["scratchpad.py:Scratchpad", "--idle-seconds", "3"], "--idle-seconds: over stdio the client's end is seen"),
+        (["scratchpad.py:add", "--warm", "2"], "pool: server agentfactory has no Environment class"),
     ],
 )
-def test_command_lines_that_are_wrong(folder: Path, arguments: list[str], reason: str) -> None:
-    command = [sys.executable, "-P", "-m", "tools.serve", *arguments]
+def test_command_lines_that_are_wrong(
+    folder: Path, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments, prog="agentfactory tools serve")
+    said = capsys.readouterr()
+    assert ended.value.code == 2
+    assert reason in " ".join(said.err.split())
+    assert said.err.startswith("usage: agentfactory tools serve ")
+    assert said.out == ""
+
+
+def test_a_wrong_command_line_ends_the_process_with_status_2(folder: Path) -> None:
+    command = [sys.executable, "-P", "-m", "tools.serve", "scratchpad.py:sub"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-    assert done.returncode == 2
-    assert reason in done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "usage: python -P -m tools.serve" in done.stderr
     assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+
+
+SHOP = """
+from mcp.server.mcpserver import MCPServer
+from tools.environment import Environment
+from tools.tool import tool
+
+class Prices:
+    @tool
+    def price(self, item: str) -> int:
+        \"\"\"Price of an item.\"\"\"
+        return len(item)
+
+class Shop(Environment):
+    def __init__(self, owner: str, shelves: int = 1) -> None:
+        self.owner, self.shelves, self.served = owner, shelves, 0
+
+    def reset(self, **task) -> str:
+        self.served += 1
+        return f"{self.owner} {self.shelves} {self.served}"
+
+    @tool
+    def buy(self, item: str) -> str:
+        \"\"\"Buy.\"\"\"
+        return item
+
+price = Prices().price
+cost = price
+
+@tool
+def greet(name: str) -> str:
+    \"\"\"Greet.\"\"\"
+    return f"Hello {name}!"
+
+@tool
+def _private(name: str) -> str:
+    \"\"\"Not served.\"\"\"
+    return name
+"""
+
+
+def test_what_is_served_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text(SHOP)
+    assert [found.__name__ for found in objects_in(tmp_path / "shop.py")] == ["Shop", "price", "greet"]
+    (tmp_path / "server.py").write_text("from mcp.server.mcpserver import MCPServer\nmine = MCPServer('mine')\n")
+    assert [found.name for found in objects_in(tmp_path / "server.py")] == ["mine"]
+    (tmp_path / "empty.py").write_text("from tools.environment import Environment\n")
+    with pytest.raises(UserCodeError, match=r"empty.py has no @tool function, no Environment class and no MCP server"):
+        objects_in(tmp_path / "empty.py")
+    with pytest.raises(UserCodeError, match="there is no file"):
+        objects_in(tmp_path / "missing.py")
+
+
+def test_a_file_with_two_environments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "two.py").write_text(SHOP + "\nclass Market(Shop):\n    pass\n")
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "two.py")])
+    assert "Shop and Market are Environments; name one, and serve each by a server" in capsys.readouterr().err
+
+
+async def _visit(client: Client, chain: str) -> Any:
+    meta: Any = {CHAIN_KEY: chain}
+    return content_of(await client.call_tool("reset", {}, meta=meta))
+
+
+async def test_a_whole_file_over_stdio(tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text(SHOP)
+    options = ["--option", "owner=Ada", "--option", "shelves=3", "--max-uses", "2", "--capacity", "1"]
+    command = StdioServerParameters(
+        command=sys.executable, args=["-P", "-m", "tools.serve", "shop.py", *options], cwd=tmp_path
+    )
+    async with Client(command) as client:
+        names = [tool.name for tool in (await client.list_tools()).tools]
+        assert names == ["buy", "reset", "close", "gauges", "price", "greet"]
+        assert content_of(await client.call_tool("greet", {"name": "Ada"})) == "Hello Ada!"
+        assert content_of(await client.call_tool("price", {"item": "tea"})) == "3"
+        for chain, opening in (("a", "Ada 3 1"), ("b", "Ada 3 2"), ("c", "Ada 3 1")):
+            assert await _visit(client, chain) == opening
+            await client.call_tool("close", {}, meta={CHAIN_KEY: chain})  # type: ignore[arg-type]
+
+
+async def test_a_client_that_vanished_does_not_keep_its_instance(tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text(SHOP)
+    options = ["--option", "owner=Ada", "--capacity", "1", "--idle-seconds", "0.3"]
+    command = [sys.executable, "-P", "-m", "tools.serve", "shop.py:Shop", *options, "--http", "0"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:  # noqa: ASYNC220
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().split()[1]
+            async with Client(url) as gone:
+                assert await _visit(gone, "a") == "Ada 1 1"
+            async with Client(url) as client:
+                assert await _visit(client, "b") == "Ada 1 2"
+        finally:
+            server.terminate()
 
 
 def test_stdout_belongs_to_the_protocol(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from tests.tools.conftest import stdio_server
 from tools.config import ToolsRecipe
 from tools.messages import (
     CallError,
+    Content,
     EnvironmentReward,
     EnvironmentRewardError,
     ToolCall,
@@ -256,7 +257,7 @@ async def test_a_server_that_is_not_ours(theirs: Path) -> None:
     async with open_toolset(recipe, theirs) as toolset:
         assert [spec.name for spec in toolset.specs] == ["say", "crash", "look"]
 
-        async def ask(session: ToolSession, name: str, **arguments: Any) -> tuple[str, CallError | None]:
+        async def ask(session: ToolSession, name: str, **arguments: Any) -> tuple[Content, CallError | None]:
             result: ToolResult = await session.call(make(name, **arguments))
             return result.content, result.error
 
@@ -268,7 +269,9 @@ async def test_a_server_that_is_not_ours(theirs: Path) -> None:
                 CallError.INVALID_ARGUMENTS,
             )
             assert await ask(session, "crash") == ("Error executing tool crash", CallError.TOOL_ERROR)
-            assert await ask(session, "look") == ("before\n[image/png image]\nafter", None)
+            image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}
+            texts = [{"type": "text", "text": text} for text in ("before", "after")]
+            assert await ask(session, "look") == ([texts[0], image, texts[1]], None)
             assert await session.reward() == EnvironmentReward(2.0)
 
 

