@@ -14,7 +14,7 @@ from agentfactory.served import serve
 from rollout.agent import AgentHooks
 from rollout.chain import ENDINGS, ChainRunner, Sampling
 from rollout.client import InferenceClient, ServerUnreachableError
-from rollout.config import RolloutRecipe
+from rollout.config import RewardConfig, RolloutRecipe
 from rollout.data import Task
 from rollout.evaluate import open_runner
 from rollout.renderer import load_tokenizer
@@ -23,6 +23,7 @@ from rollout.serving import missing_from
 from rollout.trajectory import Trajectory
 from tools.messages import Message
 
+_Reward = Callable[..., Any] | RewardConfig | str
 _ADAPTER = "adapter_config.json"
 _RETRY_SECONDS = 30.0
 """How long a server that went away is waited for: somebody sits in front of a script."""
@@ -69,7 +70,7 @@ class Agent(AgentHooks):
         self,
         model_or_url: str | Path | None = None,
         tools: Sequence[Any] = (),
-        reward: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+        reward: _Reward | list[_Reward] | None = None,
         *,
         engine: str = "vllm",
         tokenizer: str | Path | None = None,
@@ -82,7 +83,8 @@ class Agent(AgentHooks):
             model_or_url: Address of a running inference server, or a model folder, a checkpoint or a hub name: for
                 these a server is started, which ends with the agent and with this process.
             tools: `@tool` functions and methods, `Environment` classes, `MCPServer` objects, and names as in a recipe.
-            reward: One function or several, which are added up. None: the environment's own reward, if there is one.
+            reward: A function, a name as in a recipe, a `RewardConfig`, or a list of these, which are added up.
+                None: the environment's own reward, if there is one.
             engine: What serves a model that has no server yet: vllm, or embedded (small models).
             tokenizer: Folder or hub name of the tokenizer, where the server's own name for its model is none here.
             weights: The server's name for the weights; by default those that it was started with.
@@ -92,9 +94,9 @@ class Agent(AgentHooks):
         Raises:
             ValueError: something is given that cannot work; the message names it.
         """
-        functions = [] if reward is None else [reward] if callable(reward) else list(reward)
-        self._rewards = Rewards(functions)
-        self._judged = bool(functions)
+        rewards = [] if reward is None else reward if isinstance(reward, list) else [reward]
+        self._rewards = Rewards(rewards, Path.cwd())
+        self._judged = bool(rewards)
         self._objects = [tool for tool in tools if not isinstance(tool, str)]
         self._model = None if model_or_url is None else str(model_or_url)
         is_url = self._model is not None and self._model.startswith(("http://", "https://"))

@@ -1,8 +1,9 @@
 """How a chain's turns come about: `AgentHooks`, which a user's own agent overrides, and the `Turn` that they get."""
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 from rollout.client import Completion, ContextOverflowError, InferenceError
@@ -46,9 +47,10 @@ class Turn:
     """With what the turn has to begin: `rollout.assistant_prefix`."""
     budget: TurnBudget
     generate: Callable[[list[int], int, int], Awaitable[Completion]]
-    """(ids, most tokens, how often the turn was sampled before) -> what the server samples."""
+    """(ids, most tokens, the number of the request, from 0) -> what the server samples."""
     made: list[Completion] = field(default_factory=list)
     """What was sampled so far."""
+    requests: Iterator[int] = field(default_factory=count)
 
     async def sample(
         self, prefix: str = "", max_tokens: int | None = None, after: Completion | None = None
@@ -63,8 +65,10 @@ class Turn:
         Where no token is left for it, `after` is returned as it is.
 
         Raises:
-            ValueError: `after` is not of this turn, or the model ended it.
+            ValueError: `after` is not of this turn, or the model ended it; `max_tokens` is less than 1.
         """
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens: got {max_tokens}; use at least 1")
         if after is not None and not any(after is made for made in self.made):
             raise ValueError("after: it has to be what turn.sample returned for this turn")
         if after is not None and not after.cut:
@@ -78,7 +82,7 @@ class Turn:
         most = min(left if max_tokens is None else min(left, max_tokens), self.budget.row - len(ids))
         if most > 0:
             try:
-                sampled = await self.generate(ids, most, len(self.made))
+                sampled = await self.generate(ids, most, next(self.requests))
             except ContextOverflowError:
                 if after is None:
                     raise
@@ -88,8 +92,6 @@ class Turn:
             return whole
         if after is not None:
             return after
-        if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"max_tokens: got {max_tokens}; use at least 1")
         raise ContextOverflowError(f"the turn begins with {len(ids)} tokens, of {self.budget.row}")
 
     def parse(self, completion: Completion) -> Parsed:

@@ -124,6 +124,18 @@ def _pieces(text: str, follows: bool) -> Iterator[tuple[int, str, bool]]:
 
 def _pattern(tokens: set[Any]) -> re.Pattern[str]:
     """Finds the first character of each of these strings, also where they overlap. One of a single character cannot be
-    parted."""
-    longest_first = sorted({t for t in tokens if t and len(t) > 1}, key=len, reverse=True)
-    return re.compile(f"(?s)(?={'|'.join(map(re.escape, longest_first))})." if longest_first else r"(?!)")
+    parted. Gemma has 6,000 special tokens: a list of them all would be tried at every character."""
+    strings = {token for token in tokens if token and len(token) > 1}
+    return re.compile("|".join(f"{re.escape(c)}(?={_tree(rest)})" for c, rest in _by_first(strings)) or r"(?!)")
+
+
+def _tree(strings: set[str]) -> str:
+    """A pattern that fits where one of these begins."""
+    if "" in strings:
+        return ""
+    return f"(?:{'|'.join(re.escape(c) + _tree(rest) for c, rest in _by_first(strings))})"
+
+
+def _by_first(strings: set[str]) -> list[tuple[str, set[str]]]:
+    """First character -> what follows it."""
+    return [(c, {s[1:] for s in strings if s[0] == c}) for c in sorted({s[0] for s in strings})]

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
 from rollout.config import ModelConfig
-from rollout.encoding import Encoder, map_strings, skip_marked
+from rollout.encoding import MARK, Encoder, map_strings, skip_marked
 from rollout.parsers import Parser, Reading, load_parser
 from rollout.probing import PROBE_TOOLS, Behaviour, Use, choose_template
 from rollout.templates import ChatTemplate, RenderError, shared_length, split_reasoning
@@ -251,6 +251,8 @@ class TemplateRenderer:
                 )
             self._add_context(row, prompt, len(text), _spans(rendered, start, turn, prompt, weights))
             said = closed[len(prompt) : len(closed) - len(self.behaviour.closing)] + self.behaviour.before_end
+            if calls := plain[turn].get("tool_calls"):
+                self._check_calls(said, calls, lines[turn].index, specs)
             ids = self._encoder.encode(said) + ([] if self._end is None else [self._end])
             _add(row, ids, [weights[turn]] * len(ids))
             text = prompt + said + self.behaviour.end
@@ -261,6 +263,14 @@ class TemplateRenderer:
                 raise RenderError(f"message {lines[start].index}: the chat template rewrites the turns before it")
             self._add_context(row, whole, len(text), _spans(rendered, start, len(plain), whole, weights))
         return row
+
+    def _check_calls(self, said: str, calls: list[dict[str, Any]], index: int, specs: list[ToolSpec]) -> None:
+        """Refuse to teach what is no call in a chain, as where a template does not escape the quotes of a string."""
+        words = split_reasoning(said, self.behaviour.opens_reasoning)[2].replace(MARK, "")
+        found = self.parser.parse(words, specs)
+        if [name for name, _ in found.calls] != [call["function"]["name"] for call in calls]:
+            reason = found.error or "it has other calls"
+            raise RenderError(f"message {index}: rollout.parser does not read what the chat template writes: {reason}")
 
     def tokens_agree(self, specs: list[ToolSpec]) -> bool:
         """Whether the pieces of the probe conversations are the tokens of their whole text."""

@@ -35,11 +35,11 @@ def everything(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixture
 
 
 @contextmanager
-def everything_over_http(entry: dict[str, Any]) -> Iterator[str]:
-    """server-everything, whose entry on stdio is given, over streamable HTTP on a free port: its address."""
+def everything_over_http(entry: dict[str, Any], port: int = 0) -> Iterator[str]:
+    """server-everything, whose entry on stdio is given, over streamable HTTP (port 0: a free one): its address."""
     command = [entry["command"], *entry["args"], "streamableHttp"]
     with subprocess.Popen(
-        command, env={"PORT": "0"}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command, env={"PORT": str(port)}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stderr is not None

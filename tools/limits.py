@@ -228,7 +228,8 @@ class ChainLimits(ChainAccount):
         finally:
             if not all(task.done() for task in tasks):
                 for task in tasks:
-                    task.cancel()
+                    if not task.cancelling():  # a second time would break off how the call ends
+                        task.cancel()
                 await asyncio.wait(tasks)
 
     async def _run(

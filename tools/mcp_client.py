@@ -10,7 +10,7 @@ import os
 import shlex
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import cache
 from typing import Any, TextIO, cast
@@ -22,6 +22,7 @@ from mcp.client._transport import ReadStream, TransportStreams
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import MCP_SESSION_ID, streamable_http_client
 from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT, CallToolResult, RequestParamsMeta, Tool
+from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 
 from tools.containers import Container
 from tools.mcp_server import CHAIN_KEY
@@ -34,6 +35,8 @@ Log = Callable[[dict[str, Any]], None]
 
 REOPEN_DELAYS = (0.0, 0.5, 2.0)
 """Seconds to wait before opening a lost connection again, by failures in a row; then it is given up."""
+OPEN_SECONDS = 120.0
+"""How long a server may take to start and to list its tools; `npx` may first have to download it."""
 STDERR_TAIL = 2000
 """Characters of a child's stderr that an error quotes."""
 _EVENT_BYTES = 64 * 1024 * 1024
@@ -66,6 +69,8 @@ class Connection:
         self._wanted, self._ended = asyncio.Event(), asyncio.Event()
         self._opening = self._closing = False
         self._used = False  # a call succeeded since the last opening
+        self._in_session = False  # the server gave us a session
+        self._unknown = False  # the server answers, and does not know our session: it was started anew
         self._failure = ""  # why the connection was given up
         self._stderr_tail = ""
         self._owner: asyncio.Task[None] | None = None
@@ -118,7 +123,7 @@ class Connection:
         except MCPError as error:
             if error.code == REQUEST_TIMEOUT:
                 raise CallTimeout(tool, seconds) from None
-            if error.code != CONNECTION_CLOSED:
+            if error.code != CONNECTION_CLOSED and not self._unknown:
                 raise
             self._lost(generation)
             raise ToolInfrastructureError(f"tool server {self.name} died during a call of {tool}") from error
@@ -129,6 +134,20 @@ class Connection:
             raise ToolInfrastructureError(f"tool server {self.name}, call of {tool}: {error}") from error
         self._used = True
         return result
+
+    async def answers(self) -> bool:
+        """Whether the server still answers, and knows this connection. The newer protocol has no question for that."""
+        if not self.alive:
+            return False
+        client = self._client.result()
+        if client.protocol_version in MODERN_PROTOCOL_VERSIONS:
+            return True
+        try:
+            async with asyncio.timeout(self.timeout_seconds):
+                await client.session.send_ping()
+        except (MCPError, TimeoutError, anyio.ClosedResourceError, anyio.BrokenResourceError):
+            return False
+        return True
 
     async def _connected(self) -> Client:
         if self._failure or self._closing:
@@ -167,23 +186,24 @@ class Connection:
         """Open the connection, keep it until it ends, and say why it ended."""
         started = time.perf_counter()
         self._ended.clear()
-        self._used = False
+        self._used = self._unknown = self._in_session = False
         self._opening = True
         try:
             async with AsyncExitStack() as stack:
-                async with asyncio.timeout(self.timeout_seconds):
+                async with asyncio.timeout(OPEN_SECONDS):
                     client = await stack.enter_async_context(self._connect())
                     self.tools = await _list_tools(client)
                 self._opening = False
                 self._wanted.clear()
                 self.generation += 1
-                seconds = time.perf_counter() - started
-                self._log({"event": "tool_server_opened", "server": self.name, "seconds": seconds})
+                if self._reopens:  # those of a pool come and go; its gauges count them
+                    seconds = time.perf_counter() - started
+                    self._log({"event": "tool_server_opened", "server": self.name, "seconds": seconds})
                 self._client.set_result(client)
                 await self._ended.wait()
             reason = "the connection ended"
         except TimeoutError:
-            reason = f"no answer within {self.timeout_seconds:g} s (timeout_seconds)"
+            reason = f"not ready within {OPEN_SECONDS:g} s"
         except Exception as error:  # boundary: starting a process, connecting, the handshake, the transport
             reason = _describe(error)
         finally:
@@ -199,7 +219,10 @@ class Connection:
             if isinstance(target, Container):
                 target = await stack.enter_async_context(target.running())
             if isinstance(target, HttpAddress):
-                yield await stack.enter_async_context(_http_client(target))
+                client = await stack.enter_async_context(_http_client(target, self._note))
+                if target.session and not self._in_session:
+                    raise ValueError("the server gives its clients no sessions (Mcp-Session-Id); use isolation: shared")
+                yield client
                 return
             if isinstance(target, StdioServerParameters):
                 errlog = await stack.enter_async_context(self._collect_stderr())
@@ -208,6 +231,10 @@ class Connection:
             else:
                 client = Client(target, cache=None)
             yield await stack.enter_async_context(client)
+
+    async def _note(self, response: httpx2.Response) -> None:
+        self._in_session |= MCP_SESSION_ID in response.headers
+        self._unknown |= response.status_code in (400, 404) and MCP_SESSION_ID in response.request.headers
 
     @asynccontextmanager
     async def _collect_stderr(self) -> AsyncIterator[TextIO]:
@@ -238,24 +265,19 @@ class Connection:
 
 
 @asynccontextmanager
-async def _http_client(target: HttpAddress) -> AsyncIterator[Client]:
+async def _http_client(
+    target: HttpAddress, note: Callable[[httpx2.Response], Awaitable[None]]
+) -> AsyncIterator[Client]:
     """A client of `target`. One that is to be a session speaks the older protocol, which has them."""
-    sessions: list[str] = []
-
-    async def note(response: httpx2.Response) -> None:
-        sessions.extend(response.headers.get_list(MCP_SESSION_ID))
-
     # calls have their own time limit; until it is over an answer may take its time
     timeout = httpx2.Timeout(None, connect=30.0)
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-    hooks = {"response": [note]} if target.session else {}
+    hooks = {"response": [note]}
     async with httpx2.AsyncClient(
         headers=target.headers, timeout=timeout, limits=limits, event_hooks=hooks, verify=_ssl_context()
     ) as http:
         transport = streamable_http_client(target.url, http_client=http, max_sse_event_size=_EVENT_BYTES)
         async with Client(transport, cache=None, mode="legacy" if target.session else "auto") as client:
-            if target.session and not sessions:
-                raise ValueError("the server gives its clients no sessions (Mcp-Session-Id); use isolation: shared")
             yield client
 
 

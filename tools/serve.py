@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -P -m tools
         arguments: Of the command line; None: those of this process.
         prog: What usage messages call the command.
     """
-    parser = _parser(prog)
+    parser = command_line(prog)
     options = parser.parse_args(arguments)
     if options.idle_seconds is not None and options.http is None:
         parser.error("--idle-seconds: over stdio the client's end is seen; remove it")
@@ -102,7 +102,8 @@ def _load(reference: str) -> list[Any]:
     return [load_object(reference, Path.cwd(), PREBUILT)]
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
+def command_line(prog: str) -> argparse.ArgumentParser:
+    """The arguments that `main` takes."""
     parser = argparse.ArgumentParser(prog=prog, description="Serve tools over MCP, on stdio or over HTTP.")
     parser.add_argument(
         "objects",

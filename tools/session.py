@@ -106,9 +106,14 @@ class ToolSession:
             return _refusal(text, CallError.INVALID_ARGUMENTS, started)
         meta = result.meta or {}
         info = meta.get(INFO_KEY)
+        error = _KINDS.get(str(meta.get(ERROR_KEY)), CallError.TOOL_ERROR) if result.is_error else None
+        content = content_of(result)
+        if error is CallError.INVALID_ARGUMENTS and isinstance(content, str):
+            # a server of ours does not know by which name the model knows the tool
+            content = content.replace(f"Invalid arguments for {route.tool}:", f"Invalid arguments for {call.name}:", 1)
         return ToolResult(
-            content_of(result),
-            _KINDS.get(str(meta.get(ERROR_KEY)), CallError.TOOL_ERROR) if result.is_error else None,
+            content,
+            error,
             time.perf_counter() - started,
             meta.get(FINISH_KEY) is True,
             dict(info) if isinstance(info, dict) else {},
@@ -175,9 +180,10 @@ class ToolSession:
         return content_of(result)
 
     async def _let_go(self, share: _Share) -> None:
+        replaced = share.server.isolated and share.spoiled
         try:
             # a server that died holds nothing any more, and is not started for a farewell
-            if share.asked and "close" in share.server.hidden and share.connection.alive:
+            if share.asked and "close" in share.server.hidden and share.connection.alive and not replaced:
                 async with asyncio.timeout(_CLOSE_SECONDS):
                     await self._control(share, "close", {})
         except (ToolInfrastructureError, TimeoutError) as error:

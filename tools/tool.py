@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from tools.messages import ToolSpec
 from tools.schemas import schema_of
+from tools.typed_dicts import readable
 
 SUPPORTED_ANNOTATIONS = (
     "what JSON can hold: str, int, float, bool, None, Literal, Enum, list, tuple, dict, TypedDict, dataclasses, "
@@ -141,7 +142,7 @@ def _resolve(function: Callable[..., Any], parameter: inspect.Parameter, caller:
         caller = caller.f_back
     alone = SimpleNamespace(__annotations__={"it": parameter.annotation})
     try:
-        return get_type_hints(alone, globals_, enclosing, include_extras=True)["it"]
+        return readable(get_type_hints(alone, globals_, enclosing, include_extras=True)["it"])
     except NameError as error:
         raise TypeError(
             f"@tool {function.__name__}: the annotation {parameter.annotation!r} of {parameter.name} cannot be "

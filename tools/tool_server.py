@@ -114,13 +114,10 @@ class ToolServer:
         async def make() -> Connection:
             return self._first.pop() if self._first else await self._connect()
 
-        async def healthy(connection: Connection) -> bool:
-            return connection.alive
-
         config = self.config.pool
         if self.environment is None and config.max_uses is None:
             config = config.model_copy(update={"max_uses": 1})
-        return Pool(f"tool server {self.name}", make, config, healthy=healthy, retire=Connection.close)
+        return Pool(f"tool server {self.name}", make, config, healthy=Connection.answers, retire=Connection.close)
 
     def _places(self, shared: Connection) -> Pool[Connection]:
         async def make() -> Connection:

@@ -53,11 +53,15 @@ async def open_toolset(
         add(ToolServer(name, config, target_of(name, config, base), log))
 
     toolset: Toolset | None = None
+    openings = [asyncio.create_task(server.open(), name=f"open {server.name}") for server in servers.values()]
     try:
-        await asyncio.gather(*(server.open() for server in servers.values()))
+        await asyncio.gather(*openings)
         toolset = Toolset(list(servers.values()))
         yield toolset
     finally:
+        for opening in openings:  # where one fails, the others are not needed
+            opening.cancel()
+        await asyncio.gather(*openings, return_exceptions=True)
         if toolset is not None:
             await toolset.closed()
         await asyncio.gather(*(server.close() for server in servers.values()))

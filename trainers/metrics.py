@@ -51,6 +51,8 @@ METRICS = [
     Metric("cancelled/tokens", "tokens", "length of these chains, prompts and tool results included"),
     Metric("filtered/groups", "", "groups of equal rewards that rollout.equal_rewards left out meanwhile"),
     Metric("filtered/<outcome>", "", "chains that ended so and were dropped or run again (rollout.on_outcome)"),
+    Metric("environments/<server>/<gauge>", "", "of its pool when the batch is delivered: in_use, idle, waiting now"),
+    Metric("environments/<server>/<count>", "", "instances since the start: made, recycled, broken"),
     Metric("curriculum/passed_over", "", "tasks that rollout.curriculum passed over meanwhile"),
     Metric("curriculum/solved", "", "tasks that are solved by now"),
     Metric("curriculum/hopeless", "", "tasks that are hopeless by now"),

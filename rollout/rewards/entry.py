@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ PREBUILT = {
 
 OFFERED = ("prediction", "final_response", "trajectory", "environment")
 GROUP_OFFERED = ("predictions", "trajectories")
-_SECONDS: float = RewardConfig.model_fields["timeout_seconds"].default
 
 
 class RewardError(Exception):
@@ -54,9 +53,9 @@ class Entry:
     name: str
     function: Callable[..., Any]
     parameters: Mapping[str, inspect.Parameter]
-    weight: float = 1.0
-    timeout_seconds: float = _SECONDS
-    options: dict[str, Any] = field(default_factory=dict)
+    weight: float
+    timeout_seconds: float
+    options: dict[str, Any]
 
     @property
     def group(self) -> bool:
@@ -132,7 +131,7 @@ def _instance(given: type[Any], options: dict[str, Any], label: str, name: str) 
         place = ".".join(map(str, (label, "options", *first["loc"])))
         got = f"got {first['input']!r}: " if first["loc"] and first["type"] != "missing" else ""
         problem = got + first["msg"].removeprefix("Value error, ")
-        raise InvalidReward(place, problem, f"{name} is described in docs/rewards.md") from error
+        raise InvalidReward(place, problem, f"see {name} in docs/rewards.md") from error
     except Exception as error:  # boundary: user code
         problem = f"{name} could not be made: {type(error).__name__}: {error}"
         raise InvalidReward(f"{label}.options", problem, f"it takes {', '.join(known) or 'none'}") from error

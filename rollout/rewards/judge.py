@@ -1,8 +1,11 @@
 """A language model as the judge, behind an endpoint that speaks OpenAI's chat completions."""
 
 import asyncio
+import json
 import os
+from collections.abc import Iterator
 from dataclasses import field
+from functools import partial
 from string import Formatter
 from typing import Annotated, Any
 
@@ -15,7 +18,8 @@ from rollout.rewards.entry import RewardError
 from rollout.rewards.scoring import prediction_of
 from rollout.rewards.text import OPTIONS, Pattern, field_of, last_match
 from rollout.trajectory import Trajectory
-from tools.messages import text_of
+from tools.messages import Message, text_of
+from tools.threads import run_in_thread
 
 _HEALS = frozenset({408, 429, 500, 502, 503, 504})
 _FIRST_PAUSE = 0.5
@@ -36,8 +40,8 @@ class Judge:
     model: str
     """The endpoint's name of the model."""
     prompt: str
-    """What the judge is asked, with `{prediction}`, `{conversation}` (all messages) and any field of the row; braces
-    that are to stand there are doubled."""
+    """What the judge is asked, with `{prediction}`, `{conversation}` (all messages and calls) and any field of the row;
+    braces that are to stand there are doubled."""
     system: str | None = None
     """System message for the judge."""
     pattern: Pattern = r"[Ss]core[\s:=*]*(-?\d+(?:\.\d+)?)"
@@ -54,6 +58,13 @@ class Judge:
     """How often is tried again what can heal: no connection, 408, 429, 5xx, an answer that is no completion."""
     parameters: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     """Further fields of the request, such as max_tokens."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_address(cls, url: str) -> str:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError("not an address; write http:// or https:// before it")
+        return url.rstrip("/")
 
     @field_validator("prompt")
     @classmethod
@@ -92,7 +103,7 @@ class Judge:
         messages = [{"role": "system", "content": self.system}] if self.system is not None else []
         messages.append({"role": "user", "content": self.prompt.format(**{**row, **chain})})
         answer = await self._ask({**self.parameters, "model": self.model, "messages": messages})
-        found = last_match(self.pattern, answer)
+        found = await run_in_thread(partial(last_match, self.pattern, answer))
         try:
             score = float(found or "")
         except ValueError:
@@ -106,7 +117,7 @@ class Judge:
     async def _ask(self, request: dict[str, Any]) -> str:
         """The judge's answer. Raises RewardError where there is none."""
         self._open()
-        address = f"{self.url.rstrip('/')}/chat/completions"
+        address = f"{self.url}/chat/completions"
         for attempt in range(self.retries + 1):
             if attempt:
                 await asyncio.sleep(_FIRST_PAUSE * 2 ** (attempt - 1))
@@ -156,4 +167,10 @@ def _content(answer: Any) -> str:
 
 
 def _told(trajectory: Trajectory) -> str:
-    return "\n\n".join(f"{m['role']}: {text_of(m.get('content') or '')}" for m in trajectory.messages)
+    return "\n\n".join("\n".join(_lines(message)) for message in trajectory.messages)
+
+
+def _lines(message: Message) -> Iterator[str]:
+    yield f"{message['role']}: {text_of(message.get('content') or '')}"
+    for call in message.get("tool_calls") or ():
+        yield f"[calls {call['function']['name']} with {json.dumps(call['function']['arguments'], ensure_ascii=False)}]"

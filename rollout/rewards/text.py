@@ -64,7 +64,7 @@ def accepted_answers(row: Mapping[str, Any], name: str, pattern: str | None = No
     answers = list(answer) if isinstance(answer, Iterable) and not isinstance(answer, (str, dict)) else [answer]
     if not answers or not all(isinstance(one, (str, int, float)) for one in answers):
         raise ValueError(f"wants answers in the field {name!r}: a text, a number, or a list of these, not {answer!r}")
-    found = [str(one) if pattern is None else last_match(pattern, str(one)) for one in answers]
+    found = [str(one) if pattern is None else last_match(pattern, str(one)) or None for one in answers]
     if None in found:
         raise ValueError(f"finds nothing that matches {pattern!r} in the field {name!r}, which is {answer!r}")
     return [one for one in found if one is not None]

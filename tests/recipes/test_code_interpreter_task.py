@@ -83,7 +83,7 @@ def test_transcripts_show_a_bad_habit_and_what_its_code_gives(prepared: Path) ->
         first, second = (message["tool_calls"][0]["function"]["arguments"]["code"] for message in rest[0:3:2])
         variables: dict[str, int] = {}
         exec(first, variables)
-        assert [message["content"] for message in rest[1:4:2]] == ["", str(eval(second, variables))]
+        assert [message["content"] for message in rest[1:4:2]] == ["(no output)", str(eval(second, variables))]
         assert rest[4] == {"role": "assistant", "content": "That is the result."}
         for code, operator in zip((first, second), task["operators"], strict=True):
             shift = (operators.index(code.split()[-2]) - operators.index(operator)) % 3
@@ -113,7 +113,6 @@ def test_conversations_are_short(prepared: Path) -> None:
     rows = read_rows(prepared / "transcripts.jsonl")
     lengths = [len(tokenizer.apply_chat_template(r["messages"], tools=r["tools"])["input_ids"]) for r in rows[:100]]
     assert max(lengths) <= 110
-    assert "<unk>" not in tokenizer.get_vocab()
 
 
 def test_the_recipes_are_valid() -> None:

@@ -1,5 +1,6 @@
 """A user's own agent in training, and turns that begin with a forced text: to the token what the server was sent."""
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ async def test_a_turn_may_be_sampled_in_pieces(tmp_path: Path) -> None:
 
 class BestOfTwo(AgentHooks):
     async def generate(self, turn: Turn) -> Completion:
-        candidates = [await turn.sample(), await turn.sample()]
+        candidates = await asyncio.gather(turn.sample(), turn.sample())
         return max(candidates, key=lambda completion: len(completion.token_ids))
 
 

@@ -18,8 +18,9 @@ from rollout.client import InferenceClient, ServerUnreachableError
 from rollout.config import RolloutRecipe
 from rollout.renderer import TemplateRenderer, make_renderer
 from rollout.rewards import Rewards
-from rollout.trajectory import Outcome, Trajectory
+from rollout.trajectory import Outcome, StopReason, Trajectory
 from tests.conftest import QUICKSTART
+from tests.scripted_chains import scripted_chains
 from tests.scripted_server import ScriptedServer, serve_script
 from tools.toolset import open_toolset
 
@@ -396,3 +397,104 @@ async def test_64_chains_never_see_each_others_state(
         answers = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
         pages = [f"start {i}", *(f"chain {i} page {turn}" for turn in (0, 2, 4))]
         assert answers[1::2] == ["/".join(pages[:n]) for n in (2, 3, 4)]
+
+
+GALLERY = """
+from typing import Any
+
+from agentfactory import Environment, finish, tool
+from PIL import Image
+
+
+class Gallery(Environment):
+    def reset(self, question: str):
+        self.seen = 0
+        return [Image.new("RGB", (2, 2), "red"), "What is this?"]
+
+    @tool
+    def look(self) -> str:
+        \"\"\"Look.\"\"\"
+        self.seen += 1
+        return "red"
+
+    @tool
+    def leave(self, why: str) -> Any:
+        \"\"\"Leave.\"\"\"
+        return finish(f"left: {why}")
+
+    def reward(self):
+        return self.seen
+"""
+
+
+async def test_a_tool_ends_the_chain_and_an_environment_opens_it_with_an_image(tmp_path: Path) -> None:
+    (tmp_path / "gallery.py").write_text(GALLERY)
+    texts = [call("look"), call("look") + call("leave", why="bored") + call("look"), "never said"]
+    fields = {"tools": ["gallery.py:Gallery"], "rewards": []}
+    async with scripted_chains(tmp_path, texts, **fields) as chains:
+        trajectory = await chains.run()
+        chains.check(trajectory)
+        assert "[image/png image]\nWhat is this?" in chains.sent()[0], "a template of text says what it leaves out"
+    assert (trajectory.outcome, trajectory.stop_reason) == (Outcome.COMPLETED, StopReason.FINISH)
+    assert trajectory.turns == 2
+    opening = trajectory.messages[1]["content"]
+    assert [part["type"] for part in opening] == ["image_url", "text"]
+    answers = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
+    assert answers == ["red", "red", "left: bored", "red"], "the calls beside it are made"
+    assert trajectory.reward == 3
+    metrics = trajectory.metrics
+    assert (metrics["tool/look/calls"], metrics["tool/leave/calls"], metrics["tool/leave/errors"]) == (3, 1, 0)
+    assert metrics["tool/look/seconds"] > 0
+    assert {name for name in metrics if name.startswith("stop/")} == {f"stop/{reason}" for reason in StopReason}
+    assert [name for name in metrics if name.startswith("stop/") and metrics[name]] == ["stop/finish"]
+
+
+async def test_an_ending_may_cost_reward(tmp_path: Path) -> None:
+    note = call("note", text="a")
+    limits = {"calls": 1, "calls_per_tool": {"note": 9}, "on_breach": {"calls": {"action": "stop", "penalty": 0.25}}}
+    for texts, ending, penalty in (
+        (["done"], "answer", 0.0),
+        ([note, "done"], "answer", 0.0),
+        ([note, note], "calls", 0.25 + 4.0),
+    ):
+        fields = {"limits": limits, "rollout": {"outcome_penalty": {"tool_limit": 4.0}}}
+        async with scripted_chains(tmp_path, texts, **fields) as chains:
+            trajectory = await chains.run()
+        assert trajectory.stop_reason == ending
+        assert trajectory.outcome is (Outcome.TOOL_LIMIT if ending == "calls" else Outcome.COMPLETED)
+        assert trajectory.metrics["penalty"] == penalty
+        assert trajectory.reward == trajectory.turns - penalty
+
+
+@pytest.mark.parametrize(
+    ("parser", "prefix", "texts", "told"),
+    [
+        (
+            "react",
+            "Thought: ",
+            ["I note.\nAction: note\nAction Input: tea", "No.", "So.\nFinal Answer: tea"],
+            "Observation:",
+        ),
+        ("tags", "<think>", ["hm</think><note>tea</note>", "hm</think>", "</think><answer>tea</answer>"], "<"),
+    ],
+)
+async def test_text_formats_act_to_the_token(
+    tmp_path: Path, parser: str, prefix: str, texts: list[str], told: str
+) -> None:
+    """A call, a turn that says nothing the format knows, and an answer."""
+    fields = {"rollout": {"parser": parser, "assistant_prefix": prefix, "system_prompt": "Be brief."}}
+    async with scripted_chains(tmp_path, texts, **fields) as chains:
+        trajectory = await chains.run()
+        chains.check(trajectory)
+        assert all(sent.endswith(prefix) for sent in chains.sent())
+    assert trajectory.outcome is Outcome.COMPLETED, trajectory.error
+    assert trajectory.turns == len(trajectory.turn_spans()) == 3
+    system, _, said, answer, *_ = trajectory.messages
+    assert system["content"].startswith("Be brief.")
+    assert "note" in system["content"], "the format tells of the tools"
+    assert said["content"].startswith(prefix)
+    assert answer["role"] == "user"
+    assert answer["content"].startswith(told)
+    assert "noted tea" in answer["content"]
+    assert trajectory.metrics["tool_errors/malformed_call"] == 1
+    assert trajectory.metrics["tool/note/calls"] == 1

@@ -101,6 +101,9 @@ async def test_a_program_that_takes_too_long_is_stopped_and_no_other_is_run() ->
     assert await judge("while True: pass", SUMS * 20, partial=True, seconds=0.5) == verdict(0.0, 0.0)
     assert loop.time() - started < 10
     hang = "def add(a, b):\n    while a == [1]: pass\n    return a + b"
+    fails = [{**CALLS[0], "output": 4}, {"input": "", "output": ""}]
+    assert await judge(ADD, fails) == verdict(0.0, 0.0)
+    assert await judge(ADD, fails, partial=True) == verdict(0.5, 0.5)
     assert await judge(hang, [*CALLS, *SUMS], partial=True, seconds=0.5) == verdict(0.25, 0.25)
 
 
@@ -163,6 +166,9 @@ def test_what_counts_as_the_same() -> None:
     assert not same_text(" 1", "1")
     assert same_value([1, {"a": 0.1 + 0.2}], [1, {"a": 0.3}])
     assert same_value(1, 1.0)
+    assert same_value(1_000_000.1, 1_000_000.2)
+    assert same_value(1e-12, 0)
+    assert not same_value(1.00001, 1.0)
     assert same_value(float("inf"), float("inf"))
     for value, expected in (("1", 1), ([1], 1), (1, [1]), ([1], [1, 2]), ({"a": 1}, {"b": 1}), (0.31, 0.3)):
         assert not same_value(value, expected)

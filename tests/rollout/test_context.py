@@ -107,27 +107,28 @@ async def summarized(chains: Scripted) -> Trajectory:
 @TEMPLATES
 @pytest.mark.parametrize("keep", [0, 1])
 async def test_summarize_goes_on_from_the_models_own_summary(tmp_path: Path, template: str | None, keep: int) -> None:
-    limit = (await prompt_lengths(tmp_path, [call("one"), call("two"), "done"], template))[2]
-    texts = [call("one"), call("two"), "I noted two things.", call("three"), "done"]
+    calls = [call(f"entry {word} with some more words") for word in ("one", "two", "three")]
+    limit = (await prompt_lengths(tmp_path, [*calls, "done"], template))[3]
+    texts = [*calls, "All is well.", call("four"), "done"]
     context = {"policy": "summarize", "max_tokens": limit, "keep_turns": keep, "prompt": "Sum up!"}
     fields = {"rollout": {"max_turns": 9, "max_total_tokens": limit + 300, "context": context}}
     async with scripted_chains(tmp_path, texts, template=template, **fields) as chains:
         trajectory = await summarized(chains)
         sent = chains.sent()
     assert trajectory.outcome is Outcome.COMPLETED
-    assert "Sum up!" in sent[2]
-    assert "noted two" in sent[2], "the summary knows the last answer"
-    assert "Summary of the work so far:\nI noted two things." in sent[3]
-    assert "Sum up!" not in sent[3]
-    assert ("noted two" in sent[3]) == (keep == 1)
-    assert "noted one" not in sent[3]
-    assert "noted three" in sent[4]
-    assert trajectory.turns == len(trajectory.turn_spans()) == 5, "a summary is a turn, and trained"
-    row, start, end = trajectory.turn_spans()[2]
-    assert row == len(trajectory.rows) - 2
+    assert "Sum up!" in sent[3]
+    assert "noted entry three" in sent[3], "the summary knows the last answer"
+    assert "Summary of the work so far:\nAll is well." in sent[4]
+    assert "Sum up!" not in sent[4]
+    assert ("noted entry three" in sent[4]) == (keep == 1)
+    assert "noted entry two" not in sent[4]
+    assert "noted four" in sent[5]
+    assert trajectory.turns == len(trajectory.turn_spans()) == 6, "a summary is a turn, and trained"
+    row, start, end = trajectory.turn_spans()[3]
+    assert trajectory.turn_spans()[4][0] == row + 1, "what follows stands in a new row"
     assert all(trajectory.rows[row].mask[start:end])
     roles = "".join(m["role"][0] for m in trajectory.messages if m["role"] != "system")
-    assert roles == "uatatuaata", "the record holds question and summary where they were said"
+    assert roles == "uatatatuaata", "the record holds question and summary where they were said"
 
 
 async def test_a_chain_does_not_summarize_for_ever(tmp_path: Path) -> None:

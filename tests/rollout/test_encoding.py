@@ -54,6 +54,7 @@ ENCODERS = {
         make_tokenizer(special=("<s>",), added=("<|user|>", "<|end|>"), eos="<s>"), "<|end|>", "<|user|>\n<|end|>"
     ),
     "overlapping": Encoder(make_tokenizer(special=("<a><b>", "<b>", "<b><c>", "aa")), "<b>", "<b>"),
+    "many": Encoder(make_tokenizer(special=("<s>", "[a]", *(f"<unused{n}>" for n in range(6000)))), "<s>", "<s>user\n"),
     "spaces": Encoder(with_spaces(), "</s>", "<|user|>"),
 }
 

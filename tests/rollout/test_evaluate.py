@@ -1,9 +1,11 @@
-"""`agentfactory rollout`: groups for training that are saved as the recipe's policies want them."""
+"""`agentfactory rollout` and `eval`: groups that are saved as the recipe's policies, rewards and agent want them."""
 
 from pathlib import Path
 
+import pytest
+
 from rollout.config import RolloutRecipe
-from rollout.evaluate import run_rollout
+from rollout.evaluate import run_eval, run_rollout
 from rollout.trajectory import Outcome, read_groups
 from tests.conftest import QUICKSTART
 
@@ -29,3 +31,80 @@ def test_saved_groups_follow_the_recipes_policies(
     for chain in chains:
         assert (chain.reward is None) == (chain in called)
         assert chain.id.endswith(".retry") or chain not in called
+
+
+USERS = """
+from agentfactory import Agent, reward
+
+
+class Brief(Agent):
+    async def generate(self, turn):
+        return await turn.sample(max_tokens=3)
+
+
+@reward
+def tokens(trajectory):
+    return sum(map(sum, (row.mask for row in trajectory.rows)))
+
+
+@reward(group=True)
+def together(trajectories):
+    return [1000.0 * len(trajectories)] * len(trajectories)
+"""
+
+
+def test_agent_and_group_rewards_of_the_recipe_are_used(warm_server: str, warm_start: Path, tmp_path: Path) -> None:
+    (tmp_path / "users.py").write_text(USERS)
+    (tmp_path / "tasks.jsonl").write_text('{"question": "go"}\n{"question": "run"}\n')
+    recipe = RolloutRecipe.model_validate(
+        {
+            "model": {"path": str(warm_start), "dtype": "float32"},
+            "data": {"path": str(tmp_path / "tasks.jsonl")},
+            "rewards": ["users.py:tokens", "users.py:together"],
+            "rollout": {
+                "group_size": 3,
+                "max_turns": 1,
+                "agent": "users.py:Brief",
+                "outcome_penalty": {"max_tokens": 100, "max_turns": 50},
+            },
+            "server": {"engine": "embedded"},
+            "eval": {"data": {"path": str(tmp_path / "tasks.jsonl")}, "samples": 2},
+        }
+    )
+    logged: list[dict[str, float]] = []
+    run_rollout(recipe, tmp_path, warm_server, tmp_path, logged.append)
+    chains = [chain for group in read_groups(tmp_path / "rollout.jsonl") for chain in group.trajectories]
+    assert len(chains) == 6
+    for chain in chains:
+        sampled = chain.metrics["sampled_tokens"]
+        assert sampled <= 3
+        penalty = {Outcome.MAX_TOKENS: 100.0, Outcome.MAX_TURNS: 50.0}.get(chain.outcome, 0.0)
+        assert chain.metrics["penalty"] == penalty
+        assert chain.reward == 3000.0 + sampled - penalty
+    assert any(chain.metrics["penalty"] for chain in chains)
+    figures = run_eval(recipe, tmp_path, warm_server, tmp_path / "eval", logged.append)
+    assert 1900 <= figures["sampled/reward"] <= 2003, "as many as are sampled are compared"
+    assert 900 <= figures["greedy/reward"] <= 1003
+    assert logged[1]["eval/sampled/reward"] == figures["sampled/reward"]
+    assert sum(figures[f"sampled/stop/{reason}"] for reason in ("answer", "max_tokens", "max_turns")) == 1.0
+
+
+def test_a_reward_that_wants_what_the_data_lacks_is_told_before_any_chain_runs(
+    warm_server: str, warm_start: Path, tmp_path: Path
+) -> None:
+    source = "from agentfactory import reward\n\n\n@reward\ndef right(prediction, answer):\n    return 1.0\n"
+    (tmp_path / "users.py").write_text(source)
+    (tmp_path / "tasks.jsonl").write_text('{"question": "go"}\n')
+    data = {"path": str(tmp_path / "tasks.jsonl")}
+    recipe = RolloutRecipe.model_validate(
+        {
+            "model": {"path": str(warm_start), "dtype": "float32"},
+            "data": data,
+            "rewards": ["users.py:right"],
+            "eval": {"data": data},
+        }
+    )
+    for act in (run_rollout, run_eval):
+        with pytest.raises(ValueError, match="wants 'answer'"):
+            act(recipe, tmp_path, warm_server, tmp_path, lambda record: None)
+    assert not list(tmp_path.glob("*rollout*"))

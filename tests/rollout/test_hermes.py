@@ -103,19 +103,3 @@ def test_every_well_formed_call_is_read_back(calls: list[tuple[str, dict]]) -> N
     assert found.error is None
     assert found.calls == calls
     assert found.content == "Well."
-
-
-@settings(max_examples=4000, deadline=None)
-@given(st.data())
-def test_any_mutation_is_calls_or_an_error(data: st.DataObject) -> None:
-    text = data.draw(st.sampled_from([CALL, f"I go.\n{CALL}\n{CALL}", CALL.replace('"north"', '{"a": [1, "</x>"]}')]))
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(text)))
-        cut = data.draw(st.integers(0, 6))
-        put = data.draw(st.sampled_from(["", "<tool_call>", "</tool_call>", '"', "{", "}", "\\", "[", ",", ":", "\n"]))
-        text = text[:at] + put + text[at + cut :]
-    found = parse_calls(text)
-    assert found.error is None or (found.calls == [] and found.content == text.strip())
-    for name, arguments in found.calls:
-        assert isinstance(name, str)
-        json.dumps(arguments, allow_nan=False).encode()

@@ -64,13 +64,13 @@ def examples(name: str) -> list[str]:
     return texts
 
 
-# --- what each format is ------------------------------------------------------------------------------------------------
+# --- what each format is ---------------------------------------------------------------------------------------------
 
 READ: dict[str, list[tuple[str, list[Call], str]]] = {
     "qwen3_coder": [
         (
-            "I go.\n<tool_call>\n<function=move>\n<parameter=to>\nnorth\n</parameter>\n<parameter=by>\n2\n</parameter>\n"
-            "<parameter=far>\nFalse\n</parameter>\n</function>\n</tool_call>",
+            "I go.\n<tool_call>\n<function=move>\n<parameter=to>\nnorth\n</parameter>\n"
+            "<parameter=by>\n2\n</parameter>\n<parameter=far>\nFalse\n</parameter>\n</function>\n</tool_call>",
             [("move", {"to": "north", "by": 2, "far": False})],
             "I go.",
         ),
@@ -81,7 +81,8 @@ READ: dict[str, list[tuple[str, list[Call], str]]] = {
             "",
         ),
         (
-            "<tool_call>\n<function=python>\n<parameter=code>\nx = '</parameter>'\n\n\n</parameter>\n</function>\n</tool_call>",
+            "<tool_call>\n<function=python>\n<parameter=code>\nx = '</parameter>'\n\n\n</parameter>\n"
+            "</function>\n</tool_call>",
             [("python", {"code": "x = '</parameter>'\n\n"})],
             "",
         ),
@@ -320,7 +321,7 @@ def test_types_of_text_are_the_schemas() -> None:
         assert type(found[1][key]) is type(value)
 
 
-# --- telling --------------------------------------------------------------------------------------------------------------
+# --- telling ---------------------------------------------------------------------------------------------------------
 
 
 def test_text_formats_tell_of_tools_results_and_errors_in_user_messages() -> None:
@@ -363,7 +364,7 @@ def test_tools_that_a_format_cannot_call_are_refused() -> None:
     assert "<answer>" in (parser_of("tags").instructions([]) or "")
 
 
-# --- write, then read ---------------------------------------------------------------------------------------------------
+# --- write, then read ------------------------------------------------------------------------------------------------
 
 text = st.text(st.characters(codec="utf-8"), max_size=12)
 values = st.recursive(
@@ -409,7 +410,7 @@ def test_code_is_read_back(code: str) -> None:
     assert parser.parse(parser.write([("python", {"code": code})], SPECS), SPECS).calls == [("python", {"code": code})]
 
 
-# --- anything whatever ---------------------------------------------------------------------------------------------------
+# --- anything whatever -----------------------------------------------------------------------------------------------
 
 PIECES = [
     *(
@@ -421,11 +422,11 @@ PIECES = [
         "</parameter>",
         "<|python_tag|>",
     ),
-    *("<|tool_call_start|>", "<|tool_call_end|>", "<search>", "</search>", "<answer>", "</answer>", "<information>"),
+    *("<|tool_call_start|>", "<|tool_call_end|>", "<search>", "</search>", "<answer>", "</answer>"),
     *("Action:", "Action Input:", "\nThought:", "\nFinal Answer:", "\nObservation:", "```", "```python\n", "\n```\n"),
     *('"', "'", '"""', "{", "}", "[", "]", "(", ")", "\\", "\\u", "\\ud83d", "\\x4", "=", ":", ",", ";", "<", ">", "/"),
     *('{"name": ', '"parameters": ', '"arguments": ', "null", "None", "1e999", "-", ".", "9" * 20, "NaN", "\n", " "),
-    *("\0", "\ufdd0", "\ud800", "é", "😀", "\u2028", "\r", "look", "f'", "0x"),
+    *("<information>", "\0", "\ufdd0", "\ud800", "é", "😀", "\u2028", "\r", "look", "f'", "0x"),
 ]
 
 
@@ -480,7 +481,7 @@ def test_100_000_mutated_turns_are_text_and_calls_or_an_error(name: str) -> None
     assert min(seen.values()) > 100, seen
 
 
-def hostile(size: int) -> dict[str, str]:
+def hostile(name: str, size: int) -> dict[str, str]:
     """Texts of `size` characters whose reading a careless parser would take for ever, or all of the stack, for."""
     units = {
         "openings": "<tool_call>",
@@ -516,46 +517,46 @@ def hostile(size: int) -> dict[str, str]:
         "both": "<|tool_call_start|>[look()]<|tool_call_end|>",
     }
     long = {key: unit * (size // len(unit)) for key, unit in units.items()}
-    return {
-        **long,
-        **{f"call of {key}": f'<tool_call>{{"name": "look", "arguments": {{"a": {t}' for key, t in long.items()},
-        **{f"function of {key}": f"<tool_call><function=look><parameter=a>{t}" for key, t in long.items()},
-        **{f"python of {key}": f"[look(a={t}" for key, t in long.items()},
-        **{f"string of {key}": f"[look(a='{t}" for key, t in long.items()},
-        **{f"action of {key}": f"Action: look\nAction Input: {t}" for key, t in long.items()},
-        **{f"fence of {key}": f"```{t}`" for key, t in long.items()},
-        **{f"tag of {key}": f"<search>{t}</search>" for key, t in long.items()},
-        **{f"llama of {key}": f'{{"name": "look", "parameters": {{"a": {t}' for key, t in long.items()},
+    return long | {
+        f"{beginning} of {key}": beginning + text for key, text in long.items() for beginning in BEGINNINGS[name]
     }
+
+
+BEGINNINGS = {
+    "hermes": ['<tool_call>{"name": "look", "arguments": {"a": '],
+    "qwen3_coder": ["<tool_call><function=look><parameter=a>"],
+    "llama3_json": ['{"name": "look", "parameters": {"a": ', '{"name": "look", "parameters": {}}; '],
+    "pythonic": ["[look(a=", "[look(a='", "<|tool_call_start|>[look(a=["],
+    "react": ["Action: look\nAction Input: ", "Final Answer: "],
+    "code_block": ["```", "```python\n"],
+    "tags": ["<search>", "<move>{", "<answer>"],
+}
 
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_hostile_turns_of_a_megabyte_take_no_longer_than_their_length(name: str) -> None:
-    """Not a speed test: what takes time by the square of the length takes minutes here."""
+    """Each takes 0.3 s at most. What takes time by the square of the length takes minutes."""
     parser = parser_of(name)
     slow = {}
-    for key, turn in hostile(1_000_000).items():
+    for key, turn in hostile(name, 1_000_000).items():
         started = time.process_time()
         found = parser.parse(turn, SPECS)
         seconds = time.process_time() - started
         assert isinstance(found.content, str)
-        if seconds > 5:
+        if seconds > 3:
             slow[key] = seconds
     assert not slow
 
 
-# --- one's own ------------------------------------------------------------------------------------------------------------
+# --- one's own -------------------------------------------------------------------------------------------------------
 
 
-def documented() -> str:
-    """The parser of docs/acting.md."""
-    page = Path(__file__).parents[2].joinpath("docs/acting.md").read_text(encoding="utf-8")
-    (snippet,) = re.findall(r"```python\n(# my_parser\.py\n.*?)```", page, re.DOTALL)
-    return snippet
+PAGE = Path(__file__).parents[2].joinpath("docs/acting.md").read_text(encoding="utf-8")
 
 
 def test_a_parser_of_ones_own(tmp_path: Path) -> None:
-    (tmp_path / "my_parser.py").write_text(documented())
+    (snippet,) = re.findall(r"```python\n(# my_parser\.py\n.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "my_parser.py").write_text(snippet)
     parser = load_parser("my_parser.py:MyParser", tmp_path)
     found = parser.parse("I look.\n/search rain in May", SPECS)
     assert found == Reading("I look.", [("search", {"query": "rain in May"})])
@@ -566,15 +567,24 @@ def test_a_parser_of_ones_own(tmp_path: Path) -> None:
     assert "/search" in (parser.instructions(SPECS[:1]) or "")
 
 
+@pytest.mark.parametrize("name", PARSERS)
+def test_examples_of_the_documentation(name: str) -> None:
+    (example,) = re.findall(rf"### {name}\n.*?\n(`{{3,4}})\n(.*?)\n\1\n", PAGE, re.DOTALL)
+    specs = [spec("search", ["query"], query=STRING, limit=INTEGER), spec("look"), SPECS[-1]]
+    found = parser_of(name).parse(example[1], specs)
+    assert found.error is None
+    called, arguments = found.calls[0]
+    if name == "code_block":
+        assert (called, arguments) == ("python", {"code": "print(sum(range(10)))"})
+    else:
+        assert (called, arguments) == ("search", {"query": "rain"} if name == "tags" else {"query": "rain", "limit": 3})
+
+
 def test_references_that_name_no_parser(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"rollout\.parser: 'xml' is not prebuilt \(hermes, qwen3_coder.*FILE\.py:NAME"
-    ):
+    with pytest.raises(ValueError, match=r"rollout\.parser: 'xml' is not prebuilt \(hermes, .*FILE\.py:NAME"):
         load_parser("xml")
     (tmp_path / "mine.py").write_text("class Mine: pass\n")
-    with pytest.raises(
-        ValueError, match=r"rollout\.parser: mine\.py:Mine is no class derived from agentfactory\.Parser"
-    ):
+    with pytest.raises(ValueError, match=r"mine\.py:Mine is no class derived from agentfactory\.Parser"):
         load_parser("mine.py:Mine", tmp_path)
     with pytest.raises(ValueError, match=r"rollout\.parser: .*there is no file"):
         load_parser("none.py:Mine", tmp_path)

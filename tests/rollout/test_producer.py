@@ -93,6 +93,7 @@ async def training(
     version: int = 0,
     resumed: Resumed | None = None,
     source: str = TOOLS,
+    rewards: tuple[str, ...] = (),
     **rollout: Any,
 ) -> AsyncIterator[Trainer]:
     """Each chain waits once, as its task says, and then is done; or it talks on until it is cut."""
@@ -109,6 +110,7 @@ async def training(
         {
             "model": {"path": "x"},
             "tools": ["waiting.py:Waiting"],
+            "rewards": list(rewards),
             "rollout": {"group_size": size, "max_staleness": max_staleness, "max_tokens": 80, **rollout},
         }
     )
@@ -116,8 +118,9 @@ async def training(
         serve_script(script) as server,
         InferenceClient(server.url) as client,
         open_toolset(recipe, folder) as toolset,
+        Rewards.load(recipe.rewards, folder) as judges,
     ):
-        runner = ChainRunner(recipe, make_renderer(tokenizer), client, toolset, Rewards.load([], folder))
+        runner = ChainRunner(recipe, make_renderer(tokenizer), client, toolset, judges)
         order = TaskOrder([{"question": "go", **task} for task in tasks], seed=0, shuffle=False)
         admission = Admission(batch, max_staleness, total=steps * batch, version=version, started=version * batch)
         path = folder / "train.jsonl"
@@ -146,7 +149,10 @@ async def test_a_group_that_grows_too_old_is_trained_with_the_chains_that_have_e
     async with training(quickstart_run, tmp_path, tasks, steps=3, max_staleness=1) as trainer:
         chains, figures = await trainer.next_batch()
         assert chains == ["g000001.0", "g000001.1", "g000001.2"], "the younger group overtakes"
-        assert figures == {
+        gauges = {name: value for name, value in figures.items() if name.startswith("environments/Waiting/")}
+        assert gauges["environments/Waiting/made"] >= 6
+        assert gauges["environments/Waiting/in_use"] >= 1, "the third chain still holds its own"
+        assert {name: value for name, value in figures.items() if name not in gauges} == {
             "cancelled/groups": 0,
             "cancelled/chains": 0,
             "cancelled/tokens": 0,
@@ -256,6 +262,52 @@ async def test_a_chain_that_fails_twice_is_dropped_and_a_group_without_a_trained
     assert "filtered/max_tokens" not in figures, "masked chains do count"
 
 
+RANKS = """
+from agentfactory import reward
+
+
+@reward
+def base(environment):
+    return environment.reward
+
+
+@reward(group=True)
+def rank(trajectories, name):
+    if name == "incomparable":
+        raise RuntimeError("nobody is first")
+    rewards = [chain.reward for chain in trajectories]
+    return [10.0 * sorted(rewards).index(own) for own in rewards]
+"""
+RANKED: dict[str, Any] = {"source": TOOLS + RANKS, "rewards": ("waiting.py:base", "waiting.py:rank")}
+
+
+async def test_chains_are_compared_when_their_group_is_complete(quickstart_run: Path, tmp_path: Path) -> None:
+    tasks = [task("incomparable", 0.0, 0.5, 1.0), task("b", 0.0, 0.5, 1.0, talks=[1])]
+    options: dict[str, Any] = {**RANKED, "on_outcome": {"max_tokens": "drop"}}
+    async with training(quickstart_run, tmp_path, tasks, 1, **options) as trainer:
+        chains, figures = await trainer.next_batch()
+    saved = saved_in(tmp_path)
+    assert chains == ["g000001.0", "g000001.2"], "a group without its comparison is not trained"
+    assert [chain.reward for chain in saved["g000001"]] == [0.0, None, 11.0], "only what is scored is compared"
+    assert figures["filtered/reward_error"] >= 3
+    for chain in saved["g000000"]:
+        assert (chain.outcome, chain.reward) == (Outcome.REWARD_ERROR, None)
+        assert "nobody is first" in (chain.error or "")
+
+
+async def test_what_is_compared_is_trained_whole_or_not_at_all(quickstart_run: Path, tmp_path: Path) -> None:
+    tasks = [{"name": "slow", "seconds": [0.0, 0.0, 60.0]}, *({"name": f"t{n}", **FAST} for n in range(9))]
+    async with training(quickstart_run, tmp_path, tasks, 3, max_staleness=1, **RANKED) as trainer:
+        assert groups_of((await trainer.next_batch())[0]) == {"g000001"}
+        trainer.publish(1)
+        chains, figures = await trainer.next_batch()
+    assert groups_of(chains) == {"g000002"}
+    assert figures["cancelled/groups"] == 1, "two of its chains have ended, and that is not enough"
+    left = saved_in(tmp_path)["g000000"]
+    assert [chain.outcome for chain in left] == [Outcome.COMPLETED, Outcome.COMPLETED, Outcome.CANCELLED]
+    assert [chain.reward for chain in left] == [None, None, None], "half a reward is none, for a resumed run either"
+
+
 EASY, HARD = [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]
 
 
@@ -295,7 +347,7 @@ async def test_where_all_rewards_are_equal_the_run_stops_and_says_why(
         await asyncio.wait([trainer.running], timeout=20)
         with pytest.raises(ExceptionGroup) as stopped:
             trainer.running.result()
-    (reason,) = (error for error in stopped.value.exceptions if isinstance(error, RolloutStoppedError))
+    reason, *_ = (error for error in stopped.value.exceptions if isinstance(error, RolloutStoppedError))
     assert "20 groups in a row had chains of equal rewards" in str(reason)
     assert "too easy or too hard" in str(reason)
     assert str(tmp_path / "train.jsonl") in str(reason)

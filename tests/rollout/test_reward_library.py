@@ -1,18 +1,24 @@
 """The prebuilt rewards, each against an independent reference."""
 
 import asyncio
+import json
+import re
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import pytest_asyncio
+import yaml
 from aiohttp import web
 from trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward
 
-from rollout.config import RewardConfig
+from rollout.config import RewardConfig, RolloutRecipe
 from rollout.rewards import PREBUILT, InvalidReward, RewardError, Rewards
 from rollout.rewards.answers import F1, ExactMatch, normalize, token_f1
 from rollout.rewards.judge import Judge
@@ -180,6 +186,21 @@ async def test_comparing_does_not_hold_up_the_loop_nor_more_processes_than_allow
         assert len(children("rollout.rewards.math_process")) <= 2
 
 
+def test_nothing_is_left_of_a_worker_that_was_killed() -> None:
+    code = "from rollout.rewards.math_equal import MathEqual; print(0, flush=True)\n"
+    code += "MathEqual(seconds=2)('$' + 'a b ' * 100_000 + '$', answer='1')"
+    worker = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    worker.stdout.readline()
+    process = psutil.Process(worker.pid)
+    while not (comparing := process.children()):
+        time.sleep(0.01)
+    worker.kill()
+    worker.communicate()
+    # it is deep in sympy, and ends all the same
+    assert psutil.wait_procs(comparing, timeout=10)[1] == []
+
+
 def children(module: str) -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if module in child.cmdline()]
 
@@ -217,6 +238,7 @@ def test_form_by_tags(text: str, fits: float) -> None:
 
 
 def test_form_of_every_turn_is_a_share() -> None:
+    assert [Format(pattern="a+")(said(text)) for text in (" aa\n", "aab", "baa")] == [1.0, 0.0, 0.0]
     chain = said("<think>a</think>", "b", "<think>c</think>", "<think>d</think>")
     assert Format(pattern="<think>.*", every_turn=True)(chain) == 0.75
     assert Format(pattern="<think>.*", every_turn=True)(said()) == 0.0
@@ -300,9 +322,13 @@ async def test_a_judge_is_asked_and_its_number_scaled(judge: JudgeServer, monkey
 
 
 async def test_a_judge_can_read_the_whole_chain_and_scores_can_fall(judge: JudgeServer) -> None:
-    judge.answer = lambda prompt: f"penalty {4 if 'tool: 42' in prompt and 'assistant: first' in prompt else 0}"
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    chain = said("first", "last")
+    chain.messages[1]["tool_calls"] = [call]
+    told = 'user: go\n\nassistant: first\n[calls add with {"a": 1}]\n\ntool: 42\n\nassistant: last\n\ntool: 42'
+    judge.answer = lambda prompt: f"penalty {4 if prompt == told else 0}"
     asked = Judge(url=judge.url, model="m", prompt="{conversation}", pattern=r"penalty (\d)", worst=5, best=0)
-    assert await asked(said("first", "last")) == pytest.approx(0.2)
+    assert await asked(chain) == pytest.approx(0.2)
     await asked.close()
 
 
@@ -367,13 +393,14 @@ def test_a_judge_works_in_one_loop_after_another() -> None:
         await runner.cleanup()
         return sum(scores)
 
-    asked = Judge(url="", model="m", prompt="{prediction}", concurrency=1)
+    asked = Judge(url="http://u", model="m", prompt="{prediction}", concurrency=1)
     assert [asyncio.run(ask()) for _ in range(2)] == [3.0, 3.0]
 
 
 @pytest.mark.parametrize(
     ("changed", "option", "message"),
     [
+        ({"url": "localhost:8000"}, "url", "not an address; write http:// or https://"),
         ({"prompt": "{0}"}, "prompt", "not the name of a field; braces that are to stand there are doubled"),
         ({"prompt": "{answer"}, "prompt", "expected '}'"),
         ({"api_key_env": "NO_SUCH_KEY"}, "api_key_env", "got 'NO_SUCH_KEY': this environment variable is not set"),
@@ -382,14 +409,14 @@ def test_a_judge_works_in_one_loop_after_another() -> None:
     ],
 )
 def test_options_of_a_judge_that_cannot_work(changed: dict[str, Any], option: str, message: str) -> None:
-    options = {"url": "u", "model": "m", "prompt": "{prediction}", **changed}
+    options = {"url": "http://u", "model": "m", "prompt": "{prediction}", **changed}
     with pytest.raises(InvalidReward, match=message) as refused:
         Rewards.load([RewardConfig(reward="judge", options=options)], Path())
     assert refused.value.field == f"rewards.0.options.{option}"
 
 
 def test_fields_of_a_prompt_are_looked_for_before_the_run() -> None:
-    options = {"url": "u", "model": "m", "prompt": PROMPT}
+    options = {"url": "http://u", "model": "m", "prompt": PROMPT}
     rewards = Rewards.load([RewardConfig(reward="judge", options=options)], Path())
     rewards.check({"question": "q", "answer": "a"})
     with pytest.raises(
@@ -400,9 +427,43 @@ def test_fields_of_a_prompt_are_looked_for_before_the_run() -> None:
         rewards.check({"question": "q", "answer": "a", "prediction": "p"})
 
 
+PAGE = (REPOSITORY / "docs" / "rewards.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"```(python|yaml|json)\n(.*?)```", re.DOTALL)
+
+
 def test_the_page_lists_every_reward_and_option() -> None:
-    page = (REPOSITORY / "docs" / "rewards.md").read_text(encoding="utf-8")
+    lines = PAGE.splitlines()
     for name in PREBUILT:
-        [line] = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+        [line] = [line for line in lines if line.startswith(f"| `{name}` |")]
+        if name == "judge":
+            line = "".join(lines[lines.index("## A judge") :])
         options = load_object(name, Path(), PREBUILT).__dataclass_fields__
         assert [option for option in options if f"`{option}" not in line] == []
+
+
+async def test_what_the_page_shows_works(tmp_path: Path) -> None:
+    blocks: dict[str, list[str]] = {"python": [], "yaml": [], "json": []}
+    for language, text in BLOCK.findall(PAGE):
+        blocks[language].append(text)
+    for text in blocks["python"]:
+        (tmp_path / text.split()[1]).write_text(text)
+    [row] = map(json.loads, blocks["json"])
+    scored = []
+    for text in blocks["yaml"]:
+        recipe = RolloutRecipe.model_validate({"model": {"path": "x"}, **yaml.safe_load(text)})
+        async with Rewards.load(recipe.rewards, tmp_path) as rewards:
+            rewards.check(row)
+            if recipe.rewards[0].reward != "judge":
+                chains = [replace(said(answer, tokens=2000), reward=0.0) for answer in ("4", "4", "five")]
+                for chain in chains:
+                    chain.reward = (await rewards.score(chain, row, None)).reward
+                await rewards.score_group(chains, row)
+                scored.append([chain.reward for chain in chains])
+    assert scored == [
+        [1.0, 1.0, 0.0],
+        [1.0, 1.0, 0.0],
+        pytest.approx([1.0 - 0.5 * 464 / 512, 1.0 - 0.5 * 464 / 512, -0.5 * 464 / 512]),
+        [1.0, 1.0, 0.5],
+        [0.0, 0.0, 0.0],
+        [1.0, 1.0, 0.0],
+    ]

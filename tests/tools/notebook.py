@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-STATE = {"word": "nothing", "calls": 0}
+STATE: dict[str, Any] = {"word": "nothing", "calls": 0}
 
 
 def schema(**properties: str) -> dict[str, Any]:
@@ -49,6 +49,8 @@ def respond(method: str, params: dict[str, Any]) -> dict[str, Any]:
                     "serverInfo": {"name": "notebook", "version": "1"},
                 }
             }
+        case "ping":
+            return {"result": {}}
         case "tools/list":
             return {"result": {"tools": [{"name": name, "inputSchema": form} for name, form in TOOLS.items()]}}
         case "tools/call":

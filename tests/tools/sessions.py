@@ -27,9 +27,9 @@ async def read(context: Context[Any]) -> str:
 
 
 if __name__ == "__main__":
-    stateless = "--stateless" in sys.argv
-    app = server.streamable_http_app(stateless_http=stateless)
-    config = uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1)
+    # arguments: a port (0: a free one), and perhaps "stateless"
+    app = server.streamable_http_app(stateless_http="stateless" in sys.argv)
+    config = uvicorn.Config(app, port=int(sys.argv[1]), log_level="warning", timeout_graceful_shutdown=1)
     running = uvicorn.Server(config)
     sockets = [config.bind_socket()]
     sockets[0].listen(1024)

@@ -12,7 +12,8 @@ import pytest
 from tests.tools.conftest import http_server, running
 from tools.config import ToolsRecipe
 from tools.messages import CallError, ToolCall, ToolInfrastructureError
-from tools.toolset import ToolSession, Toolset, open_toolset
+from tools.session import ToolSession
+from tools.toolset import Toolset, open_toolset
 
 INSTANCES = 16
 POOL = {"capacity": INSTANCES, "wait_seconds": 120}
@@ -39,7 +40,7 @@ def backend(kind: str) -> Iterator[dict[str, Any]]:
             with http_server("scratchpad.py:Scratchpad", more=["--capacity", str(INSTANCES)]) as (_, url):
                 yield {"url": url, "pool": POOL}
         case "http sessions":
-            with running("-P", "sessions.py") as (_, url):
+            with running("-P", "sessions.py", "0") as (_, url):
                 yield {"url": url, "isolation": "session", "pool": {**POOL, "max_uses": 20}}
 
 
@@ -100,8 +101,8 @@ async def test_a_thousand_chains_over_sixteen_instances(kind: str, chains: int, 
             assert (gauges["environments/pad/waiting"], gauges["environments/pad/broken"]) == (0, 0)
 
             halves = [live(toolset, number) if number % 2 else cancel(toolset, number) for number in range(chains)]
-            right = await asyncio.gather(*halves)
-            assert sum(filter(None, right)) == chains // 2
+            some = await asyncio.gather(*halves)
+            assert sum(filter(None, some)) == chains // 2
             gauges = await at_rest(toolset)
             assert gauges["environments/pad/waiting"] == 0
 
@@ -219,16 +220,40 @@ async def test_chains_that_need_two_scarce_servers_never_block_each_other(folder
     } == {0}
 
 
+async def test_nothing_stays_where_one_server_does_not_start(folder: Path) -> None:
+    before = set(children())
+    servers = {"pad": NOTEBOOK, "shared": {**NOTEBOOK, "isolation": "shared"}, "bad": {"command": "no-such-program"}}
+    with pytest.raises(ToolInfrastructureError, match="no-such-program"):
+        async with open_toolset(recipe_of(**servers), folder):
+            pass
+    assert set(children()) == before
+
+
 async def test_a_server_without_sessions_is_refused(folder: Path) -> None:
-    with running("-P", "sessions.py", "--stateless") as (_, url):
+    with running("-P", "sessions.py", "0", "stateless") as (_, url):
         reason = r"tool server pad: .*gives its clients no sessions \(Mcp-Session-Id\); use isolation: shared"
         with pytest.raises(ToolInfrastructureError, match=reason):
             async with open_toolset(recipe_of(pad={"url": url, "isolation": "session"}), folder):
                 pass
 
 
+async def test_sessions_of_a_server_that_was_started_anew_are_replaced(folder: Path) -> None:
+    with running("-P", "sessions.py", "0") as (process, url):
+        roles = {"reset": "write", "reward": None, "close": None}
+        entry = {"url": url, "isolation": "session", "environment": roles, "pool": {"capacity": 1}}
+        async with open_toolset(recipe_of(pad=entry), folder) as toolset:
+            async with toolset.chain("a", {"word": "x"}) as session:
+                assert await ask(session, "read") == "x"
+            process.kill()
+            process.wait()
+            with running("-P", "sessions.py", url.split(":")[2].split("/")[0]):
+                async with toolset.chain("b", {"word": "y"}) as session:
+                    assert await ask(session, "read") == "y"
+                assert (await at_rest(toolset))["environments/pad/broken"] == 1
+
+
 async def test_sessions_keep_chains_apart(folder: Path) -> None:
-    with running("-P", "sessions.py") as (_, url):
+    with running("-P", "sessions.py", "0") as (_, url):
         async with open_toolset(recipe_of(pad={"url": url, "isolation": "session"}), folder) as toolset:
 
             async def live(number: int) -> tuple[str, str]:

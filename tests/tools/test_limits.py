@@ -240,6 +240,17 @@ def test_the_limit_that_is_checked_first_counts(limit: Limit) -> None:
     assert breached(chain) == {f"limits/{limit}": 1}
 
 
+def test_breaches_add_up_and_the_first_that_stops_is_the_reason() -> None:
+    stop = {"action": "stop", "penalty": 0.25}
+    both = {"seconds_per_call": stop, "result_tokens": stop}
+    chain = account(seconds_per_call={"slow": 1}, result_tokens=4, on_breach=both)
+    late = ToolResult("", CallError.TIMEOUT)
+    for name, result in (("fast", ToolResult(WORDS)), ("fast", ToolResult(WORDS)), ("slow", late)):
+        chain.settle(call(name), result)  # they ran side by side
+    assert breached(chain) == {"limits/seconds_per_call": 1, "limits/result_tokens": 2}
+    assert (chain.stopped, chain.penalty) == (Limit.RESULT_TOKENS, 0.75)
+
+
 def test_what_is_refused_is_not_counted_as_made() -> None:
     chain = account(calls=2, calls_per_tool={"search": 1}, cost=1, cost_per_call={"search": 0.5})
     assert take(chain) == "fine"
@@ -267,6 +278,12 @@ def calls(*names: str) -> list[ToolCall]:
     return [ToolCall(f"call_{index}", name, {}) for index, name in enumerate(names)]
 
 
+async def settled() -> None:
+    """Let all tasks run as far as they get."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
 class Tools:
     """`call` answers with the tool's name; it waits until `gates[name]` is set, where that tool has a gate."""
 
@@ -284,18 +301,13 @@ class Tools:
             if call.name in self.gates:
                 await self.gates[call.name].wait()
         except asyncio.CancelledError:
+            await settled()  # as a session that tells its server
             self.cancelled.append(call.name)
             raise
         if call.name.startswith("broken"):
             raise ToolInfrastructureError(call.name)
         self.ended.append(call.name)
         return ToolResult(call.name)
-
-
-async def settled() -> None:
-    """Let all tasks run as far as they get."""
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 async def test_calls_of_a_turn_run_side_by_side_and_answer_in_order() -> None:

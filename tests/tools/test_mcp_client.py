@@ -1,19 +1,22 @@
 """Connections: how they open, die and come back."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.tools.conftest import http_server, stdio_server
-from tools import mcp_client
+from tools import containers, mcp_client
 from tools.config import ToolsRecipe
 from tools.messages import ToolCall, ToolInfrastructureError
-from tools.toolset import ToolSession, open_toolset
+from tools.session import ToolSession
+from tools.toolset import Toolset, open_toolset
 
 
 def recipe_of(**servers: Any) -> ToolsRecipe:
@@ -23,6 +26,7 @@ def recipe_of(**servers: Any) -> ToolsRecipe:
 async def ask(session: ToolSession, name: str, /, **arguments: Any) -> str:
     result = await session.call(ToolCall("1", name, arguments))
     assert result.error is None, result
+    assert isinstance(result.content, str)
     return result.content
 
 
@@ -53,6 +57,41 @@ async def test_a_killed_child_fails_its_chains_and_comes_back(folder: Path) -> N
     assert [record["event"] for record in log] == ["tool_server_opened", "tool_server_lost"] * 2 + [
         "tool_server_opened"
     ]
+
+
+async def test_kill_9_under_64_chains(folder: Path) -> None:
+    """Calls in flight are typed, the server is back for the next call, and the other chains finish."""
+    log: list[dict[str, Any]] = []
+    in_flight, killed = asyncio.Barrier(33), asyncio.Event()
+
+    async def live(toolset: Toolset, number: int) -> str:
+        async with toolset.chain(str(number), {}) as session:
+            first = await ask(session, "process_id")
+            if number % 2:
+                await in_flight.wait()
+                await ask(session, "wait", seconds=30)
+            await killed.wait()
+            second = await ask(session, "process_id")
+            assert first != second
+            return second
+
+    recipe = recipe_of(pad=stdio_server("scratchpad.py:wait", "scratchpad.py:process_id"))
+    async with open_toolset(recipe, folder, log.append) as toolset:
+        chains = [asyncio.create_task(live(toolset, number)) for number in range(64)]
+        async with toolset.chain("observer", {}) as session:
+            process = int(await ask(session, "process_id"))
+        await in_flight.wait()
+        await asyncio.sleep(0.1)  # until their calls are in the server
+        os.kill(process, signal.SIGKILL)
+        lost = await asyncio.gather(*chains[1::2], return_exceptions=True)
+        killed.set()
+        finished = await asyncio.gather(*chains[::2])
+    assert {type(error) for error in lost} == {ToolInfrastructureError}
+    assert {str(error) for error in lost} == {"tool server pad died during a call of wait"}
+    assert len(finished) == 32
+    assert len(set(finished)) == 1
+    events = [record["event"] for record in log]
+    assert events == ["tool_server_opened", "tool_server_lost", "tool_server_opened"]
 
 
 async def test_a_server_that_keeps_dying_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,16 +142,20 @@ async def test_a_dead_http_server(folder: Path) -> None:
             "scratchpad.py defines no sub",
         ),
         ({"command": "no-such-program", "args": ["x"]}, "`no-such-program x` in .*No such file"),
-        (
-            {"command": "python", "args": ["-c", "import time; time.sleep(60)"], "timeout_seconds": 0.5},
-            r"no answer within 0.5 s \(timeout_seconds\)",
-        ),
         ({"url": "http://127.0.0.1:1/mcp"}, "tool server bad: http://127.0.0.1:1/mcp: ConnectError"),
     ],
 )
 async def test_servers_that_do_not_start(folder: Path, server: dict[str, Any], reason: str) -> None:
     with pytest.raises(ToolInfrastructureError, match=reason):
         async with open_toolset(recipe_of(good={"module": "scratchpad.py:add"}, bad=server), folder):
+            pass
+
+
+async def test_a_server_that_is_never_ready(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp_client, "OPEN_SECONDS", 0.3)
+    server = {"command": "python", "args": ["-c", "import time; time.sleep(60)"]}
+    with pytest.raises(ToolInfrastructureError, match=r"tool server bad: `.*sleep.*` in .*: not ready within 0.3 s"):
+        async with open_toolset(recipe_of(bad=server), folder):
             pass
 
 
@@ -151,3 +194,64 @@ async def test_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyP
         seen = [await ask(session, "look", name=name) for name in ("TOKEN", "PLAIN", "OTHER")]
     assert seen == ["Bearer hush!", "$SECRET", "None"]
     assert "hush" not in str(log)
+
+
+async def test_no_container_without_a_program_that_works(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(containers, "_works", [])
+    broken = tmp_path / "docker"
+    broken.write_text("#!/bin/sh\necho 'is the daemon running?' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    reason = (
+        r"tool server box: container of some/image: .*no container can be run here: `docker info` failed: is the "
+        r"daemon running\?; podman is not installed\. Install podman, start docker's daemon, or give the"
+    )
+    with pytest.raises(ToolInfrastructureError, match=reason):
+        async with open_toolset(recipe_of(box={"container": "some/image"}), folder):
+            pass
+
+
+PROGRAM = """#!{python} -S
+import json, os, sys
+with open({log!r}, "a") as log:
+    log.write(json.dumps([sys.argv[1:], os.environ.get("TOKEN")]) + "\\n")
+if sys.argv[1] == "run":
+    os.execv({python!r}, [{python!r}, "-S", {server!r}])
+"""
+
+
+@pytest.mark.parametrize("isolation", ["shared", "process"])
+async def test_the_command_line_of_a_container(
+    isolation: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a docker that notes what it is asked, and runs a server without any container."""
+    monkeypatch.setattr(containers, "_works", [])
+    monkeypatch.setenv("SECRET", "hush")
+    log = tmp_path / "log"
+    docker = tmp_path / "docker"
+    docker.write_text(PROGRAM.format(python=sys.executable, log=str(log), server=str(folder / "notebook.py")))
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    entry = {"container": "some/image:1", "args": ["--flag"], "env": {"TOKEN": "${SECRET}"}, "isolation": isolation}
+    async with (
+        open_toolset(recipe_of(box=entry), folder) as toolset,
+        toolset.chain("a", {}) as one,
+        toolset.chain("b", {}) as two,
+    ):
+        await ask(one, "write", word="mine")
+        assert await ask(two, "read") == ("mine" if isolation == "shared" else "nothing")
+    commands = [json.loads(line) for line in log.read_text().splitlines()]
+    assert commands[0][0] == ["info"]
+    runs = [(arguments, token) for arguments, token in commands if arguments[0] == "run"]
+    removed = [arguments for arguments, _ in commands if arguments[0] == "rm"]
+    assert len(runs) == (1 if isolation == "shared" else 2)
+    names = {arguments[5] for arguments, _ in runs}
+    assert len(names) == len(runs)
+    for arguments, token in runs:
+        assert arguments[5].startswith("agentfactory-box-")
+        expected = ["run", "-i", "--rm", "--init", "--name", arguments[5], "--env", "TOKEN", "some/image:1", "--flag"]
+        assert arguments == expected
+        assert token == "hush"
+    assert sorted(removed) == sorted(["rm", "--force", name] for name in names)

@@ -250,6 +250,8 @@ class Room(Environment):
         self.fault = fault
         if fault == "reset":
             raise ValueError("no way in")
+        if fault == "slow":
+            await asyncio.sleep(60)
         before, self.word = self.word, word
         return before
 
@@ -377,6 +379,25 @@ async def test_warm_instances_are_made_in_threads_before_anybody_asks(log: list[
         await until(lambda: len(log) == 3)
         assert set(log) == {"make room0", "make room1", "make room2"}
     assert len([line for line in log if line.startswith("close")]) == 3
+
+
+async def test_a_reset_that_was_given_up(log: list[str]) -> None:
+    async with Client(build_server([Room], pool=PoolConfig(capacity=1))) as client:
+        begun = asyncio.create_task(call(client, "reset", "a", fault="slow"))
+        await until(lambda: log == ["make room0"])
+        await asyncio.sleep(0.05)
+        begun.cancel()
+        await call(client, "close", "a")
+        assert await call(client, "reset", "b") == ("", None)
+        assert (await gauges(client))["broken"] == 1
+    assert log == ["make room0", "close room0", "make room1", "close room1"]
+
+
+async def test_a_server_that_ends_while_an_instance_is_made(log: list[str]) -> None:
+    async with Client(build_server([Room], pool=PoolConfig(warm=1), options={"seconds": 0.2})):
+        await asyncio.sleep(0.05)
+    assert log == []
+    await until(lambda: log == ["make room0", "close room0"])
 
 
 async def test_a_constructor_that_raises() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tools import pool as pool_module
 from tools.config import PoolConfig
 from tools.messages import ToolInfrastructureError
-from tools.pool import Pool
+from tools.pool import Act, Instance, Ledger, Pool, Step
 
 
 class Thing:
@@ -116,9 +116,9 @@ async def test_instances_go_round_in_the_order_of_asking() -> None:
 
 
 async def test_waiting_is_bounded() -> None:
-    pool = Factory().pool(capacity=1, wait_seconds=0.01)
+    pool = Factory().pool(capacity=1, wait_seconds=0.2)
     lease = await pool.acquire()
-    full = r"pads: no instance within 0.01 s \(pool.wait_seconds\): all 1 \(pool.capacity\) are taken; raise pool.cap"
+    full = r"pads: no instance within 0.2 s \(pool.wait_seconds\): all 1 \(pool.capacity\) are taken; raise pool.cap"
     with pytest.raises(ToolInfrastructureError, match=full):
         await pool.acquire()
     await lease.release()
@@ -173,20 +173,38 @@ async def test_what_cannot_be_made_ahead_is_not_tried_for_ever(caplog: pytest.Lo
     await pool.close()
 
 
-@pytest.mark.parametrize("config", [{"max_uses": 2}, {"max_seconds": 0.02}])
-async def test_worn_instances_are_replaced(config: dict[str, Any]) -> None:
+async def test_worn_instances_are_replaced() -> None:
     factory = Factory()
-    pool = factory.pool(capacity=1, **config)
+    pool = factory.pool(capacity=1, max_uses=2)
     numbers = []
     for _ in range(5):
         lease = await pool.acquire()
         numbers.append(lease.value.number)
-        await asyncio.sleep(0.011)
         await lease.release()
     assert numbers == [0, 0, 1, 1, 2]
     assert pool.gauges()["recycled"] == 2
     assert factory.most == 1  # an instance that goes counts until it is gone
     await pool.close()
+
+
+async def test_age_counts_from_the_making() -> None:
+    ledger: Ledger[str] = Ledger(PoolConfig(capacity=1, max_seconds=10))
+    instance = Instance("x", made_at=5.0)
+    for taken, left, outcome in [(5.0, 6.0, None), (14.8, 14.9, None), (14.9, 15.0, Step(Act.RETIRE, instance))]:
+        waiter: asyncio.Future[Instance[str]] = asyncio.get_running_loop().create_future()
+        ledger.waiting.append(waiter)
+        if taken == 5.0:
+            assert ledger.steps(taken) == [Step(Act.MAKE)]
+            assert ledger.has_made(instance) is waiter
+        else:
+            assert ledger.steps(taken) == [Step(Act.CHECK, instance)]
+            assert ledger.has_checked(instance, True) is waiter
+        assert ledger.has_let_go(instance, False, left) == outcome
+        if outcome is None:
+            assert ledger.has_reset(instance, True) is None
+    assert (ledger.recycled, ledger.places) == (1, 1)
+    ledger.has_retired()
+    assert ledger.places == 0
 
 
 async def test_idle_instances_age_too() -> None:
@@ -221,7 +239,7 @@ async def test_broken_instances_are_replaced(caplog: pytest.LogCaptureFixture) -
 
 
 async def test_care_that_hangs_costs_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "CARE_SECONDS", 0.01)
+    monkeypatch.setattr(pool_module, "CARE_SECONDS", 0.2)
     hangs: set[str] = set()
 
     async def care(kind: str) -> None:
@@ -356,7 +374,7 @@ def _live(seed: int, capacity: int | None, warm: int, max_uses: int | None) -> N
         await main()
 
     asyncio.run(watched())
-    gc.collect()  # futures whose errors nobody retrieved complain now
+    gc.collect(1)  # futures whose errors nobody retrieved complain now
     assert not complaints
 
 

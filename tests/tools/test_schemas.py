@@ -11,6 +11,7 @@ import enum
 import json
 import pathlib
 import re
+import typing
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Generic, Literal, NamedTuple, NewType, NotRequired, TypeVar
@@ -109,6 +110,19 @@ class Query(TypedDict):
 class Movie(TypedDict, total=False):
     title: str
     year: int
+
+
+class Plain(typing.TypedDict):
+    """Out of `typing`, which pydantic does not take before Python 3.12."""
+
+    text: str
+    limit: typing.NotRequired[int]
+
+
+class Folder(typing.TypedDict, total=False):
+    name: typing.Required[str]
+    first: Plain
+    folders: "list[Folder]"
 
 
 class Pair(NamedTuple):
@@ -336,6 +350,23 @@ def partial_typed_dict(x: Movie) -> None: ...
 
 
 @case(
+    good=[{"text": "a"}, {"text": "a", "limit": 3}, None],
+    bad=[({"limit": 3}, "x.text is missing"), ({"text": 1}, "x.text: "), ("a", "x: ")],
+)
+def typed_dict_of_typing(x: Plain | None) -> None: ...
+
+
+@case(
+    good=[[{"name": "a", "folders": [{"name": "b"}], "first": {"text": "a"}}], []],
+    bad=[
+        ([{"name": "a", "folders": [{}]}], "x.0.folders.0.name is missing"),
+        ([{"name": "a", "first": {}}], "x.0.fir"),
+    ],
+)
+def recursive_typed_dict_of_typing(x: Annotated[list[Folder], Field(max_length=3)]) -> None: ...
+
+
+@case(
     good=[As({"x": 1, "y": 2}, Point(1, 2)), As({"x": 1}, Point(1))],
     coerced=[As('{"x": 1}', Point(1)), As({"x": "1"}, Point(1))],
     bad=[({"y": 2}, "x.x is missing"), ({"x": "a"}, "x.x: "), (3, "x: Input should be an object, got 3")],
@@ -521,6 +552,9 @@ def _schema_accepts(function: Any, arguments: dict[str, Any]) -> bool:
     return DRAFT(function.spec.parameters).is_valid(sent)
 
 
+RECURSIVE = ("recursive_model", "mutually_recursive", "recursive_typed_dict_of_typing")
+
+
 def test_there_are_forty_of_each() -> None:
     assert len(CASES) >= 40
     assert all(case.good and case.bad for case in CASES if case.function.__name__ != "anything")
@@ -551,35 +585,58 @@ def test_the_schema_says_the_same(function: Any, entry: Any, request: pytest.Fix
     assert _schema_accepts(function, _as_arguments(value)) == (field in ("good", "beyond_schema"))
 
 
-def _expanded(node: Any, definitions: dict[str, Any], depth: int) -> Any:
-    """A schema without titles, with every `$ref` followed to a depth that exhausts what does not recur."""
+def _expanded(node: Any, definitions: dict[str, Any], path: tuple[str, ...] = ()) -> Any:
+    """A schema without titles, with every `$ref` followed until it is the fourth time within itself."""
     if isinstance(node, list):
-        return [_expanded(item, definitions, depth) for item in node]
+        return [_expanded(item, definitions, path) for item in node]
     if not isinstance(node, dict):
         return node
     if "$ref" in node:
+        name = node["$ref"].removeprefix("#/$defs/")
+        if path.count(name) == 3:
+            return "..."
         beside = {key: value for key, value in node.items() if key != "$ref"}
-        target = definitions[node["$ref"].removeprefix("#/$defs/")]
-        return "..." if depth == 0 else _expanded({**target, **beside}, definitions, depth - 1)
+        return _expanded({**definitions[name], **beside}, definitions, (*path, name))
     return {
-        key: {name: _expanded(child, definitions, depth) for name, child in value.items()}
+        key: {name: _expanded(child, definitions, path) for name, child in value.items()}
         if key == "properties"
-        else _expanded(value, definitions, depth)
+        else _expanded(value, definitions, path)
         for key, value in node.items()
         if key not in ("title", "$defs", "discriminator")
     }
+
+
+class PlainToo(TypedDict):
+    """Out of `typing`, which pydantic does not take before Python 3.12."""
+
+    text: str
+    limit: NotRequired[int]
+
+
+class FolderToo(TypedDict, total=False):
+    name: typing.Required[str]
+    first: PlainToo
+    folders: "list[FolderToo]"
+
+
+def _of_typing_extensions(function: Any) -> Any:
+    """The same signature in a form that pydantic itself takes on every Python."""
+
+    def plain(x: PlainToo | None) -> None: ...
+    def recursive(x: Annotated[list[FolderToo], Field(max_length=3)]) -> None: ...
+
+    return {"typed_dict_of_typing": plain, "recursive_typed_dict_of_typing": recursive}.get(function.__name__, function)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.function.__name__)
 def test_schemas(case: Case) -> None:
     schema = tool(case.function).spec.parameters
     DRAFT.check_schema(schema)
-    theirs = TypeAdapter(case.function).json_schema()
-    depth = 8
-    assert _expanded(schema, schema.get("$defs", {}), depth) == _expanded(theirs, theirs.get("$defs", {}), depth)
+    theirs = TypeAdapter(_of_typing_extensions(case.function)).json_schema()
+    assert _expanded(schema, schema.get("$defs", {})) == _expanded(theirs, theirs.get("$defs", {}))
 
     written = json.dumps(schema)
-    recursive = case.function.__name__ in ("recursive_model", "mutually_recursive")
+    recursive = case.function.__name__ in RECURSIVE
     assert ("$ref" in written) == ("$defs" in schema) == recursive
     assert "title" not in schema["properties"].get("x", {})
     assert not {"Color", "Point", "User", "Query"} & set(re.findall(r'"title": "(\w+)"', written))

@@ -4,7 +4,7 @@ import asyncio
 import base64
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ import pytest
 
 from tests.third_party_servers import everything, everything_over_http, time_server
 from tools.config import ToolsRecipe
-from tools.messages import CallError, Content, ToolCall, ToolResult
-from tools.toolset import ToolSession, open_toolset
+from tools.messages import CallError, Content, ToolCall, ToolInfrastructureError, ToolResult
+from tools.session import ToolSession
+from tools.toolset import open_toolset
 
 __all__ = ["everything"]  # a fixture
 
@@ -33,7 +34,7 @@ def recipe_of(**servers: Any) -> ToolsRecipe:
     return ToolsRecipe.model_validate({"mcp_servers": servers})
 
 
-async def call(session: ToolSession, name: str, /, seconds: float | None = None, **arguments: Any) -> ToolResult:
+async def call(session: ToolSession, name: str, seconds: float | None = None, /, **arguments: Any) -> ToolResult:
     return await session.call(ToolCall("1", name, arguments), seconds)
 
 
@@ -54,7 +55,7 @@ async def test_every_tool_of_server_everything(way: str, everything: dict[str, A
         async with open_toolset(recipe_of(all=entry), tmp_path) as toolset, toolset.chain("a", {}) as session:
             used: set[str] = set()
 
-            async def use(name: str, /, **arguments: Any) -> Content:
+            async def use(name: str, /, **arguments: Any) -> Any:
                 used.add(name)
                 return await ask(session, name, **arguments)
 
@@ -63,11 +64,11 @@ async def test_every_tool_of_server_everything(way: str, everything: dict[str, A
 
             text, image, end = await use("get-tiny-image")
             assert text == {"type": "text", "text": "Here's the image you requested:"}
-            assert is_png(image)  # type: ignore[arg-type]
-            assert end["type"] == "text"  # type: ignore[index]
+            assert is_png(image)
+            assert end["type"] == "text"
             told, image = await use("get-annotated-message", messageType="error", includeImage=True)
             assert told == {"type": "text", "text": "Error: Operation failed"}
-            assert is_png(image)  # type: ignore[arg-type]
+            assert is_png(image)
 
             structured = await use("get-structured-content", location="Chicago")
             assert set(json.loads(str(structured))) == {"temperature", "conditions", "humidity"}
@@ -133,6 +134,21 @@ async def test_state_is_shared_or_a_chains_own(
             assert str(await ask(one, "toggle-simulated-logging")).startswith(
                 "Started" if second == "Stopped" else "Stopped"
             )
+
+
+async def test_a_server_that_was_started_anew_between_two_calls(everything: dict[str, Any], tmp_path: Path) -> None:
+    """It answers, and knows nothing of our session: one call is lost, the next has a new session."""
+    with everything_over_http(everything) as url:
+        toolset = await (stack := AsyncExitStack()).enter_async_context(
+            open_toolset(recipe_of(all={"url": url}), tmp_path)
+        )
+        session = await stack.enter_async_context(toolset.chain("a", {}))
+        assert await ask(session, "echo", message="one") == "Echo: one"
+    async with stack:
+        with everything_over_http(everything, int(url.split(":")[2].split("/")[0])):
+            with pytest.raises(ToolInfrastructureError, match="tool server all died during a call of echo"):
+                await ask(session, "echo", message="two")
+            assert await ask(session, "echo", message="three") == "Echo: three"
 
 
 async def test_mcp_server_time(tmp_path: Path) -> None:

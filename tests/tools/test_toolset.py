@@ -1,10 +1,12 @@
 """All of a recipe's tools behind one interface: the same over each transport, and every kind of error."""
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mcp.server.mcpserver import MCPServer
 
 from tests.tools.conftest import stdio_server
 from tools.config import ToolsRecipe
@@ -17,7 +19,8 @@ from tools.messages import (
     ToolInfrastructureError,
     ToolResult,
 )
-from tools.toolset import ToolSession, Toolset, open_toolset
+from tools.session import ToolSession
+from tools.toolset import Toolset, open_toolset
 from tools.user_code import UserCodeError, load_object
 
 TRANSPORTS = ("in process", "stdio", "http")
@@ -167,6 +170,7 @@ async def test_rewards_of_turns_pass_every_transport(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_timeout_is_told_and_disturbs_nobody(http_url: str, folder: Path, transport: str) -> None:
+    ways: dict[str, dict[str, object]]
     ways = {"in process": {"module": "scratchpad.py:wait"}, "stdio": stdio_server(), "http": {"url": http_url}}
     recipe = ToolsRecipe.model_validate({"mcp_servers": {"slow": ways[transport] | {"timeout_seconds": 1.5}}})
     async with (
@@ -286,6 +290,147 @@ async def test_two_environments(theirs: Path, folder: Path) -> None:
         assert await session.reward() == EnvironmentReward(2.5, {}, [1.0, -0.25])
 
 
+OPEN_HANDED = """
+import asyncio
+from mcp.server.mcpserver import Image
+from tools.environment import Environment
+from tools.tool import finish, tool
+
+calls = []
+
+@tool
+async def look_up(key: str, pages: int = 1) -> str:
+    calls.append(key)
+    await asyncio.sleep(0.02)
+    if key == "bad":
+        raise ValueError("no such key")
+    return f"{key} {len(calls)}"
+
+@tool
+def submit(answer: str) -> dict:
+    return finish({"observation": f"got {answer}", "length": len(answer)})
+
+class Viewer(Environment):
+    def reset(self, word):
+        return ["look:", Image(data=b"x", format="png")]
+
+    @tool
+    def zoom(self) -> int:
+        return 1
+"""
+
+
+async def test_a_tool_ends_the_chain_and_says_more(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OPEN_HANDED)
+    recipe = ToolsRecipe(tools=["mine.py:submit", "mine.py:look_up"])
+    async with open_toolset(recipe, tmp_path) as toolset, toolset.chain("a", {}) as session:
+        result = await session.call(make("submit", answer="42"))
+        assert (result.content, result.error, result.finish, result.info) == ("got 42", None, True, {"length": 2})
+        result = await session.call(make("look_up", key="x"))
+        assert (result.finish, result.info) == (False, {})
+
+
+async def test_openings_with_images_and_environments_that_do_not_judge(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "mine.py").write_text(OPEN_HANDED)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}
+    async with open_toolset(ToolsRecipe(tools=["mine.py:Viewer"]), tmp_path) as toolset:
+        assert (toolset.environments, toolset.judges) == (["Viewer"], False)
+        async with toolset.chain("a", {"word": "w"}) as session:
+            assert session.opening == [{"type": "text", "text": "look:"}, image]
+            assert await session.reward() is None
+    recipe = ToolsRecipe(tools=["mine.py:Viewer", str(folder / "scratchpad.py") + ":Scratchpad"])
+    async with open_toolset(recipe, tmp_path) as toolset:
+        assert (toolset.environments, toolset.judges) == (["Viewer", "Scratchpad"], True)
+        async with toolset.chain("a", {"word": "w"}) as session:
+            opening = session.opening
+            assert opening == [{"type": "text", "text": "look:"}, image, {"type": "text", "text": "The pad says w."}]
+            assert await session.reward() == EnvironmentReward(1.0, {"success": 1.0})
+
+
+async def test_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OPEN_HANDED)
+    entry = {"module": "mine.py:look_up", "cache": 2, "timeout_seconds": 5}
+    recipe = ToolsRecipe.model_validate({"mcp_servers": {"x": entry}})
+    async with open_toolset(recipe, tmp_path) as toolset, toolset.chain("a", {}) as one, toolset.chain("b", {}) as two:
+
+        async def ask(session: ToolSession, key: str, **more: Any) -> Any:
+            return (await session.call(make("look_up", key=key, **more))).content
+
+        calls = load_object("mine.py:calls", tmp_path)
+        assert [await ask(session, "a") for session in (one, two, one)] == ["a 1"] * 3
+        same = await asyncio.gather(ask(one, "b", pages=1), ask(two, "b", pages=1))
+        assert same == ["b 2"] * 2
+        assert await ask(one, "b") == "b 3"  # other arguments, and the third result of two that are kept
+        assert await ask(one, "b", pages=1) == "b 2"
+        assert await ask(one, "a") == "a 4"
+        assert [await ask(one, "bad") for _ in range(2)] == ["ValueError: no such key"] * 2
+        assert len(calls) == 6
+
+        # equal calls at a time are one, which goes on as long as anybody waits for it
+        first, second = (asyncio.create_task(ask(session, "c")) for session in (one, two))
+        await asyncio.sleep(0.005)
+        first.cancel()
+        assert await second == "c 7"
+        late = await one.call(make("look_up", key="d"), timeout_seconds=0.001)
+        assert (late.content, late.error) == ("look_up did not answer within 0.001 s.", CallError.TIMEOUT)
+        assert await ask(one, "d") == "d 9"
+
+
+async def test_names_that_models_see(folder: Path) -> None:
+    one = {"module": "scratchpad.py:Scratchpad", "allow": ["write", "read"], "deny": ["write"], "prefix": "one_"}
+    two = {"module": "scratchpad.py:Scratchpad", "prefix": "two_", "deny": ["tear"]}
+    recipe = ToolsRecipe.model_validate({"mcp_servers": {"one": one, "two": two}})
+    async with open_toolset(recipe, folder) as toolset, toolset.chain("a", {"word": "w"}) as session:
+        assert [spec.name for spec in toolset.specs] == ["one_read", "two_write", "two_read"]
+        assert (await session.call(make("two_write", word="x"))).content == "wrote x"
+        assert [(await session.call(make(name))).content for name in ("one_read", "two_read")] == ["w", "x"]
+        assert (await session.call(make("two_tear"))).error is CallError.UNKNOWN_TOOL
+        wrong = await session.call(make("two_write"))
+        assert wrong.content == "Invalid arguments for two_write: word is missing."
+
+
+async def test_objects_beside_the_recipe(folder: Path) -> None:
+    objects = [load_object("scratchpad.py:Scratchpad", folder), load_object("scratchpad.py:add", folder)]
+    server = MCPServer("theirs")
+
+    @server.tool()
+    def greet() -> str:
+        return "hello"
+
+    recipe = ToolsRecipe(tools=["scratchpad.py:shout"])
+    async with open_toolset(recipe, folder, objects=[*objects, server]) as toolset:
+        assert [spec.name for spec in toolset.specs] == ["write", "read", "tear", "add", "greet", "shout"]
+        async with toolset.chain("a", {"word": "w"}) as session:
+            assert (await session.call(make("greet"))).content == "hello"
+            assert (await session.call(make("read"))).content == "w"
+        gauges = await toolset.gauges()
+    counts = {"in_use": 0.0, "idle": 1.0, "waiting": 0.0, "made": 1.0, "recycled": 0.0, "broken": 0.0}
+    assert gauges == {f"environments/Scratchpad/{name}": value for name, value in counts.items()}
+
+
+async def test_letting_go_survives_a_second_cancellation(folder: Path) -> None:
+    """Ctrl-C twice: the instance comes back all the same."""
+    entry = {"module": "scratchpad.py:Scratchpad", "pool": {"capacity": 1}}
+    recipe = ToolsRecipe.model_validate({"mcp_servers": {"pad": entry}})
+    for steps in range(12):
+        async with open_toolset(recipe, folder) as toolset:
+
+            async def live(toolset: Toolset = toolset) -> None:
+                async with toolset.chain("a", {"word": "w"}) as session:
+                    await session.call(make("write", word="x"))
+
+            chain = asyncio.create_task(live())
+            await asyncio.sleep(0.001 * steps / 4)
+            chain.cancel()
+            for _ in range(steps % 4):
+                await asyncio.sleep(0)
+            chain.cancel()
+            with suppress(asyncio.CancelledError):
+                await chain
+            async with asyncio.timeout(5), toolset.chain("b", {"word": "again"}) as session:
+                assert session.opening == "The pad says again."
+
+
 async def test_no_tools(folder: Path) -> None:
     async with open_toolset(ToolsRecipe(), folder) as toolset, toolset.chain("a", {}) as session:
         assert toolset.specs == []
@@ -323,6 +468,26 @@ async def test_no_tools(folder: Path) -> None:
             },
             ValueError,
             "environment.close: the server has no tool 'shut', it offers write, .*; set it to null",
+        ),
+        (
+            {"mcp_servers": {"pad": {"module": "scratchpad.py:Scratchpad", "deny": ["reset"]}}},
+            ValueError,
+            "mcp_servers.pad.deny: the server has no tool 'reset' for models, it offers write, read, tear; name one",
+        ),
+        (
+            {"mcp_servers": {"pad": {"module": "scratchpad.py:add", "allow": ["sub"]}}},
+            ValueError,
+            "mcp_servers.pad.allow: the server has no tool 'sub' for models, it offers add; name one of them",
+        ),
+        (
+            {"mcp_servers": {"pad": {"module": "scratchpad.py:Scratchpad", "cache": 3}}},
+            ValueError,
+            "mcp_servers.pad.cache: it is an environment, with state per chain; remove it",
+        ),
+        (
+            {"mcp_servers": {"pad": {**stdio_server("scratchpad.py:add"), "pool": {"warm": 2}}}},
+            ValueError,
+            "mcp_servers.pad.pool.warm: all chains share the server, .*; set isolation, or remove it",
         ),
         (
             {"mcp_servers": {"far": {"url": "http://127.0.0.1:1/mcp", "headers": {"Key": "x ${NOT_SET_1}"}}}},

@@ -57,6 +57,29 @@ def test_a_chain_that_broke_is_neither_trained_nor_in_the_baseline(make_recipe: 
     assert done.normaliser == 6
 
 
+def test_what_was_put_into_a_turn_is_credited_with_nothing(make_recipe: Make) -> None:
+    """Turns of 2 and 3 sampled tokens; forced ones before, within and between them change no sampled token's credit."""
+
+    def forced(reward: float, *turns: list[int]) -> Trajectory:
+        row = Row()
+        for mask in turns:
+            row.append_context([7])
+            row.append_sampled([4] * len(mask), [-1.0] * len(mask), [], mask)
+        return Trajectory("c", [], [row], Outcome.COMPLETED, reward, turns=len(turns))
+
+    streams = []
+    for pair in (
+        [forced(1.0, [1, 1], [1, 1, 1]), forced(0.0, [1, 1], [1, 1, 1])],
+        [forced(1.0, [0, 1, 0, 1], [0, 0, 1, 1, 1]), forced(0.0, [1, 0, 0, 1], [1, 1, 0, 1])],
+    ):
+        pair[0].turn_rewards, pair[1].turn_rewards = [1.0, 2.0], [0.0, 4.0]
+        streams.append([row.streams["advantage"] for row in credited(make_recipe(), group(*pair)).rows])
+    plain, with_forced = streams
+    assert with_forced == plain
+    assert [len(values) for values in plain] == [5, 5]
+    assert plain[0][1] != plain[0][2], "turns are told apart"
+
+
 def test_rows_of_a_chain_that_forked_count_once_in_the_baseline(make_recipe: Make) -> None:
     forked = chain(1.0)
     forked.rows = [*forked.rows, *chain(1.0, [4]).rows]

@@ -98,7 +98,9 @@ def environment(home: str) -> dict[str, str]:
 
 def refusal(message: str) -> SandboxUnavailable:
     """What bwrap said when it did not start the sandbox, with what helps."""
-    if re.search(r"namespace|uid map|Permission denied|not permitted|No space left", message):
+    if re.search(r"source path|bind mount", message):
+        advice = "the user that sandboxes run as (nobody, for root) has to be able to read that path"
+    elif re.search(r"namespace|uid map|Permission denied|not permitted|No space left", message):
         advice = (
             "the kernel or a security module keeps this user from making user namespaces. Ubuntu 24.04 and its like: "
             "`sysctl kernel.apparmor_restrict_unprivileged_userns=0`, or an AppArmor profile with `userns,` for this "

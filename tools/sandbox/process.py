@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -40,7 +41,7 @@ class SandboxProcess:
     """Process number of the first process inside, as seen from here."""
     folder: str | None = None
     """Workspace of a sandbox of kind none, which is ours to remove."""
-    _closed: bool = field(default=False, init=False)
+    _killed: bool = field(default=False, init=False)
 
     def said(self, output: int = 0, rewind: bool = False) -> str:
         """What was written to an output; `rewind` lets the next text take its place."""
@@ -53,17 +54,22 @@ class SandboxProcess:
 
     def kill(self) -> None:
         """End it and everything in it, at once; to be called any number of times."""
-        if self._closed:
+        if self._killed:
             return
-        self._closed = True
+        self._killed = True
         with suppress(ProcessLookupError):
             if self.kind is SandboxKind.NONE:
-                os.killpg(self.popen.pid, 9)
+                os.killpg(self.popen.pid, signal.SIGKILL)
             self.popen.kill()
+        with suppress(RuntimeError):  # this process is ending
+            _starter.submit(self._reap)
+
+    def free(self) -> None:
+        """Kill it, and close our ends; nobody may be waiting at them."""
+        self.kill()
         self.control.close()
-        for descriptor in self.outputs:
-            os.close(descriptor)
-        _starter.submit(self._reap)
+        while self.outputs:
+            os.close(self.outputs.pop())
 
     def _reap(self) -> None:
         self.popen.wait()

@@ -4,10 +4,15 @@ import asyncio
 import os
 import re
 import secrets
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import PurePosixPath
+from signal import Signals
 
+from tools.messages import ToolInfrastructureError
 from tools.sandbox import bubblewrap, process
 from tools.sandbox.process import SandboxProcess
 from tools.sandbox.settings import SandboxKind, SandboxSettings, SandboxUnavailable
@@ -22,9 +27,10 @@ _MOST_FILES = 20_000
 """Files and folders in a workspace: each takes about 1 KiB of the kernel's memory, which no size limit counts."""
 _STRAY_MESSAGES = 100
 _LARGEST_MESSAGE = 1 << 17
+_LONGEST_NAME = 100
 
 
-class SandboxLost(Exception):
+class SandboxLost(ToolInfrastructureError):
     """The sandbox was ended; the message says why. Its variables and files are gone."""
 
 
@@ -47,6 +53,7 @@ class Sandbox:
         self._process = started
         self._fault: str | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._busy = self._closed = False
 
     @classmethod
     def begin(cls, settings: SandboxSettings) -> "Future[SandboxProcess]":
@@ -91,19 +98,20 @@ class Sandbox:
         source = code.encode("utf-8", "replace")
         if len(source) > DATA_BYTES:
             return CellResult(f"The cell has {len(source)} bytes; {DATA_BYTES} are possible.", "ValueError")
-        try:
-            pieces = await self._ask("cell", str(seconds), source, seconds + _GRACE_SECONDS)
-        except SandboxLost as loss:
-            text = bounded(self._process.said(rewind=True), 0, "", self._settings.output_characters)
-            self.close(str(loss))
-            return CellResult(text, "SandboxLost", str(loss))
-        except asyncio.CancelledError:
-            self.close("its call was cancelled")
-            raise
-        answer: dict[str, bytes] = {}
-        for name, data in pieces:
-            answer[name] = answer.get(name, b"") + data
-        return self._result({name: data.decode("utf-8", "replace") for name, data in answer.items()})
+        with self._in_use():
+            try:
+                pieces = await self._ask("cell", str(seconds), source, seconds + _GRACE_SECONDS)
+            except SandboxLost as loss:
+                text = bounded(self._process.said(rewind=True), 0, "", self._settings.output_characters)
+                self.close(str(loss))
+                return CellResult(text.rstrip("\n"), "SandboxLost", str(loss))
+            except asyncio.CancelledError:
+                self.close("its call was cancelled")
+                raise
+            answer: dict[str, bytes] = {}
+            for name, data in pieces:
+                answer[name] = answer.get(name, b"") + data
+            return self._result({name: data.decode("utf-8", "replace") for name, data in answer.items()})
 
     def _result(self, answer: dict[str, str]) -> CellResult:
         """What a notebook shows, out of an answer that may hold anything."""
@@ -113,8 +121,8 @@ class Sandbox:
             if part:
                 printed = tail or head
                 tail += part if not printed or printed.endswith("\n") else f"\n{part}"
-        text = bounded(head, left_out, tail.rstrip("\n"), self._settings.output_characters)
-        return CellResult(text if tail else text.rstrip("\n"), answer.get("error"))
+        text = bounded(head, left_out, tail, self._settings.output_characters)
+        return CellResult(text.rstrip("\n"), answer.get("error", "")[:_LONGEST_NAME] or None)
 
     async def write(self, name: str, content: bytes) -> None:
         """Put a file into the workspace, before any code has run.
@@ -123,28 +131,42 @@ class Sandbox:
             ValueError: the name leads out of the workspace, or it is full.
             SandboxLost: as it says.
         """
-        relative = clean_name(name)
+        if not is_inside(name):
+            raise ValueError(f"files: {name!r} does not name a file of the workspace; give a relative path without ..")
         for start in range(0, max(1, len(content)), DATA_BYTES):
             piece = content[start : start + DATA_BYTES]
-            for outcome, fault in await self._ask("write", relative, piece):
+            with self._in_use():
+                told = await self._ask("write", name, piece)
+            for outcome, fault in told:
                 if outcome == "fault":
                     raise ValueError(f"files: {name} cannot be written: {fault.decode(errors='replace')}")
 
-    async def read(self) -> dict[str, bytes]:
-        """Regular files of the workspace by name, in bounds; those whose name begins with a dot are left out.
+    async def read(self, patterns: Sequence[str], largest: int) -> dict[str, bytes]:
+        """Regular files of the workspace whose name (a relative path) fits one of `patterns`, as of a shell.
+
+        Those with more than `largest` bytes, and what comes after that many in all, are left out; and those whose
+        name begins with a dot.
 
         Raises:
             SandboxLost: as it says.
         """
-        files: dict[str, bytes] = {}
-        size = self._settings.disk_mb << 20
-        name = None
-        for field, data in await self._ask("read", most=size // DATA_BYTES + 2 * _MOST_FILES):
+        files: dict[str, bytearray] = {}
+        name = ""
+        argument = "\n".join((str(largest), *patterns))
+        with self._in_use():
+            told = await self._ask("read", argument, most=_MOST_FILES, room=2 * largest)
+        for field, data in told:
             if field == "file":
-                name = os.fsdecode(data)
-            elif field == "content" and name is not None:
-                files[name] = files.get(name, b"") + data
-        return files
+                name = data.decode("utf-8", "replace")
+            if any(fnmatch(name, pattern) for pattern in patterns) and is_inside(name):
+                files.setdefault(name, bytearray()).extend(data if field == "content" else b"")
+        room = largest
+        kept = {}
+        for name, content in files.items():
+            room -= len(content)
+            if room >= 0:
+                kept[name] = bytes(content)
+        return kept
 
     async def run_script(self, program: str, stdin: str, seconds: float) -> int | None:
         """Let it become the program in the file `program`, which reads the file `stdin`: nothing else follows.
@@ -162,15 +184,29 @@ class Sandbox:
         return 128 - status if status < 0 else status
 
     def said(self, output: int) -> str:
-        """What is on its stdout (0) or stderr (1)."""
+        """What is on its stdout (0) or stderr (1), before it is closed."""
         return self._process.said(output)
 
     def close(self, reason: str = "it was closed") -> None:
-        """End it, with all that runs in it. To be called any number of times."""
+        """End it, with all that runs in it; a request that is under way is lost. To be called any number of times."""
         self._fault = self._fault or reason
+        self._closed = True
         if self._watch is not None:
             self._watch.cancel()
         self._process.kill()
+        if not self._busy:
+            self._process.free()
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Keep our ends open within, also when `close` is called meanwhile."""
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+            if self._closed:
+                self._process.free()
 
     async def _first_word(self) -> None:
         try:
@@ -199,9 +235,16 @@ class Sandbox:
             await asyncio.sleep(_WATCH_SECONDS)
 
     async def _ask(
-        self, verb: str, argument: str = "", data: bytes = b"", seconds: float = _FILE_SECONDS, most: int = 64
+        self,
+        verb: str,
+        argument: str,
+        data: bytes = b"",
+        seconds: float = _FILE_SECONDS,
+        most: int = 64,
+        room: int = 1 << 22,
     ) -> list[tuple[str, bytes]]:
-        """Send a request; names and data of the messages that answer it, `most` of them, without the last.
+        """Send a request; names and data of the messages that answer it, without the last: `most` of them, of `room`
+        bytes together.
 
         A message with another nonce was forged, or is late: it is passed over, and after a hundred all is over.
         """
@@ -215,10 +258,10 @@ class Sandbox:
         try:
             async with asyncio.timeout(seconds):
                 await loop.sock_sendall(control, request)
-                while len(answers) < most and strays < _STRAY_MESSAGES:
+                while len(answers) < most and strays < _STRAY_MESSAGES and room >= 0:
                     message = await loop.sock_recv(control, _LARGEST_MESSAGE)
                     if not message:
-                        raise SandboxLost(self._fault or "its process ended")
+                        raise ConnectionResetError
                     whose, _, rest = message.partition(b"\0")
                     name, _, told = rest.partition(b"\0")
                     if whose != nonce:
@@ -227,13 +270,28 @@ class Sandbox:
                         return answers
                     else:
                         answers.append((name.decode("utf-8", "replace"), told))
+                        room -= len(told)
                     await asyncio.sleep(0)  # messages that are always there would keep the loop from all else
         except TimeoutError:
             reason = f"it ran for more than {argument} s" if verb == "cell" else "it did not answer"
             raise SandboxLost(reason) from None
         except ConnectionError:
-            raise SandboxLost(self._fault or "its process ended") from None
+            raise SandboxLost(await self._end()) from None
         raise SandboxLost("it flooded its own channel")
+
+    async def _end(self) -> str:
+        """How it came that nothing more is heard."""
+        if self._fault is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_GRACE_SECONDS):
+                    await self._ended()
+        status = self._process.popen.poll()
+        if self._fault is not None or status is None:
+            return self._fault or "it closed its channel"
+        try:
+            return f"its process was ended by {Signals(-status if status < 0 else status - 128).name}"
+        except ValueError:
+            return f"its process ended with status {status}"
 
     async def _ended(self) -> None:
         """Wait until its process has ended."""
@@ -260,18 +318,12 @@ def bounded(head: str, left_out: int, tail: str, limit: int) -> str:
     return f"{head[:half]}\n[... {left_out} characters left out ...]\n{tail[-half:]}"
 
 
-def clean_name(name: str) -> str:
-    """`name` as a path below the workspace.
-
-    Raises:
-        ValueError: it is absolute, leads out, or is none.
-    """
+def is_inside(name: str) -> bool:
+    """Whether `name` is a path of a file below the workspace."""
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-        raise ValueError(f"files: {name!r} does not name a file below the workspace; use a relative path without ..")
-    return str(path)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def _kill(starting: "Future[SandboxProcess]") -> None:
     if not starting.cancelled() and starting.exception() is None:
-        starting.result().kill()
+        starting.result().free()

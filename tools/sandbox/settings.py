@@ -34,10 +34,10 @@ class SandboxSettings:
     """Distributions, of those installed here, that the code can import, with all that they require."""
 
     def __post_init__(self) -> None:
-        least = {"memory_mb": 64, "disk_mb": 1, "output_characters": 200}
-        for name, bound in least.items():
-            if (value := getattr(self, name)) < bound:
-                raise ValueError(f"{name}: got {value}; it has to be at least {bound}")
+        bounds = {"memory_mb": (64, 1 << 20), "disk_mb": (1, 1 << 16), "output_characters": (200, 100_000)}
+        for name, (least, most) in bounds.items():
+            if not least <= (value := getattr(self, name)) <= most:
+                raise ValueError(f"{name}: got {value}; it has to be from {least} to {most}")
 
     @property
     def limits(self) -> dict[str, int]:

