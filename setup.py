@@ -63,6 +63,7 @@ setup(
         "jaxtyping>=0.3",
         "psutil>=6",
         "matplotlib>=3.9",
+        "packaging",
         "math-verify>=0.9,<1",
         "docstring-parser>=0.17",
         # patterns of rewards run on what models write: it has a time limit, which `re` has not

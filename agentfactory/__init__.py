@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentfactory.agent import Agent
+    from rollout.agent import Turn
+    from rollout.client import Completion
     from rollout.parsers import FormatError, Parser, Reading
+    from rollout.renderer import Parsed
     from rollout.rewards import reward
     from rollout.trajectory import Group, Outcome, Trajectory
     from tools.environment import Environment
@@ -19,13 +22,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Agent",
+    "Completion",
     "Environment",
     "FormatError",
     "Group",
     "Outcome",
+    "Parsed",
     "Parser",
     "Reading",
     "Trajectory",
+    "Turn",
     "check_own_packages",
     "finish",
     "reward",
@@ -34,13 +40,16 @@ __all__ = [
 
 _HOME = {
     "Agent": "agentfactory.agent",
+    "Completion": "rollout.client",
     "Environment": "tools.environment",
     "FormatError": "rollout.parsers",
     "Group": "rollout.trajectory",
     "Outcome": "rollout.trajectory",
+    "Parsed": "rollout.renderer",
     "Parser": "rollout.parsers",
     "Reading": "rollout.parsers",
     "Trajectory": "rollout.trajectory",
+    "Turn": "rollout.agent",
     "finish": "tools.tool",
     "reward": "rollout.rewards",
     "tool": "tools.tool",

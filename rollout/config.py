@@ -150,7 +150,8 @@ class RolloutConfig(Section):
     max_tokens: PositiveInt = 512
     """Sampled tokens per turn."""
     max_total_tokens: PositiveInt = 8192
-    """Length of a chain, prompt included; must not exceed the server's max_model_len."""
+    """Length of a row, prompt included (a chain has one, unless its template rewrites history or rollout.context
+    shortens it); must not exceed the server's max_model_len."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; the trainer divides its logits by it too."""
     system_prompt: str | None = None
@@ -159,9 +160,10 @@ class RolloutConfig(Section):
     """How the model acts. Tool calls in the chat template's own format: hermes | qwen3_coder | llama3_json | pythonic;
     in plain text: react | code_block | tags; or `FILE.py:NAME` of a parser of one's own."""
     agent: str | None = None
-    """`FILE.py:NAME` of an `Agent` class that overrides how turns are generated or read."""
+    """`FILE.py:NAME` of an `Agent` class, made without arguments, that overrides `generate` or `parse`."""
     assistant_prefix: str = ""
-    """Text with which each assistant turn is made to begin, such as `<think>`; it is context, and not trained."""
+    """Text with which each assistant turn is made to begin, such as `<think>`; it is context, and not trained.
+    A summary of rollout.context is without."""
     context: ContextConfig = ContextConfig()
     """What happens when a chain's context grows long."""
     outcome_penalty: dict[Outcome, Annotated[float, Field(ge=0)]] = {}

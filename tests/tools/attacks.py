@@ -201,6 +201,7 @@ error = attempt("descriptor", flood, 1) or attempt("descriptor", flood, 2)
 print("reached", reached)
 """,
         text=r"(?s)characters left out",
+        follow_up=("os.fstat(1).st_size", "8192"),
     ),
     "forged replies": Attack(
         """
