@@ -51,6 +51,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The learning runs, one per seed and one with an adapter: about five minutes each.
+# The learning runs: the quickstart per seed, with an adapter and by other algorithms; the code interpreter per seed.
 learn: $(VENV)/.installed-dev
-	SEEDS="$(SEEDS)" $(BIN)/python -m pytest -v --timeout 1800 tests/learn/learn_quickstart.py $(ARGS)
+	SEEDS="$(SEEDS)" $(BIN)/python -m pytest -v --timeout 1800 tests/learn/learn_quickstart.py \
+		tests/learn/learn_code_interpreter.py $(ARGS)

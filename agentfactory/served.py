@@ -22,12 +22,16 @@ _END_SECONDS = 10.0
 async def serve(recipe: RolloutRecipe, adapters: Mapping[str, Path]) -> AsyncIterator[tuple[Child, str]]:
     """A server on `recipe.model`, and its address. It ends with the context, or with this process, however that ends.
 
-    Raises ChildFailed, with the server's reason, where it does not come up; its log stays then.
+    Raises ChildFailed, with the server's reason, where it does not come up. Its log stays where it ended by itself.
     """
     child = _start(recipe, adapters)
     try:
-        yield child, await _ready(child, recipe.server.startup_seconds)
-        child.log.unlink()
+        url = await _ready(child, recipe.server.startup_seconds)
+        try:
+            yield child, url
+        finally:
+            if child.process.poll() is None:
+                child.log.unlink()
     finally:
         await asyncio.to_thread(_end, child.process)
 

@@ -41,7 +41,6 @@ class ToolServer:
         self._shared: Connection | None = None
         self._first: list[Connection] = []  # what an isolated server offers is read from one that its pool takes over
         self._pool: Pool[Connection] | None = None
-        self._declared = False
         self._gauges: str | None = None
 
     async def open(self) -> None:
@@ -112,7 +111,12 @@ class ToolServer:
 
     def _instances(self) -> Pool[Connection]:
         async def make() -> Connection:
-            return self._first.pop() if self._first else await self._connect()
+            while self._first:
+                first = self._first.pop()
+                if first.alive:
+                    return first
+                await first.close()
+            return await self._connect()
 
         config = self.config.pool
         if self.environment is None and config.max_uses is None:
@@ -132,12 +136,12 @@ class ToolServer:
         listed = {tool.name: tool for tool in tools}
         roles = {(tool.meta or {}).get(ROLE_KEY): tool.name for tool in tools}
         self._gauges = roles.get("gauges")
-        self._declared = "reset" in roles  # a server of ours says that it is an environment
-        if self.environment is None and self._declared:
+        declared = "reset" in roles  # a server of ours says that it is an environment
+        if self.environment is None and declared:
             self.environment = EnvironmentTools(
                 reset=roles["reset"], reward=roles.get("reward"), close=roles.get("close")
             )
-        if self._declared:  # and its reset waits for an instance
+        if declared:  # and its reset waits for an instance
             self.reset_seconds += self.config.pool.wait_seconds
         for role in ("reset", "reward", "close") if self.environment else ():
             tool = getattr(self.environment, role)

@@ -187,7 +187,6 @@ async def test_idle_processes_that_died_are_replaced(folder: Path) -> None:
             await asyncio.sleep(0.01)
         for process in set(children()) - before:
             process.kill()
-        await asyncio.sleep(0.1)  # until their ends are seen
         async with toolset.chain("a", {"word": "a"}) as session:
             assert await ask(session, "read") == "a"
         assert (await at_rest(toolset))["environments/pad/broken"] == 2
@@ -254,7 +253,8 @@ async def test_sessions_of_a_server_that_was_started_anew_are_replaced(folder: P
 
 async def test_sessions_keep_chains_apart(folder: Path) -> None:
     with running("-P", "sessions.py", "0") as (_, url):
-        async with open_toolset(recipe_of(pad={"url": url, "isolation": "session"}), folder) as toolset:
+        entry = {"url": url, "isolation": "session", "pool": {"capacity": 4}}
+        async with open_toolset(recipe_of(pad=entry), folder) as toolset:
 
             async def live(number: int) -> tuple[str, str]:
                 async with toolset.chain(str(number), {}) as session:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tools import pool as pool_module
 from tools.config import PoolConfig
 from tools.messages import ToolInfrastructureError
-from tools.pool import Act, Instance, Ledger, Pool, Step
+from tools.pool import Pool
+from tools.pool_ledger import Act, Instance, Ledger, Step
 
 
 class Thing:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -142,7 +143,7 @@ async def test_nothing_is_left_of_a_sandbox_that_was_closed() -> None:
 
 
 @pytest.mark.parametrize("kind", list(SandboxKind))
-def test_sandboxes_die_with_the_process_that_started_them(kind: SandboxKind) -> None:
+def test_sandboxes_die_with_the_process_that_started_them(kind: SandboxKind, tmp_path: Path) -> None:
     code = f"""
 import asyncio, time
 from tools.sandbox import *
@@ -153,12 +154,42 @@ async def main():
     await sandbox.run("sum(iter(int, 1))", 600.0)
 asyncio.run(main())
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # a folder of kind none stays behind
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout is not None
         first = psutil.Process(int(parent.stdout.readline()))
         family = [first, *first.children(recursive=True)]
         parent.send_signal(signal.SIGKILL)
     assert psutil.wait_procs(family, timeout=10)[1] == []
+
+
+def test_none_stays_behind_when_a_process_is_killed_while_it_starts_them() -> None:
+    """bwrap killed in the midst of a start leaves a child that follows nobody: the warden ends it."""
+    code = """
+import sys
+from tools.sandbox import *
+starting = [Sandbox.begin(SandboxSettings()) for _ in range(200)]
+starting[0].result()
+from tools.sandbox import process
+print(process._TOKEN, flush=True)
+for start in starting:
+    start.result()
+"""
+    for delay in (0.0, 0.005, 0.013, 0.02):
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+            assert parent.stdout is not None
+            token = parent.stdout.readline().strip()
+            time.sleep(delay)
+            parent.kill()
+        psutil.wait_procs(_with(token), timeout=8)
+        assert _with(token) == []
+
+
+def _with(token: str) -> list[psutil.Process]:
+    """Processes in whose command line it is, but for the warden, which is given its program there too."""
+    commands = ((process, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"]))
+    return [process for process, command in commands if token in command and "-c" not in command]
 
 
 async def test_a_sandbox_outlives_the_thread_that_asked_for_it() -> None:

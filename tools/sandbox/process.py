@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import platform
+import secrets
 import shutil
 import signal
 import socket
@@ -16,15 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from tools.sandbox import bubblewrap, seccomp
-from tools.sandbox.interpreter import find_interpreter, package_paths
+from tools.sandbox.interpreter import Interpreter, find_interpreter, package_paths
 from tools.sandbox.settings import SandboxKind, SandboxSettings, SandboxUnavailable
 
-_WORKER = Path(__file__).with_name("worker.py")
+_WORKER, _WARDEN = Path(__file__).with_name("worker.py"), Path(__file__).with_name("warden.py")
 _PAGE = 4096
+_TOKEN = f"sandbox-of-{os.getpid()}-{secrets.token_hex(8)}"
+"""In the command line of each sandbox of this process: by it the warden finds what is left."""
 
 # A child with --die-with-parent dies with the thread that started it, so that thread has to be there to the end; and
 # one is enough: a start takes some milliseconds.
 _starter = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
+_wardens: dict[int | None, "subprocess.Popen[bytes]"] = {}
+"""By the user of the sandboxes; each ends by itself when this process does."""
 
 
 @dataclass
@@ -39,6 +44,8 @@ class SandboxProcess:
     """Memory files in place of its stdout and stderr, of fixed size; their file offsets are shared with it."""
     init: int | None = None
     """Process number of the first process inside, as seen from here."""
+    init_handle: int | None = None
+    """Descriptor of that process."""
     folder: str | None = None
     """Workspace of a sandbox of kind none, which is ours to remove."""
     _killed: bool = field(default=False, init=False)
@@ -61,6 +68,11 @@ class SandboxProcess:
             if self.kind is SandboxKind.NONE:
                 os.killpg(self.popen.pid, signal.SIGKILL)
             self.popen.kill()
+        if self.init_handle is not None:
+            # it follows bwrap only once it is set up
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.init_handle, signal.SIGKILL)
+            os.close(self.init_handle)
         with suppress(RuntimeError):  # this process is ending
             _starter.submit(self._reap)
 
@@ -88,6 +100,8 @@ def _start(settings: SandboxSettings, output_bytes: list[int]) -> SandboxProcess
     user = 65534 if bubblewrapped and os.geteuid() == 0 else None
     interpreter = find_interpreter(user)
     packages = package_paths(settings.packages, interpreter)
+    if user not in _wardens:
+        _wardens[user] = _start_warden(interpreter, user)
     folder = None if bubblewrapped else tempfile.mkdtemp(prefix="sandbox-")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     outputs = [_bounded_file(size) for size in output_bytes]
@@ -132,14 +146,23 @@ def _start(settings: SandboxSettings, output_bytes: list[int]) -> SandboxProcess
         for descriptor in (*inherited, *ends):
             os.close(descriptor)
     ours.setblocking(False)
-    return SandboxProcess(settings.kind, popen, ours, outputs, init, folder)
+    handle = None
+    if init is not None:
+        with suppress(ProcessLookupError):
+            handle = os.pidfd_open(init)
+    return SandboxProcess(settings.kind, popen, ours, outputs, init, handle, folder)
 
 
 def _options(control: socket.socket, folder: str, settings: SandboxSettings) -> list[str]:
     """Arguments of worker.py."""
     follow = "follow" if settings.kind is SandboxKind.NONE else "bwrap"
     limits = ",".join(f"{name}={value}" for name, value in settings.limits.items())
-    return [str(control.fileno()), folder, str(settings.output_characters // 2), follow, limits]
+    return [str(control.fileno()), folder, str(settings.output_characters // 2), follow, limits, _TOKEN]
+
+
+def _start_warden(interpreter: Interpreter, user: int | None) -> "subprocess.Popen[bytes]":
+    command = [str(interpreter.executable), "-I", "-S", "-c", _WARDEN.read_text(), _TOKEN]
+    return _popen(command, {}, user, [subprocess.DEVNULL], (), stdin=subprocess.PIPE)
 
 
 def _popen(
@@ -148,6 +171,7 @@ def _popen(
     user: int | None,
     outputs: list[int],
     inherited: tuple[int, ...],
+    stdin: int = subprocess.DEVNULL,
 ) -> "subprocess.Popen[bytes]":
     drop: dict[str, Any] = {} if user is None else {"user": user, "group": user, "extra_groups": []}
     try:
@@ -155,7 +179,7 @@ def _popen(
             command,
             env={} if environment is None else environment,
             cwd="/",
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=outputs[0],
             stderr=outputs[-1],
             pass_fds=inherited,

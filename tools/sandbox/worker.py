@@ -261,8 +261,8 @@ class Worker:
 
 
 def main() -> None:
-    """Take on the limits and serve: `worker.py SOCKET FOLDER HALF FOLLOW LIMITS PATH...`."""
-    descriptor, folder, half, follow, limits, *path = sys.argv[1:]
+    """Take on the limits and serve: `worker.py SOCKET FOLDER HALF FOLLOW LIMITS TOKEN PATH...`."""
+    descriptor, folder, half, follow, limits, _, *path = sys.argv[1:]
     control = _socket.socket(fileno=int(descriptor))
     os.set_inheritable(int(descriptor), False)
     if follow == "follow":
