@@ -42,6 +42,9 @@ async def test_functions_are_called() -> None:
     assert await judge("def add(a, b): return 3", CALLS, partial=True) == verdict(0.5, 0.5)
     assert await judge("def add(a, b): return a.b", CALLS) == verdict(0.0, 0.0)
     assert await judge("def add(a, b)", CALLS) == verdict(0.0, 0.0)
+    assert await judge(
+        ADD + "    \ndef quit(): raise SystemExit", [{"function": "quit"}, *CALLS[:1]], partial=True
+    ) == (verdict(0.5, 0.5))
     method = [{"function": "Solution.add", "kwargs": {"a": 1, "b": 2}, "output": 3}]
     assert await judge("class Solution:\n    def add(self, a, b): return a + b", method) == verdict(1.0, 1.0)
     assert await judge(ADD + "if __name__ == '__main__':\n    raise SystemExit(input())", CALLS) == verdict(1.0, 1.0)

@@ -170,6 +170,8 @@ def test_an_answer_that_cannot_be_read_is_an_error() -> None:
     with pytest.raises(RewardError, match=r"took longer than 0\.5 s to read"):
         equal("it is 42", answer="a b " * 100_000)
     assert equal("it is 42", answer="42")["reward"] == 1.0
+    time.sleep(0.7)  # the time limit is that of a comparison, not of the process
+    assert equal("it is 42", answer="42")["reward"] == 1.0
     equal.close()
 
 
@@ -353,6 +355,7 @@ async def test_what_can_heal_is_tried_again(judge: JudgeServer) -> None:
         ("I like it", "no number that matches"),
         ("Score: high", "no number that matches"),
         ("Score: 11", "the judge gave 11, which is not from 0 to 10"),
+        ("Score: -1", "the judge gave -1, which is not from 0 to 10"),
         (401, "no verdict from .*status 401: not now"),
         (500, "no verdict from .*status 500"),
         ({"error": "overloaded"}, "no verdict from .*not a chat completion with a text: .*overloaded"),
