@@ -111,8 +111,8 @@ def _check_programs(recipe: "Recipe", refuse: Refuse, prepared: Path | None) -> 
         folder = Path(server.cwd or ".")
         if not folder.is_dir() and not (prepared is not None and folder.is_relative_to(prepared)):
             refuse(f"mcp_servers.{key}.cwd", f"{display(folder)}: no such folder", "name an existing folder")
-        # a command with a slash is looked for from its folder, others on PATH
-        command = server.command or sys.executable
+        # a command with a slash is looked for from its folder, others on PATH; `python` is this one
+        command = sys.executable if server.command in (None, "python") else server.command
         if "/" in command:
             command = os.path.join(server.cwd or "", command)
         if not shutil.which(command):

@@ -12,7 +12,7 @@ from rollout.renderer import Parsed
 from rollout.trajectory import Row, StopReason, Trajectory
 from tools.limits import ChainLimits
 from tools.messages import CallError, Message, ToolCall, ToolResult
-from tools.toolset import ToolSession
+from tools.session import ToolSession
 
 if TYPE_CHECKING:
     from rollout.chain import ChainRunner, Sampling

@@ -116,6 +116,14 @@ def test_an_mcp_command_starts_in_its_recipes_folder(project: Path) -> None:
     assert single("sub/r.yaml").mcp_servers["files"].cwd == str(project / "sub")
 
 
+def test_the_command_python_is_this_one_wherever_path_leads(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(project))
+    write(project / "r.yaml", "extends: recipe.yaml\nmcp_servers: {files: {command: python, args: [server.py]}}\n")
+    assert single("r.yaml").mcp_servers["files"].command == "python"
+    with pytest.raises(RecipeError, match="no program 'python3'"):
+        single("r.yaml", "mcp_servers.files.command=python3")
+
+
 def test_what_is_prepared_need_not_exist_yet(project: Path) -> None:
     write(project / "make.py", "import no_such_package\ndef make(folder, seed): ...\n")
     recipe = single(
