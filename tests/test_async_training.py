@@ -2,6 +2,7 @@
 each was sampled by the weights that its span names."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,11 +113,19 @@ class RecordingSource:
         return self.played.batches[-1]
 
 
-def play(url: str, model: Path, tasks: Path, folder: Path, lora: bool = False, **rollout: Any) -> Played:
+def play(
+    url: str,
+    model: Path,
+    tasks: Path,
+    folder: Path,
+    lora: bool = False,
+    latency: dict[str, float] = LATENCY,
+    **rollout: Any,
+) -> Played:
     """A short training run on slow tools. The recipe understates what the server decodes at a time."""
     folder.mkdir()
     rows = [json.loads(line) for line in tasks.read_text().splitlines()[:40]]
-    (folder / "tasks.jsonl").write_text("".join(json.dumps({**row, "latency": LATENCY}) + "\n" for row in rows))
+    (folder / "tasks.jsonl").write_text("".join(json.dumps({**row, "latency": latency}) + "\n" for row in rows))
     recipe = TrainRecipe.model_validate(
         {
             "model": {"path": str(model), "dtype": "float32", "lora": {"rank": 4} if lora else None},
@@ -209,6 +218,8 @@ def test_the_number_of_chains_follows_the_servers_load(
     server: str, warm_start: Path, quickstart_run: Path, tmp_path: Path
 ) -> None:
     tasks = quickstart_run / "prepared" / "train.jsonl"
-    play(server, warm_start, tasks, tmp_path / "auto", max_staleness=1, concurrency="auto")
-    log = (tmp_path / "auto" / "worker.log").read_text()
-    assert "12 chains may be alive, after 8" in log, "a group more, since all places were taken and no request waited"
+    # most chains are in tools, so that no request waits however busy this machine is
+    slow = {**LATENCY, "median": 0.25, "sigma": 0.1}
+    play(server, warm_start, tasks, tmp_path / "auto", latency=slow, max_staleness=1, concurrency="auto")
+    changes = re.findall(r"(\d+) chains may be alive, after (\d+)", (tmp_path / "auto" / "worker.log").read_text())
+    assert any(int(now) == int(before) + 4 for now, before in changes), "a group more: all places were taken"

@@ -169,17 +169,16 @@ def test_grpo_over_a_server(name: str, servers: dict[str, dict[str, Any]], warm_
 
 def is_answer(text: str, name: str, arguments: dict[str, Any]) -> bool:
     """Whether `text` is what the server says to this call."""
-    match name:
-        case "echo":
-            return text == f"Echo: {arguments['message']}"
-        case "get-sum":
-            a, b = arguments["a"], arguments["b"]
+    match name, arguments:
+        case "echo", {"message": message}:
+            return text == f"Echo: {message}"
+        case "get-sum", {"a": a, "b": b}:
             return text == f"The sum of {a} and {b} is {a + b}."
-        case "get_current_time":
-            return f'"timezone": "{arguments["timezone"]}"' in text
-        case "convert_time":
-            return f"T{arguments['time']}:00" in text and f'"timezone": "{arguments["target_timezone"]}"' in text
-    return False
+        case "get_current_time", {"timezone": zone}:
+            return f'"timezone": "{zone}"' in text
+        case "convert_time", {"time": time, "target_timezone": zone}:
+            return f"T{time}:00" in text and f'"timezone": "{zone}"' in text
+    return False  # an unknown tool, or arguments that are missing
 
 
 def answered(chain: Trajectory) -> int:
