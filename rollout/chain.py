@@ -107,6 +107,16 @@ class ChainRunner:
         await self.play(trajectory, task, sampling, scored)
         return trajectory
 
+    async def check(self, task: Task) -> None:
+        """Find out with the first task what would fail every chain: a reward that wants what the data lacks, an
+        environment that cannot be made or reset (its options, a sandbox that this machine does not have).
+
+        Raises InvalidReward or ToolInfrastructureError.
+        """
+        self.rewards.check(task)
+        async with self.toolset.chain("check", task):
+            pass
+
     async def run_group(self, group_id: str, task: Task, chains: Sequence[Awaitable[Trajectory]]) -> Group:
         """Run `chains` on one task side by side, and add the rewards that compare them."""
         trajectories = list(await asyncio.gather(*chains))

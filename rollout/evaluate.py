@@ -118,7 +118,7 @@ def run_eval(
 
     async def run() -> dict[str, float]:
         async with open_runner(recipe, base, urls) as runner:
-            runner.rewards.check(tasks[0])
+            await runner.check(tasks[0])
             return await evaluate(runner, recipe, tasks, model, folder, "final")
 
     figures = asyncio.run(run())
@@ -159,7 +159,7 @@ def run_rollout(
 
     async def run() -> list[Group]:
         async with open_runner(recipe, base, urls) as runner:
-            runner.rewards.check(tasks[0])
+            await runner.check(tasks[0])
             return list(await asyncio.gather(*(run_group(runner, number) for number in range(len(tasks)))))
 
     figures = mean_figures(asyncio.run(run()))

@@ -57,7 +57,7 @@ class Worker:
     async def run(self) -> None:
         """Serve until rank 0 is gone."""
         async with open_runner(self.recipe, self.base, self.urls) as runner:
-            runner.rewards.check(self.order.tasks[0])
+            await runner.check(self.order.tasks[0])
             await self._send("ready", renderer=runner.renderer.info)
             messages = self._messages()
             first = await anext(messages, None)

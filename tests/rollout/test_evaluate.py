@@ -8,6 +8,7 @@ from rollout.config import RolloutRecipe
 from rollout.evaluate import run_eval, run_rollout
 from rollout.trajectory import Outcome, read_groups
 from tests.conftest import QUICKSTART
+from tools.messages import ToolInfrastructureError
 
 
 def test_saved_groups_follow_the_recipes_policies(
@@ -106,5 +107,25 @@ def test_a_reward_that_wants_what_the_data_lacks_is_told_before_any_chain_runs(
     )
     for act in (run_rollout, run_eval):
         with pytest.raises(ValueError, match="wants 'answer'"):
+            act(recipe, tmp_path, warm_server, tmp_path, lambda record: None)
+    assert not list(tmp_path.glob("*rollout*"))
+
+
+def test_an_environment_that_cannot_be_had_is_told_before_any_chain_runs(
+    warm_server: str, warm_start: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"question": "go"}\n')
+    data = {"path": str(tmp_path / "tasks.jsonl")}
+    recipe = RolloutRecipe.model_validate(
+        {
+            "model": {"path": str(warm_start), "dtype": "float32"},
+            "data": data,
+            "mcp_servers": {"code": {"module": "code_interpreter", "options": {"seconds": -1}}},
+            "rewards": [{"reward": "length", "options": {"longest": 8}}],
+            "eval": {"data": data},
+        }
+    )
+    for act in (run_rollout, run_eval):
+        with pytest.raises(ToolInfrastructureError, match="seconds: got -1"):
             act(recipe, tmp_path, warm_server, tmp_path, lambda record: None)
     assert not list(tmp_path.glob("*rollout*"))
