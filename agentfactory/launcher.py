@@ -6,17 +6,18 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from agentfactory.checks import runs_chains
 from agentfactory.composition import COMMAND_LINE, RecipeError
 from agentfactory.curve import draw_curve
+from agentfactory.placement.placed import Placement, place
 from agentfactory.processes import POLL_SECONDS, Child, ChildFailed, Children, python
 from agentfactory.recipe import Recipe, StagedRecipe
 from agentfactory.resume import Part, State, plan, rewind
-from agentfactory.run_folder import RunFolder, RunFolderError, next_free
+from agentfactory.run_folder import RunFolder, RunFolderError, check_free, next_free
 from rollout import serving
 
 _ADAPTER = "adapter_config.json"
@@ -37,18 +38,27 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
         )
     stages = recipe.stages if isinstance(recipe, StagedRecipe) else [recipe]
     if resume is None:
-        folder = RunFolder.create(recipe.output, text, overwrite)
+        check_free(recipe.output, overwrite)
         parts = [Part(stage, RunFolder(stage.output)) for stage in stages]
     else:
         parts = plan(stages, resume)
-        folder = RunFolder.reopen(recipe.output, text)
+    due = [part.recipe for part in parts if part.state is not State.COMPLETED]
+    # what does not fit is refused before anything is written, as far as its model is there already
+    placements = place(due, "train")
+    for stage, placement in zip(due, placements, strict=True):
+        if placement is not None and placement.refused:
+            _settle(placement, stage, say)
+    folder = (
+        RunFolder.create(recipe.output, text, overwrite) if resume is None else RunFolder.reopen(recipe.output, text)
+    )
     try:
         with Children() as children:
             _prepare(recipe, children, say)
             for number, part in enumerate(parts):
                 if len(parts) > 1:
                     say(f"stage {number + 1} of {len(parts)}: {part.recipe.name} ({part.state})")
-                _train_part(part, folder, parts[number - 1].folder if number else None, children, say)
+                placement = placements[0] if part.recipe is due[0] else None
+                _train_part(part, folder, parts[number - 1].folder if number else None, placement, children, say)
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         status, reason = ("interrupted", str(error) or "Ctrl-C") if interrupted else ("failed", str(error))
@@ -61,7 +71,14 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
     say(_conclusion(recipe.name, summary, folder.path, curve))
 
 
-def _train_part(part: Part, whole: RunFolder, previous: RunFolder | None, children: Children, say: Say) -> None:
+def _train_part(
+    part: Part,
+    whole: RunFolder,
+    previous: RunFolder | None,
+    placement: Placement | None,
+    children: Children,
+    say: Say,
+) -> None:
     if part.state is State.COMPLETED:
         return
     recipe, folder = part.recipe, part.folder
@@ -72,19 +89,24 @@ def _train_part(part: Part, whole: RunFolder, previous: RunFolder | None, childr
         rewind(folder, part.checkpoint, say)
     elif folder.path != whole.path:
         RunFolder.create(folder.path, recipe.to_yaml())
-    _train_one(recipe, folder, part.checkpoint, children, say)
+    # a model that was made meanwhile is planned now
+    placement = _settle(placement or _placed(recipe, "train"), recipe, say)
+    _train_one(recipe, folder, part.checkpoint, placement, children, say)
 
 
-def _train_one(recipe: Recipe, folder: RunFolder, checkpoint: Path | None, children: Children, say: Say) -> None:
-    command = [*_trainer_command(recipe), str(folder.recipe)]
+def _train_one(
+    recipe: Recipe, folder: RunFolder, checkpoint: Path | None, placement: Placement, children: Children, say: Say
+) -> None:
+    command = [*_trainer_command(recipe), str(folder.recipe), *placement.overrides(recipe)]
     if checkpoint is not None:
         command += ["--resume", str(checkpoint)]
     server = None
     if runs_chains(recipe, "train") and recipe.server.url is None:
-        log = folder.logs / "server.log"
-        server, url = _start_server(recipe, children, log, say, weight_transfer=_weight_transfer(recipe))
+        log, transfer = folder.logs / "server.log", placement.weight_transfer(recipe)
+        server, url = _start_server(recipe, children, log, say, weight_transfer=transfer, placement=placement)
         command.append(f"server.url={url}")
-    env, log = _trainer_env(recipe, folder), folder.logs / "train.log"
+        placement.check_trainers_room()
+    env, log = _trainer_env(recipe, folder) | placement.environment("trainer"), folder.logs / "train.log"
     trainer = children.start("trainer", command, log, env=env, show=True, is_finishing=folder.is_finishing)
     children.wait(trainer)
     if server is not None:
@@ -138,11 +160,14 @@ def _start_server(
     say: Say,
     adapters: dict[str, Path] | None = None,
     weight_transfer: str | None = None,
+    placement: Placement | None = None,
 ) -> tuple[Child, str]:
     """Start a server and wait until it is ready; returns it and its address. Further arguments: see server_command."""
-    say(f"starting the {recipe.server.engine} server on {recipe.model.path}")
-    command = serving.server_command(recipe, adapters, weight_transfer)
-    server = children.start("server", command, log, explain=serving.explain)
+    say(f"starting the {recipe.server.engine} server on {recipe.server.model or recipe.model.path}")
+    placement = placement or Placement()
+    sleeps = placement.mode == "time_share"
+    command = serving.server_command(placement.for_server(recipe), adapters, weight_transfer, sleeps)
+    server = children.start("server", command, log, env=placement.environment("server"), explain=serving.explain)
     started = said = time.monotonic()
     while (now := time.monotonic()) < started + recipe.server.startup_seconds:
         children.check(server)
@@ -161,20 +186,38 @@ def _start_server(
     )
 
 
-def _weight_transfer(recipe: Recipe) -> str | None:
-    """How a trainer will bring full weights into the server."""
-    if recipe.model.lora is not None:
-        return None
-    return "file" if recipe.sync.backend == "auto" else recipe.sync.backend
+def _placed(recipe: Recipe, purpose: Literal["train", "serve"]) -> Placement:
+    # where the model is not there even now, who loads it says so
+    return place([recipe], purpose)[0] or Placement()
+
+
+def _settle(placement: Placement, recipe: Recipe, say: Say) -> Placement:
+    """Say where the processes go. Raises RecipeError where they cannot."""
+    if placement.table:
+        say(placement.table)
+    if placement.refused is not None:
+        raise RecipeError(recipe.name, *placement.refused)
+    if recipe.server.engine == "vllm" and recipe.server.url is None and not placement.on_gpu:
+        if placement.mode == "time_share":
+            fix = "use server.engine=embedded, or placement.mode=separate"
+            raise RecipeError(recipe.name, "placement.mode", "'time_share': vLLM sleeps on GPUs only", fix)
+        if recipe.sync.backend == "ipc":
+            raise RecipeError(recipe.name, "sync.backend", "got 'ipc': vLLM has it on GPUs only", "use auto or file")
+    return placement
 
 
 def serve(recipe: Recipe | StagedRecipe, say: Say) -> None:
     """Serve the recipe's model until the server or this process is ended; of a staged recipe, its last checkpoint.
     The log goes to `<output>/serve`, serve-2, ..."""
     with Children() as children:
+        acting = _served(recipe, None).recipe
+        _prepare(recipe, children, say)
+        placement = _settle(_placed(acting, "serve"), acting, say)
         served, folder = _open("serve", recipe, None, children, say)
-        log, transfer = folder.logs / "server.log", _weight_transfer(served.recipe)
-        server, url = _start_server(served.recipe, children, log, say, served.adapters, transfer)
+        # train.py, which a person starts, takes sync.backend=auto for file
+        transfer = replace(placement, sync=None).weight_transfer(served.recipe)
+        log = folder.logs / "server.log"
+        server, url = _start_server(served.recipe, children, log, say, served.adapters, transfer, placement)
         say(f"ready {url} (log: {log})")
         children.wait(server)
 
@@ -226,7 +269,11 @@ def _served(recipe: Recipe | StagedRecipe, checkpoint: Path | None) -> _Served:
     if (path / _ADAPTER).is_file():
         base = json.loads((path / _ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"]
         return _Served(_with_model(stage, base), str(path), "checkpoint", {"checkpoint": path})
-    return _Served(_with_model(stage, str(path)), str(path))
+    served = _with_model(stage, str(path))
+    if checkpoint is not None or isinstance(recipe, StagedRecipe):
+        # a quantised copy of the model that training began with is no copy of what came out
+        served = served.model_copy(update={"server": served.server.model_copy(update={"model": None})})
+    return _Served(served, str(path))
 
 
 def _open(

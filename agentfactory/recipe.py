@@ -76,12 +76,15 @@ class StagedRecipe(Section):
         return _dump(data, self.output)
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = (), purpose: Purpose = "train") -> Recipe | StagedRecipe:
+def load_recipe(
+    path: str | Path, overrides: Sequence[str] = (), purpose: Purpose = "train", lacks: list[str] | None = None
+) -> Recipe | StagedRecipe:
     """Compose, validate and resolve the recipe file `path`. Nothing is written.
 
     `overrides` are `key=value`; in a staged recipe a key that begins with a stage's name goes to that stage, `name`,
     `output`, `prepare` and `seed` to the whole, any other to every stage. `purpose` is the command that will use it:
-    a server's settings are checked only where one is started.
+    a server's settings are checked only where one is started. With `lacks`, what is not installed here is appended to
+    it, and not refused.
 
     Raises RecipeError, whose text names the file, the field, the value and the fix.
     """
@@ -90,7 +93,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), purpose: Purpos
     composed.data.setdefault("name", file.stem)
     settings = parse_overrides(overrides)
     if "stages" in composed.data:
-        return _load_staged(composed, file, settings, purpose)
+        return _load_staged(composed, file, settings, purpose, lacks)
     for name, value in settings:
         override(composed, name, value)
     if purpose == "tools":
@@ -98,11 +101,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), purpose: Purpos
     _set_output(composed)
     recipe = _validate(Recipe, composed, f"{composed.data['output']}/prepared")
     check_prepare(recipe.prepare, composed)
-    check(recipe, purpose, composed, recipe.output / "prepared" if recipe.prepare else None)
+    check(recipe, purpose, composed, recipe.output / "prepared" if recipe.prepare else None, lacks=lacks)
     return recipe
 
 
-def _load_staged(composed: Composed, file: Path, settings: list[tuple[str, Any]], purpose: Purpose) -> StagedRecipe:
+def _load_staged(
+    composed: Composed, file: Path, settings: list[tuple[str, Any]], purpose: Purpose, lacks: list[str] | None
+) -> StagedRecipe:
     entries = composed.data.pop("stages")
     if not isinstance(entries, list) or not entries:
         raise RecipeError(composed.source, "stages", f"got {short(entries)}", "list at least one recipe file")
@@ -139,7 +144,7 @@ def _load_staged(composed: Composed, file: Path, settings: list[tuple[str, Any]]
             raise RecipeError(composed.source, "stages", problem, f"set {previous}.model.lora=null, or put it last")
         # the other commands use the last stage
         stage_purpose = purpose if purpose == "tools" or name == [*stages][-1] else "train"
-        check(recipe, stage_purpose, stage, prepared if whole.prepare else None, after=previous)
+        check(recipe, stage_purpose, stage, prepared if whole.prepare else None, previous, lacks)
         whole.stages.append(recipe)
         previous = name
     return whole

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from agentfactory.composition import short
-from rollout.config import EqualRewards
+from rollout.config import EqualRewards, ServerConfig
 from trainers.metrics import METRICS
 
 if TYPE_CHECKING:
@@ -15,11 +15,30 @@ if TYPE_CHECKING:
 Refuse = Callable[[str, str, str], NoReturn]
 """Raises RecipeError for a field, the problem and the fix."""
 
+Lack = Callable[[str, str, str], None]
+"""The same for what is not installed; a recipe that is only looked at is not refused for it."""
 
-def check_training(recipe: "Recipe", refuse: Refuse, runs_chains: bool) -> None:
+
+EMBEDDED_QUANTIZATIONS = ("int8", "int4")
+"""What the embedded engine rounds to: see rollout/embedded/quantization.py, which needs torch."""
+
+
+def check_quantization(server: ServerConfig, refuse: Refuse) -> None:
+    """Refuse what the engine cannot do to the weights that it serves, in any command that starts one."""
+    asked, is_embedded = server.quantization, server.engine == "embedded"
+    if asked is None or is_embedded == (asked in EMBEDDED_QUANTIZATIONS):
+        return
+    if is_embedded:
+        problem = f"got {asked!r}, and the embedded engine rounds to {' or '.join(EMBEDDED_QUANTIZATIONS)}"
+        refuse("server.quantization", problem, "use one of these, or set server.engine=vllm")
+    problem = f"got {asked!r}, which only the embedded engine knows"
+    refuse("server.quantization", problem, "use fp8, awq or gptq, or set server.engine=embedded")
+
+
+def check_training(recipe: "Recipe", refuse: Refuse, lack: Lack, runs_chains: bool) -> None:
     """Refuse the first thing that cannot work; `runs_chains`: a server and a worker take part."""
     _check_processes(recipe, refuse)
-    _check_network(recipe, refuse)
+    _check_network(recipe, refuse, lack)
     _check_sync(recipe, refuse)
     _check_schedule(recipe, refuse)
     _check_kept(recipe, refuse, runs_chains)
@@ -35,8 +54,10 @@ def check_training(recipe: "Recipe", refuse: Refuse, runs_chains: bool) -> None:
             f"got {recipe.eval.every}, but {what} runs no chains",
             "set 0 and run `agentfactory eval` after",
         )
-    if runs_chains and recipe.model.lora is None:
-        _check_full_weights(recipe, refuse)
+    if runs_chains:
+        _check_mismatch(recipe, refuse)
+        if recipe.model.lora is None:
+            _check_full_weights(recipe, refuse)
     if recipe.train.from_trajectories:
         for name, idle in (("equal_rewards", EqualRewards.KEEP), ("curriculum", None)):
             if getattr(recipe.rollout, name) != idle:
@@ -54,7 +75,7 @@ def _check_processes(recipe: "Recipe", refuse: Refuse) -> None:
         refuse("train.processes", f"got 1 with train.strategy={train.strategy}", "use at least 2, or strategy single")
 
 
-def _check_network(recipe: "Recipe", refuse: Refuse) -> None:
+def _check_network(recipe: "Recipe", refuse: Refuse, lack: Lack) -> None:
     """Whether network and optimiser can be had as asked; what only the device tells is refused by the trainer."""
     train, lora = recipe.train, recipe.model.lora
     quantization, optimizer = lora and lora.quantization, train.optimizer.name
@@ -79,7 +100,7 @@ def _check_network(recipe: "Recipe", refuse: Refuse) -> None:
     }
     for name, (package, asked) in needed.items():
         if asked and importlib.util.find_spec(package) is None:
-            refuse(name, f"needs {package}, which is not installed", f"pip install {package.replace('_', '-')}")
+            lack(name, f"needs {package}, which is not installed", f"pip install {package.replace('_', '-')}")
 
 
 def _check_sync(recipe: "Recipe", refuse: Refuse) -> None:
@@ -90,8 +111,35 @@ def _check_sync(recipe: "Recipe", refuse: Refuse) -> None:
         refuse("sync.backend", "got 'nccl': the embedded engine takes full weights as files", "use file or auto")
     if backend == "lora" and lora is None:
         refuse("sync.backend", "got 'lora', but every weight is trained", "set model.lora.rank, or use file")
+    if backend == "ipc" and lora is not None:
+        refuse("sync.backend", "got 'ipc', but an adapter is trained", "use lora or auto, or set model.lora=null")
     if backend == "file" and lora is not None:
         refuse("sync.backend", "got 'file', but an adapter is trained", "use lora or auto, or set model.lora=null")
+
+
+def check_placement(recipe: "Recipe", refuse: Refuse) -> None:
+    """Refuse what cannot be where the recipe puts it, whatever devices there are; a server takes part."""
+    mode, server, backend = recipe.placement.mode, recipe.server, recipe.sync.backend
+    if mode == "separate" and backend == "ipc" and server.engine == "vllm":
+        refuse("sync.backend", "got 'ipc' with placement.mode=separate: it is for one GPU", "use auto, file or nccl")
+    if mode not in ("split", "time_share"):
+        return
+    alone = f"with placement.mode={mode}: one trainer process and one server share the GPU"
+    for name, value in {
+        "train.processes": recipe.train.processes,
+        "server.tensor_parallel_size": server.tensor_parallel_size,
+        "server.data_parallel_size": server.data_parallel_size,
+    }.items():
+        if value > 1:
+            refuse(name, f"got {value} {alone}", "use 1, or set placement.mode=separate")
+    if len(server.urls) > 1:
+        refuse("server.url", f"got {len(server.urls)} servers {alone}", "name one, or set placement.mode=separate")
+    if backend == "nccl":
+        refuse("sync.backend", f"got 'nccl' with placement.mode={mode}: it is for GPUs apart", "use auto, ipc or file")
+    staleness = recipe.rollout.max_staleness
+    if mode == "time_share" and staleness:
+        problem = f"got {staleness} with placement.mode=time_share: no chain runs while the trainer has the GPU"
+        refuse("rollout.max_staleness", problem, "use 0, or placement.mode=split")
 
 
 def _check_schedule(recipe: "Recipe", refuse: Refuse) -> None:
@@ -190,9 +238,31 @@ def _check_unused(recipe: "Recipe", refuse: Refuse) -> None:
             refuse(name, f"got {shown}, which has an effect only with {with_what}", "remove it, or change that")
 
 
+def _check_mismatch(recipe: "Recipe", refuse: Refuse) -> None:
+    """Where server and trainer compute with other weights, what the server sampled must be corrected for."""
+    if recipe.train.loss.mismatch.correction != "none":
+        return
+    lora = recipe.model.lora
+    apart = {
+        "server.model": recipe.server.model,
+        "server.quantization": recipe.server.quantization,
+        "model.lora.quantization": lora and lora.quantization,
+    }
+    for name, value in apart.items():
+        if value is not None:
+            problem = f"got 'none' with {name}={value}: the server samples from other weights than are trained"
+            refuse("train.loss.mismatch.correction", problem, "use token_truncate, the default, or another correction")
+
+
 def _check_full_weights(recipe: "Recipe", refuse: Refuse) -> None:
     """Whether a server that is started here can take, and prove, every weight."""
     server = recipe.server
+    if server.model is not None:
+        refuse(
+            "server.model",
+            f"got {server.model!r}, a copy into which full weights cannot be brought",
+            "train an adapter (model.lora.rank), or remove it",
+        )
     if server.quantization is not None:
         refuse(
             "server.quantization",

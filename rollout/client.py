@@ -162,7 +162,7 @@ class InferenceClient:
         `cache_salt` share no cache.
 
         A lost answer is sampled again from the same ids, elsewhere if need be; what a paused or sleeping server holds
-        back is waited for. Raises ContextOverflowError or InferenceError for a refused request,
+        back, or has cut off, is waited for. Raises ContextOverflowError or InferenceError for a refused request,
         ServerUnreachableError when no server has answered for `retry_seconds`.
         """
         request = {"token_ids": token_ids, "model": model, "sampling_params": {"logprobs": 0, **sampling}}
@@ -172,7 +172,7 @@ class InferenceClient:
         prompt = hash(tuple(token_ids)) if len(self.urls) > 1 else 0
         oldest = self._version
         retries = Retries(self._limit)
-        held, failed_at = 0, set[str]()
+        failed_at = set[str]()
         while True:
             url = await self._take(chain, prompt, failed_at)
             self._router.started(url)
@@ -183,9 +183,15 @@ class InferenceClient:
                 continue
             finally:
                 self._router.ended(url)
+            completion = None
             if status == 200:
                 self._router.succeeded(time.monotonic())
                 completion = _completion(json.loads(text))
+            if (status == 503 or (status == 200 and completion is None)) and await self._held_back(url):
+                # that is no failure, however long it took
+                retries = Retries(self._limit)
+                continue
+            if status == 200:
                 if completion is None:
                     problem = "the server aborted the request"
                 elif self._is_current(completion, model, oldest):
@@ -195,10 +201,6 @@ class InferenceClient:
                     continue
             elif status == 404 and model == self._model and self._version is not None:
                 self._distrust(url, f"it does not know {model}")
-                continue
-            elif status == 503 and await self._holds_requests(url):
-                held += 1
-                await asyncio.sleep(Retries.pause(held))
                 continue
             elif status == 429 or status >= 500:
                 problem = f"the server answered {status}: {text[:500]}"
@@ -325,6 +327,15 @@ class InferenceClient:
         if oldest is None or model not in self._base_models:
             return True
         return all(_number(span.version) >= oldest for span in completion.versions)
+
+    async def _held_back(self, url: str) -> bool:
+        """Waits while the server is paused or asleep; returns whether it was. No turn is sent to it meanwhile: vLLM
+        would queue it, with an adapter that it may lose in its sleep."""
+        tries = 0
+        while await self._holds_requests(url):
+            tries += 1
+            await asyncio.sleep(Retries.pause(tries))
+        return tries > 0
 
     async def _holds_requests(self, url: str) -> bool:
         """Whether the server is paused or asleep, as it says itself."""

@@ -21,7 +21,8 @@ class LoraConfig(Section):
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """Names of the linear modules that get an adapter."""
     quantization: Literal["nf4"] | None = None
-    """QLoRA (arXiv:2305.14314): keep the base in four bits a weight while training, on GPUs; needs bitsandbytes."""
+    """QLoRA (arXiv:2305.14314): keep the base in four bits a weight while training; needs bitsandbytes, and one process
+    or ddp."""
 
 
 class ModelConfig(Section):
@@ -236,6 +237,9 @@ class ServerConfig(Section):
     """Address to listen on."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
+    model: str | None = None
+    """Served in place of `model.path`: a quantised copy of the same model, such as an AWQ or GPTQ checkpoint, for an
+    adapter. Null serves `model.path`."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the API key; the key itself is never stored."""
     max_model_len: PositiveInt = 8192
@@ -249,9 +253,11 @@ class ServerConfig(Section):
     data_parallel_size: PositiveInt = 1
     """vLLM: copies of the model."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """vLLM: share of a GPU's memory, or of a CPU machine's, to use; null is vLLM's default, on a CPU 1 GiB of cache."""
+    """vLLM: share of a GPU's memory, or of a CPU machine's, to use; null is what `placement` leaves, or vLLM's default,
+    on a CPU 1 GiB of cache."""
     quantization: str | None = None
-    """vLLM: how the served base model is quantised, such as fp8, awq or bitsandbytes."""
+    """How the served base model is quantised. vLLM: fp8, awq, gptq (bitsandbytes by its plugin). embedded: int8 or int4,
+    which rounds weights and saves no memory: for trials of what rounding does to learning."""
     args: list[str] = []
     """Further command-line flags for vLLM, as they are."""
     startup_seconds: float = Field(default=600.0, gt=0)
@@ -269,7 +275,6 @@ class ServerConfig(Section):
             "tensor_parallel_size",
             "data_parallel_size",
             "gpu_memory_utilization",
-            "quantization",
             "args",
         )
         return {

@@ -14,22 +14,29 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def server_command(
-    recipe: RolloutRecipe, adapters: Mapping[str, Path] | None = None, weight_transfer: str | None = None
+    recipe: RolloutRecipe,
+    adapters: Mapping[str, Path] | None = None,
+    weight_transfer: str | None = None,
+    sleeps: bool = False,
 ) -> list[str]:
-    """The command that serves `recipe.model`, and prints `ready URL` once it answers.
+    """The command that serves `recipe.model` (or `server.model` in its place), and prints `ready URL` once it answers.
 
-    `adapters` are loaded at the start, by name; `weight_transfer` is the backend by which full weights will come.
+    `adapters` are loaded at the start, by name; `weight_transfer` is the backend by which full weights will come;
+    `sleeps`: the server will be sent to sleep, for which vLLM keeps its memory in pools of its own.
     """
     server, adapters = recipe.server, adapters or {}
     module = "rollout.vllm_server" if server.engine == "vllm" else "rollout.embedded"
-    command = [server.python or sys.executable, "-P", "-m", module, recipe.model.path]
+    command = [server.python or sys.executable, "-P", "-m", module, server.model or recipe.model.path]
     command += ["--host", server.host, "--port", str(server.port), "--dtype", recipe.model.dtype]
     command += ["--max-model-len", str(server.max_model_len), "--max-num-seqs", str(server.max_num_seqs)]
     if server.api_key_env:
         command += ["--api-key-env", server.api_key_env]
     if server.engine == "vllm":
-        return [*command, *_vllm_flags(recipe, adapters, weight_transfer)]
+        sleep = ["--enable-sleep-mode"] if sleeps else []
+        return [*command, *_vllm_flags(recipe, adapters, weight_transfer), *sleep]
     command += ["--max-loras", str(server.max_loras)]
+    if server.quantization is not None:
+        command += ["--quantization", server.quantization]
     for name, path in adapters.items():
         command += ["--adapter", f"{name}={path}"]
     return command
@@ -135,6 +142,12 @@ _FAILURES: tuple[tuple[str, str], ...] = (
         "the model is neither a folder here nor can it be fetched from the hub; fix: name another model.path",
     ),
     (r"((?:Worker|Engine core) proc\w* \S+) died unexpectedly", f"vLLM's {{0}} was killed: out of memory?; {_MEMORY}"),
+    (
+        r"Unknown quantization method: bitsandbytes",
+        "bitsandbytes is no more part of vLLM; fix: pip install vllm-bnb-plugin where vLLM is, or use "
+        "server.quantization=fp8",
+    ),
+    (r"(Unknown quantization method: \w+)", "{0}; fix: name one that vLLM has as server.quantization, such as fp8"),
     (r"(Model architectures .*? are not supported)", "{0}; fix: choose a model that vLLM can serve"),
 )
 _ERROR = re.compile(r"(\w+(?:Error|Exception): .+)")

@@ -8,6 +8,7 @@ only what needs nothing else. Flags that it does not know itself are vLLM's.
 import argparse
 import http.client
 import importlib.metadata
+import ipaddress
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ import threading
 import time
 from typing import NoReturn
 
+from rollout.vllm_guard import KEY_VARIABLE
 from tools import lifeline
 
 _POLL_SECONDS = 0.2
@@ -41,10 +43,13 @@ def _is_cpu_distribution() -> bool:
 def _arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(prog="python -P -m rollout.vllm_server", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", help="folder or hub name of a model in the transformers format")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; keep it on loopback")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; a public one needs an API key")
     parser.add_argument("--port", type=int, required=True, help="0 takes a free port")
     parser.add_argument("--served-model-name", default="policy", help="the base model's name in requests")
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
+    parser.add_argument(
+        "--weight-transfer-config", metavar="JSON", help='{"backend": NAME}: how full weights will come'
+    )
     return parser.parse_known_args()
 
 
@@ -63,6 +68,22 @@ def _reserve(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         _fail(f"cannot listen on {host}:{port}: {error}")
     return reserved
+
+
+def _public(bound: socket.socket) -> bool:
+    return not ipaddress.ip_address(bound.getsockname()[0]).is_loopback
+
+
+def _pass_on_transfer(config: str) -> list[str]:
+    """vLLM's flag for weight transfer; opens what the backend needs."""
+    try:
+        backend = json.loads(config)["backend"]
+    except (ValueError, TypeError, KeyError) as error:
+        _fail(f'--weight-transfer-config {config}: not such as {{"backend": "file"}}: {error!r}')
+    if backend == "ipc":
+        # the handles of shared memory are pickled, and the API server hands them to the workers as they are
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    return ["--weight-transfer-config", config]
 
 
 def _set_up_cpu(flags: list[str]) -> list[str]:
@@ -109,6 +130,12 @@ def main() -> None:
     api_key = None
     if args.api_key_env and not (api_key := os.environ.get(args.api_key_env)):
         _fail(f"--api-key-env {args.api_key_env}: this environment variable is not set")
+    reserved = _reserve(args.host, args.port)
+    if _public(reserved) and not api_key:
+        _fail(f"--host {args.host} is a public address: it needs --api-key-env")
+    port = reserved.getsockname()[1]
+    if args.weight_transfer_config is not None:
+        flags += _pass_on_transfer(args.weight_transfer_config)
     try:
         from vllm.entrypoints.cli.main import main as vllm_main
         from vllm.platforms import current_platform
@@ -116,15 +143,15 @@ def main() -> None:
         _fail(f"vLLM cannot be imported by {sys.executable}: {error}")
     if current_platform.is_cpu():
         flags += _set_up_cpu(flags)
-    reserved = _reserve(args.host, args.port)
-    port = reserved.getsockname()[1]
+    if api_key:
+        flags += ["--middleware", "rollout.vllm_guard.RequireKey"]
     os.environ |= {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         # the API server has threads, and a fork copies their locks
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # as a flag it would stand in every process list
-        **({"VLLM_API_KEY": api_key} if api_key else {}),
+        **({KEY_VARIABLE: api_key} if api_key else {}),
     }
     warm_up = threading.Thread(target=_warm_up, args=(args.host, port, args.served_model_name, api_key), daemon=True)
     warm_up.start()

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +11,30 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from tests.forked import start_engine
+
 REPOSITORY = Path(__file__).parent.parent
 QUICKSTART = REPOSITORY / "recipes" / "quickstart"
+
+SLOW = (
+    *("trainers/test_launch.py", "test_async_training.py", "agentfactory/test_hygiene.py", "rollout/test_faults.py"),
+    *("test_resume.py", "test_invariance.py", "tools/test_isolation.py", "trainers/test_sabotage.py"),
+    *("test_third_party_training.py", "tools/test_sandbox.py", "agentfactory/test_agent.py"),
+    *("test_agent_training.py", "tools/test_third_party.py"),
+)
+"""The files that take longest. They go first, so that parallel processes end together; the very first needs no
+quickstart, which one process trains while the other has something to do."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has pytest-xdist hand out the files in our order; by itself it begins with those of many tests."""
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the slow files first."""
+    places = {REPOSITORY / "tests" / name: place for place, name in enumerate(SLOW)}
+    items.sort(key=lambda item: places.get(item.path, len(SLOW)))
 
 
 @pytest.fixture(scope="session")
@@ -31,9 +54,9 @@ def _train_quickstart(output: Path) -> None:
     command = [sys.executable, "-P", "-m", "agentfactory", "train", str(QUICKSTART / "quickstart.yaml")]
     overrides = [
         "sft.train.steps=120",
-        "grpo.train.steps=3",
+        "grpo.train.steps=2",
         "grpo.train.warmup_steps=0",
-        "grpo.eval.data.limit=40",
+        "grpo.eval.data.limit=10",
         f"output={output}",
     ]
     subprocess.run([*command, *overrides], check=True)
@@ -42,17 +65,12 @@ def _train_quickstart(output: Path) -> None:
 @contextmanager
 def embedded_server(model: Path, *flags: str) -> Iterator[str]:
     """The address of an embedded engine that serves `model` in float32."""
-    command = [sys.executable, "-P", "-m", "rollout.embedded", str(model), "--port", "0", "--dtype", "float32", *flags]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    ) as server:
+    with tempfile.NamedTemporaryFile(prefix="engine-", suffix=".log") as log:
+        engine, url = start_engine(model, "--dtype", "float32", *flags, log=Path(log.name))
         try:
-            assert server.stdout is not None
-            line = server.stdout.readline()
-            assert line.startswith("ready "), line
-            yield line.split()[1]
+            yield url
         finally:
-            server.terminate()
+            engine.kill()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,5 @@
-"""How rows are cut, ordered and shared out changes nothing: one SGD step at learning rate 1, by the user's command.
+"""How rows are cut, ordered and shared out changes nothing: one SGD step at learning rate 1, by the user's command;
+where one process trains, by what that runs in it.
 
 The rows were sampled by the model that is trained, in the quickstart's first step.
 """
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 
 from rollout.trajectory import Group, read_groups
 from tests.conftest import QUICKSTART
+from tests.forked import TRAINER, Forked
 
 TOLERANCE = 1e-5
 WHOLE, HALVES, SINGLES = 16384, 700, 1
@@ -42,8 +44,9 @@ class Trained:
         self.metrics: dict[str, Any] = json.loads((output / "metrics.jsonl").read_text().splitlines()[0])
 
 
-def train(groups: list[Group], model: Path, output: Path, **settings: Any) -> Trained:
-    """One step of `agentfactory train` on saved groups; `settings` are fields of `train:`."""
+def train(groups: list[Group], model: Path, output: Path, command: bool = False, **settings: Any) -> Trained:
+    """One step on saved groups; `settings` are fields of `train:`. `command` has `agentfactory train` do it also where
+    it starts nothing but train.py."""
     saved = output.parent / f"{output.name}.jsonl"
     saved.write_text("".join(group.to_json() + "\n" for group in groups), encoding="utf-8")
     recipe = {
@@ -61,8 +64,12 @@ def train(groups: list[Group], model: Path, output: Path, **settings: Any) -> Tr
     }
     file = output.parent / f"{output.name}.yaml"
     file.write_text(json.dumps(recipe))
-    command = [sys.executable, "-P", "-m", "agentfactory", "train", str(file), f"output={output}"]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    if command or "processes" in settings:
+        arguments = [sys.executable, "-P", "-m", "agentfactory", "train", str(file), f"output={output}"]
+        subprocess.run(arguments, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    else:
+        trainer = Forked(TRAINER, str(file), f"output={output}", log=output.with_suffix(".log"))
+        assert trainer.wait() == 0, trainer.log.read_text()
     return Trained(output)
 
 
@@ -70,7 +77,7 @@ def train(groups: list[Group], model: Path, output: Path, **settings: Any) -> Tr
 def reference(ragged: list[Group], warm_start: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """One process, one padded micro-batch."""
     folder = tmp_path_factory.mktemp("invariance")
-    return train(ragged, warm_start, folder / "reference", batching="padded", token_budget=WHOLE)
+    return train(ragged, warm_start, folder / "reference", command=True, batching="padded", token_budget=WHOLE)
 
 
 def test_the_step_moves_the_weights(reference: Trained, warm_start: Path) -> None:

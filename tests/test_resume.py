@@ -10,74 +10,29 @@ import random
 import re
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from rollout.data import Place
 from tests.conftest import QUICKSTART, REPOSITORY, embedded_server
+from tests.forked import TRAINER, Forked, start_ranks
 from tests.trainers.conftest import make_groups, model_folder  # noqa: F401
 from trainers.checkpoint_folder import checkpoints, read_info, verify
 from trainers.lineage import expand
 
 KILLS = int(os.environ.get("AGENTFACTORY_KILLS", "10"))
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 
 
-class Trainer:
-    """A running train.py, or a rank of it."""
-
-    def __init__(self, ask: Callable[..., int], arguments: list[str], log: Path, environment: dict[str, str]):
-        self._ask, self.log = ask, log
-        self.pid = ask(arguments=arguments, environment=environment, log=str(log))
-
-    def kill(self, number: signal.Signals = signal.SIGKILL) -> int:
-        os.kill(self.pid, number)
-        return self.wait()
-
-    def wait(self) -> int:
-        """The exit status."""
-        return self._ask(wait=self.pid)
-
-    def is_running(self) -> bool:
-        # a child that has ended stays a zombie until its status is asked for
-        return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
-
-
-Start = Callable[..., Trainer]
-
-
-@pytest.fixture(scope="module")
-def start() -> Iterator[Start]:
-    """`start(recipe, output, *arguments)`: `python train.py ARGUMENTS` in a run folder, started in no time."""
-    command = [sys.executable, "-m", "tests.forked_training"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=REPOSITORY
-    ) as forks:
-        assert forks.stdin is not None
-        assert forks.stdout is not None
-        assert forks.stdout.readline() == "ready\n"
-        requests, answers = forks.stdin, forks.stdout
-
-        def ask(**request: Any) -> int:
-            requests.write(json.dumps(request) + "\n")
-            requests.flush()
-            return int(answers.readline())
-
-        def begin(recipe: Path, output: Path, *arguments: str, **environment: str) -> Trainer:
-            return Trainer(ask, [str(recipe), f"output={output}", *arguments], output.with_suffix(".log"), environment)
-
-        yield begin
-        forks.stdin.close()
+def start(recipe: Path, output: Path, *arguments: str) -> Forked:
+    """`python train.py RECIPE output=OUTPUT ARGUMENTS`."""
+    log = output.with_suffix(".log")
+    return Forked(TRAINER, str(recipe), f"output={output}", *arguments, log=log, ACCELERATE_USE_CPU="true")
 
 
 def steps(output: Path) -> list[dict[str, Any]]:
@@ -92,7 +47,7 @@ def newest_step(output: Path) -> int:
     return max((line["step"] for line in steps(output)), default=0)
 
 
-def wait_until(condition: Callable[[], Any], trainer: Trainer, pause: float = 0.002) -> None:
+def wait_until(condition: Callable[[], Any], trainer: Forked, pause: float = 0.002) -> None:
     deadline = time.monotonic() + 60
     while not condition():
         assert trainer.is_running(), trainer.log.read_text()
@@ -142,7 +97,7 @@ Whole = Callable[[dict[str, Any]], tuple[Path, Path]]
 
 
 @pytest.fixture(scope="module")
-def whole(start: Start, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:  # noqa: F811
+def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:  # noqa: F811
     """`whole(FULL)`, `whole(ADAPTERS)`: a recipe, and the folder of its uninterrupted run."""
 
     @functools.cache
@@ -155,7 +110,7 @@ def whole(start: Start, model_folder: Path, tmp_path_factory: pytest.TempPathFac
     return lambda train: run(train is ADAPTERS)
 
 
-def test_kill_9_at_random_moments_changes_nothing(start: Start, model_folder: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_kill_9_at_random_moments_changes_nothing(model_folder: Path, tmp_path: Path) -> None:  # noqa: F811
     # with dropout, random numbers matter
     total = 6 * KILLS + 20
     recipe = recorded_recipe(tmp_path, model_folder, ADAPTERS | {"steps": total}, dropout=0.2)
@@ -186,7 +141,7 @@ def test_kill_9_at_random_moments_changes_nothing(start: Start, model_folder: Pa
         verify(path)
 
 
-def test_sigterm_ends_the_running_step_and_saves_it(start: Start, whole: Whole, tmp_path: Path) -> None:
+def test_sigterm_ends_the_running_step_and_saves_it(whole: Whole, tmp_path: Path) -> None:
     recipe, uninterrupted = whole(FULL)
     output = tmp_path / "run"
     trainer = start(recipe, output)
@@ -210,20 +165,14 @@ def test_sigterm_ends_the_running_step_and_saves_it(start: Start, whole: Whole, 
     ids=["ddp", "fsdp2", "fsdp2 with adapters"],
 )
 def test_a_run_of_one_process_goes_on_with_two(
-    start: Start, whole: Whole, tmp_path: Path, strategy: str, train: dict[str, Any]
+    whole: Whole, tmp_path: Path, strategy: str, train: dict[str, Any]
 ) -> None:
     recipe, one = whole(train)
     output, log = tmp_path / "run", tmp_path / "run.log"
     shutil.copytree(one, output)
     checkpoint = output / "checkpoints" / "step-000036"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # what accelerate's launcher sets
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if strategy == "fsdp2" else {}
     arguments = ("--resume", str(checkpoint), "train.processes=2", f"train.strategy={strategy}")
-    ranks = [start(recipe, output, *arguments, RANK=rank, LOCAL_RANK=rank, **common) for rank in ("0", "1")]
+    ranks = start_ranks(TRAINER, str(recipe), f"output={output}", *arguments, log=log, strategy=strategy)
     assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
     assert "later checkpoints are set aside: step-000039, step-000040" in log.read_text()
     assert len(steps(output)) == len(steps(one)) == RECORDED["steps"]
@@ -239,7 +188,7 @@ def test_a_run_of_one_process_goes_on_with_two(
     assert [line["step"] for line in steps(output)] == list(range(1, 43))
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_it_goes_on(start: Start, whole: Whole, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_goes_on(whole: Whole, tmp_path: Path) -> None:
     recipe, uninterrupted = whole(FULL)
     output = tmp_path / "run"
     shutil.copytree(uninterrupted, output)
@@ -293,7 +242,7 @@ def live_recipe(folder: Path, model: Path, tasks: Path, url: str, k: int, lora: 
 
 @pytest.mark.parametrize(("k", "lora"), [(0, False), (2, True)], ids=["synchronous", "ahead"])
 def test_live_every_task_is_trained_once_whatever_is_killed(
-    start: Start, warm_start: Path, quickstart_run: Path, tmp_path: Path, k: int, lora: bool
+    warm_start: Path, quickstart_run: Path, tmp_path: Path, k: int, lora: bool
 ) -> None:
     rows = [json.loads(line) for line in (quickstart_run / "prepared" / "train.jsonl").read_text().splitlines()[:40]]
     latency = {"median": 0.02, "sigma": 0.5, "tail": 0.0, "factor": 1.0}

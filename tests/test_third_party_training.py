@@ -5,8 +5,6 @@ import asyncio
 import json
 import math
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,8 @@ import yaml
 from safetensors.torch import load_file
 
 from rollout.trajectory import Trajectory, read_groups
-from tests.conftest import QUICKSTART
+from tests.conftest import QUICKSTART, embedded_server
+from tests.forked import TRAINER, Forked
 from tests.third_party_servers import everything, time_server
 from tools.config import ToolsRecipe
 from tools.messages import Message, ToolCall, text_of
@@ -107,11 +106,12 @@ async def scripted(name: str, server: dict[str, Any], rng: random.Random) -> lis
     return rows
 
 
-def train(recipe: dict[str, Any], folder: Path) -> Path:
-    """Runs the user's command; returns the run folder."""
+def train(recipe: dict[str, Any], folder: Path, *overrides: str) -> Path:
+    """Trains the recipe; returns the run folder."""
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    command = [sys.executable, "-P", "-m", "agentfactory", "train", str(folder / "recipe.yaml")]
-    subprocess.run([*command, f"output={folder / 'run'}"], check=True)
+    arguments = (str(folder / "recipe.yaml"), f"output={folder / 'run'}", *overrides)
+    trainer = Forked(TRAINER, *arguments, log=folder / "train.log")
+    assert trainer.wait() == 0, trainer.log.read_text()
     return folder / "run"
 
 
@@ -149,7 +149,8 @@ def test_grpo_over_a_server(name: str, servers: dict[str, dict[str, Any]], warm_
         "server": {"engine": "embedded", "max_model_len": 512},
         "train": {"steps": STEPS, "batch_size": BATCH, "learning_rate": 1e-4},
     }
-    run = train(recipe, tmp_path)
+    with embedded_server(warm_start, "--max-model-len", "512") as url:
+        run = train(recipe, tmp_path, f"server.url={url}")
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [step for step in steps if "loss" in step]
     assert len(steps) == STEPS

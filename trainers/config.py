@@ -199,10 +199,23 @@ class TrainConfig(Section):
 class SyncConfig(Section):
     """How new weights reach the inference server."""
 
-    backend: Literal["auto", "file", "lora", "nccl"] = "auto"
+    backend: Literal["auto", "file", "lora", "nccl", "ipc"] = "auto"
     """lora: the adapter's files; file: full weights as safetensors, on a disk that the servers read; nccl: full weights
-    by broadcast from GPU to GPUs, to vLLM only (untested on a GPU so far); auto: lora when model.lora is set, else
-    file."""
+    by broadcast from GPU to GPUs, to vLLM only; ipc: full weights through memory that trainer and server share, on one
+    GPU (vLLM) or one machine's CPU (embedded); auto: lora when model.lora is set, ipc where both use one GPU, else
+    file. (nccl and ipc: untested on a GPU so far.)"""
+
+
+class PlacementConfig(Section):
+    """Which devices the trainer and the server that is started here use."""
+
+    mode: Literal["auto", "separate", "split", "time_share"] = "auto"
+    """separate: different GPUs; split: one GPU, whose memory they share; time_share: one GPU, which they use in turns;
+    auto: separate where there are GPUs enough, else split where it fits, else time_share. Without a GPU auto is
+    separate: both are processes on the CPU."""
+    gpu_memory_gib: float | None = Field(default=None, gt=0)
+    """Memory of one GPU to plan for, in GiB; null is that of the GPUs here. With it a recipe's memory table can be had,
+    and is held to it, on any machine."""
 
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -240,6 +253,7 @@ class TrainRecipe(RolloutRecipe):
 
     train: TrainConfig
     sync: SyncConfig = SyncConfig()
+    placement: PlacementConfig = PlacementConfig()
 
     @model_validator(mode="after")
     def _apply_algorithm(self) -> "TrainRecipe":

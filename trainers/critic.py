@@ -3,11 +3,13 @@
 import copy
 from collections.abc import Callable
 from enum import StrEnum
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from peft import PeftModel
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from trainers.adapters import CRITIC_ADAPTER, POLICY_ADAPTER, use_adapter
 from trainers.backbone import Backbone
@@ -110,11 +112,14 @@ def _same_adapter(model: PeftModel, name: str) -> Callable[[Tensor], None]:
     return check
 
 
-def make_actor_critic(recipe: TrainRecipe, policy: Policy, device: torch.device | str = "cpu") -> ActorCritic:
+def make_actor_critic(
+    recipe: TrainRecipe, policy: Policy, device: torch.device | str = "cpu", network: PreTrainedModel | None = None
+) -> ActorCritic:
     """A policy with a critic beside it, whose values are 0 until it has learned.
 
     With `model.lora`, the critic is a second adapter, of the same shape, on the policy's base; else a network of its
-    own from `model.path`, with weights in float32 and no language-model head. Call it before the policy is prepared.
+    own, `network` or by default that of `model.path`, with weights in float32 and no language-model head. Call it
+    before the policy is prepared.
     """
     output = policy.network.get_output_embeddings().weight
     backbone = None
@@ -126,8 +131,8 @@ def make_actor_critic(recipe: TrainRecipe, policy: Policy, device: torch.device 
                 parameter.data = parameter.data.float()
                 parameter.requires_grad_(True)
     else:
-        network = load_network(recipe, device)
-        apply_options(network, recipe.train, device)
-        backbone = Backbone(network.base_model, policy.dtype)
+        own: Any = network or load_network(recipe, device)
+        apply_options(own, recipe.train, device)
+        backbone = Backbone(own.base_model, policy.dtype)
     # under fsdp2 the policy still is on the CPU, whatever `device` is
     return ActorCritic(policy, Critic(output.shape[-1], backbone).to(output.device)).train()

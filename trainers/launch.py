@@ -107,10 +107,13 @@ def check_launch(train: TrainConfig, accelerator: Accelerator) -> None:
 
 
 def launch_command(train: TrainConfig, device: str) -> str:
-    """The command that starts what the recipe asks for, on this kind of device."""
+    """The command that starts what the recipe asks for, on this kind of device; of several machines, on each."""
     if train.strategy == "single":
         return "python train.py RECIPE (or change train.processes and train.strategy)"
     # --cpu would start a single process, and so would a MULTI_CPU configuration
     prefix = "ACCELERATE_USE_CPU=true " if device == "cpu" else ""
     configuration = f"--config_file recipes/accelerate/{train.strategy}.yaml"
-    return f"{prefix}accelerate launch {configuration} --num_processes {train.processes} train.py RECIPE"
+    # torchrun's count of the launchers that it has brought together
+    machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    where = f"--num_machines {machines} --machine_rank R --main_process_ip ADDRESS " if machines > 1 else ""
+    return f"{prefix}accelerate launch {configuration} {where}--num_processes {train.processes} train.py RECIPE"

@@ -16,23 +16,24 @@ from trainers.config import TrainConfig
 logger = logging.getLogger(__name__)
 
 
-def resolve_batching(network: PreTrainedModel, train: TrainConfig) -> Batching:
+def resolve_batching(network: PreTrainedModel, train: TrainConfig, measure: bool = True) -> Batching:
     """`train.batching`, or for "auto" tree where that is exact for this network, else padded; the log says which.
 
-    Call it with the attention that transformers chose: `train.attention` may run on a GPU only. Raises ValueError where
-    the layout that is asked for would change the network's results.
+    Call it with the attention that transformers chose: `train.attention` may run on a GPU only. Without `measure` the
+    network's own word is enough, and no weight is read. Raises ValueError where the layout that is asked for would
+    change the network's results.
     """
     if train.batching == "padded":
         return "padded"
     asked: Batching = "tree" if train.batching == "auto" else train.batching
-    reason = _why_inexact(network, asked, train.attention)
+    reason = _why_inexact(network, asked, train.attention, measure)
     if train.batching != "auto" and reason is not None:
         raise ValueError(f"train.batching: {asked} would be wrong: {reason}; use padded, or auto")
     logger.info("train.batching: %s", asked if reason is None else f"padded, because {reason}")
     return asked if reason is None else "padded"
 
 
-def _why_inexact(network: PreTrainedModel, batching: Batching, attention: str) -> str | None:
+def _why_inexact(network: PreTrainedModel, batching: Batching, attention: str, measure: bool) -> str | None:
     """Why rows that share a line would not get what they get alone; None if they do."""
     config: Any = network.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
@@ -51,6 +52,8 @@ def _why_inexact(network: PreTrainedModel, batching: Batching, attention: str) -
     kind = network.config._attn_implementation if attention in ("auto", "sdpa") else attention
     if kind not in (BY_RUNS, "flex_attention") and not (batching == "packed" and kind.startswith("flash_attention")):
         return f"train.attention={kind} takes no {batching} rows; sdpa and flex_attention do"
+    if not measure:
+        return None
     # a network's own word is not enough: some take what they are told, and do not use it
     error = _error(network, batching)
     if error > (1e-4 if network.dtype == torch.float32 else 0.05):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 
 from trainers.batch import Batch, MicroBatch, TrainingRow, make_batches, scatter
@@ -81,6 +81,12 @@ class Learner:
     def has_critic(self) -> bool:
         """Whether a critic learns beside the policy."""
         return self._actor_critic is not None
+
+    @property
+    def networks(self) -> list[nn.Module]:
+        """What is trained, and the reference where it has a network of its own."""
+        reference = self._reference.network if self._reference else None
+        return [self.model, reference] if reference is not None else [self.model]
 
     @property
     def learning_rate(self) -> float:

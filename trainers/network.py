@@ -37,7 +37,6 @@ def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype:
     dtype = dtype or (getattr(torch, config.dtype) if config.lora else torch.float32)
     load = partial(AutoModelForCausalLM.from_pretrained, config.path, dtype=dtype)
     if config.lora and config.lora.quantization:
-        _need_gpu("model.lora.quantization", config.lora.quantization, device)
         # QLoRA (arXiv:2305.14314): 4-bit NormalFloat, and the constants of its blocks quantised once more
         quantization = BitsAndBytesConfig(
             load_in_4bit=True,
@@ -45,9 +44,21 @@ def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype:
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
         )
-        return load(quantization_config=quantization, device_map={"": device})
+        return _with_gradients(load(quantization_config=quantization, device_map={"": device}))
     network: Any = load()
     return network if recipe.train.strategy == "fsdp2" else network.to(device)
+
+
+def _with_gradients(network: PreTrainedModel) -> PreTrainedModel:
+    """Keep bitsandbytes from another layout of 4-bit weights that CPUs with AVX512-BF16 get in any pass without
+    gradients: later passes have none below such a layer, silently, and compute in bfloat16 whatever model.dtype is."""
+    # an extra, which only this needs
+    from bitsandbytes.nn import Linear4bit
+
+    for module in network.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+    return network
 
 
 def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.device | str) -> None:

@@ -141,11 +141,18 @@ def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu") -> Poli
     With `model.lora`, the base is frozen and kept in the model's dtype, and the recipe's seed decides the adapter's
     first weights. Raises ValueError where the model cannot be trained as asked.
     """
-    config = recipe.model
-    dtype: torch.dtype = getattr(torch, config.dtype)
     network = load_network(recipe, device)
     _check_head(network)
-    batching = resolve_batching(network, recipe.train)
+    return make_policy(recipe, network, resolve_batching(network, recipe.train), device)
+
+
+def make_policy(
+    recipe: TrainRecipe, network: PreTrainedModel, batching: Batching, device: torch.device | str = "cpu"
+) -> Policy:
+    """The policy that a network becomes: the recipe's options, its adapter if it has one. No weight of the network is
+    read, so it may be one without any, such as trainers.memory plans with."""
+    config = recipe.model
+    dtype: torch.dtype = getattr(torch, config.dtype)
     apply_options(network, recipe.train, device)
     if config.lora is None:
         return Policy(network, dtype, batching).train()

@@ -22,6 +22,11 @@ class Reference:
         self._accelerator = accelerator
         self._frozen = frozen
 
+    @property
+    def network(self) -> nn.Module | None:
+        """Its own network; None where that is the policy's base."""
+        return self._frozen
+
     @torch.no_grad()
     def logprobs(
         self,

@@ -22,6 +22,8 @@ from trainers.source import GroupSource
 from trainers.stopping import Stop
 from trainers.sync import WeightSync
 from trainers.sync.canary import Canary, push_proven
+from trainers.sync.drift import Scores
+from trainers.time_share import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -60,31 +62,32 @@ def train_rl(
     log: Log,
     canary: Canary | None = None,
     stop: Stop | None = None,
+    turns: Turns | None = None,
 ) -> TrainResult:
     """Runs steps up to `recipe.train.steps`; each takes a batch of groups, updates the policy, and publishes its new
     weights.
 
     Every process calls it. `source`, `sync` and `log` are used on rank 0 only; `source` is None elsewhere, `sync` is
     None where no server is to be updated; `canary` proves what `sync` has pushed, and is given to all. `checkpoints`
-    says where the run goes on from; `stop` ends it after the present step. Version 0 are the first weights; step k ends
-    with version k.
+    says where the run goes on from; `stop` ends it after the present step; `turns` has the trainer's device for a
+    server meanwhile. Version 0 are the first weights; step k ends with version k.
     """
     train, every = recipe.train, recipe.eval.every
     main = accelerator.is_main_process
-    stop = stop or Stop()
+    stop, turns = stop or Stop(), turns or Turns()
     lineage = checkpoints.lineage
-    learner = Learner(recipe, accelerator, recipe.rollout.temperature)
-    checkpoints.restore(learner)
     scores = needed_scores(recipe)
     weights = WeightVersions(adapters=recipe.model.lora is not None, numbers=lineage.labels)
 
-    def publish(version: int) -> dict[str, float]:
+    def canary_scores() -> Scores | None:
+        return canary.trainer_scores(learner.policy, learner.policy_forward) if canary else None
+
+    def publish(version: int, expected: Scores | None) -> dict[str, float]:
         state = learner.policy.gather()
-        scores = canary.trainer_scores(learner.policy, learner.policy_forward) if canary else None
         if sync is None or source is None:
             return {}
         started = time.perf_counter()
-        pushed = stop.wait_for(lambda: push_proven(sync, canary, version, learner.policy, state, scores))
+        pushed = stop.wait_for(lambda: push_proven(sync, canary, version, learner.policy, state, expected))
         if pushed is None:
             return {}
         report, proof = pushed
@@ -109,7 +112,12 @@ def train_rl(
         if source:
             source.acknowledge(lineage.take_groups())
 
-    first = publish(lineage.step)
+    with turns.training():
+        learner = Learner(recipe, accelerator, recipe.rollout.temperature)
+        turns.share(learner)
+        checkpoints.restore(learner)
+        expected = canary_scores()
+    first = {**publish(lineage.step, expected), **turns.take_seconds()}
     if first and lineage.step == 0:
         log({"step": 0, "version": 0, **first})
     evaluate(lineage.step)
@@ -130,15 +138,18 @@ def train_rl(
         if main and not credit.rows:
             outcomes = sorted({t.outcome.value for group in groups for t in group.trajectories})
             raise ValueError(f"step {step}: no chain of the batch can be trained; they ended {', '.join(outcomes)}")
-        rows = learner.score(credit.rows, scores) if scores else credit.rows
-        credited = credit.assign(rows) if main else Credited()
-        batch = learner.deal(credited.rows, credited.normaliser)
-        learning_rate = learner.learning_rate
-        updates = update_policy(learner, batch, recipe, critic_only=step <= train.critic.warmup_steps)
-        learner.end_step()
-        updated = time.perf_counter()
+        with turns.training():
+            entered = time.perf_counter()
+            rows = learner.score(credit.rows, scores) if scores else credit.rows
+            credited = credit.assign(rows) if main else Credited()
+            batch = learner.deal(credited.rows, credited.normaliser)
+            learning_rate = learner.learning_rate
+            updates = update_policy(learner, batch, recipe, critic_only=step <= train.critic.warmup_steps)
+            learner.end_step()
+            updated = time.perf_counter()
+            expected = canary_scores()
 
-        sync_metrics = publish(step)
+        sync_metrics = publish(step, expected)
         ended = time.perf_counter()
         lineage.finish(step, [group.id for group in groups], ended - started)
         if main:
@@ -154,7 +165,8 @@ def train_rl(
                 "tokens_per_second": batch.tokens / (ended - started),
                 "seconds/step": ended - started,
                 "seconds/wait": waited - started,
-                "seconds/update": updated - waited,
+                "seconds/update": updated - entered,
+                **turns.take_seconds(),
                 **sync_metrics,
             }
             log(lineage.metrics)

@@ -21,6 +21,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--port", type=int, required=True, help="0 takes a free port")
     parser.add_argument("--served-model-name", default="policy", help="the base model's name in requests")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--quantization", choices=["int8", "int4"], help="round the weights of linear modules")
     parser.add_argument("--max-model-len", type=int, default=8192, help="tokens per sequence, prompt included")
     parser.add_argument("--max-num-seqs", type=int, default=128, help="sequences decoded together")
     parser.add_argument("--max-loras", type=int, default=4, help="adapters held at a time")
@@ -59,17 +60,25 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str | 
 
     from rollout.embedded.engine import Engine, UnsupportedModel
     from rollout.embedded.lora import AdapterError
+    from rollout.embedded.quantization import adapters_only, quantize
     from rollout.embedded.server import Server
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     try:
         config = AutoConfig.from_pretrained(args.model)
+        if stored := getattr(config, "quantization_config", None):
+            _fail(
+                f"the embedded engine cannot serve {args.model}, which is quantised ({stored['quant_method']}); use "
+                "engine: vllm, or the plain model with --quantization int8 or int4"
+            )
         model: Any = AutoModelForCausalLM.from_pretrained(args.model, config=config, dtype=getattr(torch, args.dtype))
         model = model.to(device=device)
     except (OSError, ValueError, RuntimeError) as error:
         _fail(f"cannot load the model {args.model}: {error}")
     eos = model.generation_config.eos_token_id
     try:
+        if args.quantization:
+            quantize(model, args.quantization)
         engine = Engine(
             model,
             max_model_len=args.max_model_len,
@@ -92,7 +101,8 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str | 
         _fail(str(error))
     except AdapterError as error:
         _fail(f"--adapter {adapter}: {error}")
-    runner = web.ServerRunner(web.Server(server.dispatch, access_log=None, handler_cancellation=True))
+    dispatch = adapters_only(server.dispatch, args.quantization) if args.quantization else server.dispatch
+    runner = web.ServerRunner(web.Server(dispatch, access_log=None, handler_cancellation=True))
     await runner.setup()
     await web.SockSite(runner, bound, backlog=1024).start()
     host, port = bound.getsockname()[:2]

@@ -7,10 +7,11 @@ request has ended: the next request that begins with them computes only what fol
 """
 
 import itertools
+import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import psutil
@@ -21,13 +22,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rollout.embedded.linear import use_onednn
-from rollout.embedded.lora import Adapter, AdapterLayers
+from rollout.embedded.eviction import Evictable
+from rollout.embedded.graphs import StaticDecoder
+from rollout.embedded.linear import drop_packed, use_onednn
+from rollout.embedded.lora import Adapter, AdapterLayers, Segment, segments
+from rollout.embedded.memory import give_back_freed
+from rollout.embedded.plan import Plan, Planner
+from rollout.embedded.sampling import sample
 
 PREFILL_TOKENS = 2048  # new prompt tokens per step: bounds how long decoding requests wait for others' prompts
 MASK_ELEMENTS = 2**23  # queries x keys of one prefill chunk: bounds the memory of its attention mask
 SHARE_TOKENS = 16  # a request waits a step for a prompt being computed when that spares it more tokens than this
 _engines = itertools.count()
+logger = logging.getLogger(__name__)
 
 
 class UnsupportedModel(ValueError):
@@ -63,41 +70,22 @@ class Request:
     finish_reason: str | None = None
 
 
-class _Group(NamedTuple):
-    """Requests of one step whose queries are padded to one length and attend together.
-
-    `gather` [n * queries] indexes the step's tokens; `tokens` [count] are those tokens and `pick` [count] where their
-    results are among the n * queries. None means: all, in order. Either the slots `first` to `end` are viewed in
-    place, or `slots` are copied out.
-    """
-
-    queries: int
-    keys: int
-    mask: Float[Tensor, "n 1 queries keys"]
-    gather: Tensor | None
-    tokens: Tensor | None
-    pick: Tensor | None
-    first: int
-    end: int
-    slots: Tensor | None
-
-
-class _Plan(NamedTuple):
-    """What `_attend` needs to know about the running step; `rows` are the cache rows that its tokens fill."""
-
-    rows: Tensor
-    groups: list[_Group]
-
-
 class Engine:
     """Decodes requests with `model`; the caller drives it: `add`, then `step` while `busy`.
 
     `max_model_len` tokens (prompt and sampled) per sequence and `max_num_seqs` sequences at a time fix the size of the
-    cache. Raises UnsupportedModel when the model cannot be decoded exactly this way. Not thread-safe.
+    cache. `static_decode`: steps without new prompts have fixed shapes, on a GPU as CUDA graphs; null is on a GPU only.
+    Raises UnsupportedModel when the model cannot be decoded exactly this way. Not thread-safe.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, max_model_len: int, max_num_seqs: int, weight_version: str = "0"
+        self,
+        model: PreTrainedModel,
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
+        weight_version: str = "0",
+        static_decode: bool | None = None,
     ) -> None:
         config = model.config
         kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
@@ -129,13 +117,21 @@ class Engine:
         self._used = np.zeros(max_num_seqs, np.int64)
         self._held = np.zeros(max_num_seqs, bool)
         self._clock = 0
-        self._plan: _Plan | None = None
+        self._planner = Planner(self._heads, self._kv_heads, self._length, model.dtype, model.device)
+        self._plan: Plan | None = None
+        self._weights: Evictable | None = None
+        self._evicted: list[Evictable] = []
         self.cache: Tensor | None = None
         self.allocate_cache()
         self._attention_name = f"agentfactory_embedded_{next(_engines)}"
         ALL_ATTENTION_FUNCTIONS.register(self._attention_name, self._attention)
         use_onednn(model)
+        self.static: StaticDecoder | None = None
         self._prove()
+        cuda = self.device.type == "cuda"
+        if cuda if static_decode is None else static_decode:
+            self.static = StaticDecoder(self._forward, self._planner, max_num_seqs, capture=cuda)
+            self._prove_static()
 
     # ---- requests
 
@@ -187,14 +183,58 @@ class Engine:
                 f"the KV cache of {self.max_num_seqs} x {self.max_model_len} tokens needs {gib:.1f} GiB and "
                 f"{free:.1f} GiB are free: lower max_num_seqs or max_model_len"
             )
-        # zeros, not empty: a masked position must not hold a NaN
-        self.cache = torch.zeros(self.cache_shape, dtype=self.model.dtype, device=self.device)
+        try:
+            # zeros, not empty: a masked position must not hold a NaN
+            self.cache = torch.zeros(self.cache_shape, dtype=self.model.dtype, device=self.device)
+        except RuntimeError as error:  # what torch's allocators raise
+            raise MemoryError(f"the KV cache needs {gib:.1f} GiB: {error}") from error
         # each layer's keys and values as rows [slots * kv_heads * length, head_dim], which a step's tokens overwrite
         self._rows = [[kv.view(-1, self._head_dim) for kv in layer] for layer in self.cache]
 
-    def free_cache(self) -> None:
-        """Give the cache's memory back; running requests compute theirs again after `allocate_cache`."""
-        self.cache, self._rows = None, []
+    def sleep(self) -> None:
+        """Give back the memory of the cache, and on a GPU that of weights and adapters, which go to the host's.
+
+        Running requests compute their cache again once it is awake. Raises MemoryError where the host has no room;
+        all is as it was then.
+        """
+        if self.device.type == "cuda" and not self._evicted:
+            self._weights = self._weights or Evictable([*self.model.parameters(), *self.model.buffers()], pin=True)
+            factors = Evictable(self.adapters.tensors(), pin=False)
+            factors.evict()
+            try:
+                self._weights.evict()
+            except MemoryError:
+                factors.restore()
+                raise
+            self._evicted = [self._weights, factors]
+        self.cache, self._rows, self._plan, self.adapters.segments = None, [], None, []
+        if self.static is not None:
+            self.static.clear()
+        drop_packed(self.model)
+        self._give_back()
+
+    def wake(self, weights: bool, cache: bool) -> None:
+        """Undo `sleep`, as far as it is asked. Raises MemoryError where there is too little; all is as it was then."""
+        restored: list[Evictable] = []
+        try:
+            for evictable in self._evicted if weights else []:
+                evictable.restore()
+                restored.append(evictable)
+            if cache and self.cache is None:
+                self.allocate_cache()
+        except MemoryError:
+            for evictable in restored:
+                evictable.evict()
+            self._give_back()
+            raise
+        if weights:
+            self._evicted = []
+
+    def _give_back(self) -> None:
+        """What is free and kept for later goes to the system, and to other processes on the GPU."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        give_back_freed()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all keys and values. With requests running it does nothing and returns False, unless they are to
@@ -279,71 +319,29 @@ class Engine:
         slot_of = np.repeat(slots, count)
         sampled = np.flatnonzero(end == known)
 
-        rows = (slot_of[:, None] * self._kv_heads + np.arange(self._kv_heads)) * self._length + position[:, None]
-        self._plan = _Plan(self._tensor(rows.ravel()), list(self._groups(slots, start, count, position)))
-        self.adapters.segments = list(_segments(requests, after))
-        logits = self.model(
-            input_ids=self._tensor(self._ids[slot_of, position])[None],
-            position_ids=self._tensor(position)[None],
-            use_cache=False,
-            logits_to_keep=self._tensor(after[sampled] - 1),
-        ).logits[0]
+        ids = self._ids[slot_of, position]
+        adapters, tensor = [request.adapter for request in requests], self._planner.tensor
+        if self.static is not None and len(sampled) == len(ids):
+            logits = self.static.decode(slots, ids, position, adapters, self._computed)
+        else:
+            plan, keep = self._planner.plan(slots, start, count, position), tensor(after[sampled] - 1)
+            logits = self._forward(plan, segments(adapters, after), tensor(ids), tensor(position), keep)
         self._computed[slots] = end
         if len(sampled):
             self._extend([requests[i] for i in sampled], slots[sampled], logits)
 
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
-
-    def _groups(
-        self, slots: np.ndarray, start: np.ndarray, count: np.ndarray, position: np.ndarray
-    ) -> Iterator[_Group]:
-        """Requests with like numbers of new tokens together, split by length where padding would double the work."""
-        offset, end = count.cumsum() - count, start + count
-        width = np.where(count == 1, 0, np.ceil(np.log2(np.maximum(count, 32))))
-        for kind in np.unique(width):
-            members = np.flatnonzero(width == kind)
-            ends = end[members]
-            depth = np.ceil(np.log2(np.maximum(ends, 256)))
-            if len(ends) * ends.max() <= 2 * ends.sum():
-                depth[:] = 0
-            for level in np.unique(depth):
-                chosen = members[depth == level]
-                yield self._group(slots[chosen], offset[chosen], count[chosen], end[chosen], position)
-
-    def _group(
-        self, slots: np.ndarray, offset: np.ndarray, count: np.ndarray, end: np.ndarray, position: np.ndarray
-    ) -> _Group:
-        queries = int(count.max())
-        keys = min(self._length, -(-int(end.max()) // 16) * 16)
-        first, last = int(slots.min()), int(slots.max()) + 1
-        viewed = 2 * len(slots) >= last - first  # reading a few idle slots is cheaper than copying the busy ones
-        place = slots - first if viewed else np.arange(len(slots))
-        n = last - first if viewed else len(slots)
-        # [n, queries] -> token; a padded query repeats its request's last token, an idle slot takes token 0
-        column = np.minimum(np.arange(queries), count[:, None] - 1)
-        gather = np.zeros((n, queries), np.int64)
-        gather[place] = offset[:, None] + column
-        real = np.arange(queries) < count[:, None]
-        tokens = (offset[:, None] + np.arange(queries))[real]
-        pick = (place[:, None] * queries + np.arange(queries))[real]
-        visible = self._tensor(position[gather])  # a query sees the keys up to its own position
-        blocked = torch.arange(keys, device=self.device) > visible[:, None, :, None]
-        mask = torch.zeros(blocked.shape, dtype=self.model.dtype, device=self.device).masked_fill_(
-            blocked, float("-inf")
-        )
-        whole = n * queries == len(position) and bool((gather.ravel() == np.arange(len(position))).all())
-        return _Group(
-            queries=queries,
-            keys=keys,
-            mask=mask if queries == 1 else mask.repeat(1, 1, self._heads // self._kv_heads, 1),
-            gather=None if whole else self._tensor(gather.ravel()),
-            tokens=None if whole else self._tensor(tokens),
-            pick=None if whole else self._tensor(pick),
-            first=first,
-            end=last,
-            slots=None if viewed else self._tensor(slots),
-        )
+    def _forward(
+        self, plan: Plan, segments: list[Segment], ids: Tensor, position: Tensor, keep: Tensor | None = None
+    ) -> Float[Tensor, "n vocabulary"]:
+        """Logits of the step's tokens, or of those at the indices `keep`."""
+        self._plan, self.adapters.segments = plan, segments
+        logits: Tensor = self.model(
+            input_ids=ids[None],
+            position_ids=position[None],
+            use_cache=False,
+            logits_to_keep=0 if keep is None else keep,
+        ).logits
+        return logits[0]
 
     def _attention(
         self,
@@ -402,7 +400,7 @@ class Engine:
 
     def _extend(self, requests: list[Request], slots: np.ndarray, logits: Float[Tensor, "n vocabulary"]) -> None:
         """Sample the next token of each request and end those that are complete."""
-        tokens, distribution = _sample(logits, requests)
+        tokens, distribution = sample(logits, requests)
         logprobs = distribution.gather(1, torch.tensor(tokens, device=distribution.device)[:, None])[:, 0].tolist()
         self._ids[slots, self._known[slots]] = tokens
         self._known[slots] += 1
@@ -454,35 +452,15 @@ class Engine:
                 f"{type(self.model).__name__}: log-probabilities differ by {drift:.2g} from the model's own attention"
             )
 
-
-def _segments(requests: list[Request], after: np.ndarray) -> Iterator[tuple[Adapter, int, int]]:
-    """(adapter, first token, end) of each run of requests with the same adapter; requests come sorted by adapter."""
-    begin = 0
-    for index, request in enumerate(requests):
-        if index + 1 == len(requests) or requests[index + 1].adapter is not request.adapter:
-            if request.adapter:
-                yield request.adapter, begin, int(after[index])
-            begin = int(after[index])
-
-
-def _sample(
-    logits: Float[Tensor, "n vocabulary"], requests: list[Request]
-) -> tuple[list[int], Float[Tensor, "n vocabulary"]]:
-    """One token per row, and the log-probabilities of all: inverse of the cumulative distribution at one uniform per
-    token, from the request's own generator, so that a result does not depend on what else was in the batch."""
-    temperature = [r.temperature for r in requests]
-    scaled = logits.float()
-    if any(t not in (0.0, 1.0) for t in temperature):
-        scaled = scaled / torch.tensor([t or 1.0 for t in temperature], device=logits.device)[:, None]
-    logprobs = torch.log_softmax(scaled, -1)
-    if any(temperature):
-        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
-        uniform = torch.tensor([r.generator.random() if r.temperature else 0.0 for r in requests], dtype=torch.float64)
-        target = uniform.to(logits.device)[:, None] * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[-1] - 1)
-        if not all(temperature):
-            greedy = torch.tensor([t == 0.0 for t in temperature], device=logits.device)[:, None]
-            tokens = torch.where(greedy, scaled.argmax(-1, keepdim=True), tokens)
-    else:
-        tokens = scaled.argmax(-1, keepdim=True)
-    return tokens[:, 0].tolist(), logprobs
+    def _prove_static(self) -> None:
+        """The same by static steps. What cannot be captured is decoded without, which is said."""
+        try:
+            self._prove()
+        except (RuntimeError, UnsupportedModel) as error:
+            if self.device.type != "cuda":
+                raise
+            self.static = None
+            for request in self.requests():
+                self.abort(request)
+            self.reset_prefix_cache()
+            logger.warning("decoding goes without CUDA graphs, which makes it slower: %s", error)

@@ -23,12 +23,22 @@ def use_onednn(model: nn.Module) -> None:
             module.forward = _PackedLinear(module)  # type: ignore[assignment, method-assign]
 
 
+def drop_packed(model: nn.Module) -> None:
+    """Free the second copies; each is made again when it is next needed."""
+    for module in model.modules():
+        if isinstance(module.forward, _PackedLinear):
+            module.forward.drop()
+
+
 class _PackedLinear:
     """The forward of one linear module, by the operators behind torch.compile's CPU back end."""
 
     def __init__(self, module: nn.Linear) -> None:
         self._weight = module.weight
         self._bias = module.bias
+        self.drop()
+
+    def drop(self) -> None:
         self._packed: Tensor | None = None
         self._version = -1
 

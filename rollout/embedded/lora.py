@@ -2,9 +2,13 @@
 
 import itertools
 import json
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -22,29 +26,42 @@ _PREFIX = "base_model.model."
 _serial = itertools.count(1)
 
 
+Factors = dict[str, tuple[Tensor, Tensor]]
+"""Per linear module A [in, rank] and B [rank, out], B already scaled by alpha / rank."""
+
+
 class AdapterError(ValueError):
     """An adapter folder that cannot be served; the text says why."""
 
 
 class Adapter:
-    """A loaded adapter: per linear module A [in, rank] and B [rank, out], B already scaled by alpha / rank.
+    """A loaded adapter; `serial` tells apart two that had the same name one after the other."""
 
-    `serial` tells apart two adapters that had the same name one after the other.
-    """
-
-    def __init__(self, name: str, path: str, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, name: str, path: str, factors: Factors) -> None:
         self.name, self.path, self.factors = name, path, factors
         self.serial = next(_serial)
+
+
+class Segment(NamedTuple):
+    """The tokens `begin` to `end` of a step are an adapter's, but not those where `others` [tokens, 1] holds."""
+
+    factors: Factors
+    begin: int
+    end: int
+    others: Tensor | None = None
 
 
 class AdapterLayers:
     """Adds the adapters' products to the outputs of the model's linear modules.
 
-    `segments` holds (adapter, first token, end) of the step that is about to run; other tokens see the bare model.
+    `segments` are those of the step that is about to run; tokens of none see the bare model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.segments: list[tuple[Adapter, int, int]] = []
+        self.segments: list[Segment] = []
+        # memory of factors, and whose it is: who comes takes the place of who has gone, so that CUDA graphs that read
+        # it stay right from one version of an adapter to the next
+        self._places: list[tuple[Factors, weakref.ref[Adapter]]] = []
         self._linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         # its input is one row per sampled token, not per token of the step
         self._head = next((n for n, m in self._linear.items() if m is model.get_output_embeddings()), None)
@@ -85,16 +102,54 @@ class AdapterLayers:
             raise AdapterError(f"{path} holds no tensors")
         for module in factors.keys() - self._hooked:
             self._hook(module)
-        return Adapter(name, path, factors)
+        return self._settle(Adapter(name, path, factors))
+
+    def _settle(self, adapter: Adapter) -> Adapter:
+        """Give it the place of one that nobody holds any more and that was like it, or a new one."""
+        empty = [(factors, owner) for factors, owner in self._places if owner() is None]
+        self._places = [(factors, owner) for factors, owner in self._places if owner() is not None]
+        for factors, _ in empty:
+            if _places(factors) == _places(adapter.factors):
+                for name, pair in adapter.factors.items():
+                    for place, factor in zip(factors[name], pair, strict=True):
+                        place.copy_(factor)
+                adapter.factors = factors
+                break
+        self._places.append((adapter.factors, weakref.ref(adapter)))
+        return adapter
+
+    def tensors(self) -> list[Tensor]:
+        """The factors that have memory."""
+        return [factor for factors, _ in self._places for pair in factors.values() for factor in pair]
 
     def _hook(self, name: str) -> None:
         def add_products(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-            for adapter, begin, end in self.segments:
-                if pair := adapter.factors.get(name):
-                    output[:, begin:end] += (args[0][:, begin:end] @ pair[0]) @ pair[1]
+            for factors, begin, end, others in self.segments:
+                if pair := factors.get(name):
+                    product = (args[0][:, begin:end] @ pair[0]) @ pair[1]
+                    # filled, not multiplied: one adapter's NaN is none of the others' business
+                    output[:, begin:end] += product if others is None else product.masked_fill_(others, 0)
 
         self._linear[name].register_forward_hook(add_products)
         self._hooked.add(name)
+
+
+def _places(factors: Factors) -> dict[str, list[tuple[torch.Size, int]]]:
+    """Shapes and bytes, of which there are none while the factors are evicted."""
+    return {
+        name: [(factor.shape, factor.untyped_storage().nbytes()) for factor in pair] for name, pair in factors.items()
+    }
+
+
+def segments(adapters: Sequence[Adapter | None], after: np.ndarray) -> list[Segment]:
+    """Those of requests sorted by adapter, whose tokens end at `after`."""
+    made, begin = [], 0
+    for index, adapter in enumerate(adapters):
+        if index + 1 == len(adapters) or adapters[index + 1] is not adapter:
+            if adapter:
+                made.append(Segment(adapter.factors, begin, int(after[index])))
+            begin = int(after[index])
+    return made
 
 
 def _check_config(config: dict[str, Any]) -> None:

@@ -22,3 +22,12 @@ def keep_freed_memory() -> None:
         libc.mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
         libc.mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
         libc.mallopt(_TOP_PAD, 1 << 26)
+
+
+def give_back_freed() -> None:
+    """Return to the kernel what is free, and was kept for later; with other C libraries than glibc do nothing."""
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)

@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from aiohttp import web
 
 from rollout.concurrency import METRICS_ROUTE, Load, write_load
 from rollout.embedded.engine import Engine, Request
 from rollout.embedded.lora import Adapter, AdapterError
-from rollout.embedded.weights import WeightsError, checksums, load_weights
+from rollout.embedded.shared_memory import CPU, memory_key
+from rollout.embedded.weights import WeightsError, WeightUpdate, checksums
 
 Json = dict[str, Any]
 Handler = Callable[["Server", web.BaseRequest], Awaitable[Json | str]]
@@ -73,8 +73,7 @@ class Server:
         self._device = engine.device
         self._asleep: set[str] = set()  # of "weights", "kv_cache"
         self._frozen = False  # paused with requests kept: no steps
-        self._updating = False  # between start_weight_update and finish_weight_update: no steps
-        self._updated = False
+        self._update: WeightUpdate | None = None  # from start_weight_update to finish_weight_update: no steps
         self._open = asyncio.Event()  # new requests pass; closed while paused
         self._open.set()
         self._work = asyncio.Event()
@@ -85,7 +84,7 @@ class Server:
     async def run_engine(self) -> None:
         """Step while there is work, for ever."""
         while True:
-            if self._frozen or self._updating or self._asleep or not self.engine.busy:
+            if self._frozen or self._update or self._asleep or not self.engine.busy:
                 self._work.clear()
                 await self._work.wait()
                 continue
@@ -258,43 +257,56 @@ class Server:
     # ---- weights
 
     async def init_weight_transfer_engine(self, http: web.BaseRequest) -> Json:
-        if (await _body(http)).get("init_info"):
-            raise ApiError(400, "init_info: the file backend takes none; send {}")
-        return {"message": "Weight transfer initialized"}
+        """Nothing is arranged; the answer says whose memory can be shared, as keys of the ipc backend's handles."""
+        if (await _body(http)).get("init_info") not in (None, {}, {"packed": True}):
+            raise ApiError(400, 'init_info: the file backend takes {}, the ipc backend {"packed": true}')
+        memory = dict.fromkeys([memory_key(self._device), CPU])
+        return {"message": "Weight transfer initialized", "memory": list(memory)}
 
     async def start_weight_update(self, http: web.BaseRequest) -> Json:
-        """No step runs until finish_weight_update. Requests in flight must have been paused."""
+        """No step runs until finish_weight_update. Requests in flight must have been paused, the weights be awake."""
         if self.engine.busy and not self._frozen:
             raise ApiError(409, "requests are running; POST /pause first")
-        self._updating, self._updated = True, False
+        if "weights" in self._asleep:
+            raise ApiError(409, "the weights are asleep; POST /wake_up?tags=weights first")
+        self._end_update()
+        self._update = WeightUpdate(self.engine.model)
         return {"message": "Weight update started"}
 
     async def update_weights(self, http: web.BaseRequest) -> Json:
         info = (await _body(http)).get("update_info")
-        if not isinstance(info, dict) or info.keys() != {"path"} or not isinstance(info["path"], str):
-            raise ApiError(400, 'update_info: the file backend takes {"path": "<safetensors file>"}')
-        if not self._updating:
-            raise ApiError(400, "no weight update has been started; POST /start_weight_update first")
+        update = self._need_update()
         try:
-            load_weights(self.engine.model, info["path"])
+            update.load(info)
         except WeightsError as error:
             raise ApiError(400, str(error)) from error
-        self._updated = True
         return {"message": "Weights updated"}
 
     async def finish_weight_update(self, http: web.BaseRequest) -> Json:
+        """Without a `weight_version` the update is given up, whatever has been brought."""
         version = (await _body(http)).get("weight_version")
-        if not self._updating:
-            raise ApiError(400, "no weight update has been started; POST /start_weight_update first")
-        if version is not None and not isinstance(version, str):
-            raise ApiError(400, f"weight_version: {version!r} is not a string")
-        if version is not None and not self._updated:
-            raise ApiError(400, "weight_version: no weights were updated; POST /update_weights first")
-        self._updating = False
+        update = self._need_update()
         if version is not None:
+            if not isinstance(version, str):
+                raise ApiError(400, f"weight_version: {version!r} is not a string")
+            try:
+                update.check_whole()
+            except WeightsError as error:
+                raise ApiError(400, f"weight_version: {error}") from error
             self.engine.weight_version = version
+        self._end_update()
         self._work.set()
         return {"message": "Weight update finished"}
+
+    def _need_update(self) -> WeightUpdate:
+        if self._update is None:
+            raise ApiError(400, "no weight update has been started; POST /start_weight_update first")
+        return self._update
+
+    def _end_update(self) -> None:
+        if self._update is not None:
+            self._update.close()
+            self._update = None
 
     async def weight_info(self, http: web.BaseRequest) -> Json:
         return {"weight_version": self.engine.weight_version}
@@ -303,6 +315,8 @@ class Server:
         action = (await _body(http)).get("action")
         if action != "checksum":
             raise ApiError(400, f"action: {action!r} is not supported by the embedded engine; only checksum is")
+        if "weights" in self._asleep:
+            raise ApiError(409, "the weights are asleep; POST /wake_up?tags=weights first")
         return {"checksums": checksums(self.engine.model)}
 
     # ---- cache and sleep
@@ -312,24 +326,29 @@ class Server:
         return {"success": self.engine.reset_prefix_cache(running)}
 
     async def sleep(self, http: web.BaseRequest) -> Json:
-        """Level 1: free the cache and, on a GPU, move the weights to the CPU. With requests in flight `mode` must
-        say what becomes of them, as in /pause; kept ones compute their cache again after /wake_up."""
+        """Level 1: give back the cache's memory and, on a GPU, that of weights and adapters, which wait in the host's;
+        what has been woken since sleeps again. With requests in flight `mode` must say what becomes of them, as in
+        /pause; kept ones compute their cache again after /wake_up."""
         if http.query.get("level", "1") != "1":
             raise ApiError(400, f"level: {http.query['level']!r} is not supported by the embedded engine; only 1 is")
-        if not self._asleep:
+        if self._update:
+            raise ApiError(409, "a weight update is under way; POST /finish_weight_update first")
+        if self._asleep != {"weights", "kv_cache"}:
             was_open, was_frozen = self._open.is_set(), self._frozen
             if self.engine.busy:
                 if "mode" not in http.query:
                     raise ApiError(409, "requests are running; pause first or give mode=abort, wait or keep")
                 await self._pause(http.query["mode"])
-            self._asleep = {"weights", "kv_cache"}
-            self.engine.free_cache()
-            if self._device.type == "cuda":
-                self.engine.model.to("cpu")
-                torch.cuda.empty_cache()
-            self._frozen = was_frozen
-            if was_open:
-                self._open.set()
+            try:
+                self.engine.sleep()
+                self._asleep = {"weights", "kv_cache"}
+            except MemoryError as error:
+                raise ApiError(500, f"cannot sleep, and stays awake: {error}") from error
+            finally:
+                self._frozen = was_frozen
+                if was_open:
+                    self._open.set()
+                self._work.set()
         return {"status": "sleeping", "level": 1}
 
     async def wake_up(self, http: web.BaseRequest) -> Json:
@@ -337,10 +356,11 @@ class Server:
         tags = set(http.query.getall("tags", [])) or {"weights", "kv_cache"}
         if unknown := tags - {"weights", "kv_cache"}:
             raise ApiError(400, f"tags: {min(unknown)!r} is not one of weights, kv_cache")
-        if "weights" in tags & self._asleep:
-            self.engine.model.to(self._device)
-        if "kv_cache" in tags & self._asleep:
-            self.engine.allocate_cache()
+        wanted = tags & self._asleep
+        try:
+            self.engine.wake("weights" in wanted, "kv_cache" in wanted)
+        except MemoryError as error:
+            raise ApiError(500, f"cannot wake up, and sleeps on as before: {error}") from error
         self._asleep -= tags
         self._work.set()
         return {"status": "sleeping" if self._asleep else "awake"}

@@ -1,12 +1,12 @@
 """Recipes on disk, and the command as a person runs it."""
 
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.forked import COMMAND, Forked
 
 TOOLS = '''
 from agentfactory import Environment, reward, tool
@@ -59,11 +59,13 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def agentfactory() -> Command:
+def agentfactory(tmp_path_factory: pytest.TempPathFactory) -> Command:
     """Runs `agentfactory ARGUMENTS` in the current folder, as a process."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [os.path.join(os.path.dirname(sys.executable), "agentfactory"), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+        said = tmp_path_factory.mktemp("said")
+        log, errors = said / "stdout", said / "stderr"
+        status = Forked(COMMAND, *arguments, log=log, errors=errors).wait()
+        return subprocess.CompletedProcess(arguments, status, log.read_text(), errors.read_text())
 
     return run

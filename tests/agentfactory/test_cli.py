@@ -188,8 +188,9 @@ def test_a_users_file_of_our_packages_name_is_told(project: Path, name: str) -> 
     assert result.stdout == ""
 
 
-def test_the_installed_command_is_not_shadowed(project: Path, agentfactory: Command) -> None:
+def test_the_installed_command_is_not_shadowed(project: Path) -> None:
     (project / "tools.py").write_text("print('mine')\n")
-    result = agentfactory("train", "recipe.yaml", "--dry-run")
+    command = [str(Path(sys.executable).with_name("agentfactory")), "train", "recipe.yaml", "--dry-run"]
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "mine" not in result.stdout

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory import Agent
 from agentfactory.recipe import RecipeError, load_recipe
 
 FSDP2 = ["train.strategy=fsdp2", "train.processes=2"]
@@ -69,9 +70,58 @@ def test_refused(project: Path, case: str) -> None:
     assert caught.value.field == field
 
 
+LORA = "model.lora.rank=8"
+UNCORRECTED = "train.loss.mismatch.correction=none"
+SERVED_APART = {
+    "fp8 by the embedded engine": ([LORA, "server.quantization=fp8"], "server.quantization", "engine=vllm"),
+    "int4 by vLLM": (
+        [LORA, "server.engine=vllm", "server.quantization=int4"],
+        "server.quantization",
+        "engine=embedded",
+    ),
+    "full weights into rounded ones": (["server.quantization=int8"], "server.quantization", "train an adapter"),
+    "full weights into a copy": (["server.model=org/Model-AWQ"], "server.model", "train an adapter"),
+    "uncorrected, rounded": (
+        [LORA, UNCORRECTED, "server.quantization=int8"],
+        "train.loss.mismatch.correction",
+        "use token_truncate",
+    ),
+    "uncorrected, a copy": (
+        [LORA, UNCORRECTED, "server.model=org/Model-AWQ"],
+        "train.loss.mismatch.correction",
+        "use token_truncate",
+    ),
+    "uncorrected, four bits in the trainer": (
+        [NF4, UNCORRECTED],
+        "train.loss.mismatch.correction",
+        "use token_truncate",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SERVED_APART)
+def test_a_server_that_no_weights_or_no_correction_fits_is_refused(project: Path, case: str) -> None:
+    overrides, field, fix = SERVED_APART[case]
+    with pytest.raises(RecipeError, match=fix) as caught:
+        load_recipe("recipe.yaml", overrides, purpose="train")
+    assert caught.value.field == field
+
+
+def test_an_agent_s_own_server_refuses_it_too() -> None:
+    with pytest.raises(ValueError, match=r"server.quantization: got 'fp8', and the embedded engine rounds to int8 or"):
+        Agent("org/model", engine="embedded", server={"quantization": "fp8"})
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
+        [LORA, "server.quantization=int4"],
+        [LORA, "server.model=org/Model-AWQ", "train.loss.mismatch.correction=token_mask"],
+        [NF4],
+        [NF4, "server.quantization=int8", "train.strategy=ddp", "train.processes=2"],
+        [LORA, UNCORRECTED],
+        # nothing is sampled
+        [NF4, "train.algorithm=sft"],
         [*FSDP2, "model.lora.rank=8", "train.gradient_checkpointing=true", "train.activation_offload=true"],
         [*FSDP2, "train.compile=true", "train.optimizer.name=sgd"],
         ["train.optimizer={name: muon, eps: 1e-6, betas: [0.95, 0.99]}", "train.attention=flex_attention"],

@@ -1,16 +1,34 @@
 """Children are ended with all that they started, and their deaths are told."""
 
+import functools
+import multiprocessing
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from agentfactory import processes
 from agentfactory.processes import Child, ChildFailed, Children
+
+
+def apart(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs a test in a process of its own: Children end all that their process has started, and ours has servers."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        process = multiprocessing.get_context("fork").Process(target=test, kwargs=fixtures)
+        process.start()
+        process.join()
+        assert process.exitcode == 0, "its traceback is on stderr"
+
+    return run
+
 
 # a child with a child, which notes its own number
 FAMILY = """
@@ -39,6 +57,7 @@ def gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("first", [None, signal.SIGKILL])
+@apart
 def test_leaving_ends_grandchildren_too(tmp_path: Path, first: signal.Signals | None) -> None:
     with Children() as children:
         child = start(children, tmp_path, "family", FAMILY, str(tmp_path / "pid"))
@@ -51,6 +70,7 @@ def test_leaving_ends_grandchildren_too(tmp_path: Path, first: signal.Signals | 
     assert gone(grandchild)
 
 
+@apart
 def test_a_stubborn_child_is_killed(tmp_path: Path) -> None:
     code = (
         "import signal, sys, time; signal.signal(15, signal.SIG_IGN); open(sys.argv[1], 'w').write('x'); time.sleep(60)"
@@ -75,6 +95,7 @@ time.sleep(0.5)
 """
 
 
+@apart
 def test_a_child_that_finishes_something_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_TERM_SECONDS", 2.0)
     at_work = tmp_path / "at-work"
@@ -112,6 +133,7 @@ except KeyboardInterrupt:
     assert launcher.wait(10) == 130
 
 
+@apart
 def test_a_bad_end_is_told_with_its_last_words(tmp_path: Path) -> None:
     with Children() as children:
         child = start(children, tmp_path, "trainer", "raise ValueError('no luck')")
@@ -121,6 +143,7 @@ def test_a_bad_end_is_told_with_its_last_words(tmp_path: Path) -> None:
             children.wait(child)
 
 
+@apart
 def test_what_an_earlier_child_wrote_to_the_log_is_not_this_ones(tmp_path: Path) -> None:
     with Children() as children:
         first = start(children, tmp_path, "server", "print('ready at the old address')")
@@ -131,6 +154,7 @@ def test_what_an_earlier_child_wrote_to_the_log_is_not_this_ones(tmp_path: Path)
     assert second.tail(10) == ["starting"]
 
 
+@apart
 def test_the_death_of_a_neighbour_is_the_cause(tmp_path: Path) -> None:
     with Children() as children:
         server = start(children, tmp_path, "server", "import time; time.sleep(60)")
@@ -141,6 +165,7 @@ def test_the_death_of_a_neighbour_is_the_cause(tmp_path: Path) -> None:
     assert trainer.process.returncode == -signal.SIGTERM
 
 
+@apart
 def test_a_good_end_is_silent(tmp_path: Path) -> None:
     with Children() as children:
         children.wait(start(children, tmp_path, "trainer", "print('done')"))

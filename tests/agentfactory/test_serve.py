@@ -55,7 +55,7 @@ def test_a_failed_start_is_explained(recipe: Path, agentfactory: Command) -> Non
     [
         (["server.url=http://127.0.0.1:1"], ["server.url", "runs already", "null"]),
         (["server.quantization=fp8"], ["server.quantization", "'fp8'", "server.engine=vllm"]),
-        (["server.engine=vllm", "server.host=0.0.0.0"], ["server.host", "no key guards", "tunnel"]),
+        (["server.engine=vllm", "server.host=0.0.0.0"], ["server.host", "no key guards", "server.api_key_env"]),
         (["server.engine=vllm", "server.python=none/python"], ["server.python", "none/python", "no such program"]),
         (["server.engine=vllm", f"server.python={sys.base_prefix}/bin/python3"], ["server.python", "has no vLLM"]),
     ],

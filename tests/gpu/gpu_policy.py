@@ -1,7 +1,6 @@
 """What only a GPU computes, against what is proven on the CPU: precision, attention kernels, layer kernels, compiled
 layers, offloading, QLoRA, 8-bit optimisers. `make test-gpu` runs it, and prints how fast and small each option is."""
 
-import importlib.util
 import random
 import time
 from collections.abc import Callable
@@ -12,56 +11,17 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3 import modeling_qwen3
 
+from tests.gpu.models import DEVICE, NEEDS_GPU, VOCABULARY, needs, recipe
 from trainers.batch import TrainingRow, make_batches
 from trainers.config import TrainConfig, TrainRecipe
 from trainers.network import load_network
 from trainers.optimizer import make_optimizer
 from trainers.policy import Policy, load_policy
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-DEVICE = "cuda"
-VOCABULARY = 512
+pytestmark = NEEDS_GPU
 LORA = {"rank": 8}
-
-
-def needs(package: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")
-
-
-def make_model(folder: Path, width: int, layers: int) -> Path:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 64,
-        num_key_value_heads=width // 128,
-        head_dim=64,
-        tie_word_embeddings=True,
-        initializer_range=0.05,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("small") / "model", width=256, layers=4)
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """0.1 billion parameters: enough for speed and memory to mean something."""
-    return make_model(tmp_path_factory.mktemp("large") / "model", width=1024, layers=8)
-
-
-def recipe(path: Path, dtype: str = "float32", lora: dict[str, Any] | None = None, **train: Any) -> TrainRecipe:
-    model = {"path": str(path), "dtype": dtype, "lora": lora}
-    return TrainRecipe.model_validate({"model": model, "train": {"steps": 1, **train}})
 
 
 def make_rows(groups: int, size: int, prompt: int, answer: int) -> list[TrainingRow]:

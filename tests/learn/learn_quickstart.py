@@ -62,6 +62,20 @@ def test_an_adapter_learns_too(tmp_path: Path) -> None:
     assert 0 < max(line.get("sync/bytes", 0) for line in lines) < model / 4
 
 
+def test_taking_turns_on_one_device_changes_nothing(tmp_path: Path) -> None:
+    """placement.mode: time_share, on a CPU: the server sleeps during each update."""
+    summary = train("quickstart.yaml", SEEDS[0], tmp_path, "grpo.placement.mode=time_share")
+    assert summary["success_before"] <= 0.25
+    assert summary["success_after"] >= 0.85
+    assert summary["greedy_after"] >= 0.95
+    stage = Path(summary["checkpoint"]).parents[1]
+    steps = [json.loads(line) for line in (stage / "metrics.jsonl").open(encoding="utf-8")]
+    steps = [line for line in steps if "loss" in line]
+    assert all(line["seconds/sleep"] > 0 and line["seconds/wake"] > 0 for line in steps)
+    assert max(line["staleness/max"] for line in steps) == 0
+    assert max(line["mismatch/max"] for line in steps) < 1e-3
+
+
 @pytest.fixture(scope="session")
 def habit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint that all algorithms start from."""

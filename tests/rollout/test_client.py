@@ -46,7 +46,7 @@ class Server:
     def __init__(self, *script: Answer) -> None:
         self.script = list(script) or [turn]
         self.version = "0"
-        self.paused = False
+        self.held: str | None = None
         self.models = ["policy"]
         self.routes = list(NEEDED_ROUTES)
         self.prompts: list[list[int]] = []
@@ -71,7 +71,8 @@ class Server:
             "/openapi.json": lambda: described,
             "/v1/models": lambda: cards,
             "/health": lambda: {},
-            "/is_paused": lambda: {"is_paused": self.paused},
+            "/is_paused": lambda: {"is_paused": self.held == "is_paused"},
+            "/is_sleeping": lambda: {"is_sleeping": self.held == "is_sleeping"},
             "/weight_info": lambda: {"weight_version": self.version},
         }
 
@@ -135,13 +136,19 @@ async def test_an_aborted_turn_is_sampled_again() -> None:
         assert (await ask(client)).token_ids == [7]
 
 
-async def test_a_paused_server_is_waited_for_beyond_the_limit() -> None:
-    server = Server(refuse(503), refuse(503), refuse(503), refuse(503), turn)
-    server.paused = True
-    started = time.monotonic()
-    async with connected(server, retry_seconds=0.2) as client:
-        assert (await ask(client)).token_ids == [7]
-    assert time.monotonic() - started > 0.4
+@pytest.mark.parametrize("cut", [refuse(503), lambda: turn(reason="abort")], ids=["refused", "aborted"])
+@pytest.mark.parametrize("state", ["is_paused", "is_sleeping"])
+async def test_what_holds_requests_back_is_waited_for_beyond_the_limit(cut: Answer, state: str) -> None:
+    # before and after it, a turn may fail for as long as ever
+    server = Server(refuse(500), cut, refuse(500), turn)
+    server.held = state
+    async with connected(server, retry_seconds=0.3) as client:
+        asking = asyncio.create_task(ask(client))
+        await asyncio.sleep(0.8)
+        assert server.prompts == [PROMPT] * 2, "nothing is sent meanwhile"
+        server.held = None
+        assert (await asking).token_ids == [7]
+    assert server.prompts == [PROMPT] * 4
 
 
 async def test_a_request_that_always_fails_is_given_up_and_a_server_that_always_fails_stops_the_run() -> None:

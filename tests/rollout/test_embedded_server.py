@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import peft
+import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -77,8 +78,10 @@ class Running:
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Running]]:
     folder = tmp_path_factory.mktemp("models")
-    flags = ("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "12", "--max-loras", "2")
-    qwen3 = Running(make_model(folder / "qwen3"), *flags)
+    flags = ("--max-model-len", str(MAX_MODEL_LEN), "--max-loras", "2")
+    qwen3 = Running(make_model(folder / "qwen3"), *flags, "--max-num-seqs", "12")
+    # a cache of 125 MiB, of which the tests touch little
+    flags += ("--max-num-seqs", "512")
     llama = Running(make_model(folder / "llama", "llama"), *flags, "--api-key-env", "TEST_KEY", env={"TEST_KEY": KEY})
     yield qwen3.wait(), llama.wait()
     assert qwen3.stop() == 0
@@ -382,6 +385,47 @@ async def test_sleep_and_wake(client: Client) -> None:
     check_logprobs(reference(client.server.model), prompt, await running)
     assert (await client.generate(prompt, temperature=0))["token_ids"] == before["token_ids"]
     await client.post("/sleep?level=2", status=400)
+
+
+async def test_adapters_and_weights_outlast_sleep(client: Client, tmp_path: Path) -> None:
+    path = make_adapter(client.server.model, tmp_path / "a", 1, r=4)
+    await client.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": str(path)})
+    old = await client.post("/weight_checker", {"action": "checksum"})
+    await client.post("/sleep")
+    for route, body in (("/weight_checker", {"action": "checksum"}), ("/start_weight_update", None)):
+        assert "wake_up?tags=weights first" in (await client.post(route, body, 409))["error"]["message"]
+    await client.post("/wake_up?tags=weights")
+    assert await client.post("/weight_checker", {"action": "checksum"}) == old
+    await client.post("/start_weight_update")
+    assert "finish_weight_update first" in (await client.post("/sleep", status=409))["error"]["message"]
+    await client.post("/finish_weight_update")
+    # what was woken goes to sleep again
+    await client.post("/sleep")
+    await client.post("/weight_checker", {"action": "checksum"}, 409)
+    assert (await client.post("/wake_up?tags=kv_cache"))["status"] == "sleeping"
+    assert (await client.post("/wake_up?tags=weights"))["status"] == "awake"
+    prompt = some_ids(40)
+    adapted = peft.PeftModel.from_pretrained(reference(client.server.model), path).eval()
+    check_logprobs(adapted, prompt, await client.generate(prompt, model="a"))
+    await client.post("/v1/unload_lora_adapter", {"lora_name": "a"})
+
+
+async def test_a_wake_up_without_memory_leaves_the_server_asleep(llama: Client) -> None:
+    before = await llama.generate(some_ids(40), temperature=0)
+    await llama.post("/sleep")
+    process = psutil.Process(llama.server.process.pid)
+    limits = process.rlimit(psutil.RLIMIT_AS)
+    # of the cache's 125 MiB there are 32
+    process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms + 2**25, limits[1]))
+    for tags in ("?tags=kv_cache", "", "?tags=kv_cache"):
+        answer = (await llama.post("/wake_up" + tags, status=500))["error"]["message"]
+        assert "cannot wake up, and sleeps on as before: the KV cache needs 0.1 GiB" in answer
+        assert await llama.get("/is_sleeping") == {"is_sleeping": True}
+    await llama.post("/weight_checker", {"action": "checksum"}, 409)
+    process.rlimit(psutil.RLIMIT_AS, limits)
+    assert (await llama.post("/wake_up"))["status"] == "awake"
+    after = await llama.generate(some_ids(40), temperature=0)
+    assert after["token_ids"] == before["token_ids"]
 
 
 async def test_error_answers(client: Client) -> None:

@@ -6,14 +6,10 @@ trained was sampled by the weights that it says (the trainer's log-probabilities
 
 import asyncio
 import json
-import os
-import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,56 +17,51 @@ import pytest
 
 from rollout.trajectory import Group, Outcome, read_groups
 from tests.conftest import QUICKSTART
+from tests.forked import TRAINER, Forked, start_engine
 from tests.recording_proxy import record
 
 STEPS, BATCH, MEMBERS = 6, 4, 4
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+START_SECONDS = 2.0
 
 
 class Server:
     """An embedded engine on a port of its own; `supervised` starts it again on this port whenever it dies."""
 
-    def __init__(self, model: Path, supervised: bool = False, max_model_len: int = 512):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.starts = 0
-        self._command = [sys.executable, "-P", "-m", "rollout.embedded", str(model), "--port", str(self.port)]
-        self._command += ["--max-model-len", str(max_model_len), "--max-num-seqs", "64"]
-        self._ended = False
-        self._start()
-        if supervised:
-            threading.Thread(target=self._supervise, daemon=True).start()
-
-    def _start(self) -> None:
-        self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
-        assert self.process.stdout is not None
-        ready = self.process.stdout.readline()
-        assert self._ended or ready.startswith("ready "), ready
-        self.starts += 1
+    def __init__(self, model: Path, log: Path, supervised: bool = False, max_model_len: int = 512):
+        self._model, self._log = model, log
+        self._flags = ("--max-model-len", str(max_model_len), "--max-num-seqs", "64")
+        self._process, self.url = start_engine(model, *self._flags, log=log)
+        self.starts = 1
+        self._ended = threading.Event()
+        self._supervisor = threading.Thread(target=self._supervise) if supervised else None
+        if self._supervisor:
+            self._supervisor.start()
 
     def _supervise(self) -> None:
-        while not self._ended:
-            self.process.wait()
-            if not self._ended:
-                self._start()
+        port = self.url.rpartition(":")[2]
+        while not self._ended.wait(0.05):
+            if not self._process.is_running():
+                # what a start takes that does its own imports
+                time.sleep(START_SECONDS)
+                self._process, _ = start_engine(self._model, *self._flags, "--port", port, log=self._log)
+                self.starts += 1
 
     def kill(self) -> None:
-        self.process.kill()
+        self._process.kill()
 
     def end(self) -> None:
-        self._ended = True
-        self.process.kill()
-        self.process.wait()
+        self._ended.set()
+        if self._supervisor:
+            self._supervisor.join()
+        self.kill()
 
 
 @contextmanager
-def servers(model: Path, count: int = 1, **options: Any) -> Iterator[list[Server]]:
+def servers(folder: Path, model: Path, count: int = 1, **options: Any) -> Iterator[list[Server]]:
     started: list[Server] = []
     try:
-        for _ in range(count):
-            started.append(Server(model, **options))
+        for number in range(count):
+            started.append(Server(model, folder / f"server-{number}.log", **options))
         yield started
     finally:
         for server in started:
@@ -78,9 +69,9 @@ def servers(model: Path, count: int = 1, **options: Any) -> Iterator[list[Server
 
 
 class Run:
-    """A running `agentfactory train` against servers that it did not start."""
+    """A running train.py against servers that it did not start."""
 
-    def __init__(self, process: asyncio.subprocess.Process, output: Path):
+    def __init__(self, process: Forked, output: Path):
         self.process = process
         self.output = output
 
@@ -92,23 +83,22 @@ class Run:
     async def steps(self, number: int) -> None:
         """Wait until as many have been trained."""
         while len(self.metrics()) < number:
-            assert self.process.returncode is None, await self.end()
+            assert self.process.is_running(), self.said()
             await asyncio.sleep(0.05)
 
-    async def end(self) -> str:
-        """What it said."""
-        said, _ = await self.process.communicate()
-        return said.decode()
+    async def end(self) -> int:
+        """The exit status."""
+        return await asyncio.to_thread(self.process.wait)
 
-    def log(self, name: str) -> str:
-        return (self.output / "logs" / f"{name}.log").read_text()
+    def said(self) -> str:
+        return self.process.log.read_text()
 
     def groups(self) -> list[Group]:
         return list(read_groups(self.output / "trajectories" / "train.jsonl"))
 
 
-@asynccontextmanager
-async def training(folder: Path, start: Path, tasks: Path, urls: list[str], **fields: Any) -> AsyncIterator[Run]:
+@contextmanager
+def training(folder: Path, start: Path, tasks: Path, urls: list[str], **fields: Any) -> Iterator[Run]:
     recipe = {
         "model": {"path": str(start), "dtype": "float32", **fields.pop("model", {})},
         "data": {"path": str(tasks)},
@@ -123,25 +113,16 @@ async def training(folder: Path, start: Path, tasks: Path, urls: list[str], **fi
     # JSON is YAML
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
     output = folder / "run"
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "agentfactory", "train", str(folder / "recipe.yaml"), f"output={output}"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        env=ENVIRONMENT,
-    )
+    process = Forked(TRAINER, str(folder / "recipe.yaml"), f"output={output}", log=folder / "train.log")
     try:
         yield Run(process, output)
     finally:
-        if process.returncode is None:
-            process.terminate()
-            await process.wait()
+        process.kill()
 
 
 async def check_whole(run: Run) -> None:
     """The run went on to its end, and its books are right."""
-    said = await run.end()
-    assert run.process.returncode == 0, said
+    assert await run.end() == 0, run.said()
     metrics, groups = run.metrics(), run.groups()
     assert [entry["step"] for entry in metrics] == list(range(1, STEPS + 1))
     assert max(entry["mismatch/max"] for entry in metrics) < 1e-3, "trained tokens come from the weights they name"
@@ -172,35 +153,36 @@ async def test_a_server_that_is_killed_comes_back_with_the_current_weights(
     tmp_path: Path, warm_start: Path, tasks: Path, lora: dict[str, int] | None
 ) -> None:
     """Its supervisor starts it again from the first weights, at the same port, twice."""
-    with servers(warm_start, supervised=True) as (server,):
-        async with training(tmp_path, warm_start, tasks, [server.url], model={"lora": lora}) as run:
+    with servers(tmp_path, warm_start, supervised=True) as (server,):
+        with training(tmp_path, warm_start, tasks, [server.url], model={"lora": lora}) as run:
             for step in (2, 4):
                 await run.steps(step)
                 server.kill()
             await check_whole(run)
         assert server.starts == 3
-    log = run.log("train")
+    log = run.said()
     assert log.count("has proven to hold version") + log.count("waits for a server") >= 2
 
 
 async def test_of_two_servers_one_is_enough(tmp_path: Path, warm_start: Path, tasks: Path) -> None:
-    with servers(warm_start, 2) as (first, second):
-        async with training(tmp_path, warm_start, tasks, [first.url, second.url]) as run:
+    with servers(tmp_path, warm_start, 2) as (first, second):
+        with training(tmp_path, warm_start, tasks, [first.url, second.url]) as run:
             await run.steps(3)
             first.kill()
             await check_whole(run)
-        assert f"server {first.url} is lost" in run.log("worker")
+        assert f"server {first.url} is lost" in (run.output / "logs" / "worker.log").read_text()
 
 
 async def test_ten_seconds_of_errors_are_waited_out(tmp_path: Path, warm_start: Path, tasks: Path) -> None:
-    with servers(warm_start) as (server,):
-        async with record(server.url) as proxy, training(tmp_path, warm_start, tasks, [proxy.url]) as run:
-            await run.steps(2)
-            proxy.fails_with = 500
-            await asyncio.sleep(10)
-            done = len(run.metrics())
-            proxy.fails_with = None
-            await check_whole(run)
+    with servers(tmp_path, warm_start) as (server,):
+        async with record(server.url) as proxy:
+            with training(tmp_path, warm_start, tasks, [proxy.url]) as run:
+                await run.steps(2)
+                proxy.fails_with = 500
+                await asyncio.sleep(10)
+                done = len(run.metrics())
+                proxy.fails_with = None
+                await check_whole(run)
     assert proxy.failures > 0
     assert done < STEPS
     # a failed turn is asked for again with the same ids, and each answer is in one row
@@ -213,24 +195,27 @@ async def test_ten_seconds_of_errors_are_waited_out(tmp_path: Path, warm_start: 
 async def test_a_chain_over_the_servers_context_ends_there(tmp_path: Path, warm_start: Path, tasks: Path) -> None:
     """The recipe allows more than the server that it was given, and long prompts reach that server's limit."""
     long = {"system_prompt": "Please be so kind and look for the treasure. " * 4}
-    with servers(warm_start, max_model_len=180) as (server,):
-        async with training(tmp_path, warm_start, tasks, [server.url], rollout=long) as run:
-            await check_whole(run)
+    with (
+        servers(tmp_path, warm_start, max_model_len=180) as (server,),
+        training(tmp_path, warm_start, tasks, [server.url], rollout=long) as run,
+    ):
+        await check_whole(run)
     ended = [chain for group in run.groups() for chain in group.trajectories]
     assert any(chain.outcome is Outcome.CONTEXT_OVERFLOW and chain.reward is not None for chain in ended)
     assert not any(chain.outcome.failed for chain in ended)
 
 
 async def test_when_no_server_is_left_the_run_stops_and_says_so(tmp_path: Path, warm_start: Path, tasks: Path) -> None:
-    with servers(warm_start) as (server,):
-        async with training(tmp_path, warm_start, tasks, [server.url], server={"retry_seconds": 3}) as run:
-            await run.steps(2)
-            killed = time.monotonic()
-            server.kill()
-            said = await run.end()
-    assert run.process.returncode == 1
+    with (
+        servers(tmp_path, warm_start) as (server,),
+        training(tmp_path, warm_start, tasks, [server.url], server={"retry_seconds": 3}) as run,
+    ):
+        await run.steps(2)
+        killed = time.monotonic()
+        server.kill()
+        assert await run.end() == 1
     assert time.monotonic() - killed < 15
-    last = said.strip().splitlines()[-1]
+    last = run.said().strip().splitlines()[-1]
     assert server.url in last
     assert "for 3 s" in last
     assert all(chain.reward is None for group in run.groups() for chain in group.trajectories if chain.outcome.failed)

@@ -100,9 +100,11 @@ async def test_a_thousand_chains_over_sixteen_instances(kind: str, chains: int, 
             gauges = await at_rest(toolset)
             assert (gauges["environments/pad/waiting"], gauges["environments/pad/broken"]) == (0, 0)
 
-            halves = [live(toolset, number) if number % 2 else cancel(toolset, number) for number in range(chains)]
+            # half of them are cancelled, at any of seven moments
+            fewer = chains * 2 // 5
+            halves = [live(toolset, number) if number % 2 else cancel(toolset, number) for number in range(fewer)]
             some = await asyncio.gather(*halves)
-            assert sum(filter(None, some)) == chains // 2
+            assert sum(filter(None, some)) == fewer // 2
             gauges = await at_rest(toolset)
             assert gauges["environments/pad/waiting"] == 0
 

@@ -1,9 +1,6 @@
 """A small Qwen3 made on the spot, and groups of chains with tool-like gaps between their sampled tokens."""
 
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from tests.conftest import embedded_server
 from trainers.config import TrainRecipe
 from trainers.server_control import ServerControl
 
@@ -56,21 +54,11 @@ def tokenizer(model_folder: Path) -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def server(model_folder: Path) -> Iterator[ServerControl]:
     """An embedded server of the model, behind an API key."""
-    command = [sys.executable, "-P", "-m", "rollout.embedded", str(model_folder), "--port", "0", "--max-loras", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TEST_SYNC_KEY": "s3cret"}
-    process = subprocess.Popen(
-        [*command, "--api-key-env", "TEST_SYNC_KEY", "--max-model-len", "64"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    assert process.stdout is not None
-    line = process.stdout.readline()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEST_SYNC_KEY", "s3cret")
-        yield ServerControl(line.split()[1], "TEST_SYNC_KEY")
-    process.terminate()
-    process.wait(10)
+        flags = ("--api-key-env", "TEST_SYNC_KEY", "--max-model-len", "64", "--max-loras", "2")
+        with embedded_server(model_folder, *flags) as url:
+            yield ServerControl(url, "TEST_SYNC_KEY")
 
 
 @pytest.fixture(scope="session")

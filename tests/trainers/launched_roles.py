@@ -1,4 +1,4 @@
-"""Run under `accelerate launch` by test_critic.py: passes of policy, critic and reference on two processes.
+"""Run in two processes by test_critic.py: passes of policy, critic and reference on two processes.
 
 Arguments: recipes as JSON lists, a file for what rank 0 finds.
 """
@@ -6,7 +6,6 @@ Arguments: recipes as JSON lists, a file for what rank 0 finds.
 import contextlib
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +103,4 @@ def main() -> None:
     found = [exercise(recipe, accelerator) for recipe in recipes]
     if accelerator.is_main_process:
         torch.save(found, Path(sys.argv[2]))
-    # gloo's threads let go of the last call's tensors a moment later, and abort in an interpreter that ends meanwhile
-    time.sleep(0.2)
     accelerator.end_training()
-
-
-if __name__ == "__main__":
-    main()

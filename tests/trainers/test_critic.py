@@ -1,9 +1,6 @@
 """The critic beside the policy, against separate networks of plain transformers and peft."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from transformers import AutoModelForCausalLM
 
-from tests.trainers import launched_roles
+from tests.forked import start_ranks
 from tests.trainers.launched_roles import exercise
 from trainers.adapters import CRITIC_ADAPTER, POLICY_ADAPTER
 from trainers.batch import TrainingRow, make_batches
@@ -24,7 +21,6 @@ from trainers.config import TrainRecipe
 from trainers.critic import ActorCritic, Role, make_actor_critic, role_of
 from trainers.policy import load_policy
 
-ROOT = Path(__file__).resolve().parents[2]
 LORA = {"rank": 3}
 IDS = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))
 # two turns in the first row, one in the second: what stands between was not sampled
@@ -271,13 +267,10 @@ def test_two_processes_equal_one(
     settings = [{"lora": LORA, "gradient_checkpointing": True}, {}]
     one = [exercise(make_recipe(**changed, algorithm="ppo"), accelerator) for changed in settings]
     recipes = [make_recipe(**changed, algorithm="ppo", processes=2, strategy=strategy) for changed in settings]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", "--num_processes", "2"]
-    command += ["--config_file", str(ROOT / "recipes" / "accelerate" / f"{strategy}.yaml"), launched_roles.__file__]
-    command += [json.dumps([recipe.model_dump() for recipe in recipes]), str(tmp_path / "found")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    arguments = (json.dumps([recipe.model_dump() for recipe in recipes]), str(tmp_path / "found"))
+    log = tmp_path / "ranks.log"
+    ranks = start_ranks("tests.trainers.launched_roles", *arguments, log=log, strategy=strategy)
+    assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
     for given, expected in zip(torch.load(tmp_path / "found"), one, strict=True):
         torch.testing.assert_close(given, expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(given["put back"], given["after"], atol=0, rtol=0)

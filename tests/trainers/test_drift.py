@@ -6,7 +6,7 @@ import pytest
 from trainers.sync.drift import LEAST_NOISE, Drift, Verdict
 
 NOISE = 0.01
-TOKENS = 128
+CONTEXTS, TOKENS = 8, 128
 
 
 class Scorer:
@@ -30,7 +30,7 @@ def scorer() -> Scorer:
 
 def begun(scorer: Scorer) -> Drift:
     """A drift that has seen version 0."""
-    drift = Drift("bfloat16")
+    drift = Drift("bfloat16", CONTEXTS)
     verdict = drift.start(scorer.at(0), scorer.at(0), scorer.at(0))
     assert verdict.failure is None
     assert not verdict.provable
@@ -85,20 +85,20 @@ def test_a_stale_cache_is_found_where_the_weights_are_right(scorer: Scorer) -> N
 
 
 def test_another_model_is_found_at_the_start(scorer: Scorer) -> None:
-    verdict = Drift("float32").start(scorer.at(0), scorer.at(0), scorer.at(2.0))
+    verdict = Drift("float32", CONTEXTS).start(scorer.at(0), scorer.at(0), scorer.at(2.0))
     assert "serves another model" in (verdict.failure or "")
 
 
 def test_what_is_not_a_number_never_passes(scorer: Scorer) -> None:
     broken = scorer.at(0) * np.nan
-    assert Drift("float32").start(broken, broken, scorer.at(0)).failure
+    assert Drift("float32", CONTEXTS).start(broken, broken, scorer.at(0)).failure
     assert begun(scorer).judge(broken, broken, scorer.at(0)).failure
     assert begun(scorer).judge(scorer.at(0), scorer.at(0), broken).failure
     assert begun(scorer).judge_again(broken).failure
 
 
 def test_exact_agreement_does_not_make_the_noise_zero(scorer: Scorer) -> None:
-    drift = Drift("bfloat16")
+    drift = Drift("bfloat16", CONTEXTS)
     scores = scorer.at(0)
     drift.start(scores, scores, scores)
     assert drift.noise == LEAST_NOISE["bfloat16"]
@@ -111,3 +111,28 @@ def test_after_a_restart_the_latest_version_must_score_as_before(scorer: Scorer)
     assert "before its restart" in (drift.judge_again(scorer.at(0.0)).failure or "")
     # the proof of version 1 still counts
     assert drift.judge(*(scorer.at(0.6) for _ in range(3))).slope == pytest.approx(1.0, abs=0.2)
+
+
+@pytest.mark.parametrize("followed", [1.0, 0.0])
+def test_contexts_in_which_rounding_decides_hide_neither_a_healthy_server_nor_a_lost_adapter(
+    scorer: Scorer, followed: float
+) -> None:
+    """As seen with a server of four bits: in two of eight contexts the server's changes, many times those of the
+    others, have nothing to do with the trainer's."""
+    strays = np.repeat([30.0, -20.0, 0, 0, 0, 0, 0, 0], TOKENS // CONTEXTS)
+
+    def served(moved: float) -> np.ndarray:
+        return scorer.at(followed * moved) + followed * moved * strays * scorer.draw.normal(0.0, 1.0, TOKENS)
+
+    drift = Drift("bfloat16", CONTEXTS)
+    offset = 20 * NOISE * np.repeat([1.0, 1.0, 0, 0, 0, 0, 0, 0], TOKENS // CONTEXTS)
+    assert drift.start(scorer.at(0) + offset, scorer.at(0) + offset, scorer.at(0)).failure is None
+    verdicts = []
+    for version in range(1, 31):
+        scores = served(0.005 * version) + offset
+        verdicts.append(drift.judge(scores, scores, scorer.at(0.005 * version)))
+    if followed:
+        assert first_failure(verdicts) is None
+        assert sum(verdict.provable for verdict in verdicts) >= 3
+    else:
+        assert first_failure(verdicts) in range(5, 10)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from rollout.trajectory import Group
+from tests.forked import Forked
 from trainers.config import TrainConfig, TrainRecipe
 from trainers.launch import LaunchError, check_launch, make_accelerator
 from trainers.server_control import ServerControl
@@ -43,19 +44,27 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def launch(flags: list[str] | None, arguments: list[str], cpu_by_environment: bool) -> list[str]:
+def launch(flags: list[str], arguments: list[str], cpu_by_environment: bool) -> list[str]:
     """What `accelerate launch FLAGS launched.py ARGUMENTS` prints, as a user types it; the port is a free
-    one. Without flags, no launcher. Ends the test where the exit status is neither 0 nor that of refusals."""
+    one. Ends the test where the exit status is neither 0 nor that of refusals."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     if cpu_by_environment:
         environment["ACCELERATE_USE_CPU"] = "true"
-    launcher = ["-m", "accelerate.commands.launch", *flags, "--main_process_port", "0"] if flags is not None else []
+    launcher = ["-m", "accelerate.commands.launch", *flags, "--main_process_port", "0"]
     command = [sys.executable, *launcher, str(SCRIPT), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     lines = done.stdout.splitlines()
     assert done.returncode == 0 or any("refused" in line for line in lines), done.stderr
     return lines
+
+
+def run_alone(arguments: list[str], log: Path, on_cpu: bool) -> list[str]:
+    """What `launched.py ARGUMENTS` prints without a launcher."""
+    environment = {"ACCELERATE_USE_CPU": "true"} if on_cpu else {}
+    process = Forked("tests.trainers.launched", *arguments, log=log, **environment)
+    assert process.wait() == 0, log.read_text()
+    return log.read_text().splitlines()
 
 
 class Trained:
@@ -111,8 +120,11 @@ def train(
                 settings |= {"processes": processes, "strategy": strategy, "batch_size": 3, "token_budget": 70}
                 recipes.append({"model": section, "train": settings})
             folder = tmp_path_factory.mktemp(strategy)
-            flags = TWO_PROCESSES.get(strategy)
-            lines = launch(flags, [json.dumps(recipes), str(groups), str(folder)], device == "cpu")
+            arguments, on_cpu = [json.dumps(recipes), str(groups), str(folder)], device == "cpu"
+            if strategy == "single":
+                lines = run_alone(arguments, folder.with_suffix(".log"), on_cpu)
+            else:
+                lines = launch(TWO_PROCESSES[strategy], arguments, on_cpu)
             made[strategy, device] = Trained(folder, lines)
         return made[strategy, device]
 

@@ -285,7 +285,6 @@ def test_options_change_no_gradient(
         ("train.attention: flex_attention", {"attention": "flex_attention"}),
         ("train.attention: flash_attention_2", {"attention": "flash_attention_2", "batching": "padded"}),
         ("train.liger: true", {"liger": True}),
-        ("model.lora.quantization: nf4", {"lora": {"rank": 2, "quantization": "nf4"}}),
     ],
 )
 def test_what_needs_a_gpu_is_refused_without(make_recipe: Make, field: str, settings: dict[str, Any]) -> None:

@@ -6,11 +6,12 @@ from rollout.config import Inflight
 from trainers.config import TrainRecipe
 from trainers.server_control import ServerControl
 from trainers.sync.file import FileSync
+from trainers.sync.ipc import IpcSync
 from trainers.sync.lora import LoraSync
 from trainers.sync.nccl import NcclSync
 from trainers.sync.protocol import SyncReport, WeightSync
 
-__all__ = ["FileSync", "LoraSync", "NcclSync", "SyncReport", "WeightSync", "control_routes", "make_sync"]
+__all__ = ["FileSync", "IpcSync", "LoraSync", "NcclSync", "SyncReport", "WeightSync", "control_routes", "make_sync"]
 
 
 _FULL_ROUTES = (
@@ -37,4 +38,6 @@ def make_sync(recipe: TrainRecipe, servers: list[ServerControl], folder: Path, r
         return LoraSync(servers, folder, run, attempt, recipe.rollout.max_staleness + 2)
     if backend == "nccl":
         return NcclSync(servers, keep_caches)
+    if backend == "ipc":
+        return IpcSync(servers, keep_caches)
     return FileSync(servers, folder, keep_caches)

@@ -112,7 +112,7 @@ class Canary:
         (`model.dtype`)."""
         self.rows = list(rows)
         self._servers = servers
-        self._drifts: defaultdict[str, Drift] = defaultdict(lambda: Drift(dtype))
+        self._drifts: defaultdict[str, Drift] = defaultdict(lambda: Drift(dtype, len(self.rows)))
 
     def trainer_scores(self, policy: Policy, forward: Forward | None = None) -> Scores:
         """See the function of the same name."""

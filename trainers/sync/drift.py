@@ -3,6 +3,11 @@
 The same tokens are scored by server and trainer at every version. Both change from version to version; a server that
 has taken the trainer's weights changes as the trainer does, whatever they disagree about all the time. What a change
 can prove is bounded by the noise of scoring: below it nothing is said.
+
+Server and trainer are compared by medians over the contexts. Where they hold other weights by design (a quantised
+server, QLoRA), most contexts follow all the same, but in one or two of eight the rounding decides what the policy makes
+of them: there their changes have little to do with each other. A server is compared with itself (its caches, its state
+before a restart) over all tokens.
 """
 
 from dataclasses import dataclass
@@ -11,10 +16,10 @@ import numpy as np
 from jaxtyping import Float
 
 Scores = Float[np.ndarray, "tokens"]
-"""Log-probabilities of the canary's tokens, in nats."""
+"""Log-probabilities of the canary's tokens, context by context, in nats."""
 
 PROVABLE = 3.0
-"""A change says something once its root mean square exceeds this many times the noise."""
+"""A change says something once it exceeds this many times the noise."""
 SLOPES = (0.5, 1.5)
 """The server's change over the trainer's must lie between these: 0 is a server that stands still, 1 follows."""
 ASTRAY = 10.0
@@ -29,16 +34,17 @@ MOST_NOISE = 1.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one version's scores prove. All figures in nats, root mean squares over the tokens."""
+    """What one version's scores prove. All figures in nats, root mean squares over tokens."""
 
     provable: bool
     """Whether the trainer's change since the last proven version is large enough to prove anything."""
     drift: float
-    """The trainer's change since the last proven version."""
+    """The trainer's change since the last proven version: of each context, and the median of these."""
     cache_gap: float
-    """How far the server's scores with its prefix cache are from those without."""
+    """How far the server's scores with its prefix cache are from those without, over all tokens."""
     slope: float | None = None
-    """Of the server's change over the trainer's, by least squares through the origin; None where not provable."""
+    """Of the server's change over the trainer's, by least squares through the origin, the median over the contexts;
+    None where not provable."""
     failure: str | None = None
     """Why the server does not serve what the trainer has sent; None where nothing speaks against it."""
 
@@ -46,10 +52,12 @@ class Verdict:
 class Drift:
     """What was scored when: `start` once, then `judge` per version. Raises nothing: a verdict tells."""
 
-    def __init__(self, dtype: str) -> None:
-        """`dtype` is the precision of the scores' forward passes, a key of LEAST_NOISE."""
+    def __init__(self, dtype: str, contexts: int) -> None:
+        """`dtype` is the precision of the scores' forward passes, a key of LEAST_NOISE; all scores hold equally many
+        tokens of each of `contexts`."""
         self.noise = LEAST_NOISE[dtype]
-        """Root mean square difference of two scores of the same weights, as measured at the start."""
+        """Difference of two scores of the same weights, as measured at the start."""
+        self._contexts = contexts
         self._proven: tuple[Scores, Scores] | None = None
         self._latest: Scores | None = None
 
@@ -62,7 +70,7 @@ class Drift:
         """The first version, in server and trainer: measures the noise. `fresh` are the server's scores without its
         prefix cache, `server` those that read it."""
         gap = _rms(server - fresh)
-        self.noise = max(_rms(server - trainer), gap, self.noise)
+        self.noise = max(self._size(server - trainer), gap, self.noise)
         self._proven, self._latest = (server, trainer), server
         failure = None
         if not self.noise <= MOST_NOISE:
@@ -75,9 +83,9 @@ class Drift:
         assert self._proven is not None
         gap = _rms(server - fresh)
         served, trained = server - self._proven[0], trainer - self._proven[1]
-        drift, astray = _rms(trained), _rms(served - trained)
+        drift, astray = self._size(trained), self._size(served - trained)
         provable = drift > PROVABLE * self.noise
-        slope = float(served @ trained / (trained @ trained)) if provable else None
+        slope = self._slope(served, trained) if provable else None
         failure = None
         if not gap <= PROVABLE * self.noise:
             failure = (
@@ -108,6 +116,19 @@ class Drift:
         if not gap <= PROVABLE * self.noise:
             failure = f"the server's log-probabilities are {gap:.3g} nats from what they were before its restart"
         return Verdict(provable=True, drift=0.0, cache_gap=gap, failure=failure)
+
+    def _size(self, values: Scores) -> float:
+        """Median over the contexts of the root mean square over a context's tokens."""
+        return float(np.median(self._sizes(values)))
+
+    def _sizes(self, values: Scores) -> Float[np.ndarray, "contexts"]:
+        return np.sqrt(np.mean(np.square(values.reshape(self._contexts, -1)), axis=1))
+
+    def _slope(self, served: Scores, trained: Scores) -> float:
+        """Over the contexts in which the trainer's change is more than noise: more than half of them."""
+        moved = self._sizes(trained) > self.noise
+        x, y = (values.reshape(self._contexts, -1)[moved] for values in (trained, served))
+        return float(np.median((x * y).sum(1) / (x * x).sum(1)))
 
 
 def _rms(values: Scores) -> float:

@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainers.policy import Policy
-from trainers.server_control import ServerControl, ServerGoneError, SyncError
-from trainers.sync.content import file_digest, prove_full_weights
-from trainers.sync.full import update_full_weights
+from trainers.server_control import ServerControl
+from trainers.sync.content import file_digest
+from trainers.sync.full import holds_full_weights, update_full_weights
 from trainers.sync.protocol import SyncReport, base_model, find, on_each
 
 
@@ -51,7 +51,7 @@ class FileSync:
         started = time.perf_counter()
         version, file = self._last
         server, state = find(self._servers, url), load_file(file)
-        if not _holds(server, str(version), state):
+        if not holds_full_weights(server, str(version), state):
             self._update(server, version, file, state)
         return self._report(started)
 
@@ -80,16 +80,3 @@ class FileSync:
 
 def _init(server: ServerControl) -> None:
     server.post("/init_weight_transfer_engine", {"init_info": {}})
-
-
-def _holds(server: ServerControl, label: str, state: dict[str, Tensor]) -> bool:
-    """Whether a server proves to hold this version. One that is paused was left so by a failure."""
-    if server.get("/is_paused").get("is_paused") is True:
-        return False
-    try:
-        prove_full_weights(server, label, state)
-    except ServerGoneError:
-        raise
-    except SyncError:
-        return False
-    return True

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from trainers.server_control import ServerControl, SyncError
+from trainers.server_control import ServerControl, ServerGoneError, SyncError
 from trainers.sync.content import prove_full_weights
 
 
@@ -19,11 +19,13 @@ def update_full_weights(
 
     Running requests keep their tokens and go on under the new weights. Their caches are recomputed; with `keep_caches`
     all caches stay, and requests must keep apart from those of older weights by their cache salt. Where a proof fails,
-    SyncError is raised and the servers stay paused: only proven weights generate.
+    SyncError is raised and the servers stay paused: only proven weights generate. A server whose cache is asleep runs
+    nothing, and goes on by itself once that is awake: it is neither paused nor resumed.
     """
     for server in servers:
-        # vLLM would drop the caches here already, those of running requests too
-        server.post("/pause?mode=keep&clear_cache=false")
+        if not server.asleep:
+            # vLLM would drop the caches here already, those of running requests too
+            server.post("/pause?mode=keep&clear_cache=false")
         server.post("/start_weight_update")
     transfer()
     for server in servers:
@@ -34,4 +36,18 @@ def update_full_weights(
             raise SyncError(f"{server.url}/reset_prefix_cache did not drop the caches of the old weights")
         prove_full_weights(server, label, state)
     for server in servers:
-        server.post("/resume")
+        if not server.asleep:
+            server.post("/resume")
+
+
+def holds_full_weights(server: ServerControl, label: str, state: dict[str, Tensor]) -> bool:
+    """Whether a server proves to hold this version. One that is paused was left so by a failure."""
+    if server.get("/is_paused").get("is_paused") is True:
+        return False
+    try:
+        prove_full_weights(server, label, state)
+    except ServerGoneError:
+        raise
+    except SyncError:
+        return False
+    return True

@@ -77,13 +77,15 @@ class LoraSync:
 
     def _complete(self, server: ServerControl) -> None:
         """Loads what is in use and not loaded. A server that was away, or that an earlier attempt of the run has used,
-        may hold what is no more in use."""
+        may hold what is no more in use; one that has slept may list what it has lost (vLLM #53888), so it loads all
+        anew."""
         listed = _listed(server)
         for name, root in listed.items():
-            if name not in self._loaded and root and Path(root).parent == self._folder.resolve():
+            ours = root is not None and Path(root).parent == self._folder.resolve()
+            if ours and (server.asleep or name not in self._loaded):
                 _unload(server, name)
         for name, path in self._loaded.items():
-            if listed.get(name) != str(path):
+            if server.asleep or listed.get(name) != str(path):
                 _load(server, name, path)
 
     def close(self) -> None:

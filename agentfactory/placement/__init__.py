@@ -1,0 +1,1 @@
+"""Which devices trainer and server use, and whether their memory suffices: planned before anything starts."""

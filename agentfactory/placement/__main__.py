@@ -1,0 +1,151 @@
+"""`python -P -m agentfactory.placement`: plan where recipes' processes go, for the launcher, which imports no torch.
+
+On stdin a JSON object: `recipes` (resolved ones) and `purpose` (train, or serve: then the trainer counts only where it
+shares a GPU with the server). On stdout a JSON list with `Placement`'s fields for each recipe (placed.py).
+"""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from agentfactory.checks import runs_chains
+from agentfactory.placement.changes import refusal
+from agentfactory.placement.choice import Device, Refused, choose
+from agentfactory.placement.machine import Machine, see_machine
+from agentfactory.placement.model_config import NoConfigError, load_config
+from agentfactory.placement.table import Need, Plan, rows, table
+from agentfactory.recipe import Recipe
+from rollout.memory import ServerMemory, server_memory
+from rollout.same_model import difference
+from tools import lifeline
+from tools.config import Section
+from trainers.memory import trainer_memory
+
+
+class Estimates:
+    """What recipes take; each figure is computed once, since the search for a change that fits asks often."""
+
+    def __init__(self, purpose: str):
+        self._purpose = purpose
+        self._known: dict[str, Any] = {}
+
+    def __call__(self, recipe: Recipe, device: Device, memory: int | None) -> Need:
+        """Raises Refused where a model's shape cannot be had, it cannot be trained so, or another one is served."""
+        config, note = self._config("model.path", recipe.model.path)
+        notes = [note] if note else []
+        trainer: dict[str, int] = {}
+        if self._purpose == "train" or recipe.placement.mode in ("split", "time_share"):
+            key = _key(f"trainer {device}", recipe.model, recipe.train, recipe.rollout)
+            trainer = self._once(key, lambda: _trainer(recipe, config, device))
+            notes += _padding_note(recipe, config)
+        server: ServerMemory | None = None
+        if recipe.server.url is None and (self._purpose == "serve" or runs_chains(recipe, "train")):
+            served = None
+            if recipe.server.model is not None:
+                served, note = self._config("server.model", recipe.server.model)
+                notes += [note] if note else []
+                other = served
+                self._once(_key("same", recipe.server.model), lambda: _check_same(recipe, config, other))
+            key = _key(f"server {device} {memory}", recipe.model, recipe.server, recipe.rollout)
+            server = self._once(key, lambda: server_memory(recipe, config, device, served, memory))
+        return Need(trainer, server, tuple(notes))
+
+    def _config(self, field: str, path: str) -> tuple[PreTrainedConfig, str | None]:
+        try:
+            return self._once(_key("config", path), lambda: load_config(path))
+        except NoConfigError as error:
+            fix = "connect this machine, download the model before, or name a folder"
+            raise Refused(field, str(error), fix) from error
+
+    def _once(self, key: str, compute: Callable[[], Any]) -> Any:
+        if key not in self._known:
+            self._known[key] = compute()
+        return self._known[key]
+
+
+def _key(kind: str, *parts: Section | str) -> str:
+    return "\n".join([kind, *(part if isinstance(part, str) else part.model_dump_json() for part in parts)])
+
+
+def _trainer(recipe: Recipe, config: PreTrainedConfig, device: Device) -> dict[str, int]:
+    try:
+        return trainer_memory(recipe, config, device)
+    except ValueError as error:
+        # it says of a recipe what the trainer would, once it had loaded the model
+        field, _, rest = str(error).partition(": ")
+        problem, _, fix = rest.partition("; ")
+        raise Refused(field, problem, fix) from error
+
+
+def _check_same(recipe: Recipe, config: PreTrainedConfig, served: PreTrainedConfig) -> None:
+    found = difference(config, served)
+    if found is not None:
+        problem = f"got {recipe.server.model}, which is no copy of {recipe.model.path}: {found}"
+        raise Refused("server.model", problem, "name a quantised copy of model.path, or remove it")
+
+
+def _padding_note(recipe: Recipe, config: PreTrainedConfig) -> list[str]:
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - {"full_attention"}
+    if recipe.train.batching != "auto" or not kinds:
+        return []
+    return [f"rows are padded: {recipe.model.path} has layers of {', '.join(sorted(kinds))}"]
+
+
+def place(recipe: Recipe, machine: Machine, estimates: Estimates) -> dict[str, Any]:
+    """The fields of a Placement."""
+    answer: dict[str, Any] = {"on_gpu": bool(machine.gpus)}
+    try:
+        tried = choose(recipe, machine, estimates)
+        plan = tried[-1]
+        answer |= {"mode": plan.mode, "table": table(plan, recipe), "rows": rows(plan)}
+        if not plan.fits:
+            raise refusal(recipe, tried, machine, estimates)
+    except Refused as refused:
+        return answer | {"refused": (refused.field, refused.problem, refused.fix)}
+    return answer | _settings(recipe, plan, bool(machine.gpus))
+
+
+def _settings(recipe: Recipe, plan: Plan, on_gpu: bool) -> dict[str, Any]:
+    """What the processes are told; nothing where the plan is for a GPU that is not here."""
+    if not on_gpu:
+        return {}
+    shared = plan.mode in ("split", "time_share") and plan.need.server is not None
+    by_ipc = shared and recipe.model.lora is None and recipe.sync.backend == "auto"
+    found = {name: size for part in plan.sums[:2] for name, size in part.terms.items()}
+    return {
+        "trainer_devices": _visible(plan.trainer_gpus),
+        "server_devices": _visible(plan.server_gpus),
+        "gpu_memory_utilization": plan.utilization,
+        "sync": "ipc" if by_ipc else None,
+        # where they take turns, the server is awake when the trainer starts
+        "trainer_bytes": found["trainer" if plan.mode == "split" else "parked trainer"] if shared else 0,
+    }
+
+
+def _visible(gpus: tuple[int, ...]) -> str | None:
+    """CUDA_VISIBLE_DEVICES for these of the GPUs that this process sees; None: as it is."""
+    if not gpus:
+        return None
+    seen = [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]
+    return ",".join(seen[gpu] if seen else str(gpu) for gpu in gpus)
+
+
+def main() -> None:
+    """Answer on stdout."""
+    lifeline.follow_parent()
+    # what libraries print is not the answer
+    with contextlib.redirect_stdout(sys.stderr):
+        asked = json.load(sys.stdin)
+        estimates, machine = Estimates(asked["purpose"]), see_machine()
+        recipes = [Recipe.model_validate_json(json.dumps(recipe), strict=True) for recipe in asked["recipes"]]
+        answers = [place(recipe, machine, estimates) for recipe in recipes]
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Where trainer and server go, from what they take and what the devices have. Pure: nothing is asked of a machine."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from agentfactory.placement.machine import Gpu, Machine
+from agentfactory.placement.table import GIB, PARKED, STAYS_ON_GPU, Need, Plan, Sum, gib
+from agentfactory.recipe import Recipe
+from rollout.memory import ServerMemory
+
+MARGIN = 0.05
+"""Share of a device that is left free: allocators keep memory in pieces, some of which are too small for what comes."""
+VLLM_SHARE = 0.92
+"""What vLLM 0.32 takes of a GPU where gpu_memory_utilization is not set."""
+VLLM_CPU_CACHE = GIB
+"""What rollout/vllm_server.py has vLLM take for its cache on a CPU."""
+
+Device = Literal["cuda", "cpu"]
+Estimate = Callable[[Recipe, Device, int | None], Need]
+"""(recipe, kind of device, bytes of a GPU or None) -> what it takes."""
+
+
+class Refused(Exception):
+    """A recipe that cannot be placed: the field, the problem, and the fix where there is one besides smaller needs."""
+
+    def __init__(self, field: str, problem: str, fix: str):
+        super().__init__(f"{field}: {problem}; fix: {fix}")
+        self.field, self.problem, self.fix = field, problem, fix
+
+
+@dataclass(frozen=True)
+class _Room:
+    """A device, in bytes: what it has, what of it can be planned with, and what vLLM takes its share of."""
+
+    total: int
+    free: int
+    shared: int
+
+    @property
+    def margin(self) -> int:
+        return int(MARGIN * self.total)
+
+
+def device_of(recipe: Recipe, machine: Machine) -> Device:
+    """What the recipe is planned for."""
+    return "cuda" if machine.gpus or recipe.placement.gpu_memory_gib else "cpu"
+
+
+def choose(recipe: Recipe, machine: Machine, estimate: Estimate) -> list[Plan]:
+    """The plans that were tried, in order; the last fits, or none does. Raises Refused where devices, not bytes, are
+    too few."""
+    device, asked = device_of(recipe, machine), recipe.placement.gpu_memory_gib
+    memory = max((gpu.total for gpu in machine.gpus), default=int(asked * GIB) if asked else None)
+    need = estimate(recipe, device, memory)
+    tried: list[Plan] = []
+    for mode in _modes(recipe, machine, need):
+        tried.append(_lay_out(recipe, machine, need, mode))
+        if tried[-1].fits:
+            break
+    return tried
+
+
+def _modes(recipe: Recipe, machine: Machine, need: Need) -> list[str]:
+    mode, train, server = recipe.placement.mode, recipe.train, recipe.server
+    for_trainer = train.processes if need.trainer else 0
+    for_server = server.tensor_parallel_size * server.data_parallel_size if need.server else 0
+    here, both = len(machine.gpus), bool(for_trainer and for_server)
+    if device_of(recipe, machine) == "cpu":
+        return ["separate" if mode == "auto" or not both else mode]
+    if not both:
+        needed = for_trainer or for_server
+        if here and needed > here:
+            field = "train.processes" if for_trainer else "server.tensor_parallel_size"
+            raise Refused(field, f"needs {needed} GPUs, and there are {here} here", "use fewer, or another machine")
+        return ["separate"]
+    if mode in ("split", "time_share"):
+        return [mode]
+    alone = for_trainer == for_server == 1
+    enough = here >= for_trainer + for_server if here else not alone
+    if enough or (mode == "separate" and not here):
+        if recipe.sync.backend == "ipc":
+            problem = "got 'ipc', and trainer and server have GPUs of their own"
+            raise Refused("sync.backend", problem, "use auto, or set placement.mode=split or time_share")
+        return ["separate"]
+    if mode == "separate" or not alone:
+        problem = (
+            f"the trainer needs {for_trainer} and the server {for_server} GPUs of their own, and there are {here} here"
+        )
+        fix = "use fewer processes (train.processes), another machine, or a server elsewhere (server.url)"
+        raise Refused("placement.mode", problem, "set auto, split or time_share" if alone else fix)
+    if recipe.sync.backend == "nccl":
+        raise Refused("sync.backend", "got 'nccl', which is for GPUs apart, and there is one", "use auto, ipc or file")
+    return ["split", "time_share"] if recipe.rollout.max_staleness == 0 else ["split"]
+
+
+def _lay_out(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan:
+    if device_of(recipe, machine) == "cpu":
+        return _on_cpu(recipe, machine, need, mode)
+    if mode == "separate":
+        return _separate(recipe, machine, need)
+    return _on_one_gpu(recipe, machine, need, mode)
+
+
+def _room(recipe: Recipe, *gpus: Gpu) -> _Room:
+    """Of the GPU of these with the least memory to plan with; without one, of the GPU that the recipe plans for."""
+    asked = recipe.placement.gpu_memory_gib
+    if not gpus:
+        assert asked is not None
+        return _Room(*(int(asked * GIB),) * 3)
+    total = min(gpu.total for gpu in gpus)
+    planned = min(total, int(asked * GIB)) if asked else total
+    return _Room(planned, min(planned, *(gpu.free for gpu in gpus)), total)
+
+
+def _on_cpu(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan:
+    """All in one memory; what is parked or sleeps stays in it, but a sleeping server's cache."""
+    processes = recipe.train.processes
+    trainer = processes * sum(need.trainer.values())
+    parked = processes * sum(size for name, size in need.trainer.items() if name in PARKED)
+    parts = _parts(need.server)
+    share = recipe.server.gpu_memory_utilization
+    cache = need.server.least_cache if need.server else 0
+    if need.server and recipe.server.engine == "vllm":
+        cache = VLLM_CPU_CACHE if share is None else max(0, int(share * machine.ram) - parts)
+    margin, free = int(MARGIN * machine.ram), machine.ram_free
+    sums: tuple[Sum, ...]
+    if mode == "time_share":
+        sums = (
+            Sum("while training", {"trainer": trainer, "sleeping server": parts, "margin": margin}, free),
+            Sum("while acting", {"server": parts + cache, "parked trainer": parked, "margin": margin}, free),
+        )
+    else:
+        terms = {"trainer": trainer} if need.trainer else {}
+        terms |= {"server": parts + cache} if need.server else {}
+        sums = (Sum("together", {**terms, "margin": margin}, free),)
+    devices = f"this machine's {machine.ram / GIB:.1f} GiB, {free / GIB:.1f} GiB of it free"
+    return Plan(mode, devices, need, cache, sums, sums)
+
+
+def _separate(recipe: Recipe, machine: Machine, need: Need) -> Plan:
+    """The first GPUs are the trainer's, the last the server's."""
+    server, count = recipe.server, len(machine.gpus)
+    for_server = server.tensor_parallel_size * server.data_parallel_size if need.server else 0
+    own = range(recipe.train.processes if need.trainer else 0)
+    others = range(count - for_server, count) if need.trainer else range(for_server)
+    sums: list[Sum] = []
+    devices: list[str] = []
+    if need.trainer:
+        room = _room(recipe, *(machine.gpus[gpu] for gpu in own if machine.gpus))
+        if recipe.placement.mode == "time_share":
+            # the server runs already, and will sleep
+            room = replace(room, free=room.total)
+        terms = {"trainer": sum(need.trainer.values()), "margin": room.margin}
+        sums.append(Sum("on each GPU of the trainer", terms, room.free))
+        devices.append(f"{_gpus(len(own), room)} for the trainer")
+    least, cache, utilization = [*sums], 0, None
+    if need.server:
+        room = _room(recipe, *(machine.gpus[gpu] for gpu in others if machine.gpus))
+        usable, margin = 0, room.margin
+        if server.engine == "vllm":
+            usable = min(int(VLLM_SHARE * room.total), room.free - room.margin)
+            if server.gpu_memory_utilization is not None:
+                usable = int(server.gpu_memory_utilization * room.shared)
+            margin = max(0, room.free - usable)
+        cache, utilization = _fill(recipe, need.server, usable, room, bool(machine.gpus))
+        if usable == int(VLLM_SHARE * room.shared):
+            utilization = None  # vLLM's own
+        where = "on each GPU of the server"
+        for made, size in ((sums, cache), (least, _least_cache(recipe, need.server, cache))):
+            made.append(Sum(where, {"server": _parts(need.server) + size, "margin": margin}, room.free))
+        devices.append(f"{_gpus(for_server, room)} for the server")
+    both = bool(machine.gpus and need.trainer and need.server)
+    return Plan(
+        "separate",
+        ", ".join(devices),
+        need,
+        cache,
+        tuple(sums),
+        tuple(least),
+        utilization,
+        tuple(own) if both else (),
+        tuple(others) if both else (),
+    )
+
+
+def _gpus(count: int, room: _Room) -> str:
+    return f"{count} GPUs of {room.total / GIB:.1f} GiB" if count > 1 else f"a GPU of {room.total / GIB:.1f} GiB"
+
+
+def _on_one_gpu(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan:
+    assert need.server is not None
+    place = max(range(len(machine.gpus)), key=lambda index: machine.gpus[index].free, default=None)
+    room = _room(recipe, *(() if place is None else (machine.gpus[place],)))
+    trainer, parts = sum(need.trainer.values()), _parts(need.server)
+    left = sum(need.trainer.get(name, 0) for name in STAYS_ON_GPU)
+    # what the server can have beside a trainer, or beside what a parked one leaves on the GPU
+    usable = room.free - room.margin - (trainer if mode == "split" else left)
+    if recipe.server.gpu_memory_utilization is not None:
+        usable = int(recipe.server.gpu_memory_utilization * room.shared)
+    cache, utilization = _fill(recipe, need.server, usable, room, bool(machine.gpus))
+    least = _least_cache(recipe, need.server, cache)
+
+    def sums(cache: int) -> tuple[Sum, ...]:
+        assert need.server is not None
+        if mode == "split":
+            terms = {"trainer": trainer, "server": parts + cache, "margin": room.margin}
+            return (Sum("together", terms, room.free),)
+        sleeping = sum(need.server.parts.get(name, 0) for name in STAYS_ON_GPU)
+        parked = sum(size for name, size in need.trainer.items() if name in PARKED)
+        asleep = parts - sleeping
+        in_turns = (
+            Sum("while training", {"trainer": trainer, "sleeping server": sleeping, "margin": room.margin}, room.free),
+            Sum("while acting", {"server": parts + cache, "parked trainer": left, "margin": room.margin}, room.free),
+        )
+        aside = {"parked trainer": parked, "sleeping server": asleep}
+        # the machine that will have the GPU may be another one
+        return (*in_turns, Sum("in the machine's memory", aside, machine.ram_free if machine.gpus else None))
+
+    devices = _gpus(1, room) + ("" if room.free == room.total else f", {room.free / GIB:.1f} GiB of it free")
+    gpus = () if place is None else (place,)
+    return Plan(mode, devices, need, cache, sums(cache), sums(least), utilization, gpus, gpus)
+
+
+def _parts(server: ServerMemory | None) -> int:
+    return sum(server.parts.values()) if server else 0
+
+
+def _least_cache(recipe: Recipe, server: ServerMemory, cache: int) -> int:
+    # vLLM takes the share that it is told, needed or not
+    return cache if recipe.server.gpu_memory_utilization is not None else server.least_cache
+
+
+def _fill(recipe: Recipe, server: ServerMemory, usable: int, room: _Room, is_real: bool) -> tuple[int, float | None]:
+    """The cache of a server that may use so many bytes, and what vLLM is to be told: it takes all that it may."""
+    if recipe.server.engine != "vllm":
+        return server.least_cache, None
+    share, least = recipe.server.gpu_memory_utilization, _parts(server) + server.least_cache
+    if share is not None and usable < least:
+        problem = (
+            f"got {share:g}, which is {gib(usable)} GiB, and with the smallest cache the server needs {gib(least)} GiB"
+        )
+        raise Refused("server.gpu_memory_utilization", problem, "raise it, or remove it: placement sets what fits")
+    cache = max(usable - _parts(server), server.least_cache)
+    # cut, not rounded: vLLM refuses to start where a byte is missing
+    told = int((_parts(server) + cache) / room.shared * 1e4) / 1e4 if is_real and share is None else None
+    return cache, told

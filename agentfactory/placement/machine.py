@@ -1,0 +1,49 @@
+"""What this machine has for trainer and server. `python -P -m agentfactory.placement.machine` prints the free bytes of
+each GPU that it sees, as a JSON list. (Untested on a GPU.)"""
+
+import json
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from tools import lifeline
+
+_OWN_CONTEXT = 400 * 2**20
+"""What the CUDA context of this process takes of each GPU, in bytes, before anything is computed. Assumed, and not
+measured: it differs between GPUs and versions."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that this process sees, in bytes."""
+
+    total: int
+    free: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is, in bytes."""
+
+    gpus: tuple[Gpu, ...]
+    ram: int
+    ram_free: int
+
+
+def see_machine() -> Machine:
+    """The GPUs that this process sees, and the machine's memory."""
+    memory = psutil.virtual_memory()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Machine(tuple(_see_gpu(index) for index in range(count)), memory.total, memory.available)
+
+
+def _see_gpu(index: int) -> Gpu:
+    free, total = torch.cuda.mem_get_info(index)
+    # to ask makes a context, which goes with this process
+    return Gpu(total, min(total, free + _OWN_CONTEXT))
+
+
+if __name__ == "__main__":
+    lifeline.follow_parent()
+    print(json.dumps([gpu.free for gpu in see_machine().gpus]))

@@ -1,0 +1,92 @@
+"""Memory of tensors that is given back to the device and taken again, while the tensors stay the same objects."""
+
+import logging
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, UntypedStorage
+
+logger = logging.getLogger(__name__)
+
+
+class Evictable:
+    """Tensors on one device whose contents can wait in the memory of the host.
+
+    What points to them stays valid: tied weights, views, modules. Their addresses change: a CUDA graph that reads them
+    must be captured again. The host's copy is kept, so that what has not changed since is only dropped the next time;
+    torch counts in-place changes (those through `.data` it does not see).
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], *, pin: bool) -> None:
+        """`pin`: lock the host's copy in memory, from which a GPU reads several times as fast."""
+        groups: dict[int, list[Tensor]] = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                groups.setdefault(storage.data_ptr(), []).append(tensor)
+        self._groups = list(groups.values())
+        self._storages = [group[0].untyped_storage() for group in self._groups]
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        self._copied = [-1] * len(self._groups)
+        self._pin = pin
+        self._host: Tensor | None = None
+        self.nbytes = sum(self._sizes)
+        """Bytes of all tensors."""
+
+    def evict(self) -> None:
+        """Copy to the host what has changed, and give the memory back to torch's allocator.
+
+        Raises MemoryError where the host has no room for the copy; nothing has changed then.
+        """
+        if self._host is None:
+            self._host = _host_memory(self.nbytes, self._pin)
+        for index, (piece, storage) in enumerate(zip(self._pieces(), self._storages, strict=True)):
+            version = sum(tensor._version for tensor in self._groups[index])
+            if version != self._copied[index]:
+                piece.copy_(_bytes(storage), non_blocking=self._pin)
+                self._copied[index] = version
+        self._wait()
+        for storage in self._storages:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Take memory again and fill it. Raises MemoryError where there is too little; nothing has changed then."""
+        taken: list[UntypedStorage] = []
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            try:
+                storage.resize_(size)
+            except RuntimeError as error:  # what torch's allocators raise
+                for other in taken:
+                    other.resize_(0)
+                raise MemoryError(f"{self.nbytes / 2**30:.1f} GiB are needed on {storage.device}: {error}") from error
+            taken.append(storage)
+        for storage, piece in zip(self._storages, self._pieces(), strict=True):
+            _bytes(storage).copy_(piece, non_blocking=self._pin)
+        self._wait()
+
+    def _pieces(self) -> list[Tensor]:
+        """The host's bytes of each storage."""
+        assert self._host is not None
+        return list(self._host.split(self._sizes)) if self._sizes else []
+
+    def _wait(self) -> None:
+        if self._storages and self._storages[0].device.type == "cuda":
+            torch.cuda.synchronize(self._storages[0].device)
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    """A storage's bytes as a tensor, with a count of changes of its own."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _host_memory(size: int, pin: bool) -> Tensor:
+    try:
+        memory = torch.empty(size, dtype=torch.uint8)
+    except RuntimeError as error:  # what torch's allocators raise
+        raise MemoryError(f"{size / 2**30:.1f} GiB of the host's memory are needed for a copy: {error}") from error
+    if pin and size:
+        # torch's own pinned memory comes in powers of two: up to twice of what is asked for
+        status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
+        if status:
+            logger.warning("%d bytes cannot be locked in memory (CUDA error %d): sleep is slower", size, status)
+    return memory

@@ -1,0 +1,106 @@
+"""Where the tokens of one step lie in the cache, and which of them attend together."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+class Group(NamedTuple):
+    """Requests of one step whose queries are padded to one length and attend together.
+
+    `gather` [n * queries] indexes the step's tokens; `tokens` [count] are those tokens and `pick` [count] where their
+    results are among the n * queries. None means: all, in order. Either the slots `first` to `end` are viewed in
+    place, or `slots` are copied out.
+    """
+
+    queries: int
+    keys: int
+    mask: Float[Tensor, "n 1 queries keys"]
+    gather: Tensor | None
+    tokens: Tensor | None
+    pick: Tensor | None
+    first: int
+    end: int
+    slots: Tensor | None
+
+
+class Plan(NamedTuple):
+    """What attention needs to know about the running step; `rows` are the cache rows that its tokens fill."""
+
+    rows: Tensor
+    groups: list[Group]
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans steps for a cache of `length` keys per slot."""
+
+    heads: int
+    kv_heads: int
+    length: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def plan(self, slots: np.ndarray, start: np.ndarray, count: np.ndarray, position: np.ndarray) -> Plan:
+        """Per request its slot, and that its tokens `start` to `start + count` are new; `position` of every token."""
+        slot_of = np.repeat(slots, count)
+        rows = (slot_of[:, None] * self.kv_heads + np.arange(self.kv_heads)) * self.length + position[:, None]
+        return Plan(self.tensor(rows.ravel()), list(self._groups(slots, start, count, position)))
+
+    def tensor(self, array: np.ndarray) -> Tensor:
+        """On the device."""
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+    def mask(self, visible: Tensor, keys: int) -> Float[Tensor, "n 1 queries keys"]:
+        """`visible` [n, queries] are positions: a query sees the keys up to its own."""
+        blocked = torch.arange(keys, device=self.device) > visible[:, None, :, None]
+        return torch.zeros(blocked.shape, dtype=self.dtype, device=self.device).masked_fill_(blocked, float("-inf"))
+
+    def _groups(self, slots: np.ndarray, start: np.ndarray, count: np.ndarray, position: np.ndarray) -> Iterator[Group]:
+        """Requests with like numbers of new tokens together, split by length where padding would double the work."""
+        offset, end = count.cumsum() - count, start + count
+        width = np.where(count == 1, 0, np.ceil(np.log2(np.maximum(count, 32))))
+        for kind in np.unique(width):
+            members = np.flatnonzero(width == kind)
+            ends = end[members]
+            depth = np.ceil(np.log2(np.maximum(ends, 256)))
+            if len(ends) * ends.max() <= 2 * ends.sum():
+                depth[:] = 0
+            for level in np.unique(depth):
+                chosen = members[depth == level]
+                yield self._group(slots[chosen], offset[chosen], count[chosen], end[chosen], position)
+
+    def _group(
+        self, slots: np.ndarray, offset: np.ndarray, count: np.ndarray, end: np.ndarray, position: np.ndarray
+    ) -> Group:
+        queries = int(count.max())
+        keys = min(self.length, -(-int(end.max()) // 16) * 16)
+        first, last = int(slots.min()), int(slots.max()) + 1
+        viewed = 2 * len(slots) >= last - first  # reading a few idle slots is cheaper than copying the busy ones
+        place = slots - first if viewed else np.arange(len(slots))
+        n = last - first if viewed else len(slots)
+        # [n, queries] -> token; a padded query repeats its request's last token, an idle slot takes token 0
+        column = np.minimum(np.arange(queries), count[:, None] - 1)
+        gather = np.zeros((n, queries), np.int64)
+        gather[place] = offset[:, None] + column
+        real = np.arange(queries) < count[:, None]
+        tokens = (offset[:, None] + np.arange(queries))[real]
+        pick = (place[:, None] * queries + np.arange(queries))[real]
+        mask = self.mask(self.tensor(position[gather]), keys)
+        whole = n * queries == len(position) and bool((gather.ravel() == np.arange(len(position))).all())
+        return Group(
+            queries=queries,
+            keys=keys,
+            mask=mask if queries == 1 else mask.repeat(1, 1, self.heads // self.kv_heads, 1),
+            gather=None if whole else self.tensor(gather.ravel()),
+            tokens=None if whole else self.tensor(tokens),
+            pick=None if whole else self.tensor(pick),
+            first=first,
+            end=last,
+            slots=None if viewed else self.tensor(slots),
+        )

@@ -1,0 +1,39 @@
+"""One token per row of logits."""
+
+from collections.abc import Sequence
+from random import Random
+from typing import Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+class Sampling(Protocol):
+    """What decides a row's token."""
+
+    temperature: float
+    generator: Random
+
+
+def sample(
+    logits: Float[Tensor, "n vocabulary"], requests: Sequence[Sampling]
+) -> tuple[list[int], Float[Tensor, "n vocabulary"]]:
+    """One token per row, and the log-probabilities of all: inverse of the cumulative distribution at one uniform per
+    token, from the request's own generator, so that a result does not depend on what else was in the batch."""
+    temperature = [r.temperature for r in requests]
+    scaled = logits.float()
+    if any(t not in (0.0, 1.0) for t in temperature):
+        scaled = scaled / torch.tensor([t or 1.0 for t in temperature], device=logits.device)[:, None]
+    logprobs = torch.log_softmax(scaled, -1)
+    if any(temperature):
+        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+        uniform = torch.tensor([r.generator.random() if r.temperature else 0.0 for r in requests], dtype=torch.float64)
+        target = uniform.to(logits.device)[:, None] * cumulative[:, -1:]
+        tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[-1] - 1)
+        if not all(temperature):
+            greedy = torch.tensor([t == 0.0 for t in temperature], device=logits.device)[:, None]
+            tokens = torch.where(greedy, scaled.argmax(-1, keepdim=True), tokens)
+    else:
+        tokens = scaled.argmax(-1, keepdim=True)
+    return tokens[:, 0].tolist(), logprobs

@@ -1,0 +1,109 @@
+"""Our commands without the seconds of their imports: a process that has done them forks one for each.
+
+Such a process runs the command's own `main`, with arguments, environment and output of its own, as `python -m` would.
+"""
+
+import importlib
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+from tools import lifeline
+
+IMPORTED = [
+    *("accelerate", "aiohttp.web", "peft", "torch", "transformers", "trl.chat_template_utils"),
+    *("agentfactory.cli", "agentfactory.launcher", "rollout.delivery", "rollout.renderer", "rollout.embedded.server"),
+    *("trainers.checkpoints", "trainers.rl", "trainers.sft", "trainers.sync.patient"),
+    # the tests' own main module, which multiprocessing imports in each process
+    "pytest",
+]
+COMMAND = "agentfactory.cli"
+ENGINE, TRAINER = "rollout.embedded.__main__", "train"
+READY_WITHIN = 120.0
+"""Seconds that an engine may take to start."""
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(IMPORTED)
+
+
+class Forked:
+    """A running command, much as subprocess.Popen: `log` gets what it prints, stderr goes there or to `errors`, and
+    `environment` is beside ours."""
+
+    def __init__(self, program: str, *arguments: str, log: Path, errors: Path | None = None, **environment: str):
+        self.log = log
+        known = {**os.environ, **lifeline.environment(), "OMP_NUM_THREADS": "1", **environment}
+        command = (program, arguments, known, os.getcwd(), (log, errors or log))
+        self._process = _context.Process(target=_run, args=command)
+        self._process.start()
+        # of two threads that ask at a time, one would take the answer from the other
+        self._asking = threading.Lock()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> int:
+        """Send a signal, and wait for the end that it brings: the exit status."""
+        if self.is_running():
+            os.kill(self.pid, number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """The exit status, as of subprocess: less than 0 for a signal."""
+        while self.is_running():
+            time.sleep(0.01)
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+    def is_running(self) -> bool:
+        with self._asking:
+            return self._process.is_alive()
+
+
+def _run(
+    program: str, arguments: tuple[str, ...], environment: dict[str, str], folder: str, outputs: tuple[Path, Path]
+) -> None:
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, path in enumerate(outputs, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    importlib.import_module("torch").set_num_threads(1)
+    multiprocessing.set_start_method(None, force=True)  # the default, as in any command
+    sys.argv = [program, *arguments]
+    status = importlib.import_module(program).main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # without the interpreter's own end, which gloo's threads can turn into an abort
+    os._exit(status or 0)
+
+
+def start_ranks(program: str, *arguments: str, log: Path, strategy: str) -> list[Forked]:
+    """Two processes of a command on the CPU, with what accelerate's launcher gives each of them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    given = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    given |= {"ACCELERATE_USE_CPU": "true"}
+    given |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if strategy == "fsdp2" else {}
+    return [Forked(program, *arguments, log=log, RANK=rank, LOCAL_RANK=rank, **given) for rank in ("0", "1")]
+
+
+def start_engine(model: Path, *flags: str, log: Path) -> tuple[Forked, str]:
+    """An embedded engine on `model` and, once it is ready, its address. The log may be that of an earlier one."""
+    said = len(log.read_text()) if log.exists() else 0
+    engine = Forked(ENGINE, str(model), "--port", "0", *flags, log=log)
+    deadline = time.monotonic() + READY_WITHIN
+    while True:
+        text = log.read_text()[said:] if log.exists() else ""
+        if ready := re.search(r"^ready (\S+)\n", text, re.MULTILINE):
+            return engine, ready[1]
+        assert engine.is_running(), text
+        assert time.monotonic() < deadline, text
+        time.sleep(0.02)

@@ -1,0 +1,195 @@
+"""The embedded engine on a GPU: decoding by CUDA graphs, precision, and what sleep gives back to other processes."""
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rollout.embedded.engine import Engine, Request
+from tests.gpu.models import DEVICE, NEEDS_GPU, VOCABULARY, recipe
+from tests.served import serve
+from trainers.policy import load_policy
+from trainers.server_control import ServerControl, SyncError
+
+pytestmark = NEEDS_GPU
+MAX_MODEL_LEN, MAX_NUM_SEQS = 1024, 64
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(DEVICE)
+    return model.eval()
+
+
+def make_engine(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Engine:
+    return Engine(load(path, dtype), max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS, **options)
+
+
+def run(engine: Engine, prompts: list[np.ndarray], max_tokens: int, adapters: tuple[Any, ...] = (None,)) -> list[Any]:
+    """Requests that draw by seeds of their own, with the adapters in turns."""
+    requests = [Request(prompt, max_tokens, lambda request: None) for prompt in prompts]
+    for index, request in enumerate(requests):
+        request.generator, request.adapter = random.Random(index), adapters[index % len(adapters)]
+        engine.add(request)
+    while engine.busy:
+        engine.step()
+    return requests
+
+
+def random_prompts(*lengths: int) -> list[np.ndarray]:
+    return [np.random.default_rng(length).integers(0, VOCABULARY, length) for length in lengths]
+
+
+def save_adapter(path: Path, folder: Path, seed: int) -> Path:
+    """An adapter that changes what the model says."""
+    made = recipe(path, lora={"rank": 8})
+    made.seed = seed
+    policy = load_policy(made)
+    with torch.no_grad():
+        for name, weight in policy.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.05)
+    policy.save_adapter(folder, policy.gather())
+    return folder
+
+
+def test_decode_by_graphs_equals_decode_without(small: Path, tmp_path: Path) -> None:
+    """Base and two adapters in one batch, in the first slots and in slots that lie far apart, before and after sleep;
+    and adapters that come after others in the same memory."""
+    engines = make_engine(small, static_decode=False), make_engine(small)
+    assert engines[0].static is None
+    assert engines[1].static is not None, "the graphs were given up: see the warning"
+    paths = [save_adapter(small, tmp_path / str(seed), seed) for seed in range(3)]
+    seen: list[list[Request]] = []
+    for engine in engines:
+        one, two = (engine.adapters.load(path.name, str(path)) for path in paths[:2])
+        done = run(engine, random_prompts(*range(40, 95)), 20, (None, one, two))
+        ends = [np.array([*done[i].prompt, *done[i].tokens, 5, 6]) for i in (0, 54)]
+        done += run(engine, ends, 12, (one,))
+        place = id(one.factors)
+        del one
+        for request in done:
+            request.adapter = None
+        three = engine.adapters.load("three", str(paths[2]))
+        assert id(three.factors) == place
+        done += run(engine, ends, 12, (three,)) + run(engine, random_prompts(500), 60)
+        before = torch.cuda.memory_allocated()
+        engine.sleep()
+        assert torch.cuda.memory_allocated() < before
+        engine.wake(weights=True, cache=True)
+        seen.append(done + run(engine, random_prompts(30, 31), 12, (two, three)))
+    for plain, graphed in zip(*seen, strict=True):
+        assert graphed.tokens == plain.tokens
+        np.testing.assert_allclose(graphed.logprobs, plain.logprobs, atol=1e-3)
+
+
+def test_weights_that_change_in_place_are_seen_by_graphs(small: Path) -> None:
+    engine, prompts = make_engine(small), random_prompts(30)
+    first = run(engine, prompts, 10)[0]
+    with torch.no_grad():
+        engine.model.model.norm.weight.mul_(1.5)
+    engine.reset_prefix_cache()
+    second = run(engine, prompts, 10)[0]
+    assert abs(first.logprobs[5] - second.logprobs[5]) > 1e-3
+    check(load(small), second, scale=1.5)
+
+
+def check(model: Any, request: Request, scale: float = 1.0, atol: float = 1e-3) -> None:
+    """Its log-probabilities are those of the model's own attention."""
+    ids = torch.tensor([[*request.prompt.tolist(), *request.tokens]], device=DEVICE)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(scale)
+        logits = model(input_ids=ids).logits[0, len(request.prompt) - 1 : -1].float()
+    wanted = torch.log_softmax(logits, -1).gather(1, ids[0, len(request.prompt) :, None])[:, 0].cpu()
+    assert (torch.tensor(request.logprobs) - wanted).abs().max() < atol
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_bfloat16_follows_float32(small: Path, graphs: bool) -> None:
+    engine, exact = make_engine(small, torch.bfloat16, static_decode=graphs), load(small)
+    for request in run(engine, random_prompts(*range(20, 60)), 24):
+        check(exact, request, atol=0.3)
+
+
+def test_speed_with_and_without_graphs_is_printed(large: Path) -> None:
+    """Not asserted: it is the machine's."""
+    for static in (False, True):
+        engine = make_engine(large, torch.bfloat16, static_decode=static)
+        prompts = random_prompts(*range(100, 100 + MAX_NUM_SEQS))
+        run(engine, prompts, 64)
+        for count in (8, MAX_NUM_SEQS):
+            run(engine, prompts[:count], 128)
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            run(engine, prompts[:count], 128)
+            seconds = time.perf_counter() - started
+            print(f"\n{count} sequences, graphs={static}: {count * 128 / seconds:.0f} tokens/s")
+
+
+@pytest.fixture(scope="module")
+def server(large: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerControl]:
+    """0.2 GB of weights and 2 GiB of cache, in a process of its own."""
+    section = {"engine": "embedded", "max_model_len": 2048, "max_num_seqs": 64, "max_loras": 2}
+    policy = {"path": str(large), "dtype": "bfloat16", "lora": {"rank": 8}}
+    with serve({"model": policy, "server": section}, tmp_path_factory.mktemp("server")) as url:
+        yield ServerControl(url)
+
+
+WEIGHTS = 2 * 101_206_016
+CACHE = 2 * 8 * 2 * 64 * 2048 * 512
+"""Bytes of the server's cache: bfloat16, layers, keys and values, slots, tokens, features."""
+
+
+def free() -> int:
+    """Bytes that no process has taken."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+def greedy(server: ServerControl, model: str = "policy") -> list[int]:
+    params = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    body = {"token_ids": list(range(9, 90)), "model": model, "sampling_params": params}
+    tokens: list[int] = server.post("/inference/v1/generate", body)["choices"][0]["token_ids"]
+    return tokens
+
+
+def test_sleep_frees_the_gpu_and_wake_up_restores(server: ServerControl, large: Path, tmp_path: Path) -> None:
+    path = save_adapter(large, tmp_path / "adapter", 1)
+    server.post("/v1/load_lora_adapter", {"lora_name": "one", "lora_path": str(path)})
+    said = greedy(server), greedy(server, "one")
+    assert said[0] != said[1]
+    sums = server.post("/weight_checker", {"action": "checksum"})
+    for _ in range(2):
+        awake = free()
+        server.post("/sleep?level=1&mode=abort")
+        assert free() - awake > 0.95 * (WEIGHTS + CACHE)
+        server.post("/wake_up?tags=weights")
+        assert awake + 0.95 * CACHE < free() < awake + 1.2 * CACHE
+        assert server.post("/weight_checker", {"action": "checksum"}) == sums
+        server.post("/wake_up?tags=kv_cache")
+        assert abs(free() - awake) < 0.1 * CACHE
+        assert (greedy(server), greedy(server, "one")) == said
+    server.post("/v1/unload_lora_adapter", {"lora_name": "one"})
+
+
+def test_a_wake_up_without_memory_leaves_the_server_asleep(server: ServerControl) -> None:
+    said = greedy(server)
+    server.post("/sleep?level=1&mode=abort")
+    # room for the weights, and not for the cache
+    taken = torch.empty(free() - WEIGHTS - CACHE // 2, dtype=torch.uint8, device=DEVICE)
+    for tags in ("", "?tags=kv_cache"):
+        with pytest.raises(SyncError, match="cannot wake up, and sleeps on as before: the KV cache"):
+            server.post("/wake_up" + tags)
+        assert server.get("/is_sleeping")["is_sleeping"] is True
+    # the weights were not left there
+    assert free() > 0.9 * (WEIGHTS + CACHE // 2)
+    del taken
+    free()
+    server.post("/wake_up")
+    assert greedy(server) == said

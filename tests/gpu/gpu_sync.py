@@ -1,0 +1,105 @@
+"""Weights from a trainer to a server on the same GPU: CUDA IPC, and the canary in bfloat16."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from tests.gpu.models import DEVICE, NEEDS_GPU, recipe
+from tests.served import serve
+from tests.trainers import sabotage
+from tests.trainers.test_sabotage import Run, with_first_weights
+from trainers.policy import Policy, load_policy
+from trainers.server_control import ServerControl
+from trainers.sync import IpcSync
+from trainers.sync.content import parameter_digest
+
+pytestmark = NEEDS_GPU
+
+
+def serve_small(model: Path, folder: Path) -> Any:
+    """A server in bfloat16 on the GPU, whose cache has room for several versions of the canary's contexts. It is no
+    fork of a process that may have asked for the GPU, which cannot use it."""
+    section = {"engine": "embedded", "max_model_len": 160, "max_num_seqs": 64, "max_loras": 64}
+    return serve({"model": {"path": str(model), "dtype": "bfloat16"}, "server": section}, folder)
+
+
+@pytest.fixture(scope="module")
+def url(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serve_small(small, tmp_path_factory.mktemp("server")) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def accelerator() -> Accelerator:
+    made = Accelerator()
+    assert made.device.type == DEVICE
+    return made
+
+
+def disturb(policy: Policy) -> None:
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.05 * parameter.abs().mean() * torch.randn_like(parameter))
+
+
+@pytest.mark.parametrize("where", ["on the GPU", "parked"])
+def test_full_weights_by_ipc(small: Path, url: str, where: str) -> None:
+    """In several parts, three versions; each part is read by the server's process before the next is written. Those of
+    a parked trainer come from the CPU into a server whose cache sleeps."""
+    server = ServerControl(url)
+    policy = load_policy(recipe(small, "bfloat16"), DEVICE)
+    sync = IpcSync([server], buffer_bytes=2**20)
+    for version in range(3):
+        disturb(policy)
+        state = policy.gather()
+        assert all(value.is_cuda for value in state.values())
+        if where == "parked":
+            server.post("/sleep?level=1&mode=abort")
+            state = {name: value.cpu() for name, value in state.items()}
+            server.post("/wake_up?tags=weights")
+        report = sync.push(version, policy, state)
+        if where == "parked":
+            server.post("/wake_up?tags=kv_cache")
+        assert report.digest == parameter_digest(list(state.values()))
+        ids = list(range(60))
+        params = {"temperature": 0.0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True}
+        body = {"token_ids": ids, "model": report.model, "sampling_params": params}
+        choice = server.post("/inference/v1/generate", body)["choices"][0]
+        assert choice["weight_versions"] == [{"version": str(version), "start": 0, "end": 8}]
+        given = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
+        whole = torch.tensor([ids + choice["token_ids"]], device=DEVICE)
+        places = torch.arange(59, 67, device=DEVICE)
+        wanted, _ = policy(whole, places, whole[0, 60:])
+        assert (given - wanted.detach().cpu()).abs().max() < 0.1
+    held = torch.cuda.memory_allocated()
+    sync.close()
+    assert torch.cuda.memory_allocated() <= held
+
+
+@pytest.mark.parametrize("lora", [None, "canary"])
+def test_the_canary_proves_an_honest_sync(
+    small: Path, url: str, accelerator: Accelerator, tmp_path: Path, lora: str | None
+) -> None:
+    with_first_weights(small, "bfloat16", url, tmp_path / "base")
+    run = Run(small, accelerator, tmp_path / "sync", "bfloat16", url, lora=lora, learning_rate=1e-3 if lora else 1e-4)
+    assert run.learner.accelerator.device.type == DEVICE
+    assert run.until_caught(12) == (-1, "")
+    proven = [metrics["sync/canary_slope"] for metrics in run.metrics if metrics["sync/provable"]]
+    print(f"\nnoise {run.metrics[0]['sync/canary_noise']:.2g} nats, proven {len(proven)} times, slopes {proven}")
+    assert proven
+
+
+def test_the_canary_catches_a_stale_replica(small: Path, url: str, accelerator: Accelerator, tmp_path: Path) -> None:
+    """The server that is proven is not the one that generates."""
+    with (
+        serve_small(small, tmp_path) as replica,
+        sabotage.sabotaged(url, sabotage.stale_replica(tmp_path, replica)) as proxy,
+    ):
+        run = Run(small, accelerator, tmp_path / "sync", "bfloat16", proxy, learning_rate=1e-4)
+        step, reason = run.until_caught(40)
+    assert step >= 1
+    assert "it serves other weights" in reason

@@ -1,0 +1,176 @@
+"""Rounded weights: equal to torch's own fake quantisation, and what a server does that computes with them."""
+
+import json
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
+
+from rollout.embedded.engine import UnsupportedModel
+from rollout.embedded.quantization import FULL_WEIGHTS, quantize
+from tests.conftest import embedded_server
+
+PROMPT = [7 * i % 97 for i in range(40)]
+
+
+def make_model(**changes: Any) -> Qwen3ForCausalLM:
+    """Inputs of 96 (less than a group), 160 (a group and a rest) and 128."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 96, "intermediate_size": 160, "head_dim": 32, "initializer_range": 0.1}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return Qwen3ForCausalLM(Qwen3Config(**{**sizes, **heads, "tie_word_embeddings": False, **changes})).eval()
+
+
+def rounded(weight: Tensor, kind: str) -> Tensor:
+    """By torch's own operator. What it is given are the scales and zero points of the definition, no more."""
+    if kind == "int8":
+        scale = weight.abs().amax(1) / 127
+        return torch.fake_quantize_per_channel_affine(weight, scale, torch.zeros(len(scale)), 0, -127, 127)
+    parts = []
+    for part in weight.split(128, 1):
+        low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
+        scale = (high - low) / 15
+        zero = (-low / scale).round().int()
+        parts.append(torch.fake_quantize_per_channel_affine(part.contiguous(), scale, zero, 0, 0, 15))
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_linear_weights_are_rounded_to_nearest_and_nothing_else(kind: Any, tied: bool) -> None:
+    plain, model = make_model(tie_word_embeddings=tied), make_model(tie_word_embeddings=tied)
+    quantize(model, kind)
+    weights = dict(model.named_parameters())
+    changed = set()
+    for name, before in plain.named_parameters():
+        if name.endswith("_proj.weight"):
+            changed.add(name)
+            # the last bit of a quotient may fall to the other side of a half
+            off = (weights[name] - rounded(before.detach(), kind)).abs() > 1e-6
+            assert off.float().mean() < 1e-3, name
+            assert (weights[name] - before).abs().max() > 1e-4
+        else:
+            assert torch.equal(weights[name], before), name
+    assert len(changed) == 2 * 7
+    row = weights["model.layers.1.mlp.down_proj.weight"][3]
+    levels = [len(part.unique()) for part in (row.split(128) if kind == "int4" else [row])]
+    assert max(levels) <= (16 if kind == "int4" else 255)
+
+
+def test_weights_of_0_stay_so_and_bfloat16_is_rounded_once() -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[5] = 0.0
+    exact = make_model()
+    quantize(model, "int4")
+    assert not model.model.layers[0].mlp.up_proj.weight[5].any()
+    exact.bfloat16()
+    quantize(exact, "int8")
+    weight = exact.model.layers[1].self_attn.q_proj.weight
+    expected = rounded(make_model().bfloat16().model.layers[1].self_attn.q_proj.weight.detach().float(), "int8")
+    assert (weight != expected.bfloat16()).float().mean() < 1e-3
+
+
+def test_a_model_that_would_be_rounded_in_part_is_refused() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=4, n_positions=64))
+    with pytest.raises(UnsupportedModel, match=r"linear modules only, and transformer\.h\.0\.attn\.c_attn\.weight"):
+        quantize(model, "int8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and beside it an adapter that does something."""
+    folder = tmp_path_factory.mktemp("quantised") / "model"
+    model = make_model(eos_token_id=96)
+    model.save_pretrained(folder)
+    torch.manual_seed(1)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    adapted.save_pretrained(folder.parent / "adapter")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[str]:
+    flags = ("--quantization", "int4", "--adapter", f"tuned={folder.parent / 'adapter'}")
+    with embedded_server(folder, "--max-model-len", "128", "--max-num-seqs", "4", *flags) as url:
+        yield url
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
+
+
+def served_logprobs(url: str, name: str) -> tuple[list[int], Tensor]:
+    params = {"temperature": 1.0, "max_tokens": 30, "logprobs": 0, "ignore_eos": True, "seed": 1}
+    answer = post(f"{url}/inference/v1/generate", {"token_ids": PROMPT, "model": name, "sampling_params": params})
+    content = answer["choices"][0]["logprobs"]["content"]
+    return [entry["token_id"] for entry in content], torch.tensor([entry["logprob"] for entry in content])
+
+
+@torch.no_grad()
+def expected_logprobs(model: nn.Module, tokens: list[int]) -> Tensor:
+    logits = model(input_ids=torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", ["policy", "tuned"])
+def test_the_server_computes_with_rounded_weights_under_adapters_that_are_not(
+    server: str, folder: Path, name: str
+) -> None:
+    def load() -> nn.Module:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            for key, weight in model.named_parameters():
+                if key.endswith("_proj.weight") and rounds:
+                    weight.copy_(rounded(weight, "int4"))
+        return model if name == "policy" else peft.PeftModel.from_pretrained(model, folder.parent / "adapter")
+
+    tokens, given = served_logprobs(server, name)
+    rounds = True
+    torch.testing.assert_close(given, expected_logprobs(load(), tokens), atol=2e-3, rtol=0)
+    rounds = False
+    assert (given - expected_logprobs(load(), tokens)).abs().mean() > 0.02
+
+
+def test_full_weights_are_refused_with_the_fix(server: str) -> None:
+    for path in sorted(FULL_WEIGHTS):
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            post(server + path, {})
+        assert caught.value.code == 400
+        message = json.load(caught.value)["error"]["message"]
+        assert "(--quantization int4)" in message
+        assert "train an adapter (model.lora.rank)" in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "stored", "said"),
+    [
+        ([], "awq", "which is quantised (awq); use engine: vllm"),
+        (["--quantization", "fp8"], None, "invalid choice: 'fp8' (choose from"),
+    ],
+)
+def test_what_it_does_not_do_is_said(
+    folder: Path, tmp_path: Path, flags: list[str], stored: str | None, said: str
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": stored, "bits": 4} if stored else {}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-P", "-m", "rollout.embedded", str(tmp_path), "--port", "0", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert said in done.stderr

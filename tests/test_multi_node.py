@@ -1,0 +1,165 @@
+"""Several machines: the SLURM script, with every machine on this one: what SLURM would start are real processes.
+
+Each machine has a loopback address of its own, and there is one process of two trainers on each. NCCL is untested here.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agentfactory.recipe import Recipe, load_recipe
+from tests.conftest import QUICKSTART, REPOSITORY
+from trainers.config import TrainConfig
+from trainers.launch import launch_command
+
+FOLDER = REPOSITORY / "recipes" / "multi-node"
+SCRIPT = FOLDER / "slurm.sh"
+
+SRUN = """#!/bin/bash
+# The command on each machine of --nodelist, all of which are this one. Signals go on to them, as with SLURM's.
+for option; do
+    case $option in
+        --nodelist=*) nodes=${option#*=} ;;
+        --output=*) output=${option#*=} ;;
+        --*) ;;
+        *) break ;;
+    esac
+    shift
+done
+tasks=() rank=0 status=0
+trap 'kill -TERM "${tasks[@]}"' TERM
+for node in ${nodes//,/ }; do
+    SLURM_PROCID=$rank "$@" >"${output//%t/$rank}" 2>&1 &
+    tasks+=($!)
+    rank=$((rank + 1))
+done
+for task in "${tasks[@]}"; do
+    while
+        wait "$task"
+        ended=$?
+        kill -0 "$task" 2>/dev/null
+    do :; done
+    ((ended == 0)) || status=$ended
+done
+exit $status
+"""
+SCONTROL = """#!/bin/bash
+tr ',' '\\n' <<<"$3"
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> dict[str, str]:
+    """The environment of a batch script with three machines."""
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    with socket.socket() as one, socket.socket() as two:
+        one.bind(("", 0))
+        two.bind(("", 0))
+        ports = {"MAIN_PORT": str(one.getsockname()[1]), "SERVER_PORT": str(two.getsockname()[1])}
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE")},
+        **ports,
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(REPOSITORY),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2,127.0.0.3",
+        "GPUS_PER_NODE": "1",
+        "OUTPUT": str(tmp_path / "run"),
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def test_two_machines_train_against_the_server_of_a_third(
+    cluster: dict[str, str], quickstart_run: Path, warm_start: Path, tmp_path: Path
+) -> None:
+    """Until SLURM says that the job's time is up: then the step is finished, and a checkpoint written."""
+    overrides = [
+        f"model.path={warm_start}",
+        f"data.path={quickstart_run}/prepared/train.jsonl",
+        *("prepare=null", "eval.data=null", "rollout.group_size=4", "rollout.concurrency=32", "server.max_num_seqs=16"),
+        *("train.steps=1000", "train.batch_size=2", "train.warmup_steps=0"),
+    ]
+    command = ["bash", str(SCRIPT), str(QUICKSTART / "grpo.yaml"), *overrides]
+    metrics, logs = tmp_path / "run" / "metrics.jsonl", tmp_path / "run-slurm" / "7"
+    with subprocess.Popen(command, env=cluster, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as batch:
+        deadline = time.monotonic() + 120
+        while '"step": 2' not in (metrics.read_text() if metrics.exists() else ""):
+            told = "".join(file.read_text() for file in logs.glob("*.log"))
+            assert batch.poll() is None, told
+            assert time.monotonic() < deadline, told
+            time.sleep(0.1)
+        address = f"127.0.0.3:{cluster['SERVER_PORT']}"
+        without_key = ["curl", "--silent", "--noproxy", "*", "--data", "{}", f"http://{address}/pause"]
+        assert json.loads(subprocess.check_output(without_key)) == {"error": "Unauthorized"}
+        batch.send_signal(signal.SIGTERM)
+        output, _ = batch.communicate(timeout=60)
+    assert "the trainers ended with status" in output, output
+
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert Path(summary["checkpoint"]).name == f"step-{summary['steps']:06d}"
+    steps = [line for line in map(json.loads, metrics.read_text().splitlines()) if "loss" in line]
+    assert len(steps) == summary["steps"] >= 2
+    for line in steps:
+        # the server that sampled has the weights of all shares
+        assert line["mismatch/max"] <= 1e-4
+        assert line["sync/bytes"] > 0
+    recipe = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
+    assert (recipe["train"]["processes"], recipe["train"]["strategy"]) == (2, "fsdp2")
+    assert recipe["server"]["url"] == [f"http://{address}"]
+    assert sorted(file.name for file in logs.glob("*.log")) == [
+        *("serve_here-0.log", "train_here-0.log", "train_here-1.log")
+    ]
+    with socket.socket() as probe, pytest.raises(ConnectionRefusedError):
+        probe.connect(("127.0.0.3", int(cluster["SERVER_PORT"])))
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"TRAINER_NODES": "3"}, "error: the job has 3 machines, and TRAINER_NODES=3 of them train: none is left"),
+        ({"PYTHON": "false"}, "error: a server has ended; its log: "),
+        ({"PYTHON": "sleep", "STARTUP_SECONDS": "1"}, "does not answer after STARTUP_SECONDS=1 s"),
+    ],
+)
+def test_a_job_that_cannot_start_ends_with_the_reason(
+    cluster: dict[str, str], tmp_path: Path, variables: dict[str, str], message: str
+) -> None:
+    if variables.get("PYTHON") == "sleep":
+        sleeper = tmp_path / "sleeper"
+        sleeper.write_text("#!/bin/bash\nexec sleep 60\n")
+        sleeper.chmod(0o755)
+        variables = {**variables, "PYTHON": str(sleeper)}
+    done = subprocess.run(["bash", str(SCRIPT)], env={**cluster, **variables}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_recipe_is_for_what_the_script_starts() -> None:
+    recipe = load_recipe(FOLDER / "multi-node.yaml")
+    assert isinstance(recipe, Recipe)
+    assert (recipe.train.processes, recipe.train.strategy, recipe.sync.backend) == (2 * 8, "fsdp2", "file")
+    assert recipe.model.lora is None
+    assert recipe.server.data_parallel_size == 8
+
+
+def test_a_wrong_launch_is_told_with_the_command_of_each_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = TrainConfig(steps=1, processes=16, strategy="fsdp2")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    where = "--num_machines 2 --machine_rank R --main_process_ip ADDRESS"
+    assert f"fsdp2.yaml {where} --num_processes 16 train.py RECIPE" in launch_command(train, "cuda")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    assert "machine" not in launch_command(train, "cuda")

@@ -1,0 +1,294 @@
+"""The ipc backend on a CPU: shared memory, against embedded engines. CUDA handles are untested: they need a GPU."""
+
+import base64
+import pickle
+from collections.abc import Callable, Iterator
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rollout.embedded.shared_memory import SharedBuffer, SharedMemoryError
+from rollout.embedded.weights import WeightsError, WeightUpdate
+from tests.conftest import embedded_server
+from tests.trainers.test_sync import disturb, sampled, scored
+from trainers.config import TrainRecipe
+from trainers.policy import Policy, load_policy
+from trainers.server_control import ServerControl, ServerGoneError, SyncError
+from trainers.sync import IpcSync, control_routes, make_sync
+from trainers.sync.content import parameter_digest
+from trainers.sync.ipc import Buffer, description, parts
+
+SMALL = 9000
+"""A buffer that takes several parts, the largest weight being 8192 bytes."""
+
+
+@pytest.fixture
+def policy(make_recipe: Callable[..., TrainRecipe]) -> Policy:
+    return load_policy(make_recipe())
+
+
+def give_first_weights(server: ServerControl, model_folder: Path) -> None:
+    """Bring a server back to where it began."""
+    server.post("/pause?mode=keep")
+    server.post("/start_weight_update")
+    server.post("/update_weights", {"update_info": {"path": str(model_folder / "model.safetensors")}})
+    server.post("/finish_weight_update", {"weight_version": "0"})
+    server.post("/reset_prefix_cache")
+    server.post("/resume")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leave_the_server_as_it_was(server: ServerControl, model_folder: Path) -> Iterator[None]:
+    yield
+    give_first_weights(server, model_folder)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every block of shared memory that a test makes is gone afterwards."""
+    made = []
+    make = Buffer.__init__
+
+    def make_and_note(buffer: Buffer, capacity: int, device: torch.device) -> None:
+        make(buffer, capacity, device)
+        made.append(buffer.handles["cpu"][0])
+
+    monkeypatch.setattr(Buffer, "__init__", make_and_note)
+    yield
+    for name in made:
+        with pytest.raises(FileNotFoundError):
+            SharedMemory(name)
+
+
+def test_full_weights_arrive_in_parts(policy: Policy, server: ServerControl) -> None:
+    sync = IpcSync([server], device=torch.device("cpu"), buffer_bytes=SMALL)
+    for version in (0, 1, 2):
+        state = policy.gather()
+        assert sum(1 for _ in parts(state, SMALL)) > 3
+        report = sync.push(version, policy, state)
+        assert (report.version, report.label, report.model) == (version, str(version), "policy")
+        assert report.bytes == sum(value.nbytes for value in state.values())
+        assert report.digest == parameter_digest(list(state.values()))
+        tokens, logprobs, versions = sampled(server, report.model)
+        assert versions == [str(version)]
+        assert logprobs == pytest.approx(scored(policy, tokens), abs=1e-4)
+        disturb(policy, version)
+    sync.close()
+
+
+def test_the_recipe_asks_for_it(make_recipe: Callable[..., TrainRecipe], server: ServerControl, tmp_path: Path) -> None:
+    recipe = make_recipe()
+    recipe.sync.backend = "ipc"
+    server.require(control_routes(recipe))
+    assert isinstance(make_sync(recipe, [server], tmp_path, "run", 0), IpcSync)
+
+
+def test_a_server_that_lost_the_version_gets_it_back(policy: Policy, server: ServerControl, model_folder: Path) -> None:
+    """What is sent to it are the weights that were pushed, though the policy has moved on."""
+    with embedded_server(model_folder, "--max-model-len", "64") as url:
+        servers = [server, ServerControl(url)]
+        sync = IpcSync(servers, device=torch.device("cpu"), buffer_bytes=SMALL)
+        disturb(policy, 1)
+        report = sync.push(1, policy, policy.gather())
+        disturb(policy, 2)
+        expected = sampled(server, "policy")
+        assert sampled(servers[1], "policy") == expected
+        # what a server holds that was started again
+        give_first_weights(servers[1], model_folder)
+        assert sampled(servers[1], "policy") != expected
+        assert sync.restore(url).digest == report.digest
+        assert sampled(servers[1], "policy") == expected
+        servers[1].post("/pause")
+        assert sync.restore(url).version == 1
+        assert servers[1].get("/is_paused")["is_paused"] is False
+    # the other goes on alone
+    sync.push(2, policy, policy.gather())
+    assert sampled(server, "policy") != expected
+    with pytest.raises(ServerGoneError):
+        sync.restore(url)
+
+
+def test_weights_are_brought_between_their_waking_and_the_caches(policy: Policy, server: ServerControl) -> None:
+    """As a trainer does that uses the GPU in turns with the server."""
+    sync = IpcSync([server], device=torch.device("cpu"), buffer_bytes=SMALL)
+    server.post("/sleep?level=1")
+    with pytest.raises(SyncError, match=r"answered 409: .*the weights are asleep; POST /wake_up\?tags=weights first"):
+        sync.push(3, policy, policy.gather())
+    server.post("/wake_up?tags=weights")
+    sync.push(3, policy, policy.gather())
+    server.post("/wake_up?tags=kv_cache")
+    tokens, logprobs, versions = sampled(server, "policy")
+    assert versions == ["3"]
+    assert logprobs == pytest.approx(scored(policy, tokens), abs=1e-4)
+
+
+def test_a_part_that_was_left_out_is_found(
+    policy: Policy, server: ServerControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = IpcSync([server], device=torch.device("cpu"), buffer_bytes=SMALL)
+    monkeypatch.setattr("trainers.sync.ipc.parts", lambda *given: [*parts(*given)][:-1])
+    with pytest.raises(SyncError, match=r"/finish_weight_update answered 400: .*the update lacks the tensor"):
+        sync.push(7, policy, policy.gather())
+    monkeypatch.undo()
+    # the server is still paused, and takes another update
+    assert server.get("/is_paused")["is_paused"] is True
+    sync.push(8, policy, policy.gather())
+    assert sampled(server, "policy")[2] == ["8"]
+
+
+def test_bytes_that_changed_on_their_way_are_found(
+    policy: Policy, server: ServerControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = IpcSync([server], device=torch.device("cpu"), buffer_bytes=SMALL)
+    fill = Buffer.fill
+
+    def fill_wrongly(buffer: Buffer, part: list[tuple[str, Tensor]]) -> None:
+        fill(buffer, [(name, value + 1.0) if name == "model.norm.weight" else (name, value) for name, value in part])
+
+    monkeypatch.setattr(Buffer, "fill", fill_wrongly)
+    with pytest.raises(SyncError, match=r"model\.norm\.weight differs from the trainer's after the update"):
+        sync.push(9, policy, policy.gather())
+    monkeypatch.undo()
+    sync.push(10, policy, policy.gather())
+
+
+def test_what_cannot_work_is_refused_with_the_way_out(
+    policy: Policy, server: ServerControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = policy.gather()
+    sync = IpcSync([server], device=torch.device("cpu"))
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
+        with pytest.raises(SyncError, match=r"sync\.backend: ipc: /dev/shm has 0 MiB free.*docker run --shm-size"):
+            sync.push(0, policy, state)
+    # vLLM answers without saying whose memory it reads: a GPU's
+    with monkeypatch.context() as patch:
+        patch.setattr(ServerControl, "post", lambda *_: {"message": "Weight transfer initialized"})
+        with pytest.raises(SyncError, match=r"takes weights from a GPU's memory only.* use sync\.backend: file"):
+            IpcSync([server], device=torch.device("cpu"))
+    # a trainer on a GPU, a server on the CPU
+    monkeypatch.setattr("trainers.sync.ipc.memory_key", lambda _: "GPU-1")
+    with pytest.raises(SyncError, match=r"can read the memory of cpu, and the trainer's is GPU-1"):
+        IpcSync([server], device=torch.device("cuda"))
+
+
+def test_parts_are_whole_weights_that_begin_where_their_dtype_can_be_read() -> None:
+    state = {
+        "a": torch.ones(3, dtype=torch.bfloat16),
+        "b": torch.ones(4),
+        "c": torch.ones(7, dtype=torch.int8),
+        "d": torch.tensor(2.0),
+    }
+    assert [[name for name, _ in part] for part in parts(state, 1000)] == [["b", "d", "a", "c"]]
+    assert [[name for name, _ in part] for part in parts(state, 20)] == [["b", "d"], ["a", "c"]]
+    assert [[name for name, _ in part] for part in parts(state, 16)] == [["b"], ["d", "a"], ["c"]]
+
+
+class Packed:
+    """Tensors in a block of shared memory, and the update_info for them."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        part = list(tensors.items())
+        self.buffer = Buffer(sum(value.nbytes for value in tensors.values()), torch.device("cpu"))
+        self.buffer.fill(part)
+        self.info: dict[str, Any] = {**description(part), "ipc_handles_pickled": pickled(self.buffer.handles)}
+
+
+def pickled(handles: Any) -> str:
+    return base64.b64encode(pickle.dumps(handles)).decode()
+
+
+def test_a_part_that_does_not_fit_changes_nothing(policy: Policy) -> None:
+    network = policy.network
+    names = ["model.norm.weight", "model.layers.0.input_layernorm.weight"]
+    old = {name: network.state_dict()[name].clone() for name in names}
+    update = WeightUpdate(network)
+    new = {names[0]: torch.full((32,), 0.5), names[1]: torch.full((32,), 2.0, dtype=torch.bfloat16)}
+    packed = Packed({"odd": torch.ones(1, dtype=torch.int8), **new})
+    info = {key: value[1:] if isinstance(value, list) else value for key, value in packed.info.items()}
+    wrong: list[tuple[dict[str, Any], str]] = [
+        (packed.info, "the model has no tensor odd"),
+        ({**info, "shapes": [[32], [33]]}, r"input_layernorm.weight has shape \(33,\), the model needs \(32,\)"),
+        ({**info, "tensor_sizes": [128, 640]}, "takes 64 bytes; tensor_sizes has 640, and 65 are left"),
+        ({**info, "dtype_names": ["float32", "load"]}, "'load', which is no dtype"),
+        ({**info, "names": names[:1]}, "must be lists of one length"),
+        ({**info, "names": "model.norm.weight"}, "must be lists of one length"),
+        ({"names": names}, "the file backend takes"),
+        ({**info, "ipc_handles_pickled": pickled({"GPU-2": ()})}, "for the memory of GPU-2, and the model is on cpu"),
+        (
+            {**info, "ipc_handles_pickled": pickled({"cpu": ("psm_none", 1)})},
+            "no shared memory psm_none on the server's",
+        ),
+        ({**info, "ipc_handles_pickled": pickled({"cpu": 3})}, r"3 is not \(name, bytes\)"),
+        ({**info, "ipc_handles_pickled": "??"}, "cannot be read"),
+    ]
+    for case, message in wrong:
+        with pytest.raises(WeightsError, match=message):
+            update.load(case)
+    held = network.state_dict()
+    assert all(torch.equal(held[name], old[name]) for name in names)
+    packed.buffer.close()
+    # what comes in another dtype is converted
+    packed = Packed(new)
+    update.load(packed.info)
+    held = network.state_dict()
+    assert all(torch.equal(held[name], new[name].float()) for name in names)
+    with pytest.raises(WeightsError, match="lacks the tensor"):
+        update.check_whole()
+    update.close()
+    packed.buffer.close()
+
+
+def test_a_weight_may_begin_at_any_address() -> None:
+    """A sender of other make does not order them."""
+    model = nn.Module()
+    model.a, model.b = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)), nn.Parameter(torch.zeros(2))
+    update = WeightUpdate(model)
+    packed = Packed({"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.tensor([2.0, 3.0])})
+    update.load(packed.info)
+    update.check_whole()
+    update.close()
+    packed.buffer.close()
+    assert [*model.a.tolist(), *model.b.tolist()] == [1.0, 1.0, 1.0, 2.0, 3.0]
+
+
+def test_tied_weights_must_agree_wherever_they_come(policy: Policy) -> None:
+    update = WeightUpdate(policy.network)
+    embeddings = torch.ones(64, 32)
+    for head, agrees in ((embeddings, True), (embeddings + 1, False)):
+        first, second = (
+            Packed({name: value})
+            for name, value in (("model.embed_tokens.weight", embeddings), ("lm_head.weight", head))
+        )
+        update.load(first.info)
+        if agrees:
+            update.load(second.info)
+        else:
+            with pytest.raises(WeightsError, match=r"lm_head\.weight, model\.embed_tokens\.weight are tied but differ"):
+                update.load(second.info)
+        update.close()
+        first.buffer.close()
+        second.buffer.close()
+
+
+class Trap:
+    """What a pickle can do."""
+
+    def __reduce__(self) -> Any:
+        return print, ("a pickle has run code",)
+
+
+def test_a_handle_runs_no_code(capsys: pytest.CaptureFixture[str]) -> None:
+    buffer = SharedBuffer(torch.device("cpu"))
+    for trap in (Trap(), {"cpu": Trap()}):
+        with pytest.raises(SharedMemoryError, match=r"builtins\.print is no part of a handle"):
+            buffer.open(pickled(trap))
+    assert capsys.readouterr().out == ""
+    # what torch makes of a GPU's buffer can be read; to open it needs the GPU
+    handle = (torch.Tensor, torch.Size([3]), (1,), 0, torch.storage.TypedStorage, torch.uint8, 0, b"handle", 3)
+    with pytest.raises(SharedMemoryError, match="for the memory of GPU-1"):
+        buffer.open(pickled({"GPU-1": handle}))

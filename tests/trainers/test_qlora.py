@@ -1,0 +1,165 @@
+"""QLoRA on the CPU, where bitsandbytes computes too: an adapter on the dequantised base is what it must equal."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import AutoPeftModelForCausalLM, PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from agentfactory.export import export
+from rollout.trajectory import Group
+from tests.trainers.test_launch import TWO_PROCESSES, launch
+from trainers.checkpoints import Checkpoints
+from trainers.config import TrainRecipe
+from trainers.network import load_network
+from trainers.policy import Policy, load_policy
+from trainers.rl import train_rl
+from trainers.source import SavedGroups
+
+Make = Callable[..., TrainRecipe]
+MakeGroups = Callable[..., list[Group]]
+
+NF4 = {"rank": 4, "quantization": "nf4"}
+IDS = torch.arange(24).reshape(2, 12) % 60
+TARGETS = torch.tensor([3, 4, 9, 14, 23])
+
+
+@pytest.fixture(scope="module")
+def wide_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose rows hold whole blocks of 64 weights, as those of real ones do."""
+    folder = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "initializer_range": 0.1}
+    Qwen3ForCausalLM(Qwen3Config.from_pretrained(model_folder, **sizes)).save_pretrained(folder)
+    return folder
+
+
+def score(policy: Policy) -> Tensor:
+    return policy(IDS, TARGETS - 1, IDS.flatten()[TARGETS])[0]
+
+
+def dequantised(recipe: TrainRecipe, folder: Path) -> TrainRecipe:
+    """The same recipe, on the 4-bit base written out in its own precision."""
+    assert recipe.model.lora is not None
+    load_network(recipe).dequantize().save_pretrained(folder)
+    lora = recipe.model.lora.model_copy(update={"quantization": None})
+    model = recipe.model.model_copy(update={"path": str(folder), "lora": lora})
+    return recipe.model_copy(update={"model": model})
+
+
+def with_an_adapter_that_acts(policy: Policy) -> Policy:
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return policy
+
+
+def gradients(policy: Policy) -> dict[str, Tensor]:
+    score(policy).sum().backward()
+    found = {name: weight.grad for name, weight in policy.named_parameters() if weight.requires_grad}
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("train", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointing"])
+def test_equals_an_adapter_on_its_dequantised_base(
+    make_recipe: Make, wide_folder: Path, tmp_path: Path, dtype: Any, train: dict[str, Any]
+) -> None:
+    """Gradients after passes without any: on some CPUs bitsandbytes then computes by another kernel, which has none."""
+    recipe = make_recipe(lora=NF4, **train)
+    recipe.model.path, recipe.model.dtype = str(wide_folder), dtype
+    policy = with_an_adapter_that_acts(load_policy(recipe))
+    plain = with_an_adapter_that_acts(load_policy(dequantised(recipe, tmp_path / "dequantised")))
+    with torch.no_grad():
+        given, expected = score(policy), score(plain)
+    tolerance = 1e-5 if dtype == "float32" else 0.05
+    torch.testing.assert_close(given, expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(score(policy), given, atol=tolerance, rtol=0)
+    found, wanted = gradients(policy), gradients(plain)
+    assert found.keys() == wanted.keys()
+    assert any(".layers.0." in name for name in found)
+    for name, gradient in wanted.items():
+        assert (found[name] - gradient).norm() <= tolerance * gradient.norm(), name
+
+
+def test_the_base_takes_four_bits_and_its_rounding_shows(make_recipe: Make) -> None:
+    quantised, plain = load_policy(make_recipe(lora=NF4)), load_policy(make_recipe(lora={"rank": 4}))
+    stored = {name: weight for name, weight in quantised.named_parameters() if ".base_layer." in name}
+    assert len(stored) == 2 * 7
+    for name, weight in plain.named_parameters():
+        if name in stored:
+            assert stored[name].nbytes * 8 == weight.nbytes, name
+            assert not stored[name].requires_grad
+    trained = {weight.dtype for weight in quantised.parameters() if weight.requires_grad}
+    assert trained == {torch.float32}
+    with torch.no_grad():
+        assert 0.05 < (score(quantised) - score(plain)).abs().mean() < 2
+
+
+def test_two_processes_equal_one(
+    make_recipe: Make, make_groups: MakeGroups, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Under DDP, which copies rank 0's weights to the others: 4-bit ones must arrive as they are."""
+    course = {"steps": 2, "batch_size": 3, "updates_per_batch": 2, "learning_rate": 1e-3, "token_budget": 70}
+    one, two = (make_recipe(lora=NF4, **course, **how) for how in ({}, {"strategy": "ddp", "processes": 2}))
+    groups = tmp_path / "groups.jsonl"
+    groups.write_text("".join(group.to_json() + "\n" for group in make_groups(6, 3)))
+    launch(TWO_PROCESSES["ddp"], [json.dumps([two.model_dump(mode="json")]), str(groups), str(tmp_path)], True)
+    checkpoints = Checkpoints(tmp_path / "one", tokenizer, one.train)
+    train_rl(one, Accelerator(cpu=True), checkpoints, source=SavedGroups(groups, 6), sync=None, log=lambda line: None)
+    expected, given = (
+        load_file(tmp_path / folder / "step-000002" / "adapter_model.safetensors") for folder in ("one", "0")
+    )
+    assert max(value.abs().max() for name, value in expected.items() if "lora_B" in name) > 1e-3
+    for name, value in expected.items():
+        torch.testing.assert_close(given[name], value, atol=1e-5, rtol=1e-4)
+
+
+def test_training_goes_on_bit_by_bit_and_its_adapter_is_anybody_s(
+    make_recipe: Make,
+    make_groups: MakeGroups,
+    model_folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+) -> None:
+    """Steps of PPO with a reference, so that two adapters and none act on one 4-bit base; resumed, and exported."""
+    course = {"batch_size": 2, "learning_rate": 1e-3, "checkpoint_every": 2, "steps": 4}
+    distance = {"kl": {"coefficient": 0.1}}
+    recipe = make_recipe(lora={**NF4, "dropout": 0.2}, algorithm="ppo", loss=distance, **course)
+    (tmp_path / "groups.jsonl").write_text("".join(group.to_json() + "\n" for group in make_groups(8, 4)))
+
+    def run(folder: Path, resume: Path | None) -> list[dict[str, float]]:
+        logged: list[dict[str, float]] = []
+        info = {"recipe": {"model": recipe.model.model_dump()}}
+        checkpoints = Checkpoints(folder, tokenizer, recipe.train, info, resume=resume)
+        source = SavedGroups(tmp_path / "groups.jsonl", needed=8, skip=checkpoints.lineage.step * 2)
+        train_rl(recipe, Accelerator(cpu=True), checkpoints, source=source, sync=None, log=logged.append)
+        timing = ("seconds/", "tokens_per_second")
+        return [{name: value for name, value in line.items() if not name.startswith(timing)} for line in logged]
+
+    whole = run(tmp_path / "whole", None)
+    assert len(whole) == 4
+    assert all(line["kl"] > 0 for line in whole[1:])
+    assert run(tmp_path / "resumed", tmp_path / "whole" / "step-000002") == whole[2:]
+    last, again = (tmp_path / name / "step-000004" for name in ("whole", "resumed"))
+    weights = "adapter_model.safetensors"
+    assert (last / weights).read_bytes() == (again / weights).read_bytes()
+
+    alone = AutoPeftModelForCausalLM.from_pretrained(last)
+    assert alone.peft_config["default"].base_model_name_or_path == str(model_folder)
+    export(last, tmp_path / "merged", adapter=False, push=None, say=print)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), last)
+    assert not hasattr(merged.config, "quantization_config")
+    with torch.no_grad():
+        torch.testing.assert_close(merged(IDS).logits, adapted(IDS).logits, atol=1e-4, rtol=0)
+        assert (merged(IDS).logits - AutoModelForCausalLM.from_pretrained(model_folder)(IDS).logits).abs().max() > 0.01

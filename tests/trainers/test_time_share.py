@@ -1,0 +1,330 @@
+"""Taking turns on one device: what a server is asked in which order, and what of it may go wrong.
+
+Between trainer and embedded engine stands a proxy that records, and that behaves as servers have been seen to.
+"""
+
+import asyncio
+import http.client
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import AutoTokenizer
+
+from rollout.client import InferenceClient
+from rollout.trajectory import Group
+from tests.forked import start_engine
+from tests.trainers.test_rl import LiveSource, unlisted
+from trainers import time_share
+from trainers.checkpoints import Checkpoints
+from trainers.config import TrainRecipe
+from trainers.parking import Parking
+from trainers.policy import load_policy
+from trainers.rl import train_rl
+from trainers.server_control import ServerControl, SyncError
+from trainers.sync import FileSync, LoraSync, WeightSync
+from trainers.sync.canary import Canary, canary_rows
+from trainers.sync.patient import PatientSync
+from trainers.time_share import TimeShare
+
+Make = Callable[..., TrainRecipe]
+Train = Callable[..., list[dict[str, Any]]]
+GENERATE = "/inference/v1/generate"
+
+
+class Recorder:
+    """A proxy on a free loopback port. It does not count GETs, but for /is_sleeping.
+
+    `answers` are given in place of the server's, by path. `loses` is what becomes of adapters: those that were loaded
+    before the server slept last, or all, are listed on, and what asks for them gets the base (vLLM #53888).
+    """
+
+    def __init__(self, upstream: str) -> None:
+        self.calls: list[str] = []
+        self.bodies: list[tuple[bytes, bytes]] = []
+        """Of the requests for turns, and of their answers."""
+        self.answers: dict[str, tuple[int, str]] = {}
+        self.loses: Literal["nothing", "what has slept", "all"] = "nothing"
+        self.held: set[str] = set()
+        """Adapters that were loaded since the server slept last."""
+        self.upstream = upstream
+        recorder = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                recorder.forward(self)
+
+            def do_POST(self) -> None:
+                recorder.forward(self)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    def forward(self, request: BaseHTTPRequestHandler) -> None:
+        body = request.rfile.read(int(request.headers.get("Content-Length", 0)))
+        path = request.path.split("?")[0]
+        if request.command == "POST" or path == "/is_sleeping":
+            self.note(path, request.path, json.loads(body or b"{}"))
+        if path in self.answers:
+            status, text = self.answers[path]
+            answer = text.encode()
+        else:
+            sent = self.robbed(body) if path == GENERATE else body
+            connection = http.client.HTTPConnection(urlsplit(self.upstream).netloc, timeout=60)
+            connection.request(request.command, request.path, sent, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            status, answer = response.status, response.read()
+            connection.close()
+        if path == GENERATE:
+            self.bodies.append((body, answer))
+        request.send_response(status)
+        request.send_header("Content-Length", str(len(answer)))
+        request.end_headers()
+        request.wfile.write(answer)
+
+    def note(self, path: str, full: str, body: dict[str, Any]) -> None:
+        call = full
+        if path == GENERATE:
+            call = "canary" if "logprob_token_ids" in body["sampling_params"] else "turn"
+        elif path.endswith("lora_adapter"):
+            call = f"{path.split('/')[-1].split('_')[0]} {body['lora_name']}"
+        if call in ("canary", "turn") and self.calls[-1:] == [call]:
+            return
+        self.calls.append(call)
+        if path == "/sleep":
+            self.held.clear()
+        elif path == "/v1/load_lora_adapter":
+            self.held.add(body["lora_name"])
+
+    def robbed(self, body: bytes) -> bytes:
+        """What a server makes of a request for an adapter that it has lost."""
+        asked = json.loads(body)
+        lost = self.loses == "all" or (self.loses == "what has slept" and asked["model"] not in self.held)
+        return json.dumps({**asked, "model": "policy"}).encode() if lost else body
+
+
+class Chains(LiveSource):
+    """As chains do, it calls the tokens of an adapter by its name: a server may name the base's weights."""
+
+    def _group(self, number: int) -> Group:
+        group = super()._group(number)
+        if self.model != "policy":
+            for row in (row for chain in group.trajectories for row in chain.rows):
+                row.versions = [replace(span, version=self.model) for span in row.versions]
+        return group
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of an engine of the model."""
+    flags = ("--dtype", "float32", "--max-model-len", "1024", "--max-loras", "2")
+    process, url = start_engine(model_folder, *flags, log=tmp_path_factory.mktemp("engine") / "engine.log")
+    yield url
+    process.kill(signal.SIGTERM)
+
+
+@contextmanager
+def recording(upstream: str) -> Iterator[Recorder]:
+    """A proxy before a server, which is awake, and without adapters, afterwards."""
+    made = Recorder(upstream)
+    thread = threading.Thread(target=made.server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield made
+    finally:
+        made.server.shutdown()
+        made.server.server_close()
+        thread.join()
+        server = ServerControl(upstream)
+        server.post("/wake_up")
+        for card in server.get("/v1/models")["data"][1:]:
+            server.post("/v1/unload_lora_adapter", {"lora_name": card["id"]})
+
+
+@pytest.fixture
+def recorder(engine: str) -> Iterator[Recorder]:
+    with recording(engine) as made:
+        yield made
+
+
+@pytest.fixture
+def train(make_recipe: Make, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    """`train(lora=None)`: two steps through the proxy; see `take_turns`."""
+
+    def run(lora: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        if lora:
+            # another test may have left its own full weights on the server
+            base = load_policy(make_recipe(), "cpu")
+            FileSync([ServerControl(recorder.url)], tmp_path / "base").push(0, base, base.gather())
+        return take_turns(make_recipe, lora, recorder, tmp_path, monkeypatch)
+
+    return run
+
+
+def take_turns(
+    make_recipe: Make,
+    lora: dict[str, Any] | None,
+    recorder: Recorder,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> list[dict[str, Any]]:
+    """Two steps through the proxy, the trainer's moves among its calls; returns what was logged of each version."""
+    for name in ("park", "bring_in"):
+        monkeypatch.setattr(Parking, name, noted(recorder, getattr(Parking, name), f"trainer: {name}"))
+    monkeypatch.setattr(TimeShare, "share", noted(recorder, TimeShare.share, "trainer: made"))
+    server, accelerator = ServerControl(recorder.url), Accelerator(cpu=True)
+    recipe = make_recipe(lora, steps=2, batch_size=1, learning_rate=1e-2)
+    sync: WeightSync = LoraSync([server], folder, "run", 1, keep=2) if lora else FileSync([server], folder)
+    canary = Canary([server], canary_rows(range(60), longest=63), "float32")
+    turns = TimeShare(server, accelerator.device, moves=True)
+    logged: list[dict[str, Any]] = []
+    recorder.calls.clear()
+    train_rl(
+        recipe,
+        accelerator,
+        Checkpoints(folder / "checkpoints", AutoTokenizer.from_pretrained(recipe.model.path), recipe.train),
+        source=Chains(server, temperature=1.0),
+        sync=PatientSync(turns.waking(sync), canary, patience_seconds=10.0),
+        canary=canary,
+        log=logged.append,
+        turns=turns,
+    )
+    return [entry for entry in logged if "sync/bytes" in entry]
+
+
+def noted(recorder: Recorder, method: Callable[..., None], words: str) -> Callable[..., None]:
+    def call(*arguments: Any) -> None:
+        method(*arguments)
+        recorder.calls.append(words)
+
+    return call
+
+
+SLEEP = ["/sleep?level=1&mode=abort", "/is_sleeping"]
+CACHE = ["/wake_up?tags=kv_cache", "/is_sleeping", "canary"]
+UPDATE = [
+    *("/wake_up?tags=weights", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"),
+    *("/finish_weight_update", "/reset_prefix_cache?reset_running_requests=true", "/weight_checker", *CACHE),
+]
+
+
+def test_full_weights_are_updated_in_turns(train: Train, recorder: Recorder) -> None:
+    logged = train()
+    turn = [*SLEEP, "trainer: bring_in", "trainer: park", *UPDATE]
+    # neither paused nor resumed: vLLM would go on without its cache
+    assert recorder.calls == [*SLEEP, "trainer: made", "trainer: park", *UPDATE, "turn", *turn, "turn", *turn]
+    check_metrics(logged)
+
+
+def test_adapters_are_loaded_again_after_each_sleep(train: Train, recorder: Recorder) -> None:
+    # it would lose them otherwise
+    recorder.loses = "what has slept"
+    logged = train({"rank": 4})
+    turn = [*SLEEP, "trainer: bring_in", "trainer: park", "/wake_up?tags=weights"]
+    assert recorder.calls == [
+        *(*SLEEP, "trainer: made", "trainer: park", "/wake_up?tags=weights"),
+        *("load run-1-v0", *CACHE, "turn"),
+        *(*turn, "unload run-1-v0", "load run-1-v0", "load run-1-v1", *CACHE, "turn"),
+        *(*turn, "unload run-1-v0", "unload run-1-v1", "load run-1-v1", "load run-1-v2", *CACHE),
+    ]
+    check_metrics(logged)
+
+
+def check_metrics(logged: list[dict[str, Any]]) -> None:
+    assert [entry["step"] for entry in logged] == [0, 1, 2]
+    for entry in logged:
+        assert min(entry[f"seconds/{name}"] for name in ("sleep", "bring_in", "park", "wake")) >= 0
+        assert entry["seconds/wake"] < entry["seconds/sync"]
+        assert unlisted(set(entry)) == set()
+    for entry in logged[1:]:
+        assert 0 < entry["mismatch/max"] < 1e-4
+        assert entry["sync/canary_slope"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_a_lost_adapter_is_caught(train: Train, recorder: Recorder) -> None:
+    """It is listed from the path that was sent, and the base computes."""
+    recorder.loses = "all"
+    with pytest.raises(SyncError, match=r"version 1 \(run-1-v1\): .* moved by 0.* it serves other weights"):
+        train({"rank": 4})
+    # the first adapter changes nothing
+    assert recorder.calls.count("turn") == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "words"),
+    [
+        ("/sleep", (404, "no such route"), r"does not sleep: .*answered 404: no such route; .*--enable-sleep-mode"),
+        ("/sleep", (200, "{}"), r"took /sleep and says that it is awake; .*placement\.mode=split"),
+        ("/wake_up", (500, "out of memory"), r"does not wake up: .*500: out of memory; .*memory that it had.*--resume"),
+        ("/wake_up", (200, '{"status": "awake"}'), r"took /wake_up and says that it is still asleep"),
+    ],
+)
+def test_a_refusal_stops_the_run(
+    train: Train, recorder: Recorder, path: str, answer: tuple[int, str], words: str
+) -> None:
+    recorder.answers[path] = answer
+    with pytest.raises(SyncError, match=rf"^placement\.mode: time_share: .*{words}"):
+        train({"rank": 4})
+    # neither the canary nor a chain met a server whose weights nobody had proven
+    assert not {"canary", "turn"} & set(recorder.calls)
+    assert ("trainer: made" in recorder.calls) == (path == "/wake_up"), "the trainer takes no memory that is in use"
+
+
+def test_a_server_that_is_away_for_a_moment_is_woken_once_it_is_back(train: Train, recorder: Recorder) -> None:
+    recorder.answers["/wake_up"] = (503, "starting")
+    back = threading.Timer(0.7, recorder.answers.clear)
+    back.start()
+    check_metrics(train())
+    back.join()
+    first = recorder.calls[: recorder.calls.index("canary") + 1]
+    assert first.count("/wake_up?tags=weights") >= 2
+    assert first[-len(UPDATE) :] == UPDATE
+
+
+def test_a_server_that_frees_nothing_is_refused(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [10 * 2**30, 10 * 2**30 + 5]
+    monkeypatch.setattr(time_share, "free_memory", lambda device: free.pop(0))
+    turns = TimeShare(ServerControl(recorder.url), torch.device("cpu"))
+    with pytest.raises(SyncError, match="has freed 5 bytes of cpu: start it on the trainer's GPU"), turns.training():
+        pytest.fail("the trainer's turn")
+
+
+async def test_a_turn_that_sleep_cuts_is_sampled_again_from_its_ids(recorder: Recorder) -> None:
+    await cut_by_sleep(recorder, tokens=900)
+
+
+async def cut_by_sleep(recorder: Recorder, tokens: int) -> None:
+    """A turn of so many tokens through the proxy, cut by sleep and asked for again by the client itself."""
+    server = ServerControl(recorder.url)
+    sampling = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
+    async with InferenceClient(recorder.url, retry_seconds=0.2) as client:
+        asking = asyncio.create_task(client.generate([5, 9, 12], "policy", sampling))
+        await asyncio.sleep(0.15)
+        await asyncio.to_thread(server.sleep)
+        await asyncio.sleep(0.5)
+        assert recorder.calls[:2] == ["turn", SLEEP[0]]
+        assert set(recorder.calls[2:]) == {"/is_sleeping"}, "a server that sleeps gets no turn"
+        assert not asking.done()
+        for part in ("weights", "kv_cache"):
+            await asyncio.to_thread(server.wake_up, part)
+        again = await asking
+        whole = await client.generate([5, 9, 12], "policy", sampling)
+    (first, cut), (second, _), _ = recorder.bodies
+    assert json.loads(cut)["choices"][0]["finish_reason"] == "abort"
+    assert 0 < len(json.loads(cut)["choices"][0]["token_ids"]) < tokens
+    assert first == second
+    assert again.token_ids == whole.token_ids
+    assert len(again.token_ids) == tokens
