@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 from rollout.config import RolloutRecipe
 from rollout.embedded.engine import PREFILL_TOKENS
-from rollout.serving import _LORA_RANKS
+from rollout.serving import LORA_RANKS
 
 CUDA_CONTEXT = 512 * 2**20
 """CUDA, the kernels of torch that are loaded, and the workspaces of cuBLAS in one process. Assumed: it differs between
@@ -148,7 +148,7 @@ def _adapters(recipe: RolloutRecipe, network: PreTrainedModel, dtype: torch.dtyp
     rank = lora.rank
     if server.engine == "vllm":
         linear += [(m.num_embeddings, m.embedding_dim) for m in network.modules() if isinstance(m, nn.Embedding)]
-        rank = next((known for known in _LORA_RANKS if known >= rank), rank)
+        rank = next((known for known in LORA_RANKS if known >= rank), rank)
     return server.max_loras * rank * sum(map(sum, linear)) * dtype.itemsize
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rollout.config import RolloutRecipe
 
-_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM can be asked for."""
 
 
@@ -56,7 +56,7 @@ def _vllm_flags(recipe: RolloutRecipe, adapters: Mapping[str, Path], weight_tran
         flags += ["--quantization", server.quantization]
     ranks = [_adapter_rank(path) for path in adapters.values()] + ([lora.rank] if lora else [])
     if ranks:
-        rank = next((rank for rank in _LORA_RANKS if rank >= max(ranks)), max(ranks))
+        rank = next((rank for rank in LORA_RANKS if rank >= max(ranks)), max(ranks))
         flags += ["--enable-lora", "--max-loras", str(server.max_loras), "--max-lora-rank", str(rank)]
     if adapters:
         flags += ["--lora-modules", *(f"{name}={path}" for name, path in adapters.items())]

@@ -20,10 +20,3 @@ def test_the_readmes_task_and_recipe_pass_the_dry_run(tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "my_task.py:convert" in result.stdout
-
-
-def test_the_real_models_recipe_passes_the_dry_run() -> None:
-    recipe = str(REPOSITORY / "recipes" / "gsm8k" / "gsm8k-3b-lora-24gb.yaml")
-    command = [sys.executable, "-P", "-m", "agentfactory", "train", recipe, "--dry-run"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr

@@ -62,7 +62,10 @@ class Backbone(nn.Module):
         if positions is not None and ends is not None:
             kind = self.network.config._attn_implementation
             arguments = attention_arguments(kind, positions, ends, self.dtype)
-        with torch.autocast(ids.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
+        # each weight is used once: kept copies in self.dtype would stand in memory until the pass ends, layer upon layer,
+        # which gradient checkpointing and fsdp2 are there to avoid
+        lower = self.dtype != torch.float32
+        with torch.autocast(ids.device.type, dtype=self.dtype, enabled=lower, cache_enabled=False):
             return self.network.base_model(
                 input_ids=ids, position_ids=positions, use_cache=False, **arguments
             ).last_hidden_state

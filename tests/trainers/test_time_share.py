@@ -58,6 +58,7 @@ class Recorder:
         self.held: set[str] = set()
         """Adapters that were loaded since the server slept last."""
         self.upstream = upstream
+        self.noting = threading.Lock()
         recorder = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -101,9 +102,9 @@ class Recorder:
             call = "canary" if "logprob_token_ids" in body["sampling_params"] else "turn"
         elif path.endswith("lora_adapter"):
             call = f"{path.split('/')[-1].split('_')[0]} {body['lora_name']}"
-        if call in ("canary", "turn") and self.calls[-1:] == [call]:
-            return
-        self.calls.append(call)
+        with self.noting:
+            if call not in ("canary", "turn") or self.calls[-1:] != [call]:
+                self.calls.append(call)
         if path == "/sleep":
             self.held.clear()
         elif path == "/v1/load_lora_adapter":

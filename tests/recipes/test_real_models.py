@@ -1,0 +1,70 @@
+"""Recipes for real models: they are valid, their processes fit, and docs/placement.md shows the tables that they get."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from agentfactory.placement.placed import Placement, place
+from agentfactory.recipe import Recipe, load_recipe
+from tests.conftest import REPOSITORY
+
+RECIPES = REPOSITORY / "recipes"
+FILES = sorted([*RECIPES.glob("gsm8k/*.yaml"), *RECIPES.glob("multi-node/*.yaml")])
+GB = 10**9
+
+
+def name(file: Path) -> str:
+    return str(file.relative_to(RECIPES))
+
+
+@pytest.fixture(scope="module")
+def recipes() -> dict[str, Recipe]:
+    loaded = {}
+    for file in FILES:
+        lacks: list[str] = []
+        recipe = load_recipe(file, lacks=lacks)
+        assert isinstance(recipe, Recipe)
+        # vLLM is not in the environment of the tests
+        assert all("vllm" in lack for lack in lacks)
+        loaded[name(file)] = recipe
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def placements(recipes: dict[str, Recipe]) -> dict[str, Placement]:
+    found = place([*recipes.values()], "train")
+    return {name: placement for name, placement in zip(recipes, found, strict=True) if placement is not None}
+
+
+def test_every_recipe_fits(recipes: dict[str, Recipe], placements: dict[str, Placement]) -> None:
+    assert placements.keys() == recipes.keys()
+    for name, placement in placements.items():
+        assert placement.refused is None, name
+        wanted = recipes[name].placement.mode
+        assert placement.mode == ("separate" if wanted == "auto" else wanted), name
+        if "24gb" in name:
+            sums = re.findall(r"= ([\d.]+) of ([\d.]+) GiB (?:together|while)", placement.table)
+            assert sums, name
+            for total, room in sums:
+                assert float(total) <= float(room) <= 23 * GB / 2**30, name
+
+
+def test_a_hybrid_pads_its_rows_and_says_so(placements: dict[str, Placement]) -> None:
+    said = "rows are padded: Qwen/Qwen3.5-9B has layers of linear_attention"
+    assert [name for name, placement in placements.items() if said in placement.table] == [
+        "gsm8k/qwen3.5-9b-qlora-24gb-timeshare.yaml"
+    ]
+
+
+def test_the_docs_show_the_tables(placements: dict[str, Placement]) -> None:
+    page = (REPOSITORY / "docs" / "placement.md").read_text()
+    shown = dict(re.findall(r"\n`recipes/(\S+)`.*?\n```\n(.*?)\n```", page, re.DOTALL))
+    assert shown.keys() == placements.keys()
+    for name, table in shown.items():
+        assert table == without_source(placements[name].table), name
+
+
+def without_source(table: str) -> str:
+    """A table without the note that the hub could not be reached."""
+    return "\n".join(line for line in table.splitlines() if "the hub cannot be reached" not in line)
