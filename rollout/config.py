@@ -256,7 +256,7 @@ class ServerConfig(Section):
     """vLLM: share of a GPU's memory, or of a CPU machine's, to use; null is what `placement` leaves, or vLLM's default,
     on a CPU 1 GiB of cache."""
     quantization: str | None = None
-    """How the served base model is quantised. vLLM: fp8, awq, gptq (bitsandbytes by its plugin). embedded: int8 or int4,
+    """How the served base model is quantised. vLLM: fp8, awq, gptq (bitsandbytes: by a plugin). embedded: int8 or int4,
     which rounds weights and saves no memory: for trials of what rounding does to learning."""
     args: list[str] = []
     """Further command-line flags for vLLM, as they are."""

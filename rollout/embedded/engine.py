@@ -169,6 +169,10 @@ class Engine:
         self._clock += 1
         self._used[request.slot] = self._clock
         self._held[request.slot] = False
+        if request.finish_reason == "error" and self.cache is not None:
+            # what is not a number would spoil the slot's next sequence, whose masked places it stands in
+            self.cache[:, :, request.slot] = 0
+            self._known[request.slot] = self._computed[request.slot] = 0
 
     # ---- cache
 

@@ -1,4 +1,4 @@
-"""Recipes for real models: they are valid, their processes fit, and docs/placement.md shows the tables that they get."""
+"""Recipes for real models are valid, their processes fit, and docs/placement.md shows the tables that they get."""
 
 import re
 from pathlib import Path

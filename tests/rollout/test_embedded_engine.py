@@ -86,6 +86,20 @@ def test_large_batches_of_wide_layers() -> None:
         check(engine, qwen3(**shape).eval(), request)
 
 
+def test_what_is_not_a_number_spoils_no_later_sequence() -> None:
+    model = qwen3()
+    engine = Engine(model, max_model_len=64, max_num_seqs=2)
+    prompts = [np.arange(1, 40), np.arange(50, 90)]
+    healthy = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
+    assert [request.finish_reason for request in run(engine, prompts)] == ["error", "error"]
+    model.load_state_dict(healthy)
+    for request in run(engine, [prompt[:5] for prompt in prompts]):
+        assert request.finish_reason == "length"
+        check(engine, qwen3(), request)
+
+
 def test_models_that_it_cannot_decode_are_refused() -> None:
     sizes = {"max_model_len": 64, "max_num_seqs": 2}
     with pytest.raises(UnsupportedModel, match="sliding_attention"):
