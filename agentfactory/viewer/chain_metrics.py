@@ -1,0 +1,28 @@
+"""What the figures of a single chain mean: `metrics` of trajectories, and `trajectory/<name>` in metrics.jsonl."""
+
+from trainers.metrics import Metric
+
+CHAIN_METRICS = [
+    Metric("success", "", "whether the task was solved, as the reward or the environment says"),
+    Metric("reward/<reward>", "", "value of one reward of the recipe, before its weight"),
+    Metric("tool_calls", "calls", "calls that the chain made, those that were refused too"),
+    Metric("tool/<tool>/calls", "calls", "calls of this tool"),
+    Metric("tool/<tool>/errors", "calls", "calls of this tool that gave an error"),
+    Metric("tool/<tool>/seconds", "s", "time that the calls of this tool took, added up"),
+    Metric("tool_errors/malformed_call", "turns", "turns that looked like a call and could not be parsed"),
+    Metric("tool_errors/unknown_tool", "calls", "calls of a tool that there is not"),
+    Metric("tool_errors/invalid_arguments", "calls", "calls whose arguments do not fit the tool's schema"),
+    Metric("tool_errors/tool_error", "calls", "calls that the tool itself answered with an error"),
+    Metric("tool_errors/tool_timeout", "calls", "calls that took longer than they may"),
+    Metric("tool_errors/tool_limit", "calls", "calls that a limit refused or cut short"),
+    Metric("tool_seconds", "s", "time in which at least one call was running"),
+    Metric("tool_wait_seconds", "s", "time that calls waited for limits.calls_per_second"),
+    Metric("tool_cost", "", "cost of the calls by limits.cost"),
+    Metric("truncated_turns", "turns", "turns that were cut at rollout.max_tokens"),
+    Metric("sampled_tokens", "tokens", "tokens that the model sampled"),
+    Metric("rows", "rows", "token rows of the chain: more than one where its history was rewritten or shortened"),
+    Metric("penalty", "", "what limits and rollout.outcome_penalty took off the reward"),
+    Metric("limits/<limit>", "", "how often this limit was reached"),
+    Metric("stop/<reason>", "", "whether this ended the chain"),
+    Metric("failed", "", "share of the chains that broke"),
+]

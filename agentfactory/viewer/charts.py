@@ -1,0 +1,151 @@
+"""Which charts there are for the names in metrics.jsonl, in sections, each with its unit and meaning."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from agentfactory.viewer.chain_metrics import CHAIN_METRICS
+from trainers.metrics import METRICS, Metric
+
+_OWN = "The task's own figures"
+_SECTIONS = {
+    "Reward": ["reward", "success", "reward_std", "trajectory/reward/.*"],
+    _OWN: [],
+    "Lengths and turns": [
+        "turns",
+        "trajectory/sampled_tokens",
+        "tokens",
+        "trajectory/truncated_turns",
+        "trajectory/rows",
+    ],
+    "Tools": [
+        "trajectory/tool_calls",
+        "unknown-tool rate",
+        "latency of .*",
+        "error rate of .*",
+        "trajectory/tool/.*/calls",
+        "trajectory/tool/.*/errors",
+        "trajectory/tool_errors/.*",
+        "trajectory/tool_cost",
+        "trajectory/tool_wait_seconds",
+        "trajectory/limits/.*",
+    ],
+    "Outcomes": [
+        "outcome/.*",
+        "trajectory/failed",
+        "trajectory/stop/.*",
+        "trajectory/penalty",
+        "groups/.*",
+        "filtered/.*",
+        "cancelled/.*",
+    ],
+    "Environments and curriculum": ["environments/.*", "curriculum/.*"],
+    "Policy": ["loss", "kl", "entropy", "grad_norm", "clip_fraction", "learning_rate", "critic/.*"],
+    "Trainer against server": ["staleness/.*", "mismatch/.*", "mixed_tokens", "sync/.*"],
+    "Speed": [
+        "tokens_per_second",
+        "seconds/step",
+        "seconds/.*",
+        "trajectory/tool_seconds",
+        "trajectory/tool/.*/seconds",
+    ],
+}
+"""Title -> patterns of keys, in the order in which charts are shown."""
+
+_HELD_OUT = re.compile(r"eval/(sampled|greedy)/(.+)")
+_CALLS = re.compile(r"trajectory/tool/(.+)/calls")
+
+
+def charts(names: Iterable[str]) -> dict[str, Any]:
+    """`sections`, each with a title and charts, and `others`, the charts that stand in none.
+
+    A chart has a key, a title, a unit, a meaning, and lines: which metric, of which kind (`train`, `sampled` and
+    `greedy` on held-out tasks, `rollout`), and with `per` the metric that it is divided by.
+    """
+    by_key: dict[str, dict[str, str]] = defaultdict(dict)
+    for name in names:
+        key, kind = _place(name)
+        by_key[key][kind] = name
+    by_key.pop("step", None)
+    found = {
+        key: _chart(key, [{"kind": kind, "name": name} for kind, name in lines.items()])
+        for key, lines in by_key.items()
+    }
+    found |= _ratios(by_key)
+    sections = []
+    for title, patterns in _SECTIONS.items():
+        chosen = _own(found) if title == _OWN else _matching(patterns, found)
+        if chosen:
+            sections.append({"title": title, "charts": [found.pop(key) for key in chosen]})
+    return {"sections": sections, "others": [found[key] for key in sorted(found)]}
+
+
+def meaning_of(key: str) -> Metric | None:
+    """The metric that a key stands for, in the packages' tables."""
+    if key.startswith("trajectory/"):
+        return _look_up(key.removeprefix("trajectory/"), CHAIN_METRICS)
+    return _look_up(key, METRICS)
+
+
+def _place(name: str) -> tuple[str, str]:
+    """The chart that a metric stands in, and the kind of its line."""
+    if match := _HELD_OUT.fullmatch(name):
+        return _chain_key(match[2]), match[1]
+    if name.startswith("rollout/"):
+        return _chain_key(name.removeprefix("rollout/")), "rollout"
+    return name, "train"
+
+
+def _chain_key(name: str) -> str:
+    return name if name in ("reward", "success") else f"trajectory/{name}"
+
+
+def _look_up(key: str, table: Sequence[Metric]) -> Metric | None:
+    for metric in table:
+        parts = re.split(r"<[^>]+>", metric.name)
+        if re.fullmatch(".+".join(map(re.escape, parts)), key):
+            return metric
+    return None
+
+
+def _chart(key: str, lines: list[dict[str, str]]) -> dict[str, Any]:
+    metric = meaning_of(key)
+    meaning = metric.meaning if metric else "a figure of the task's own" if key.startswith("trajectory/") else ""
+    if key.startswith("trajectory/"):
+        meaning += " (mean over chains)"
+    return {
+        "key": key,
+        "title": key.removeprefix("trajectory/"),
+        "unit": metric.unit if metric else "",
+        "meaning": meaning,
+        "lines": lines,
+    }
+
+
+def _ratios(by_key: dict[str, dict[str, str]]) -> dict[str, dict[str, Any]]:
+    """Charts of one metric per call."""
+    calls, unknown = by_key.get("trajectory/tool_calls", {}), by_key.get("trajectory/tool_errors/unknown_tool", {})
+    made = {"unknown-tool rate": (unknown, calls, "", "share of the calls that ask for a tool that there is not")}
+    for key in list(by_key):
+        if match := _CALLS.fullmatch(key):
+            tool, calls = match[1], by_key[key]
+            seconds = by_key.get(f"trajectory/tool/{tool}/seconds", {})
+            errors = by_key.get(f"trajectory/tool/{tool}/errors", {})
+            made[f"latency of {tool}"] = (seconds, calls, "s", f"mean time of a call of {tool}")
+            made[f"error rate of {tool}"] = (errors, calls, "", f"share of the calls of {tool} that gave an error")
+    found = {}
+    for key, (above, below, unit, meaning) in made.items():
+        lines = [{"kind": kind, "name": above[kind], "per": below[kind]} for kind in above if kind in below]
+        if lines:
+            found[key] = {"key": key, "title": key, "unit": unit, "meaning": meaning, "lines": lines}
+    return found
+
+
+def _matching(patterns: Sequence[str], found: dict[str, Any]) -> list[str]:
+    chosen = [key for pattern in patterns for key in found if re.fullmatch(pattern, key)]
+    return list(dict.fromkeys(chosen))
+
+
+def _own(found: dict[str, Any]) -> list[str]:
+    return [key for key in found if key.startswith("trajectory/") and meaning_of(key) is None]

@@ -1,0 +1,71 @@
+"""`agentfactory view`: its options, and the server."""
+
+import argparse
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import uvicorn
+
+from agentfactory.viewer.app import make_app
+from agentfactory.viewer.export import export
+from agentfactory.viewer.follower import Follower
+from agentfactory.viewer.runs import ViewError
+
+PORT = 8765
+_HOST = "127.0.0.1"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run folder, such as runs/quickstart")
+    parser.add_argument(
+        "--port", type=_port, default=PORT, metavar="N", help=f"of 127.0.0.1; 0 takes a free one (default: {PORT})"
+    )
+    about = "write one self-contained HTML file and do not serve: all curves, and some of the trajectories"
+    parser.add_argument("--export", type=Path, metavar="FILE.html", help=about)
+
+
+def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
+    """Show the runs until Ctrl-C, or export them. Raises ViewError."""
+    if options.export is not None:
+        say(export(options.runs, options.export))
+        return
+    serve(options.runs, options.port, say)
+
+
+def serve(folders: Sequence[Path], port: int, say: Callable[[str], None]) -> None:
+    """Show runs on loopback until Ctrl-C or SIGTERM. Raises ViewError where that cannot begin."""
+    follower = Follower(folders)
+    listener = _listen(port)
+    port = listener.getsockname()[1]
+    follower.start()
+    try:
+        app = make_app(follower, port)
+        # a page that was left open keeps its connection, and is not waited for
+        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+        names = ", ".join(run.label for run in follower.runs)
+        say(f"viewing {names} at http://{_HOST}:{port}/ (Ctrl-C ends it)")
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        follower.close()
+        listener.close()
+
+
+def _listen(port: int) -> socket.socket:
+    listener = socket.socket()
+    # so that a viewer that has just ended does not keep its port
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((_HOST, port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise ViewError(f"--port {port}: {error.strerror}; fix: --port 0 takes a free one") from None
+    return listener
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"got {text!r}; use a number up to 65535, 0 for a free port")
+    return int(text)

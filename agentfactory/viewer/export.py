@@ -1,0 +1,115 @@
+"""One self-contained file with the page, the curves and some of the trajectories."""
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from plotly.offline import get_plotlyjs
+from pydantic_core import to_json
+
+from agentfactory.viewer.app import SCRIPTS, names_of, page_file
+from agentfactory.viewer.charts import charts
+from agentfactory.viewer.follower import Follower
+from agentfactory.viewer.query import MOST_ROWS, Query
+from agentfactory.viewer.runs import ViewError
+from agentfactory.viewer.saved_groups import task_text, texts_of
+from agentfactory.viewer.trajectory_page import find_chain, page_of
+
+MOST_TRAJECTORIES = 200
+MOST_BYTES = 64 * 2**20
+"""Of the trajectories, images included."""
+
+_POLICY = (
+    "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
+    "form-action 'none'"
+)
+
+
+def export(folders: Sequence[Path], file: Path) -> str:
+    """Write the page of these runs to `file`, and say what is in it. Raises ViewError.
+
+    Of trajectories it holds at most MOST_TRAJECTORIES of MOST_BYTES in all, evenly spread over each run. Recipes are
+    left out: they may name what is not for others.
+    """
+    if not file.parent.is_dir():
+        raise ViewError(f"--export {file}: {file.parent} is no folder; fix: make it first")
+    follower = Follower(folders)
+    follower.read_all()
+    pages, searched = _pages(follower)
+    state = follower.state()
+    data = {
+        "state": state,
+        "metrics": {run.id: {"generation": 0, "from": 0, "lines": run.lines} for run in follower.runs},
+        "charts": charts(names_of(follower.runs)),
+        "pages": pages,
+        "texts": searched,
+    }
+    aside = file.with_name(f"{file.name}.partial")
+    try:
+        aside.write_text(_page(data), encoding="utf-8")
+        aside.replace(file)
+    except OSError as error:
+        raise ViewError(f"--export {file}: {error.strerror}; fix: name a file that can be written") from None
+    total = sum(run["chains"] for run in state["runs"])
+    return (
+        f"{file}: {len(follower.runs)} runs, {len(pages)} of {total} trajectories, {file.stat().st_size / 1e6:.1f} MB"
+    )
+
+
+def _page(data: dict[str, Any]) -> str:
+    nonce = secrets.token_urlsafe(16)
+    # `<` stands in JSON's strings only, where it can be written otherwise: no text can end the script that holds it
+    text = to_json(data, inf_nan_mode="null").decode().replace("<", "\\u003c")
+    scripts = [get_plotlyjs(), *map(page_file, SCRIPTS)]
+    head = (
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY.format(nonce=nonce)}">\n'
+        f"<style>\n{page_file('style.css')}</style>"
+    )
+    body = "\n".join(
+        [
+            f'<script type="application/json" id="exported" nonce="{nonce}">{text}</script>',
+            *(f'<script nonce="{nonce}">\n{script}\n</script>' for script in scripts),
+        ]
+    )
+    page = page_file("index.html")
+    for name, part in (("head", head), ("scripts", body)):
+        before, rest = page.split(f"<!-- {name} -->\n")
+        _, after = rest.split(f"<!-- end of {name} -->\n")
+        page = f"{before}{part}\n{after}"
+    return page
+
+
+def _pages(follower: Follower) -> tuple[list[dict[str, Any]], list[str]]:
+    """Trajectory pages, and what a text search looks at of each."""
+    pages: list[dict[str, Any]] = []
+    searched: list[str] = []
+    left = MOST_BYTES
+    # small runs first: what they leave is for the others
+    runs = sorted(follower.index.counts().items(), key=lambda counted: counted[1])
+    for number, (run, _) in enumerate(runs):
+        for row in _spread(follower, run, (MOST_TRAJECTORIES - len(pages)) // (len(runs) - number)):
+            chain = find_chain(follower, run, row["file"], row["byte"], row["place"])
+            page = page_of(follower, chain, lambda message, part, url: url)
+            page["facts"] |= {"tools": row["tools"], "preview": task_text(chain.group)[:240]}
+            left -= len(to_json(page, inf_nan_mode="null"))
+            if left < 0:
+                return pages, searched
+            pages.append(page)
+            searched.append("\n".join(texts_of(chain.group.get("task") or {}, chain.saved)))
+    return pages, searched
+
+
+def _spread(follower: Follower, run: str, most: int) -> list[dict[str, Any]]:
+    """Up to `most` rows of the index, from the run's first chain to its last."""
+    total = follower.index.counts()[run]
+    count = min(most, total)
+    wanted = {round(number * (total - 1) / max(1, count - 1)) for number in range(count)}
+    rows: list[dict[str, Any]] = []
+    for page in range(-(-total // MOST_ROWS)):
+        numbers = range(page * MOST_ROWS, (page + 1) * MOST_ROWS)
+        if wanted.intersection(numbers):
+            query = Query({"run": run}, ascending=True, page=page, size=MOST_ROWS)
+            found = follower.index.page(query, None)["rows"]
+            rows += [row for number, row in zip(numbers, found, strict=False) if number in wanted]
+    return rows

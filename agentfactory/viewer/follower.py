@@ -1,0 +1,144 @@
+"""Follows the files of all runs in a thread, as long as somebody looks."""
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agentfactory.viewer.index import Index, Line, rows_of
+from agentfactory.viewer.runs import CreditLine, Run, Runs
+from agentfactory.viewer.saved_groups import outline
+
+_EVERY_SECONDS = 0.4
+_IDLE_SECONDS = 15.0
+"""After the last request, nothing is read any more."""
+_BYTES_AT_ONCE = 4 << 20
+
+
+class Follower:
+    """What is known of the runs by now. `runs` is replaced, never changed."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        """Raises ViewError where a folder is no run."""
+        self._all = Runs(folders)
+        self.runs: list[Run] = self._all.find()
+        self.index = Index()
+        self._asked = time.monotonic()
+        self._wake = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._follow, name="viewer-follower", daemon=True)
+
+    def start(self) -> None:
+        """Begin to follow."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed = True
+        self._wake.set()
+        self._thread.join()
+
+    def asked(self) -> None:
+        """Somebody looks: go on."""
+        self._asked = time.monotonic()
+        self._wake.set()
+
+    def run(self, run_id: str) -> Run | None:
+        """The run with this id."""
+        return next((run for run in self.runs if run.id == run_id), None)
+
+    def path_of(self, line: Line) -> Path:
+        """The file in which a line of the index stands."""
+        run = self.run(line.run)
+        if run is None:
+            raise FileNotFoundError(line.run)
+        return run.files[line.file].path
+
+    def read_all(self) -> None:
+        """Read everything that is there now."""
+        while self.read_some():
+            pass
+
+    def read_some(self) -> bool:
+        """Read a part of what is new, a little of each file; whether there was anything."""
+        self.runs = self._all.find()
+        return any([self._read_run(run) for run in self.runs])
+
+    def progress(self) -> dict[str, int]:
+        """Bytes of trajectories that were read, and that there are."""
+        files = [file for run in self.runs for file in list(run.files.values())]
+        return {"read": sum(file.offset for file in files), "total": sum(file.size for file in files)}
+
+    def state(self) -> dict[str, Any]:
+        """What a page needs to know in order to see what is new."""
+        counts = self.index.counts()
+        return {
+            "runs": [
+                {
+                    "id": run.id,
+                    "label": run.label,
+                    "status": run.status(),
+                    "generation": run.generation,
+                    "lines": len(run.lines),
+                    "chains": counts.get(run.id, 0),
+                    "credited": len(run.credit),
+                    "problems": list(run.problems),
+                }
+                for run in self.runs
+            ],
+            "progress": self.progress(),
+        }
+
+    def _follow(self) -> None:
+        while not self._closed:
+            if self.read_some():
+                continue
+            idle = time.monotonic() - self._asked > _IDLE_SECONDS
+            self._wake.wait(None if idle else _EVERY_SECONDS)
+            self._wake.clear()
+
+    def _read_run(self, run: Run) -> bool:
+        try:
+            run.find_files()
+            read = [run.follow_metrics(_BYTES_AT_ONCE), self._read_credit(run)]
+            return any(read + [self._read_file(run, name) for name in list(run.files)])
+        except OSError as error:
+            run.note(str(error))
+            return False
+
+    def _read_file(self, run: Run, name: str) -> bool:
+        file = run.files[name]
+        taken = file.take(_BYTES_AT_ONCE)
+        if taken.restarted:
+            self.index.forget(run.id, name)
+        rows = []
+        groups = []
+        for offset, line in taken.lines:
+            try:
+                made = rows_of(run.id, name, offset, line)
+            except ValueError as error:
+                run.note_line(file.path, offset, error)
+                continue
+            rows += made
+            groups += [row[6] for row, _ in made[:1]]
+        self.index.add(rows)
+        self.index.note_steps(run.id, [(group, run.credit[group].step) for group in groups if group in run.credit])
+        return bool(taken.lines) or taken.restarted
+
+    def _read_credit(self, run: Run) -> bool:
+        taken = run.credit_file.take(_BYTES_AT_ONCE)
+        if taken.restarted:
+            run.credit.clear()
+        steps = []
+        for offset, line in taken.lines:
+            try:
+                said = outline(line)
+                group, step = str(said["group"]), int(said["step"])
+            except (ValueError, KeyError, TypeError) as error:
+                run.note_line(run.credit_file.path, offset, error)
+                continue
+            run.credit[group] = CreditLine(offset, len(line), step)
+            steps.append((group, step))
+        self.index.note_steps(run.id, steps)
+        return bool(taken.lines) or taken.restarted

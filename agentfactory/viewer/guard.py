@@ -1,0 +1,65 @@
+"""Who may ask: this machine's browser on the page itself, and no other page that is open in it."""
+
+from collections.abc import Iterable
+
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+# styles in place are the plots'; scripts are files of ours alone, so that no text can ever be run
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+}
+
+
+class Guard:
+    """ASGI middleware: refuses what comes from other origins, and forbids the page to load anything from elsewhere.
+
+    A page elsewhere can make a browser ask loopback addresses, also under a name of its own that it points there (DNS
+    rebinding): `Host` has to be ours, and where the browser tells who asks, it has to be the page itself.
+    """
+
+    def __init__(self, app: ASGIApp, port: int) -> None:
+        self._app = app
+        self._hosts = {f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]")}
+        if port == 80:
+            self._hosts |= {"127.0.0.1", "localhost", "[::1]"}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                added = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
+                message = {**message, "headers": [*message["headers"], *added]}
+            await send(message)
+
+        if scope["type"] != "http":
+            raise RuntimeError(f"{scope['type']}: nothing but HTTP is answered")
+        if reason := self._refusal(scope["headers"]):
+            await PlainTextResponse(f"refused: {reason}\n", 403)(scope, receive, send_guarded)
+            return
+        await self._app(scope, receive, send_guarded)
+
+    def _refusal(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+        given: dict[str, list[str]] = {}
+        for name, value in headers:
+            given.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1").lower())
+        hosts = given.get("host", [])
+        if len(hosts) != 1 or hosts[0] not in self._hosts:
+            return "the Host header is not this server's"
+        if any(origin != f"http://{hosts[0]}" for origin in given.get("origin", [])):
+            return "the request comes from another origin"
+        if any(site not in ("same-origin", "none") for site in given.get("sec-fetch-site", [])):
+            return "the request comes from another site; open the address by itself"
+        return None

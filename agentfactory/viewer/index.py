@@ -1,0 +1,244 @@
+"""The index of all saved chains: what a list shows and filters by, and where each chain stands in its file."""
+
+import sqlite3
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentfactory.viewer.query import Query
+from agentfactory.viewer.saved_groups import calls_of, outline, task_text
+from tools.messages import CallError
+
+_PREVIEW = 240
+_FACETS = 200
+
+_SCHEMA = """
+CREATE TABLE chains (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, run TEXT, file TEXT, source TEXT, byte INTEGER, length INTEGER,
+    place INTEGER, group_id TEXT, chain TEXT, version INTEGER, step INTEGER, outcome TEXT, stop TEXT, reward REAL,
+    success REAL, turns INTEGER, calls INTEGER, errors INTEGER, tokens INTEGER, sampled INTEGER, seconds REAL,
+    error TEXT, preview TEXT
+);
+CREATE INDEX by_line ON chains (run, file, byte);
+CREATE INDEX by_group ON chains (run, group_id);
+CREATE TABLE used (chain INTEGER, tool TEXT);
+CREATE INDEX by_tool ON used (tool, chain);
+CREATE INDEX by_chain ON used (chain);
+CREATE TABLE found (search INTEGER, chain INTEGER, PRIMARY KEY (search, chain)) WITHOUT ROWID;
+"""
+
+_COLUMNS = (
+    "run, file, source, byte, length, place, group_id, chain, version, step, outcome, stop, reward, success, turns, "
+    "calls, errors, tokens, sampled, seconds, error, preview"
+)
+_LISTED = "id, " + _COLUMNS.replace("length, ", "")
+# the order of columns without `id`
+_INSERT = f"INSERT INTO chains ({_COLUMNS}) VALUES ({', '.join('?' * 22)})"
+
+# ordered outside, where `reward` is the mean
+_GROUPED = """
+SELECT * FROM (
+    SELECT max(id) AS id, run, file, source, byte, group_id, version, step, count(*) AS chains, avg(reward) AS reward,
+        min(reward) AS lowest, max(reward) AS highest, avg(success) AS success, avg(turns) AS turns,
+        avg(calls) AS calls, sum(reward IS NULL) AS unscored, preview
+    FROM chains {where} GROUP BY run, file, byte
+) ORDER BY {order} LIMIT ? OFFSET ?
+"""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Where a group stands. `last` is the id of its last chain."""
+
+    run: str
+    file: str
+    byte: int
+    length: int
+    last: int
+
+
+def source_of(file: str) -> str:
+    """What a trajectories file holds, by its path: `train`, `rollout`, `eval sampled`, `eval greedy`."""
+    stem = file.removesuffix(".jsonl").removeprefix("eval/")
+    mode = stem.rpartition("-")[2]
+    return f"eval {mode}" if mode in ("sampled", "greedy") else stem
+
+
+def _version_of(file: str, group: dict[str, Any]) -> int | None:
+    """Number of the newest weights when the group began; of an evaluation, the file's name tells."""
+    if not source_of(file).startswith("eval "):
+        return int(group.get("version", 0))
+    number = file.rpartition("/")[2].partition("-")[0]
+    return int(number) if number.isdecimal() else None
+
+
+def rows_of(run: str, file: str, byte: int, line: bytes) -> list[tuple[tuple[Any, ...], set[str]]]:
+    """A row of the index for each chain of a line, and the tools that the chain called.
+
+    Raises ValueError where the line is no saved group.
+    """
+    group = outline(line)
+    try:
+        preview = task_text(group)[:_PREVIEW]
+        version, source = _version_of(file, group), source_of(file)
+        place_in_file = (run, file, source, byte, len(line))
+        return [
+            _row(place_in_file, place, str(group["id"]), version, chain, preview)
+            for place, chain in enumerate(group["trajectories"])
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no saved group: {error!r}") from error
+
+
+def _row(
+    where: tuple[Any, ...], place: int, group: str, version: int | None, chain: dict[str, Any], preview: str
+) -> tuple[tuple[Any, ...], set[str]]:
+    names = [name for message in chain["messages"] for name, _ in calls_of(message)]
+    metrics, rows = chain.get("metrics") or {}, chain.get("rows") or []
+    # of chains that were saved whole, the streams are counts here
+    tokens = sum(row["token_ids"] if isinstance(row["token_ids"], int) else len(row["token_ids"]) for row in rows)
+    errors = sum(metrics.get(f"tool_errors/{kind}", 0) for kind in CallError)
+    figures = (
+        chain["outcome"],
+        chain.get("stop_reason"),
+        chain.get("reward"),
+        metrics.get("success"),
+        chain.get("turns", 0),
+        metrics.get("tool_calls", len(names)),
+        errors,
+        tokens,
+        metrics.get("sampled_tokens"),
+        chain.get("seconds", 0.0),
+        chain.get("error"),
+        preview,
+    )
+    return (*where, place, group, str(chain["id"]), version, None, *figures), set(names)
+
+
+class Index:
+    """In memory, and safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._database = sqlite3.connect(":memory:", check_same_thread=False)
+        self._database.executescript(_SCHEMA)
+        self._database.row_factory = sqlite3.Row
+        self._lock = threading.Lock()
+
+    def add(self, rows: Sequence[tuple[tuple[Any, ...], set[str]]]) -> None:
+        """Add rows that `rows_of` made."""
+        with self._lock, self._database:
+            for row, tools in rows:
+                chain = self._database.execute(_INSERT, row).lastrowid
+                self._database.executemany("INSERT INTO used VALUES (?, ?)", [(chain, tool) for tool in tools])
+
+    def forget(self, run: str, file: str) -> None:
+        """Drop what was read of a file."""
+        with self._lock, self._database:
+            chains = "(SELECT id FROM chains WHERE run = ? AND file = ?)"
+            self._database.execute(f"DELETE FROM used WHERE chain IN {chains}", (run, file))
+            self._database.execute(f"DELETE FROM found WHERE chain IN {chains}", (run, file))
+            self._database.execute("DELETE FROM chains WHERE run = ? AND file = ?", (run, file))
+
+    def note_steps(self, run: str, steps: Sequence[tuple[str, int]]) -> None:
+        """Tell which groups were trained in which step."""
+        with self._lock, self._database:
+            self._database.executemany(
+                "UPDATE chains SET step = ? WHERE run = ? AND group_id = ? AND source = 'train'",
+                [(step, run, group) for group, step in steps],
+            )
+
+    def counts(self) -> dict[str, int]:
+        """Run -> number of its chains."""
+        return {
+            row["run"]: row["count"] for row in self._read("SELECT run, count(*) AS count FROM chains GROUP BY run")
+        }
+
+    def page(self, query: Query, search: int | None) -> dict[str, Any]:
+        """One page of the chains (or groups) that a query asks for, and how many there are in all.
+
+        `search` is the number of the text search whose findings count; None asks for no text.
+        """
+        where, values = query.where()
+        if search is not None:
+            where += " AND id IN (SELECT chain FROM found WHERE search = ?)"
+            values.append(search)
+        limits = (query.size, query.size * query.page)
+        if query.by_group:
+            total = f"SELECT count(*) AS total FROM (SELECT 1 FROM chains {where} GROUP BY run, file, byte)"
+            rows = self._read(_GROUPED.format(where=where, order=query.order()), (*values, *limits))
+        else:
+            total = f"SELECT count(*) AS total FROM chains {where}"
+            wanted = f"SELECT {_LISTED} FROM chains {where} ORDER BY {query.order()} LIMIT ? OFFSET ?"
+            rows = self._read(wanted, (*values, *limits))
+        found = [dict(row) for row in rows]
+        for row in found:
+            chain = row.pop("id")
+            if not query.by_group:
+                row["tools"] = self._tools(chain)
+        return {"total": self._read(total, values)[0]["total"], "rows": found}
+
+    def _tools(self, chain: int) -> list[str]:
+        return [row["tool"] for row in self._read("SELECT tool FROM used WHERE chain = ? ORDER BY tool", (chain,))]
+
+    def facets(self) -> dict[str, dict[str, int]]:
+        """What there is to choose from, with the number of chains: the names of `outcome`, `source` and `tool`."""
+        counted = {
+            name: self._read(
+                f"SELECT {name} AS name, count(*) AS count FROM chains GROUP BY {name} ORDER BY count DESC LIMIT ?",
+                (_FACETS,),
+            )
+            for name in ("outcome", "source")
+        }
+        tools = "SELECT tool AS name, count(*) AS count FROM used GROUP BY tool ORDER BY count DESC LIMIT ?"
+        counted["tool"] = self._read(tools, (_FACETS,))
+        return {kind: {row["name"]: row["count"] for row in rows} for kind, rows in counted.items()}
+
+    def line(self, run: str, file: str, byte: int) -> Line | None:
+        """The line that begins at `byte`, if it is one that was read."""
+        for row in self._read(
+            "SELECT max(length) AS length, max(id) AS last FROM chains WHERE run = ? AND file = ? AND byte = ?",
+            (run, file, byte),
+        ):
+            if row["length"] is not None:
+                return Line(run, file, byte, row["length"], row["last"])
+        return None
+
+    def chains_of(self, run: str, file: str, byte: int) -> list[dict[str, Any]]:
+        """The chains of one group, in their order."""
+        wanted = f"SELECT {_LISTED} FROM chains WHERE run = ? AND file = ? AND byte = ? ORDER BY place"
+        return [dict(row) for row in self._read(wanted, (run, file, byte))]
+
+    # ---- for text searches
+
+    def lines_after(self, chain: int, most: int) -> list[Line]:
+        """The next lines that come after a chain's, in the order of reading."""
+        wanted = (
+            "SELECT run, file, byte, max(length) AS length, max(id) AS last FROM "
+            "(SELECT id, run, file, byte, length FROM chains WHERE id > ? ORDER BY id LIMIT ?) "
+            "GROUP BY run, file, byte ORDER BY last"
+        )
+        rows = [Line(*row) for row in self._read(wanted, (chain, most))]
+        # the last line may have more chains than were asked for
+        return [*rows[:-1], self.line(rows[-1].run, rows[-1].file, rows[-1].byte) or rows[-1]] if rows else []
+
+    def left_after(self, chain: int) -> int:
+        """Number of chains that were read after this one."""
+        return self._read("SELECT count(*) AS count FROM chains WHERE id > ?", (chain,))[0]["count"]
+
+    def note_found(self, search: int, line: Line, places: Sequence[int]) -> None:
+        """Chains of a line that a text search is looking for."""
+        wanted = (
+            "INSERT OR IGNORE INTO found SELECT ?, id FROM chains WHERE run = ? AND file = ? AND byte = ? AND place = ?"
+        )
+        with self._lock, self._database:
+            self._database.executemany(wanted, [(search, line.run, line.file, line.byte, place) for place in places])
+
+    def drop_search(self, search: int) -> None:
+        """Forget what a search has found."""
+        with self._lock, self._database:
+            self._database.execute("DELETE FROM found WHERE search = ?", (search,))
+
+    def _read(self, wanted: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
+        with self._lock:
+            return self._database.execute(wanted, values).fetchall()

@@ -1,0 +1,345 @@
+"use strict";
+
+// Curves: one plot per metric, with all runs in it.
+
+const measured = new Map(); // run -> {generation, lines}
+const KINDS = {
+  train: { label: "", symbol: "circle" },
+  sampled: { label: "held-out, sampled", symbol: "circle" },
+  greedy: { label: "held-out, greedy", symbol: "diamond-open" },
+  rollout: { label: "rollout", symbol: "square" },
+};
+const TIME_PARTS = [
+  ["seconds/wait", "waiting for chains", "#3f74d1"],
+  ["seconds/sleep", "server to sleep", "#b9a9e8"],
+  ["seconds/bring_in", "trainer in", "#7a5fc7"],
+  ["seconds/update", "update", "#d9772b"],
+  ["seconds/park", "trainer out", "#a8932b"],
+  ["seconds/sync", "sync", "#2f9a72"],
+];
+const MOST_POINTS = 1200;
+
+let plots = null;
+
+/** The plotting library, which is large: only who looks at curves waits for it. */
+function loadPlots() {
+  plots ??= window.Plotly ? Promise.resolve() : new Promise((done, failed) => {
+    document.head.append(make("script", { src: "plotly.js", on: {
+      load: done,
+      error: () => failed(new Error("plotly.js could not be loaded")),
+    } }));
+  });
+  return plots;
+}
+
+/** Get what is new of each run's metrics; whether there was anything. */
+async function takeMetrics(state) {
+  let changed = false;
+  for (const run of state.runs) {
+    const known = measured.get(run.id) ?? { generation: 0, lines: [] };
+    measured.set(run.id, known);
+    if (known.generation === run.generation && known.lines.length >= run.lines) continue;
+    const { generation, from, lines } = await source.metrics(run.id, known.lines.length, known.generation);
+    known.lines = [...known.lines.slice(0, from), ...lines];
+    known.generation = generation;
+    changed = true;
+  }
+  return changed;
+}
+
+/** Per line of a run, where it stands on the axis `by`. */
+function positions(lines, by) {
+  let sum = 0;
+  return lines.map((line, number) => {
+    if (by === "tokens") return (sum += line.tokens ?? 0);
+    if (by === "hours") return (sum += (line["seconds/step"] ?? 0) / 3600);
+    return line.step ?? number;
+  });
+}
+
+/** Points of one line of a chart. */
+function pointsOf(run, { name, per }, by) {
+  const { lines } = measured.get(run);
+  const at = positions(lines, by);
+  const x = [];
+  const y = [];
+  lines.forEach((line, number) => {
+    const value = per === undefined ? line[name] : line[per] > 0 ? line[name] / line[per] : undefined;
+    if (typeof value !== "number") return;
+    x.push(at[number]);
+    y.push(value);
+  });
+  return { x, y };
+}
+
+/** At most about MOST_POINTS: of each stretch its lowest and highest, so that no peak is lost. */
+function thinned({ x, y }) {
+  if (x.length <= MOST_POINTS) return { x, y };
+  const stretch = Math.ceil((2 * x.length) / MOST_POINTS);
+  const kept = [];
+  for (let start = 0; start < x.length; start += stretch) {
+    const end = Math.min(start + stretch, x.length);
+    let low = start;
+    let high = start;
+    for (let i = start; i < end; i++) {
+      if (y[i] < y[low]) low = i;
+      if (y[i] > y[high]) high = i;
+    }
+    kept.push(...[...new Set([low, high])].sort((a, b) => a - b));
+  }
+  return { x: kept.map((i) => x[i]), y: kept.map((i) => y[i]) };
+}
+
+/** Exponential mean; early ones are of what there is. */
+function smoothed({ x, y }, strength) {
+  let mean = 0;
+  let weight = 0;
+  return { x, y: y.map((value) => {
+    mean = strength * mean + (1 - strength) * value;
+    weight = strength * weight + 1 - strength;
+    return mean / weight;
+  }) };
+}
+
+/** Plotly reads some markup in names. */
+function plain(text) {
+  return text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+}
+
+function tracesOf(chart, runs, { by, smoothing }) {
+  const traces = [];
+  for (const run of runs) {
+    for (const line of chart.lines) {
+      const kind = KINDS[line.kind];
+      const points = pointsOf(run.id, line, by);
+      if (!points.x.length) continue;
+      const name = plain(kind.label ? `${run.label}, ${kind.label}` : run.label);
+      const colour = colourOf(run.id);
+      const common = { type: "scatter", name, hovertemplate: `%{y:.4~g}<extra>${name}</extra>` };
+      if (line.kind !== "train" || points.x.length === 1) {
+        const marker = { symbol: kind.symbol, size: 7, color: colour, line: { color: colour, width: 1.5 } };
+        traces.push({ ...common, ...points, mode: "lines+markers", marker, line: { color: colour, width: 1, dash: "dot" } });
+        continue;
+      }
+      if (smoothing > 0) {
+        traces.push({ ...common, ...thinned(points), mode: "lines", opacity: 0.25, hoverinfo: "skip",
+          hovertemplate: undefined, line: { color: colour, width: 1 } });
+      }
+      const shown = thinned(smoothing > 0 ? smoothed(points, smoothing) : points);
+      traces.push({ ...common, ...shown, mode: "lines", line: { color: colour, width: 1.75 } });
+    }
+  }
+  return traces;
+}
+
+/** A step's seconds by what they went into, as areas; of many steps, means. */
+function timeTraces(run, by) {
+  const { lines } = measured.get(run);
+  const at = positions(lines, by);
+  const steps = lines.map((line, number) => [line, at[number]]).filter(([line]) => line["seconds/step"] > 0);
+  const stretch = Math.ceil(steps.length / 300);
+  const buckets = [];
+  for (let start = 0; start < steps.length; start += stretch) buckets.push(steps.slice(start, start + stretch));
+  const mean = (bucket, name) => bucket.reduce((sum, [line]) => sum + (line[name] ?? 0), 0) / bucket.length;
+  const x = buckets.map((bucket) => bucket[0][1]);
+  const rest = buckets.map((bucket) => mean(bucket, "seconds/step"));
+  const traces = [];
+  const add = (label, colour, y) => traces.push({ type: "scatter", mode: "lines", stackgroup: "time", name: label,
+    x, y, fillcolor: colour, line: { color: colour, width: 0.5 }, hovertemplate: `%{y:.3~g} s<extra>${label}</extra>` });
+  for (const [name, label, colour] of TIME_PARTS) {
+    if (!steps.some(([line]) => line[name] > 0)) continue;
+    const y = buckets.map((bucket) => mean(bucket, name));
+    y.forEach((value, i) => (rest[i] -= value));
+    add(label, colour, y);
+  }
+  add("rest", "#8a94a3", rest.map((value) => Math.max(0, value)));
+  return traces;
+}
+
+function layoutOf(by, legend) {
+  const axis = { gridcolor: styled("--grid"), linecolor: styled("--grid"), zerolinecolor: styled("--line"),
+    tickfont: { size: 11 }, automargin: true };
+  const spike = { spikethickness: 1, spikedash: "solid", spikecolor: styled("--muted") };
+  return {
+    height: legend ? 215 : 180,
+    margin: { l: 8, r: 10, t: 8, b: 8 },
+    paper_bgcolor: styled("--raised"),
+    plot_bgcolor: styled("--raised"),
+    font: { family: "system-ui, sans-serif", color: styled("--muted") },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: styled("--muted"), activecolor: styled("--text") },
+    hovermode: "x unified",
+    hoverlabel: { bgcolor: styled("--raised"), bordercolor: styled("--line"), font: { size: 12, color: styled("--text") } },
+    showlegend: legend,
+    legend: { orientation: "h", y: -0.25, font: { size: 11 } },
+    xaxis: { ...axis, ...spike, nticks: 7, title: by === "step" ? undefined : { text: by, font: { size: 11 }, standoff: 4 } },
+    yaxis: { ...axis, nticks: 5, rangemode: legend ? "tozero" : "normal" },
+    uirevision: "kept", // zooming in outlives what is new
+  };
+}
+
+const PLOT = { responsive: true, displaylogo: false, modeBarButtons: [["toImage", "resetScale2d"]] };
+
+class CurvesPage {
+  constructor() {
+    this.by = "step";
+    this.smoothing = 0;
+    this.chosen = [];
+    this.opened = new Set(); // sections whose empty charts are shown
+    this.cards = new Map();
+    this.names = 0;
+    this.charts = { sections: [], others: [] };
+  }
+
+  show(page) {
+    this.page = page;
+    this.cards.clear();
+    this.built = "";
+    this.observer?.disconnect();
+    this.observer = new IntersectionObserver((entries) => this.onSeen(entries), { rootMargin: "300px" });
+    this.body = make("div");
+    const by = make("select", { "aria-label": "horizontal axis", on: { change: () => this.redraw({ by: by.value }) } },
+      ...["step", "tokens", "hours"].map((name) => make("option", { value: name, selected: name === this.by }, `by ${name}`)));
+    const smoothing = make("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: this.smoothing,
+      "aria-label": "smoothing", on: { input: () => this.redraw({ smoothing: Number(smoothing.value) }) } });
+    this.finder = make("input", { type: "search", list: "metric-names", placeholder: "find or add a metric",
+      "aria-label": "find or add a metric", on: { input: () => this.build(), change: () => this.choose() } });
+    this.nameList = make("datalist", { id: "metric-names" });
+    page.replaceChildren(
+      make("div", { class: "bar" }, this.finder, this.nameList, make("label", {}, by),
+        make("label", {}, "smoothing ", smoothing),
+        ...["● held-out, sampled", "◇ held-out, greedy", "drag zooms in, a double click resets"].map((text) =>
+          make("span", { class: "note" }, text))),
+      this.body,
+    );
+    return this.update(lastState);
+  }
+
+  async update(state) {
+    if (!state) return;
+    const [changed] = await Promise.all([takeMetrics(state), loadPlots()]);
+    const names = new Set();
+    for (const { lines } of measured.values()) for (const line of lines) for (const name in line) names.add(name);
+    if (names.size !== this.names) {
+      this.charts = await source.charts();
+      this.names = names.size;
+    }
+    if (current !== this) return;
+    if (changed || !this.built) this.build();
+  }
+
+  redraw(change = {}) {
+    Object.assign(this, change);
+    this.build();
+  }
+
+  /** Every chart that there is, by its key. */
+  all() {
+    return new Map([...this.charts.sections.flatMap((section) => section.charts), ...this.charts.others]
+      .map((chart) => [chart.key, chart]));
+  }
+
+  choose() {
+    const wanted = this.finder.value.trim();
+    if (!this.all().has(wanted)) return;
+    if (!this.chosen.includes(wanted)) this.chosen.unshift(wanted);
+    this.finder.value = "";
+    this.build();
+  }
+
+  sections() {
+    const all = this.all();
+    const wanted = this.finder.value.trim().toLowerCase();
+    if (wanted) {
+      const found = [...all.values()].filter((chart) => chart.key.toLowerCase().includes(wanted)).slice(0, 30);
+      return [{ title: `Found: ${found.length}`, charts: found, whole: true }];
+    }
+    const chosen = this.chosen.filter((key) => all.has(key)).map((key) => ({ ...all.get(key), chosen: true }));
+    const sections = this.charts.sections.map(({ title, charts }) => ({ title, charts: [...charts] }));
+    const times = shownRuns().filter((run) => measured.get(run.id)?.lines.some((line) => line["seconds/step"] > 0));
+    sections.find(({ title }) => title === "Speed")?.charts.unshift(...times.map((run) => ({
+      key: `time of ${run.id}`, run: run.id, title: `where a step's time goes: ${run.label}`, unit: "s", lines: [],
+      meaning: "seconds of a step by what they went into; rest is what no other figure measures, such as scoring",
+    })));
+    return [...(chosen.length ? [{ title: "Chosen", charts: chosen, whole: true }] : []), ...sections];
+  }
+
+  /** Lay out the charts that there are by now, and draw those that are seen. */
+  build() {
+    const runs = shownRuns();
+    const sections = this.sections().map((section) => ({ ...section, charts: section.charts.map((chart) => ({
+      ...chart, dull: !section.whole && !chart.run && this.isDull(chart, runs) })) }));
+    const layout = JSON.stringify([sections.map(({ title, charts }) => [title, charts.map((c) => [c.key, c.dull])]),
+      [...this.opened]]);
+    if (layout !== this.built) {
+      this.built = layout;
+      this.observer.disconnect();
+      for (const card of this.cards.values()) Plotly.purge(card.plot);
+      this.cards.clear();
+      this.body.replaceChildren(...sections.map((section) => this.section(section)));
+      if (!sections.length) this.body.append(make("p", { class: "empty" }, "Nothing is measured yet."));
+      this.nameList.replaceChildren(...[...this.all().keys()].sort().map((key) => make("option", { value: key })));
+    }
+    for (const card of this.cards.values()) if (card.seen) this.draw(card);
+  }
+
+  isDull(chart, runs) {
+    return runs.every((run) => chart.lines.every((line) => pointsOf(run.id, line, "step").y.every((y) => y === 0)));
+  }
+
+  section({ title, charts }) {
+    const lively = charts.filter((chart) => !chart.dull);
+    const dull = charts.filter((chart) => chart.dull);
+    const open = this.opened.has(title);
+    const toggle = () => {
+      if (!this.opened.delete(title)) this.opened.add(title);
+      this.build();
+    };
+    const more = dull.length
+      ? make("button", { class: "quiet", on: { click: toggle } }, open ? "hide what is 0 throughout" : `${dull.length} more are 0 throughout`)
+      : null;
+    return make("section", { class: "curves" }, make("h2", {}, title, more),
+      make("div", { class: "charts" }, ...[...lively, ...(open ? dull : [])].map((chart) => this.card(chart))));
+  }
+
+  card(chart) {
+    const plot = make("div", { class: "plot" });
+    const about = make("span", {}, chart.meaning || "no table of ours knows this figure");
+    const drop = chart.chosen
+      ? make("button", { class: "quiet", "aria-label": `remove ${chart.title}`, on: { click: () => {
+        this.chosen = this.chosen.filter((key) => key !== chart.key);
+        this.build();
+      } } }, "×")
+      : null;
+    const title = make("h3", { tabindex: 0, on: {
+      mousemove: (event) => showTip(about, event),
+      mouseleave: () => showTip(null),
+    } }, chart.title, chart.unit ? make("span", { class: "unit" }, chart.unit) : null);
+    const element = make("article", { class: "card", data: { chart: chart.key } },
+      make("div", { class: "card-head" }, title, drop), plot);
+    const card = { chart, plot, element, seen: false };
+    this.cards.set(element, card);
+    this.observer.observe(element);
+    return element;
+  }
+
+  onSeen(entries) {
+    for (const entry of entries) {
+      const card = this.cards.get(entry.target);
+      if (!card) continue;
+      card.seen = entry.isIntersecting;
+      if (card.seen) this.draw(card);
+    }
+  }
+
+  draw({ chart, plot }) {
+    const runs = shownRuns().filter((run) => measured.has(run.id));
+    const traces = chart.run ? timeTraces(chart.run, this.by) : tracesOf(chart, runs, this);
+    Plotly.react(plot, traces, layoutOf(this.by, Boolean(chart.run)), PLOT);
+  }
+
+  leave() {
+    this.observer.disconnect();
+    for (const card of this.cards.values()) Plotly.purge(card.plot);
+    this.cards.clear();
+  }
+}

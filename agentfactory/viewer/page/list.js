@@ -1,0 +1,203 @@
+"use strict";
+
+// The list of trajectories and groups, with its filters. What is asked for stands in the address.
+
+const FILTERS = ["view", "run", "source", "outcome", "tool", "version_min", "version_max", "step_min", "step_max",
+  "reward_min", "reward_max", "text", "group", "sort", "ascending", "page"];
+
+function addressOf(row) {
+  return `#/trajectory/${row.run}/${encodeURIComponent(row.file)}/${row.byte}/${row.place ?? 0}`;
+}
+
+function outcomeChip(outcome) {
+  const good = outcome === "completed";
+  const broken = ["tool_infrastructure", "inference_error", "reward_error", "timeout", "cancelled"].includes(outcome);
+  return make("span", { class: `chip ${good ? "good" : broken ? "broken" : "limit"}` }, outcome.replaceAll("_", " "));
+}
+
+const CHAIN_COLUMNS = [
+  { title: "chain", cell: (row) => make("td", { class: "name" }, swatch(row.run), make("a", { href: addressOf(row) }, row.chain)) },
+  { title: "task", cell: (row) => make("td", { class: "preview" }, row.preview) },
+  { title: "from", cell: (row) => make("td", {}, row.source) },
+  { title: "version", sort: "newest", figure: "version" },
+  { title: "step", sort: "step", figure: "step" },
+  { title: "outcome", cell: (row) => make("td", { title: row.error ?? row.stop }, outcomeChip(row.outcome)) },
+  { title: "reward", sort: "reward", figure: "reward" },
+  { title: "turns", sort: "turns", figure: "turns" },
+  { title: "calls", sort: "calls", figure: "calls" },
+  { title: "errors", sort: "errors", figure: "errors" },
+  { title: "tokens", sort: "tokens", figure: "tokens" },
+  { title: "seconds", sort: "seconds", figure: "seconds", digits: 1 },
+];
+
+const GROUP_COLUMNS = [
+  { title: "group", cell: (row, page) => make("td", { class: "name" }, swatch(row.run),
+    make("a", { href: page.addressWith({ view: "", group: row.group_id, run: row.run, source: row.source, page: "", sort: "" }) }, row.group_id)) },
+  { title: "task", cell: (row) => make("td", { class: "preview" }, row.preview) },
+  { title: "from", cell: (row) => make("td", {}, row.source) },
+  { title: "version", sort: "newest", figure: "version" },
+  { title: "step", sort: "step", figure: "step" },
+  { title: "chains", figure: "chains" },
+  { title: "mean reward", sort: "reward", figure: "reward" },
+  { title: "lowest", figure: "lowest" },
+  { title: "highest", figure: "highest" },
+  { title: "success", sort: "success", figure: "success" },
+  { title: "turns", sort: "turns", figure: "turns" },
+  { title: "calls", sort: "calls", figure: "calls" },
+  { title: "no reward", figure: "unscored" },
+];
+
+class ListPage {
+  show(page, _, parameters) {
+    this.page = page;
+    this.query = Object.fromEntries(FILTERS.map((name) => [name, parameters.get(name) ?? ""]));
+    this.shown = "";
+    this.choices = {};
+    this.form = make("form", { class: "bar filters", on: { submit: (event) => event.preventDefault() } }, ...this.fields());
+    this.count = make("span", { class: "count", "aria-live": "polite" });
+    this.table = make("table", { class: "list" });
+    this.pager = make("div", { class: "pager" });
+    page.replaceChildren(this.form, make("div", { class: "scroll" }, this.table), this.pager);
+    return this.load();
+  }
+
+  fields() {
+    const change = later(200, () => this.change());
+    const select = (name, label, options) => {
+      this.choices[name] = make("select", { name, "aria-label": label, on: { change: () => this.change() } });
+      this.fill(name, label, options);
+      return this.choices[name];
+    };
+    const range = (name, label) => make("span", { class: "range" }, `${label} `, ...["min", "max"].flatMap((end, number) => [
+      number ? "–" : "",
+      make("input", { name: `${name}_${end}`, type: "text", inputmode: "decimal", size: 4, value: this.query[`${name}_${end}`],
+        "aria-label": `${label}, ${end === "min" ? "lowest" : "highest"}`, on: { input: change } }),
+    ]));
+    const group = this.query.group
+      ? make("button", { class: "chip", type: "button", on: { click: () => this.change({ group: "" }) } }, `group ${this.query.group} ×`)
+      : null;
+    return [
+      select("view", "trajectories", [["groups", "groups"]]),
+      select("run", "all runs", []),
+      select("source", "from anywhere", []),
+      select("outcome", "any outcome", []),
+      select("tool", "any tool", []),
+      range("version", "version"),
+      range("step", "step"),
+      range("reward", "reward"),
+      make("input", { name: "text", type: "search", placeholder: "search in everything said", "aria-label": "text",
+        value: this.query.text, on: { input: change } }),
+      group,
+    ];
+  }
+
+  /** Choices of a filter; what is chosen stays, also where nothing has it any more. */
+  fill(name, none, options) {
+    const wanted = this.query[name];
+    const all = [["", none], ...options];
+    if (wanted && !all.some(([value]) => value === wanted)) all.push([wanted, wanted]);
+    const made = JSON.stringify(all);
+    const select = this.choices[name];
+    if (select.dataset.made === made) return;
+    select.dataset.made = made;
+    select.replaceChildren(...all.map(([value, label]) => make("option", { value, selected: value === wanted }, label)));
+  }
+
+  change(also = {}) {
+    const fields = Object.fromEntries(new FormData(this.form));
+    const resort = fields.view !== this.query.view ? { sort: "", ascending: "" } : {};
+    this.go({ ...fields, page: "", ...resort, ...also });
+  }
+
+  addressWith(change) {
+    const query = { ...this.query, ...change };
+    const given = Object.entries(query).filter(([, value]) => value !== "");
+    return `#/trajectories${given.length ? `?${new URLSearchParams(given)}` : ""}`;
+  }
+
+  go(change) {
+    const before = this.query;
+    history.replaceState(null, "", this.addressWith(change));
+    this.query = { ...this.query, ...change };
+    if (before.group !== this.query.group) {
+      // the form has a button for the group that it shows
+      return this.show(this.page, [], new URLSearchParams(location.hash.split("?")[1] ?? ""));
+    }
+    return this.load();
+  }
+
+  update() {
+    return this.load();
+  }
+
+  /** Ask for the page that is wanted, and again until all of it is searched. */
+  async load() {
+    const query = this.query;
+    let answer;
+    try {
+      answer = await source.list(Object.fromEntries(Object.entries(query).filter(([, value]) => value !== "")));
+    } catch (error) {
+      if (query === this.query) this.table.replaceChildren(make("caption", { class: "empty" }, error.message));
+      this.shown = "";
+      return;
+    }
+    if (query !== this.query || current !== this) return;
+    this.fillChoices(answer.facets);
+    const shown = JSON.stringify([query, answer.rows, answer.total, answer.unsearched]);
+    if (shown !== this.shown) this.draw(answer);
+    this.shown = shown;
+    if (answer.unsearched) setTimeout(() => query === this.query && current === this && this.load(), 20);
+  }
+
+  fillChoices(facets) {
+    const counted = (found) => Object.entries(found).map(([name, count]) => [name, `${name.replaceAll("_", " ")} (${figure(count)})`]);
+    this.fill("run", "all runs", (lastState?.runs ?? []).map((run) => [run.id, run.label]));
+    this.fill("source", "from anywhere", counted(facets.source));
+    this.fill("outcome", "any outcome", counted(facets.outcome));
+    this.fill("tool", "any tool", Object.entries(facets.tool).map(([name, count]) => [name, `${name} (${figure(count)})`]));
+  }
+
+  draw({ rows, total, unsearched }) {
+    const columns = this.query.view === "groups" ? GROUP_COLUMNS : CHAIN_COLUMNS;
+    const size = 50;
+    const page = Number(this.query.page || 0);
+    const head = columns.map((column) => {
+      if (!column.sort) return make("th", { class: column.figure ? "figure" : null }, column.title);
+      const sorted = (this.query.sort || "newest") === column.sort;
+      const up = this.query.ascending === "1";
+      const next = { sort: column.sort, ascending: sorted && !up ? "1" : "", page: "" };
+      return make("th", { class: "figure", "aria-sort": sorted ? (up ? "ascending" : "descending") : null },
+        make("button", { class: "quiet", on: { click: () => this.go(next) } }, column.title, sorted ? (up ? " ↑" : " ↓") : ""));
+    });
+    const cell = (column, row) => {
+      if (column.cell) return column.cell(row, this);
+      const value = row[column.figure];
+      const text = column.digits !== undefined && value !== null ? value.toFixed(column.digits) : figure(value);
+      return make("td", { class: "figure" }, text);
+    };
+    const body = rows.map((row) => make("tr", { on: { click: (event) => {
+      // the whole row leads where its link does
+      if (!event.target.closest("a") && !String(getSelection())) event.currentTarget.querySelector("a").click();
+    } } }, ...columns.map((column) => cell(column, row))));
+    this.table.replaceChildren(make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...body));
+    const from = Math.min(total, page * size + 1);
+    const kind = this.query.view === "groups" ? "groups" : "trajectories";
+    const searching = unsearched ? `; searching, ${figure(unsearched)} trajectories to go` : "";
+    const bounded = source.held === undefined ? "" : `; this file holds ${figure(source.held)} of ${figure(allChains())} trajectories`;
+    this.count.textContent = total
+      ? `${figure(from)}–${figure(Math.min(total, (page + 1) * size))} of ${figure(total)} ${kind}${searching}${bounded}`
+      : `no ${kind}${searching}${bounded}`;
+    const turn = (label, to, possible) => make("button", { disabled: !possible, on: { click: () => {
+      this.go({ page: to ? String(to) : "" });
+      scrollTo(0, 0);
+    } } }, label);
+    this.pager.replaceChildren(turn("← previous", page - 1, page > 0), this.count,
+      turn("next →", page + 1, (page + 1) * size < total));
+  }
+
+  leave() {}
+}
+
+function allChains() {
+  return (lastState?.runs ?? []).reduce((sum, run) => sum + run.chains, 0);
+}

@@ -1,0 +1,76 @@
+"use strict";
+
+// Which page is shown, which runs are, and what is new.
+
+let lastState = null;
+const hidden = new Set();
+const pages = { curves: new CurvesPage(), trajectories: new ListPage(), trajectory: new TrajectoryPage(), run: new RunPage() };
+let current = null;
+
+/** The runs whose curves are wanted. */
+function shownRuns() {
+  return (lastState?.runs ?? []).filter((run) => !hidden.has(run.id));
+}
+
+function route() {
+  const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
+  const [name, ...rest] = path.split("/");
+  const next = pages[name] ?? pages.curves;
+  current?.leave();
+  current = next;
+  for (const link of document.querySelectorAll("header nav a")) {
+    const chosen = link.hash === `#/${name || "curves"}` || (name === "trajectory" && link.hash === "#/trajectories");
+    link.toggleAttribute("aria-current", chosen);
+  }
+  document.body.dataset.page = pages[name] ? name : "curves";
+  scrollTo(0, 0);
+  return next.show(document.getElementById("page"), rest, new URLSearchParams(query ?? ""));
+}
+
+function drawRuns(state) {
+  const chips = state.runs.map((run) => {
+    const box = make("input", { type: "checkbox", checked: !hidden.has(run.id), on: { change: () => {
+      if (box.checked) hidden.delete(run.id); else hidden.add(run.id);
+      if (current === pages.curves) pages.curves.redraw();
+    } } });
+    const step = measured.get(run.id)?.lines.at(-1)?.step;
+    const said = [run.status, step === undefined ? "" : `step ${step}`, run.chains ? `${figure(run.chains)} trajectories` : ""];
+    const label = source.followed ? make("a", { href: `#/run/${run.id}`, title: "summary and recipe" }, run.label) : make("span", {}, run.label);
+    return make("span", { class: "run", data: { run: run.id } }, make("label", {}, box, swatch(run.id)), label,
+      make("span", { class: "note" }, said.filter(Boolean).join(", ")));
+  });
+  document.getElementById("runs").replaceChildren(...chips);
+  const problems = state.runs.flatMap((run) => run.problems.map((problem) => `${run.label}: ${problem}`));
+  const box = document.getElementById("problems");
+  box.hidden = !problems.length;
+  box.replaceChildren(...problems.map((problem) => make("div", {}, problem)));
+}
+
+function drawStatus(text, bad = false) {
+  const status = document.getElementById("status");
+  status.textContent = text;
+  status.classList.toggle("bad", bad);
+}
+
+/** Look for what is new, again and again, as long as somebody looks at the page. */
+async function follow() {
+  try {
+    const state = document.hidden ? null : await source.state();
+    if (state) {
+      lastState = state;
+      await (current ? current.update(state) : route());
+      drawRuns(state);
+    }
+    const { read, total } = lastState?.progress ?? { read: 0, total: 0 };
+    drawStatus(!source.followed ? "exported" : read < total ? `reading trajectories, ${Math.floor((100 * read) / total)} %` : "live");
+  } catch (error) {
+    console.warn(error);
+    source.tag = ""; // what could not be taken in now is asked for again
+    drawStatus(lastState ? "the viewer has ended, or cannot be reached" : String(error.message), true);
+  }
+  if (source.followed) setTimeout(follow, lastState && lastState.progress.read < lastState.progress.total ? 200 : 600);
+}
+
+addEventListener("hashchange", route);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => current === pages.curves && pages.curves.redraw());
+follow();

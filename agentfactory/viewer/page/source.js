@@ -1,0 +1,142 @@
+"use strict";
+
+// Where the page gets its data: from the server, or from the file that holds page and data together.
+
+/** Ask the server. */
+const server = {
+  followed: true,
+  tag: "",
+
+  async get(path, parameters = {}, headers = {}) {
+    const response = await fetch(`${path}?${new URLSearchParams(parameters)}`, { headers });
+    if (response.status === 304) return null;
+    const said = await response.json();
+    if (!response.ok) throw new Error(said.error ?? `${response.status} ${response.statusText}`);
+    return said;
+  },
+
+  /** What there is by now; null where it is what it was. */
+  async state() {
+    const response = await fetch("api/state", { headers: { "If-None-Match": this.tag } });
+    if (response.status === 304) return null;
+    if (!response.ok) throw new Error(`${response.status} ${response.statusText}`);
+    this.tag = response.headers.get("etag");
+    return response.json();
+  },
+
+  metrics(run, from, generation) {
+    return this.get("api/metrics", { run, from, generation });
+  },
+  charts() {
+    return this.get("api/charts");
+  },
+  run(run) {
+    return this.get("api/run", { run });
+  },
+  list(query) {
+    return this.get("api/trajectories", query);
+  },
+  trajectory(run, file, byte, place) {
+    return this.get("api/trajectory", { run, file, byte, place });
+  },
+};
+
+/** Answer from what an exported file holds, as the server would. */
+function fileSource(data) {
+  let told = false;
+  const facts = data.pages.map((page) => page.facts);
+
+  function matches(row, number, query) {
+    const same = { run: "run", source: "source", outcome: "outcome", group: "group_id" };
+    for (const [name, column] of Object.entries(same)) if (query[name] && row[column] !== query[name]) return false;
+    for (const name of ["version", "step", "reward"]) {
+      const low = query[`${name}_min`];
+      const high = query[`${name}_max`];
+      if (!low && !high) continue;
+      if (row[name] === null || (low && row[name] < Number(low)) || (high && row[name] > Number(high))) return false;
+    }
+    if (query.tool && !row.tools.includes(query.tool)) return false;
+    return !query.text || data.texts[number].toLowerCase().includes(query.text.trim().toLowerCase());
+  }
+
+  function grouped(rows) {
+    const groups = new Map();
+    for (const row of rows) {
+      const key = `${row.run} ${row.file} ${row.byte}`;
+      groups.set(key, [...(groups.get(key) ?? []), row]);
+    }
+    const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
+    return [...groups.values()].map((members) => {
+      const having = (name) => members.map((member) => member[name]).filter((value) => value !== null);
+      const rewards = having("reward");
+      return {
+        ...members[0],
+        chains: members.length,
+        reward: mean(rewards),
+        lowest: rewards.length ? Math.min(...rewards) : null,
+        highest: rewards.length ? Math.max(...rewards) : null,
+        success: mean(having("success")),
+        turns: mean(having("turns")),
+        calls: mean(having("calls")),
+        unscored: members.length - rewards.length,
+      };
+    });
+  }
+
+  /** Values with the number of rows that have them. */
+  function counts(values) {
+    const found = {};
+    for (const value of values) found[value] = (found[value] ?? 0) + 1;
+    return found;
+  }
+
+  const facets = {
+    source: counts(facts.map((row) => row.source)),
+    outcome: counts(facts.map((row) => row.outcome)),
+    tool: counts(facts.flatMap((row) => row.tools)),
+  };
+
+  function list(query) {
+    let rows = facts.filter((row, number) => matches(row, number, query));
+    if (query.view === "groups") rows = grouped(rows);
+    const newest = (query.sort || "newest") === "newest";
+    const column = newest ? "version" : query.sort;
+    const sign = query.ascending === "1" ? 1 : -1;
+    // Array.sort is stable: equal rows stay in the order of reading, or its reverse
+    if (sign < 0) rows.reverse();
+    // what has no figure stands last; no version is the newest
+    const rank = (row) => row[column] ?? (newest ? Infinity : sign * Infinity);
+    rows.sort((a, b) => (rank(a) === rank(b) ? 0 : sign * (rank(a) < rank(b) ? -1 : 1)));
+    const size = Number(query.size || 50);
+    const start = size * Number(query.page || 0);
+    return { total: rows.length, rows: rows.slice(start, start + size), facets, unsearched: 0 };
+  }
+
+  return {
+    followed: false,
+    held: data.pages.length,
+    async state() {
+      if (told) return null;
+      told = true;
+      return data.state;
+    },
+    async metrics(run) {
+      return data.metrics[run];
+    },
+    async charts() {
+      return data.charts;
+    },
+    async list(query) {
+      return list(query);
+    },
+    async trajectory(run, file, byte, place) {
+      const found = data.pages.find(({ facts: row }) =>
+        row.run === run && row.file === file && row.byte === Number(byte) && row.place === Number(place));
+      if (!found) throw new Error("this trajectory is not in the file, which holds some of them only");
+      return found;
+    },
+  };
+}
+
+const held = document.getElementById("exported");
+const source = held ? fileSource(JSON.parse(held.textContent)) : server;

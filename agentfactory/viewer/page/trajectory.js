@@ -1,0 +1,150 @@
+"use strict";
+
+// One trajectory: what was said, what it earned, and its tokens.
+
+class TrajectoryPage {
+  async show(page, place, parameters) {
+    this.page = page;
+    this.parameters = parameters;
+    const [run, file, byte, number] = place.map(decodeURIComponent);
+    let data;
+    try {
+      data = await source.trajectory(run, file, byte, number);
+    } catch (error) {
+      page.replaceChildren(make("p", { class: "empty" }, error.message));
+      return;
+    }
+    if (current !== this || this.parameters !== parameters) return;
+    this.data = data;
+    this.pane = make("div", { class: "pane" });
+    this.tabs = make("div", { class: "tabs", role: "tablist" });
+    page.replaceChildren(this.head(), make("div", { class: "columns" },
+      make("div", { class: "told" }, this.tabs, this.pane), this.side()));
+    this.open(parameters.get("tab") ?? "conversation");
+  }
+
+  head() {
+    const { facts, group, label } = this.data;
+    const members = group.map((member) => make("a", {
+      href: `${addressOf({ ...facts, place: member.place })}${location.hash.includes("?") ? `?${location.hash.split("?")[1]}` : ""}`,
+      class: "member", title: `${member.chain}: ${member.outcome}`,
+      "aria-current": member.place === facts.place ? "page" : null,
+    }, figure(member.reward)));
+    return make("div", { class: "headline" },
+      make("h1", {}, swatch(facts.run), facts.chain, outcomeChip(facts.outcome)),
+      make("p", { class: "note" }, `${label}, ${facts.source}`, facts.version === null ? "" : `, weights ${facts.version}`,
+        facts.step === null ? "" : `, trained in step ${facts.step}`),
+      members.length > 1 ? make("nav", { class: "members", "aria-label": "chains of the group" },
+        make("span", { class: "note" }, `rewards of group ${facts.group_id}`), ...members) : null);
+  }
+
+  open(tab) {
+    const tabs = { conversation: () => this.conversation(), tokens: () => this.tokens(), task: () => this.task() };
+    const chosen = tabs[tab] ? tab : "conversation";
+    this.tabs.replaceChildren(...Object.keys(tabs).map((name) => make("button", {
+      role: "tab", "aria-selected": String(name === chosen), on: { click: () => {
+        this.note({ tab: name });
+        this.open(name);
+      } } }, name)));
+    this.pane.replaceChildren(tabs[chosen]());
+  }
+
+  /** Keep in the address what is looked at. */
+  note(change) {
+    for (const [name, value] of Object.entries(change)) this.parameters.set(name, value);
+    history.replaceState(null, "", `${location.hash.split("?")[0]}?${this.parameters}`);
+  }
+
+  conversation() {
+    const { messages, turn_rewards: rewards } = this.data;
+    return make("div", { class: "conversation" }, ...messages.map((message) => messageCard(message, rewards)));
+  }
+
+  tokens() {
+    const view = new TokenView(this.data, this.parameters.get("colour"), (colour) => this.note({ colour }));
+    view.colour();
+    return view.element;
+  }
+
+  task() {
+    return make("section", { class: "panel" }, make("h3", {}, "Task"), make("pre", {}, JSON.stringify(this.data.task, null, 2)));
+  }
+
+  side() {
+    const { facts, metrics, turn_rewards: turns } = this.data;
+    const table = (rows) => make("dl", { class: "facts" }, ...rows.flatMap(([name, value]) =>
+      [make("dt", {}, name), make("dd", {}, typeof value === "number" ? figure(value) : String(value ?? "–"))]));
+    const parts = Object.entries(metrics).filter(([name]) => name.startsWith("reward/"));
+    const limits = Object.entries(metrics).filter(([name, value]) => name.startsWith("limits/") && value);
+    const rewards = [["reward", facts.reward], ...(facts.success === null ? [] : [["success", facts.success]]),
+      ...parts.map(([name, value]) => [`${name.slice(7)}, before its weight`, value]),
+      ...(metrics.penalty ? [["penalty, taken off", metrics.penalty]] : []),
+      ...(turns ?? []).map((value, number) => [`turn ${number + 1}`, value])];
+    const ending = [["outcome", facts.outcome], ["stop reason", facts.stop ?? "–"],
+      ...limits.map(([name, value]) => [`limit ${name.slice(7)} reached`, value]),
+      ...(facts.error ? [["error", facts.error]] : []), ["turns", facts.turns], ["calls", facts.calls],
+      ["tokens", facts.tokens], ["sampled tokens", facts.sampled], ["seconds", facts.seconds]];
+    const shown = new Set(["penalty", "success", "tool_calls", "sampled_tokens", ...parts.map(([name]) => name)]);
+    const others = Object.entries(metrics).filter(([name]) => !shown.has(name));
+    const some = others.filter(([, value]) => value !== 0);
+    const none = others.filter(([, value]) => value === 0);
+    return make("aside", {},
+      make("section", { class: "panel", id: "reward" }, make("h3", {}, "Reward"), table(rewards)),
+      make("section", { class: "panel", id: "ending" }, make("h3", {}, "Ending"), table(ending)),
+      make("section", { class: "panel", id: "metrics" }, make("h3", {}, "Metrics"), table(some),
+        none.length ? make("details", {}, make("summary", {}, `${none.length} are 0`), table(none)) : null));
+  }
+
+  update() {}
+
+  leave() {
+    showTip(null);
+  }
+}
+
+/** One message with its calls, images and what a tool said beside its result. */
+function messageCard(message, rewards) {
+  const { role, name, parts, reasoning, calls, info, turn } = message;
+  const spoken = turn !== undefined && turn >= 0;
+  const unit = (text) => [" ", make("span", { class: "unit" }, text)];
+  return make("article", { class: `message ${role}` },
+    make("h4", {}, name ? `${role}: ${name}` : role, spoken ? unit(`turn ${turn + 1}`) : [],
+      spoken && rewards ? unit(`reward ${figure(rewards[turn])}`) : []),
+    reasoning ? make("details", {}, make("summary", {}, "reasoning"), make("div", { class: "text" }, reasoning)) : null,
+    ...parts.map((part) => part.image
+      ? make("img", { src: part.image, alt: `image of ${name ?? role}`, loading: "lazy" })
+      : make("div", { class: "text" }, part.text)),
+    ...calls.map(callCard),
+    info ? make("details", {}, make("summary", {}, "info, which the model does not see"), make("pre", {}, JSON.stringify(info, null, 2))) : null);
+}
+
+/** A call; arguments that are text of several lines, such as code, stand as they are. */
+function callCard({ name, arguments: given }) {
+  const entries = given !== null && typeof given === "object" && !Array.isArray(given) ? Object.entries(given) : [["", given]];
+  return make("div", { class: "call" }, make("div", { class: "call-name" }, name),
+    entries.length ? make("dl", { class: "facts" }, ...entries.flatMap(([key, value]) => {
+      const text = typeof value === "string" && value.includes("\n") ? value : JSON.stringify(value, null, 2);
+      return [make("dt", {}, key), make("dd", {}, make("pre", {}, text ?? ""))];
+    })) : null);
+}
+
+/** A run's summary and recipe. */
+class RunPage {
+  async show(page, [run]) {
+    let told;
+    try {
+      told = await source.run(run);
+    } catch (error) {
+      page.replaceChildren(make("p", { class: "empty" }, error.message));
+      return;
+    }
+    const { label, path, summary, recipe } = told;
+    page.replaceChildren(make("div", { class: "headline" }, make("h1", {}, swatch(run), label), make("p", { class: "note" }, path)),
+      make("section", { class: "panel" }, make("h3", {}, "Summary"), make("pre", {}, JSON.stringify(summary, null, 2))),
+      make("section", { class: "panel" }, make("h3", {}, "Recipe"), make("pre", {}, recipe)));
+  }
+
+  update() {}
+
+  leave() {}
+}

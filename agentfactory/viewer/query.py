@@ -1,0 +1,98 @@
+"""What a list is asked for: filters, order and page, checked, as parts of an SQL query."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MOST_ROWS = 200
+
+_EXACT = {"run": "run", "source": "source", "outcome": "outcome", "group": "group_id"}
+_RANGES = {"version": "version", "step": "step", "reward": "reward"}
+_ORDERS = {
+    "newest": "version IS NULL {0}, version {0}, id {0}",
+    **{
+        name: f"{name} IS NULL, {name} {{0}}, id {{0}}"
+        for name in ("reward", "success", "turns", "calls", "errors", "tokens", "seconds", "step")
+    },
+}
+# columns of single chains that a list of groups does not have
+_OF_CHAINS = ("errors", "tokens", "seconds")
+
+
+class BadQuery(ValueError):
+    """A parameter is none; the message says which."""
+
+
+@dataclass(frozen=True)
+class Query:
+    """One page of a list. Ranges include both ends, and leave out what has no value."""
+
+    exact: dict[str, str] = field(default_factory=dict)
+    """Column -> the value that it has."""
+    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
+    tool: str = ""
+    """A tool that the chain called."""
+    text: str = ""
+    """Is searched for in everything that was said, whatever its case."""
+    sort: str = "newest"
+    ascending: bool = False
+    by_group: bool = False
+    page: int = 0
+    size: int = 50
+
+    @classmethod
+    def parse(cls, given: Mapping[str, str]) -> "Query":
+        """Of an address's parameters; those that are not known are left to others. Raises BadQuery."""
+        ranges = {}
+        for name, column in _RANGES.items():
+            low, high = _number(given, f"{name}_min", -math.inf), _number(given, f"{name}_max", math.inf)
+            if (low, high) != (-math.inf, math.inf):
+                ranges[column] = (low, high)
+        by_group = given.get("view") == "groups"
+        sort = given.get("sort") or "newest"
+        if sort not in _ORDERS or (by_group and sort in _OF_CHAINS):
+            raise BadQuery(f"sort: got {sort!r}; use one of {', '.join(_ORDERS)}")
+        return cls(
+            exact={column: given[name] for name, column in _EXACT.items() if given.get(name)},
+            ranges=ranges,
+            tool=given.get("tool", ""),
+            text=given.get("text", "").strip(),
+            sort=sort,
+            ascending=given.get("ascending") == "1",
+            by_group=by_group,
+            page=max(0, int(_number(given, "page", 0))),
+            size=min(MOST_ROWS, max(1, int(_number(given, "size", 50)))),
+        )
+
+    def where(self) -> tuple[str, list[Any]]:
+        """The condition, without the text, and its values."""
+        parts = ["1"]
+        values: list[Any] = []
+        for column, value in self.exact.items():
+            parts.append(f"{column} = ?")
+            values.append(value)
+        for column, bounds in self.ranges.items():
+            parts.append(f"{column} BETWEEN ? AND ?")
+            values += bounds
+        if self.tool:
+            parts.append("id IN (SELECT chain FROM used WHERE tool = ?)")
+            values.append(self.tool)
+        return f"WHERE {' AND '.join(parts)}", values
+
+    def order(self) -> str:
+        """The order of the rows."""
+        return _ORDERS[self.sort].format("ASC" if self.ascending else "DESC")
+
+
+def _number(given: Mapping[str, str], name: str, default: float) -> float:
+    text = given.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        number = float(text)
+    except ValueError:
+        raise BadQuery(f"{name}: got {text!r}; it has to be a number") from None
+    if math.isnan(number):
+        raise BadQuery(f"{name}: got {text!r}; it has to be a number")
+    return number

@@ -1,0 +1,193 @@
+"""The runs that are looked at: found in the folders that a person names, and followed."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic_core import from_json
+
+from agentfactory.run_folder import RECIPE, RunFolder
+from agentfactory.viewer.growing_file import GrowingFile
+
+_CREDIT = "credit.jsonl"
+_MOST_PROBLEMS = 20
+
+
+class ViewError(Exception):
+    """It cannot be shown; the message says why, and what to do."""
+
+
+@dataclass(frozen=True)
+class CreditLine:
+    """Where the trainer's line about a group stands, and the step that trained the group."""
+
+    offset: int
+    length: int
+    step: int
+
+
+class Run:
+    """One run, or one stage of a run: what was read of it so far."""
+
+    def __init__(self, path: Path, label: str) -> None:
+        self.id = hashlib.sha256(str(path).encode()).hexdigest()[:12]
+        """The same each time: it stands in addresses."""
+        self.label = label
+        self.folder = RunFolder(path)
+        self.lines: list[dict[str, Any]] = []
+        """Of metrics.jsonl."""
+        self.generation = 0
+        """How often metrics.jsonl began anew."""
+        self.metrics_file = GrowingFile(self.folder.metrics)
+        self.files: dict[str, GrowingFile] = {}
+        """Trajectory files by their path within `trajectories`."""
+        self.credit_file = GrowingFile(self.folder.trajectories / _CREDIT)
+        self.credit: dict[str, CreditLine] = {}
+        """By group."""
+        self.problems: list[str] = []
+
+    @property
+    def path(self) -> Path:
+        """Its folder."""
+        return self.folder.path
+
+    def has_data(self) -> bool:
+        """Whether there is anything to show."""
+        return self.folder.metrics.exists() or next(self._trajectory_files(), None) is not None
+
+    def find_files(self) -> None:
+        """Look for trajectory files that are new."""
+        for path in self._trajectory_files():
+            self.files.setdefault(path.relative_to(self.folder.trajectories).as_posix(), GrowingFile(path))
+
+    def _trajectory_files(self) -> Iterator[Path]:
+        for pattern in ("*.jsonl", "eval/*.jsonl"):
+            for path in sorted(self.folder.trajectories.glob(pattern)):
+                if path.name != _CREDIT:
+                    yield path
+
+    def follow_metrics(self, most: int) -> bool:
+        """Read what is new in metrics.jsonl; whether there was anything."""
+        taken = self.metrics_file.take(most)
+        if taken.restarted:
+            self.lines, self.generation = [], self.generation + 1
+        for offset, line in taken.lines:
+            try:
+                metrics = from_json(line)
+                if not isinstance(metrics, dict):
+                    raise ValueError("no JSON object")
+            except ValueError as error:
+                self.note_line(self.metrics_file.path, offset, error)
+                continue
+            self.lines.append(metrics)
+        return bool(taken.lines) or taken.restarted
+
+    def note_line(self, path: Path, offset: int, error: Exception) -> None:
+        """A line of a file cannot be read."""
+        self.note(f"{path.relative_to(self.path)}, byte {offset}: {error}")
+
+    def note(self, problem: str) -> None:
+        """Something cannot be read, and people are to know."""
+        if problem not in self.problems and len(self.problems) < _MOST_PROBLEMS:
+            self.problems.append(problem)
+
+    def status(self) -> str:
+        """`completed`, `failed`, `interrupted`, or `in progress`, also of a run that was killed without a word."""
+        summary = self.summary()
+        if summary:
+            return str(summary.get("status", "completed"))
+        whole = _read_json(self.path.parent / "summary.json") if (self.path.parent / RECIPE).is_file() else {}
+        status = str(whole.get("status", ""))
+        return status if status in ("failed", "interrupted") else "in progress"
+
+    def summary(self) -> dict[str, Any]:
+        """summary.json; empty until the run has ended."""
+        return _read_json(self.folder.summary)
+
+    def recipe(self) -> str:
+        """The resolved recipe as YAML."""
+        return self.folder.recipe.read_text(encoding="utf-8")
+
+    def model_path(self) -> str | None:
+        """Folder or name of the model that the run begins with."""
+        try:
+            recipe = yaml.safe_load(self.recipe())
+        except (OSError, yaml.YAMLError):
+            return None
+        model = recipe.get("model") if isinstance(recipe, dict) else None
+        path = model.get("path") if isinstance(model, dict) else None
+        if not isinstance(path, str):
+            return None
+        return path.replace("${prepared}", str(self.path / "prepared")).replace("${output}", str(self.path))
+
+
+class Runs:
+    """All runs of the folders that were named; stages join while a run comes to them."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        """Raises ViewError where a folder is no run."""
+        self._roots = list(dict.fromkeys(folder.expanduser().resolve() for folder in folders))
+        for root in self._roots:
+            _check_run(root)
+        self._labels = _labels(self._roots)
+        self._known: dict[Path, Run] = {}
+
+    def find(self) -> list[Run]:
+        """The runs that there are by now, in the order of the folders and stages."""
+        found: list[Run] = []
+        for root in self._roots:
+            label = self._labels[root]
+            parts = [self._run(part, f"{label}/{part.name}") for part in _parts(root) if part not in self._roots]
+            parts = [run for run in parts if run.has_data()]
+            whole = self._run(root, label)
+            found += [whole, *parts] if whole.has_data() or not parts else parts
+        return found
+
+    def _run(self, path: Path, label: str) -> Run:
+        if path not in self._known:
+            self._known[path] = Run(path, label)
+        return self._known[path]
+
+
+def _parts(root: Path) -> list[Path]:
+    """Stages in their order, then what other commands wrote beside them."""
+    folders = sorted(path.parent for path in root.glob(f"*/{RECIPE}"))
+    try:
+        recipe = yaml.safe_load((root / RECIPE).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        recipe = None
+    stages = recipe.get("stages") if isinstance(recipe, dict) else None
+    names = [stage.get("name") for stage in stages or () if isinstance(stage, dict)]
+    return sorted(folders, key=lambda path: names.index(path.name) if path.name in names else len(names))
+
+
+def _check_run(root: Path) -> None:
+    if (root / RECIPE).is_file():
+        return
+    if not root.is_dir():
+        raise ViewError(f"{root}: no such folder; fix: name the folder of a run, such as runs/NAME")
+    inside = sorted(path.parent.name for path in root.glob(f"*/{RECIPE}"))[:3]
+    fix = f"name a run in it, such as {root / inside[0]}" if inside else "name the `output` folder of a run"
+    raise ViewError(f"{root} is no run folder, for it has no {RECIPE}; fix: {fix}")
+
+
+def _labels(roots: Sequence[Path]) -> dict[Path, str]:
+    """The shortest ends of the paths that tell them apart."""
+    longest = max(len(root.parts) for root in roots)
+    for count in range(1, longest + 1):
+        labels = {root: "/".join(root.parts[-count:]) for root in roots}
+        if len(set(labels.values())) == len(roots):
+            return labels
+    raise AssertionError("resolved paths differ")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,77 @@
+"""Texts of token ids, by the run's own tokenizer and without torch."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+from tokenizers import Tokenizer
+
+from agentfactory.viewer.runs import Run
+
+_FILE = "tokenizer.json"
+_INCOMPLETE = "\ufffd"
+_LONGEST = 8
+"""Tokens that one character may be spread over."""
+
+
+class TokenTexts:
+    """The text of each token where it stands. The first token of a character that several share has its text, the
+    others have none."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # decoders that drop a space from the beginning drop none behind another token
+        anchor = tokenizer.encode("a", add_special_tokens=False).ids
+        self._anchor = anchor[-1:]
+        self._before = len(self._decode(self._anchor))
+        self._known: dict[int, str] = {}
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """One text per id; one that the tokenizer does not have is shown as `<id>`."""
+        new = [token for token in dict.fromkeys(ids) if token not in self._known]
+        decoded = self._tokenizer.decode_batch([[*self._anchor, token] for token in new], skip_special_tokens=False)
+        for token, text in zip(new, decoded, strict=True):
+            known = self._tokenizer.id_to_token(token) is not None
+            self._known[token] = text[self._before :] if known else f"<{token}>"
+        texts = [self._known[token] for token in ids]
+        place = 0
+        while place < len(ids):
+            place += self._join(ids, texts, place) if _INCOMPLETE in texts[place] else 1
+        return texts
+
+    def _join(self, ids: Sequence[int], texts: list[str], start: int) -> int:
+        """Give the token at `start` the character that it begins; returns the number of tokens that this took."""
+        for end in range(start + 2, min(start + _LONGEST, len(ids)) + 1):
+            whole = self._decode([*self._anchor, *ids[start:end]])[self._before :]
+            if _INCOMPLETE not in whole:
+                texts[start:end] = [whole, *[""] * (end - start - 1)]
+                return end - start
+        return 1
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def token_texts(run: Run) -> TokenTexts | None:
+    """By the tokenizer of the run's last checkpoint, or of its model where that is on this machine; None without."""
+    path = _find(run)
+    return None if path is None else _load(path, path.stat().st_mtime_ns)
+
+
+def _find(run: Run) -> Path | None:
+    checkpoint = run.folder.last_checkpoint()
+    model = run.model_path()
+    for folder in [checkpoint, Path(model) if model else None]:
+        if folder is not None and (folder / _FILE).is_file():
+            return folder / _FILE
+    if model and not Path(model).is_absolute():
+        # nothing is fetched to look at a run
+        cached = try_to_load_from_cache(model, _FILE)
+        return Path(cached) if isinstance(cached, str) else None
+    return None
+
+
+@lru_cache(maxsize=4)
+def _load(path: Path, changed: int) -> TokenTexts:
+    return TokenTexts(Tokenizer.from_file(str(path)))

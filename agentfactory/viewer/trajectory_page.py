@@ -1,0 +1,201 @@
+"""One chain as its page shows it: messages with images apart, and rows of tokens with everything that is known."""
+
+import base64
+import binascii
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from agentfactory.viewer.follower import Follower
+from agentfactory.viewer.index import Line
+from agentfactory.viewer.runs import Run
+from agentfactory.viewer.saved_groups import calls_of, read_line
+from agentfactory.viewer.token_texts import token_texts
+
+SHOWN_IMAGES = ("image/png", "image/jpeg", "image/webp", "image/gif")
+"""Kinds that are shown. Others, and images elsewhere on the web, are named and never loaded."""
+
+_CREDITED = ("advantage", "proximal")
+
+Place = Callable[[int, int, str], str]
+"""(message, part, data address) -> the address by which a page shows this image."""
+
+
+class NotThere(Exception):
+    """What was asked for is not in the runs; the message says so."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One chain of a group, found."""
+
+    run: Run
+    line: Line
+    group: dict[str, Any]
+    place: int
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """As it stands in the file."""
+        return self.group["trajectories"][self.place]
+
+
+def find_chain(follower: Follower, run_id: str, file: str, byte: int, place: int) -> Chain:
+    """The chain at `place` of the group whose line begins at `byte`. Raises NotThere."""
+    run, line = follower.run(run_id), follower.index.line(run_id, file, byte)
+    if run is None or line is None:
+        raise NotThere("no such trajectory: the run's files may have been cut since, or are not read so far yet")
+    path = follower.path_of(line)
+    try:
+        group = _read_group(path, line, path.stat().st_ino)
+    except (OSError, ValueError):
+        raise NotThere(f"{file} has changed since: load the page anew") from None
+    if not 0 <= place < len(group["trajectories"]):
+        raise NotThere(f"the group has {len(group['trajectories'])} chains, and none at place {place}")
+    return Chain(run, line, group, place)
+
+
+@lru_cache(maxsize=2)
+def _read_group(path: Path, line: Line, inode: int) -> dict[str, Any]:
+    # a page with many images asks for its group as often
+    return read_line(path, line.byte, line.length)
+
+
+def page_of(follower: Follower, chain: Chain, image: Place) -> dict[str, Any]:
+    """Everything about a chain; `image` says by which address each image is shown."""
+    saved, line = chain.saved, chain.line
+    members = follower.index.chains_of(line.run, line.file, line.byte)
+    rows = [_row(row) for row in saved.get("rows") or []]
+    texts = token_texts(chain.run)
+    if texts is not None:
+        for row in rows:
+            row["texts"] = texts.texts(row["token_ids"])
+    problem = _add_credit(rows, chain)
+    return {
+        "run": chain.run.id,
+        "label": chain.run.label,
+        "facts": members[chain.place],
+        "group": [{name: member[name] for name in ("place", "chain", "reward", "outcome")} for member in members],
+        "task": chain.group.get("task"),
+        "messages": _messages(saved, image),
+        "turn_rewards": saved.get("turn_rewards"),
+        "metrics": saved.get("metrics") or {},
+        "rows": rows,
+        "tokenizer": texts is not None,
+        "credit_problem": problem,
+    }
+
+
+def image_of(chain: Chain, message: int, part: int) -> tuple[str, bytes]:
+    """Kind and bytes of one image. Raises NotThere where there is none that may be shown."""
+    try:
+        url = chain.saved["messages"][message]["content"][part]["image_url"]["url"]
+    except (LookupError, TypeError):
+        raise NotThere("no such image") from None
+    found = _data_image(url)
+    if found is None:
+        raise NotThere("no such image")
+    kind, data = found
+    try:
+        return kind, base64.b64decode(data)
+    except binascii.Error:
+        raise NotThere("the image is no base64") from None
+
+
+def _data_image(url: Any) -> tuple[str, str] | None:
+    """Kind and base64 of an address that holds an image which may be shown."""
+    for kind in SHOWN_IMAGES:
+        if isinstance(url, str) and url.startswith(start := f"data:{kind};base64,"):
+            return kind, url[len(start) :]
+    return None
+
+
+def _messages(saved: dict[str, Any], image: Place) -> list[dict[str, Any]]:
+    messages = saved["messages"]
+    spoken = sum(message.get("role") == "assistant" for message in messages)
+    # a task may begin with turns of its own, which nobody sampled
+    turn = saved.get("turns", spoken) - spoken
+    shown = []
+    for number, message in enumerate(messages):
+        role = message.get("role")
+        one = {
+            "role": role,
+            "name": message.get("name"),
+            "parts": _parts(message.get("content"), number, image),
+            "reasoning": message.get("reasoning_content"),
+            "calls": [{"name": name, "arguments": arguments} for name, arguments in calls_of(message)],
+            "info": message.get("info"),
+        }
+        if role == "assistant":
+            one["turn"] = turn
+            turn += 1
+        shown.append(one)
+    return shown
+
+
+def _parts(content: Any, message: int, image: Place) -> list[dict[str, str]]:
+    if not isinstance(content, list):
+        text = content if isinstance(content, str) else "" if content is None else json.dumps(content)
+        return [{"text": text}] if text else []
+    parts = []
+    for number, part in enumerate(content):
+        if part.get("type") == "text":
+            parts.append({"text": str(part.get("text", ""))})
+            continue
+        url = (part.get("image_url") or {}).get("url")
+        if isinstance(url, str) and _data_image(url):
+            parts.append({"image": image(message, number, url)})
+        else:
+            shown = str(url)
+            parts.append({"text": f"[{part.get('type')} not shown: {shown[:200]}{'...' if len(shown) > 200 else ''}]"})
+    return parts
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    """A row's streams, and per token the number of its version's span among `versions`, or -1."""
+    spans = row.get("versions") or []
+    names = list(dict.fromkeys((str(span["version"]), bool(span.get("mixed"))) for span in spans))
+    version = [-1] * len(row["token_ids"])
+    for span in spans:
+        number = names.index((str(span["version"]), bool(span.get("mixed"))))
+        version[span["start"] : span["end"]] = [number] * (span["end"] - span["start"])
+    return {
+        "token_ids": row["token_ids"],
+        "mask": row["mask"],
+        "logprobs": row["logprobs"],
+        "version": version,
+        "versions": [{"version": name, "mixed": mixed} for name, mixed in names],
+        "turn_ends": row.get("turn_ends") or [],
+    }
+
+
+def _add_credit(rows: list[dict[str, Any]], chain: Chain) -> str | None:
+    """Give each row the streams `advantage` and `proximal` that the trainer has saved of it, None where a token has
+    none. Returns what is wrong with what it has saved, if anything."""
+    place = chain.run.credit.get(str(chain.group["id"])) if chain.line.file == "train.jsonl" else None
+    if place is None:
+        return None
+    path = chain.run.credit_file.path
+    try:
+        saved = read_line(path, place.offset, place.length)["chains"].get(chain.saved["id"], [])
+        streams = [
+            (entry["row"], name, _stream(rows[entry["row"]], entry, name)) for entry in saved for name in _CREDITED
+        ]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        return f"What {path.name} says of this trajectory does not fit it: {error!r}"
+    for row, name, stream in streams:
+        if stream is not None:
+            rows[row][name] = stream
+    return None
+
+
+def _stream(row: dict[str, Any], entry: dict[str, Any], name: str) -> list[float | None] | None:
+    if entry.get(name) is None:
+        return None
+    stream: list[float | None] = [None] * len(row["token_ids"])
+    for position, value in zip(entry["targets"], entry[name], strict=True):
+        stream[position] = value
+    return stream

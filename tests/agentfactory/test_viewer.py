@@ -1,0 +1,816 @@
+"""The viewer in a real browser: what it draws, lists, colours and follows, and what it never runs or tells others."""
+
+import http.client
+import json
+import math
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import pytest
+
+from agentfactory.run_folder import RunFolder
+from agentfactory.viewer.__main__ import main
+from agentfactory.viewer.charts import charts
+from agentfactory.viewer.growing_file import GrowingFile
+from rollout.trajectory import Group, read_groups
+from tests.agentfactory.viewer_runs import (
+    IMAGES,
+    LONG_CHAIN,
+    NASTY,
+    chain,
+    credit,
+    credited,
+    image,
+    many_chains,
+    show_run,
+    tokenizer,
+)
+from trainers.metrics import METRICS
+
+CHROMIUM = "/usr/bin/chromium"
+FLAGS = (
+    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --host-resolver-rules=MAP~rebound.test~127.0.0.1"
+)
+MANY = 20_000
+
+try:
+    from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+except ImportError:
+    sync_playwright = None
+
+
+@contextmanager
+def viewing(*runs: Path) -> Iterator[str]:
+    """The address of a viewer of these runs: the command, as a process."""
+    command = [sys.executable, "-P", "-m", "agentfactory.viewer", *map(str, runs), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            yield re.search(r"http://\S+", said)[0]
+        finally:
+            process.terminate()
+
+
+@pytest.fixture(scope="module")
+def browser() -> "Iterator[Browser]":
+    if sync_playwright is None:
+        pytest.skip("playwright is not installed: pip install playwright")
+    if not Path(CHROMIUM).exists():
+        pytest.skip(f"there is no {CHROMIUM}: apt-get install chromium")
+    with sync_playwright() as playwright:
+        # `~` stands for the spaces within one flag
+        flags = [flag.replace("~", " ") for flag in FLAGS.split()]
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield launched
+        launched.close()
+
+
+@pytest.fixture(scope="module")
+def context(browser: "Browser") -> "BrowserContext":
+    # pages of one context share the cache
+    return browser.new_context(viewport={"width": 1400, "height": 1000})
+
+
+@contextmanager
+def opened(context: "BrowserContext") -> "Iterator[Page]":
+    """A page, none of whose scripts may fail."""
+    page = context.new_page()
+    page.set_default_timeout(15_000)
+    faults: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    yield page
+    page.close()
+    assert faults == []
+
+
+@pytest.fixture
+def page(context: "BrowserContext") -> "Iterator[Page]":
+    with opened(context) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, quickstart_run: Path) -> list[Path]:
+    """Of the real quickstart, of the run to show, and of one of 96 chains."""
+    folder = tmp_path_factory.mktemp("runs")
+    return [quickstart_run, show_run(folder).path, many_chains(folder / "many", 12).path]
+
+
+@pytest.fixture(scope="module")
+def viewer(folders: list[Path]) -> Iterator[str]:
+    """One viewer for most tests."""
+    with viewing(*folders) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def exported(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The same runs as one file, and what the command said."""
+    file = tmp_path_factory.mktemp("exported") / "page.html"
+    command = [sys.executable, "-P", "-m", "agentfactory.viewer", *map(str, folders), "--export", str(file)]
+    before = {path: path.stat().st_mtime_ns for folder in folders for path in folder.rglob("*")}
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    # nothing is written into a run's folder
+    assert before == {path: path.stat().st_mtime_ns for folder in folders for path in folder.rglob("*")}
+    return file, done.stdout
+
+
+# to load the plots takes a second each time: these pages are shared
+
+
+@pytest.fixture(scope="module")
+def curves(context: "BrowserContext", viewer: str) -> "Iterator[Page]":
+    """The curves of all runs."""
+    with opened(context) as page:
+        page.goto(viewer)
+        yield page
+
+
+@pytest.fixture(scope="module")
+def file_page(context: "BrowserContext", exported: tuple[Path, str]) -> "Iterator[tuple[Page, list[str]]]":
+    """The exported file, and the addresses that it has asked for."""
+    with opened(context) as page:
+        requests: list[str] = []
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(exported[0].as_uri())
+        yield page, requests
+
+
+def ask(url: str, path: str, **headers: str) -> tuple[int, bytes]:
+    """A plain request, without the normalisation that clients do."""
+    connection = http.client.HTTPConnection("127.0.0.1", urlsplit(url).port, timeout=20)
+    connection.putrequest("GET", path, skip_host="Host" in headers)
+    for name, value in headers.items():
+        connection.putheader(name.replace("_", "-"), value)
+    connection.endheaders()
+    answer = connection.getresponse()
+    return answer.status, answer.read()
+
+
+def api(url: str, path: str) -> Any:
+    status, body = ask(url, path)
+    assert status == 200, body
+    return json.loads(body)
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+    until = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.05)
+    return found
+
+
+def all_read(url: str) -> dict[str, Any]:
+    """The state, once every file is read."""
+
+    def state() -> Any:
+        found = api(url, "/api/state")
+        return found if found["progress"]["read"] == found["progress"]["total"] > 0 else None
+
+    return wait_for(state, 60)
+
+
+def run_id(url: str, label: str) -> str:
+    return next(run["id"] for run in api(url, "/api/state")["runs"] if run["label"] == label)
+
+
+def open_chain(page: "Page", url: str, name: str, options: str = "") -> None:
+    found = api(url, f"/api/trajectories?text={quote(name)}&run={run_id(url, 'show<b>')}")["rows"]
+    row = next(row for row in found if row["chain"] == name)
+    page.goto("about:blank")
+    page.goto(f"{url}#/trajectory/{row['run']}/{quote(row['file'], '')}/{row['byte']}/{row['place']}{options}")
+    page.wait_for_selector(".message, .tokens span")
+
+
+def traces(page: "Page", chart: str) -> list[dict[str, Any]]:
+    """What a chart has drawn: per trace its name and points, and the number of drawn paths."""
+    plot = page.locator(f'[data-chart="{chart}"] .plot')
+    plot.scroll_into_view_if_needed()
+    plot.locator(".scatterlayer .trace path").first.wait_for(state="attached")
+    return plot.evaluate("plot => plot.data.map(t => ({name: t.name, x: [...t.x], y: [...t.y], mode: t.mode}))")
+
+
+# ---- curves
+
+
+def test_curves_of_several_runs_are_drawn_in_one_plot(viewer: str, page: "Page", quickstart_run: Path) -> None:
+    page.goto(viewer)
+    drawn = {trace["name"]: trace for trace in traces(page, "reward")}
+    lines = list(RunFolder(quickstart_run / "grpo").read_metrics())
+    trained = [(line["step"], line["reward"]) for line in lines if "reward" in line]
+    held_out = [(line["step"], line["eval/greedy/reward"]) for line in lines if "eval/greedy/reward" in line]
+    quickstart = f"{quickstart_run.name}/grpo"
+    assert min(len(trained), len(held_out)) >= 2
+    for name, points in [(quickstart, trained), (f"{quickstart}, held-out, greedy", held_out)]:
+        assert list(zip(drawn[name]["x"], drawn[name]["y"], strict=True)) == points
+    # a name from outside is text for the plots too
+    shown = drawn["show&lt;b>"]
+    assert shown["x"] == list(range(1, 41))
+    assert shown["y"] == [step / 40 for step in range(1, 41)]
+    # a figure that is not a number is left out, and nothing else is
+    loss = next(trace for trace in traces(page, "loss") if trace["name"] == "show&lt;b>")
+    assert loss["x"] == [step for step in range(1, 41) if step != 7]
+    # what is 0 throughout waits behind a button
+    assert page.locator('[data-chart="kl"]').count() == 0
+    page.locator("section.curves", has_text="Policy").get_by_role("button", name="0 throughout").click()
+    page.wait_for_selector('[data-chart="kl"]')
+    latency = next(trace for trace in traces(page, "latency of look") if trace["name"] == "show&lt;b>")
+    assert set(latency["y"]) == {0.25}
+    shown_run = run_id(viewer, "show<b>")
+    spent = {trace["name"]: trace["y"] for trace in traces(page, f"time of {shown_run}")}
+    assert spent == {"waiting for chains": [1.0] * 40, "update": [0.75] * 40, "rest": [0.25] * 40}
+
+
+def test_hover_tells_what_a_metric_means_and_others_are_added_by_name(curves: "Page") -> None:
+    page = curves
+    page.locator('[data-chart="grad_norm"] h3').hover()
+    meaning = next(metric.meaning for metric in METRICS if metric.name == "grad_norm")
+    assert page.locator("#tip").inner_text() == meaning
+    finder = page.get_by_label("find or add a metric")
+    finder.fill("something/else")
+    assert traces(page, "something/else")[0]["y"] == [3.0] * 40
+    finder.press("Enter")
+    finder.press("Tab")
+    assert finder.input_value() == ""
+    page.wait_for_selector("section.curves >> text=Chosen")
+    assert traces(page, "something/else")[0]["y"] == [3.0] * 40
+    # a run that is switched off is in no plot
+    page.locator(".run", has_text="show<b>").locator("input").uncheck()
+    page.wait_for_function("""() => !document.querySelector('[data-chart="reward"] .plot').data
+        ?.some(trace => trace.name.startsWith('show'))""")
+
+
+def test_every_metric_of_a_run_has_a_chart_with_its_meaning(quickstart_run: Path) -> None:
+    names = {name for line in RunFolder(quickstart_run / "grpo").read_metrics() for name in line} - {"step"}
+    made = charts(names)
+    shown = [chart for section in made["sections"] for chart in section["charts"]]
+    assert {line["name"] for chart in [*shown, *made["others"]] for line in chart["lines"]} == names
+    assert [chart["key"] for chart in made["others"]] == ["version"]
+    assert [chart["key"] for chart in shown if not chart["meaning"]] == []
+    # what rollout itself measures of chains is explained, and nothing of it taken for the task's own
+    assert "The task's own figures" not in [section["title"] for section in made["sections"]]
+
+
+# ---- list
+
+
+def test_the_list_is_filtered_sorted_and_paged_by_the_server(viewer: str, page: "Page") -> None:
+    all_read(viewer)
+    page.goto(f"{viewer}#/trajectories")
+    count, rows = page.locator(".count"), page.locator("table.list tbody tr")
+    count.wait_for()
+    page.get_by_label("all runs").select_option(run_id(viewer, "many"))
+
+    def counted(text: str) -> None:
+        page.wait_for_function("text => document.querySelector('.count')?.textContent === text", arg=text)
+
+    def rewards() -> list[float]:
+        return [float(row.split("\t")[6]) for row in rows.all_inner_texts()]
+
+    counted("1–50 of 96 trajectories")
+    assert rows.count() == 50
+    page.get_by_label("any tool").select_option("tool7")
+    counted("1–12 of 12 trajectories")
+    assert {row.split("\t")[0].rpartition(".")[2] for row in rows.all_inner_texts()} == {"7"}
+    page.get_by_label("version, lowest").fill("1")
+    page.get_by_label("version, highest").fill("2")
+    counted("1–7 of 7 trajectories")
+    page.get_by_label("reward, highest").fill("0.5")
+    counted("no trajectories")
+    page.get_by_label("any tool").select_option("")
+    counted("1–35 of 35 trajectories")
+    page.get_by_label("version, lowest").fill("")
+    counted("1–50 of 60 trajectories")
+    page.get_by_role("button", name="next").click()
+    counted("51–60 of 60 trajectories")
+    page.get_by_role("button", name="reward").click()
+    counted("1–50 of 60 trajectories")
+    assert rewards() == [0.5] * 12 + [0.375] * 12 + [0.25] * 12 + [0.125] * 12 + [0.0] * 2
+    page.get_by_role("button", name="reward").click()
+    page.wait_for_function("() => document.querySelector('tbody td:nth-child(7)').textContent === '0'")
+    assert rewards() == [0.0] * 12 + [0.125] * 12 + [0.25] * 12 + [0.375] * 12 + [0.5] * 2
+    # what is asked for stands in the address
+    page.reload()
+    counted("1–50 of 60 trajectories")
+    page.get_by_label("text").fill("WORD 00011")
+    counted("1–5 of 5 trajectories")
+    page.get_by_label("trajectories").select_option("groups")
+    counted("1–1 of 1 groups")
+    assert rows.inner_text().split("\t")[0] == "g-00011"
+    page.get_by_label("reward, highest").fill("")
+    page.wait_for_function("() => document.querySelector('tbody tr').textContent.includes('0.4375')")
+    rows.get_by_role("link").click()
+    counted("1–8 of 8 trajectories")
+    page.get_by_role("button", name="group g-00011").click()
+    counted("1–8 of 8 trajectories")
+    page.get_by_label("text").fill("")
+    page.get_by_label("version, highest").fill("")
+    counted("1–50 of 96 trajectories")
+    page.goto(f"{viewer}#/trajectories?outcome=timeout")
+    counted("1–1 of 1 trajectories")
+
+
+def test_text_is_found_wherever_it_was_said_and_however_it_is_written(viewer: str) -> None:
+    all_read(viewer)
+
+    def found(text: str) -> set[str]:
+        wanted = f"/api/trajectories?text={quote(text)}&source=train"
+        answer = wait_for(lambda: None if (a := api(viewer, wanted))["unsearched"] else a)
+        return {row["chain"] for row in answer["rows"]}
+
+    assert found("the TOWER \N{SNOWMAN}") == {"c0"}
+    assert found("onerror='window.broken = 1'><script>") == {NASTY}
+    assert found('"direction": "nor') >= {"c0"}
+    assert found("look(x)") == {LONG_CHAIN}
+    assert found("g-00010.5") == {"g-00010.5"}
+    # streams of tokens, and pictures, are no text
+    assert found("0.123456789") == set()
+    assert found("iVBORw0KGgo") == set()
+
+
+def test_twenty_thousand_trajectories_list_without_stalling(
+    page: "Page", tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with viewing(many_chains(tmp_path / "many", MANY // 8).path) as url:
+        started = time.monotonic()
+        page.goto(f"{url}#/trajectories")
+        page.locator("table.list tbody tr").first.wait_for()
+        first = time.monotonic() - started
+        # the longest time in which the page could not answer a click, while everything is read
+        page.evaluate("""() => { window.longest = 0; let last = performance.now();
+            setInterval(() => { const now = performance.now(); window.longest = Math.max(window.longest, now - last);
+            last = now; }, 10); }""")
+        page.wait_for_function(
+            "() => document.querySelector('.count').textContent.endsWith('of 20,000 trajectories')", timeout=60_000
+        )
+        complete = time.monotonic() - started
+
+        def filtered(label: str, change: Callable[[Any], None], total: str) -> float:
+            begun = time.monotonic()
+            change(page.get_by_label(label, exact=True))
+            page.wait_for_function("text => document.querySelector('.count').textContent.endsWith(text)", arg=total)
+            return time.monotonic() - begun
+
+        tool = filtered("any tool", lambda choice: choice.select_option("tool3"), "of 2,500 trajectories")
+        text = filtered("text", lambda field: field.fill("word 02499 done"), "of 1 trajectories")
+        longest = page.evaluate("window.longest") / 1000
+    with capsys.disabled():
+        print(
+            f"\n20,000 trajectories: first page {first:.2f} s, all read {complete:.2f} s, filter by tool {tool:.2f} s, "
+            f"text search {text:.2f} s, page busy at most {longest:.2f} s"
+        )
+    # many times what a machine of its own takes
+    assert first < 5
+    assert tool < 3
+    assert longest < 1
+
+
+# ---- a trajectory
+
+
+def test_fifty_turns_with_images_open_within_a_second(
+    viewer: str, page: "Page", capsys: pytest.CaptureFixture[str]
+) -> None:
+    all_read(viewer)
+    took = []
+    row = api(viewer, f"/api/trajectories?text={LONG_CHAIN}&run={run_id(viewer, 'show<b>')}")["rows"][0]
+    address = f"#/trajectory/{row['run']}/train.jsonl/{row['byte']}/0"
+    for _ in range(3):
+        page.goto("about:blank")
+        page.goto(f"{viewer}#/trajectories")
+        page.wait_for_selector("table.list tbody tr")
+        took.append(
+            page.evaluate(
+                """async ([address, turns]) => {
+                    const started = performance.now();
+                    location.hash = address;
+                    const there = () => document.querySelectorAll('.message.assistant').length === turns
+                        && document.querySelector('.message img')?.naturalWidth > 0;
+                    while (!there()) await new Promise(requestAnimationFrame);
+                    await new Promise(requestAnimationFrame);
+                    return (performance.now() - started) / 1000;
+                }""",
+                [address, IMAGES],
+            )
+        )
+    with capsys.disabled():
+        print(f"\na trajectory of {IMAGES} turns with images opens in " + ", ".join(f"{s:.2f}" for s in took) + " s")
+    assert min(took) < 1.0
+    # the images are those that the tool gave, in their order
+    last = page.locator(".message img").nth(IMAGES - 1)
+    last.scroll_into_view_if_needed()
+    wait_for(lambda: last.evaluate("image => image.complete && image.naturalWidth"))
+    data = page.request.get(f"{viewer}{last.get_attribute('src')}", headers={"Sec-Fetch-Site": "same-origin"})
+    assert (data.headers["content-type"], data.body()) == ("image/png", image(IMAGES - 1))
+    code = page.locator(".message.assistant").nth(7).locator(".call pre")
+    assert code.inner_text() == "x = 7\nlook(x)"
+    # a long row is written piece by piece
+    page.get_by_role("tab", name="tokens").click()
+    length = len(tokenizer().encode("look " * 1500).ids) + len(tokenizer().encode("north " * 1500).ids)
+    page.wait_for_function("count => document.querySelectorAll('.tokens span').length === count", arg=length)
+
+
+def test_a_trajectory_shows_what_it_earned_and_how_it_ended(viewer: str, page: "Page") -> None:
+    all_read(viewer)
+    open_chain(page, viewer, "c0")
+    assert page.locator("#reward dl").inner_text().split("\n") == [
+        *("reward", "1.25", "success", "1", "exact, before its weight", "0.75", "brief, before its weight", "0.5"),
+        *("penalty, taken off", "0.25", "turn 1", "0.5", "turn 2", "-0.5"),
+    ]
+    ending = page.locator("#ending dl").inner_text()
+    assert ending.startswith("outcome\ncompleted\nstop reason\nanswer\nlimit calls reached\n1\nturns\n2\n")
+    assert "weights 3, trained in step 4" in page.locator(".headline").inner_text()
+    assert page.locator(".member").all_inner_texts() == ["1.25", "-1"]
+    heads = page.locator(".message.assistant h4").all_inner_texts()
+    assert heads == ["assistant turn 1 reward 0.5", "assistant turn 2 reward -0.5"]
+    page.locator(".member", has_text="-1").click()
+    page.wait_for_function("() => document.querySelector('h1').textContent.startsWith('c1')")
+    assert page.locator("#ending dl").inner_text().startswith("outcome\ntool_limit\nstop reason\ncost\n")
+
+
+def background(colour: tuple[int, int, int], share: float) -> tuple[float, ...]:
+    """What the page paints for this share of the strongest colour."""
+    return (*colour, round(0.6 * share, 3)) if share > 0 else (0, 0, 0, 0)
+
+
+def test_token_texts_and_colours_are_those_of_the_data(viewer: str, page: "Page") -> None:
+    all_read(viewer)
+    group = credited(tokenizer())
+    rows = group.trajectories[0].rows
+    saved = credit(group)["chains"]["c0"]
+    streams: dict[str, dict[tuple[int, int], float]] = {"advantage": {}, "proximal": {}}
+    for entry in saved:
+        for name, stream in streams.items():
+            for position, value in zip(entry["targets"], entry[name], strict=True):
+                stream[entry["row"], position] = value
+    versions = {
+        (number, position): ["3", "policy-v4"].index(span.version)
+        for number, row in enumerate(rows)
+        for span in row.versions
+        for position in range(span.start, span.end)
+    }
+    places = [(number, position) for number, row in enumerate(rows) for position in range(len(row.token_ids))]
+    behaviour = {(n, p): rows[n].logprobs[p] for n, p in streams["proximal"]}
+    difference = {place: streams["proximal"][place] - behaviour[place] for place in behaviour}
+    blue, orange, pink = (46, 125, 216), (219, 98, 35), (198, 72, 120)
+
+    def signed(values: dict[tuple[int, int], float]) -> dict[tuple[int, int], tuple[float, ...]]:
+        most = max(map(abs, values.values()))
+        return {place: background(blue if value > 0 else orange, abs(value) / most) for place, value in values.items()}
+
+    expected = {
+        "mask": {place: background((63, 116, 209), 0.5) for place in behaviour},
+        "advantage": signed(streams["advantage"]),
+        "difference": signed(difference),
+        "logprob": {place: background(pink, 1 - math.exp(value)) for place, value in behaviour.items()},
+        "version": {
+            place: background([(63, 116, 209), (217, 119, 43)][number], 0.55) for place, number in versions.items()
+        },
+    }
+    open_chain(page, viewer, "c0", "?tab=tokens")
+    for colouring, colours in expected.items():
+        page.get_by_label("colour tokens by").select_option(colouring)
+        shown = page.locator(".tokens span").evaluate_all(
+            "spans => spans.map(span => getComputedStyle(span).backgroundColor.match(/[0-9.]+/g).map(Number))"
+        )
+        assert len(shown) == len(places)
+        for place, colour in zip(places, shown, strict=True):
+            wanted = colours.get(place, (0, 0, 0, 0))
+            got = tuple(colour) if len(colour) == 4 else (*colour, 1.0)
+            assert got == pytest.approx(wanted, abs=0.006), (colouring, place)
+    mixed = page.locator(".tokens span.mixed").count()
+    assert mixed == rows[1].versions[-1].end - rows[1].versions[-1].start > 0
+    # each character stands once, though a sign beyond ASCII is several tokens
+    texts = ["".join(row.locator("span").all_text_contents()) for row in page.locator(".tokens").all()]
+    plain = [text.replace("⏎", "").replace("·", "") for text in texts]
+    assert plain == [tokenizer().decode(row.token_ids) for row in rows]
+    sampled = page.locator(".tokens").nth(1).locator("span.sampled")
+    sampled.nth(1).hover()
+    told = page.locator("#tip").inner_text().split("\n")
+    position = saved[1]["targets"][1]
+    assert told[told.index("id") + 1] == str(rows[1].token_ids[position])
+    assert float(told[told.index("advantage") + 1].replace("−", "-")) == pytest.approx(
+        saved[1]["advantage"][1], rel=1e-3
+    )
+    assert told[told.index("weight version") + 1] == "3"
+
+
+def test_real_chains_have_their_texts_and_say_that_no_credit_is_saved(
+    viewer: str, page: "Page", quickstart_run: Path
+) -> None:
+    from tokenizers import Tokenizer
+
+    all_read(viewer)
+    first = next(iter(read_groups(quickstart_run / "grpo" / "trajectories" / "train.jsonl")))
+    ids = Tokenizer.from_file(str(next(quickstart_run.glob("grpo/checkpoints/*/tokenizer.json"))))
+    run = run_id(viewer, f"{quickstart_run.name}/grpo")
+    page.goto(f"{viewer}#/trajectory/{run}/train.jsonl/0/0?tab=tokens")
+    page.wait_for_selector(".tokens span")
+    row = first.trajectories[0].rows[0]
+    text = "".join(page.locator(".tokens").first.locator("span").all_text_contents()).replace("⏎", "")
+    assert text == ids.decode(row.token_ids, skip_special_tokens=False)
+    assert page.locator(".tokens").first.locator("span.sampled").count() == sum(row.mask)
+    if not (quickstart_run / "grpo" / "trajectories" / "credit.jsonl").exists():
+        page.get_by_label("colour tokens by").select_option("advantage")
+        assert "credit.jsonl" in page.locator(".legend .missing").inner_text()
+
+
+# ---- following a run
+
+
+def test_a_live_run_is_followed_without_reloading(page: "Page", tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "live", "name: live\n")
+    saved = run.trajectories / "train.jsonl"
+    line = Group("g0", {}, [chain("g0.0", [{"role": "user", "content": "hello"}], [])]).to_json() + "\n"
+
+    def drawn(rewards: list[float]) -> None:
+        found = """rewards => JSON.stringify(document.querySelector('[data-chart="reward"] .plot')?.data?.[0]?.y)
+            === JSON.stringify(rewards)"""
+        page.wait_for_function(found, arg=rewards)
+
+    with viewing(run.path) as url:
+        page.goto(url)
+        page.evaluate("window.same = true")
+        page.get_by_text("Nothing is measured yet.").wait_for()
+        run.log({"step": 1, "reward": 0.5})
+        drawn([0.5])
+        with run.metrics.open("a") as metrics, saved.open("a") as groups:
+            # whole lines, and the beginnings of others, which the next look finds
+            metrics.write('{"step": 2, "reward": 1.0}\n{"step": 3, "rew')
+            groups.write(line + line.replace("g0", "g1")[:100])
+            metrics.flush()
+            groups.flush()
+            drawn([0.5, 1.0])
+            page.get_by_role("link", name="Trajectories").click()
+            page.locator("tbody tr", has_text="g0.0").wait_for()
+            wait_for(lambda: api(url, "/api/state")["progress"]["total"] == len(line) + 100)
+            assert page.locator("tbody tr").count() == 1
+            assert page.locator("#problems").is_hidden()
+            metrics.write('ard": 0.75, "entropy": 2.0}\n')
+            groups.write(line.replace("g0", "g1")[100:])
+        page.locator("tbody tr", has_text="g1.0").wait_for()
+        page.get_by_role("link", name="Curves").click()
+        drawn([0.5, 1.0, 0.75])
+        page.wait_for_selector('[data-chart="entropy"]')
+        # a run that goes on from a checkpoint has cut its files first
+        run.cut({})
+        run.log({"step": 1, "reward": 0.125})
+        with saved.open("a") as groups:
+            groups.write(line.replace("g0", "g2").replace("hello", "a longer text than before"))
+        drawn([0.125])
+        page.get_by_role("link", name="Trajectories").click()
+        page.locator("tbody tr", has_text="g2.0").wait_for()
+        assert page.locator("tbody tr").count() == 1
+        run.write_summary({"status": "completed"})
+        page.locator(".run", has_text="completed").wait_for()
+        assert page.evaluate("window.same")
+
+
+def test_a_growing_file_gives_every_whole_line_once_also_when_it_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    file = GrowingFile(path)
+    assert file.take(100).lines == []
+    path.write_bytes(b"one\ntwo\nthr")
+    assert file.take(1).lines == [(0, b"one\n")]
+    assert file.take(100).lines == [(4, b"two\n")]
+    assert file.take(100).lines == []
+    with path.open("ab") as more:
+        more.write(b"ee\n")
+    assert file.take(100).lines == [(8, b"three\n")]
+    # cut and grown beyond its old length between two readings
+    path.write_bytes(b"one\ntwo\nother\nmore\n")
+    taken = file.take(100)
+    assert taken.restarted
+    assert [line for _, line in taken.lines] == [b"one\n", b"two\n", b"other\n", b"more\n"]
+    path.unlink()
+    assert file.take(100).restarted
+    assert not file.take(100).restarted
+
+
+# ---- what is never run, and never told to others
+
+
+def test_html_in_what_tools_say_is_shown_as_text_and_never_run(viewer: str, page: "Page") -> None:
+    all_read(viewer)
+    dialogs: list[str] = []
+    page.on("dialog", lambda dialog: dialogs.append(dialog.message))
+    open_chain(page, viewer, NASTY)
+    assert page.locator("h1").inner_text().startswith(NASTY)
+    assert page.locator(".message.tool .text").inner_text() == NASTY
+    assert page.locator(".message.tool h4").inner_text() == f"tool: {NASTY}"
+    assert page.locator(".call-name").inner_text() == NASTY
+    assert NASTY in page.locator("#ending").inner_text()
+    for tab in ("tokens", "task", "conversation"):
+        page.get_by_role("tab", name=tab).click()
+    page.get_by_role("tab", name="tokens").click()
+    page.get_by_label("colour tokens by").select_option("version")
+    page.locator(".tokens span.sampled").first.hover()
+    assert NASTY in page.locator("#tip").inner_text()
+    page.get_by_label("colour tokens by").select_option("advantage")
+    assert "credit.jsonl says of this trajectory does not fit it" in page.locator(".missing").inner_text()
+    page.goto(f"{viewer}#/trajectories?outcome=timeout")
+    page.locator("tbody tr", has_text=NASTY).wait_for()
+    # a line that is no group is told, and the others of its file are shown
+    problem = page.locator("#problems").inner_text()
+    assert problem.startswith("show<b>: trajectories/odd.jsonl, byte 0: no saved group")
+    assert len(api(viewer, "/api/trajectories?source=odd")["rows"]) == 1
+    page.goto(f"{viewer}#/curves")
+    page.get_by_label("find or add a metric").fill("window.broken")
+    page.locator("h3", has_text="<script>window.broken").hover()
+    page.wait_for_selector(".js-plotly-plot .trace", state="attached")
+    page.mouse.move(700, 300)
+    time.sleep(0.3)
+    assert page.locator("main script, main b, #runs b, main [onerror]").count() == 0
+    assert page.evaluate("window.broken") is None
+    # were an element to slip in, the browser would not run it either
+    page.evaluate("text => { document.body.insertAdjacentHTML('beforeend', text); }", NASTY)
+    page.evaluate(
+        "() => { const s = document.createElement('script'); s.text = 'window.broken = 2'; document.body.append(s); }"
+    )
+    time.sleep(0.3)
+    assert page.evaluate("window.broken") is None
+    assert dialogs == []
+
+
+class Elsewhere(BaseHTTPRequestHandler):
+    """A page of another origin, which asks the viewer in every way that a page can."""
+
+    viewer = ""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/html")
+        self.end_headers()
+        page = f"""<iframe src="{self.viewer}"></iframe><img id="image" src="{self.viewer}api/state">
+            <script src="{self.viewer}api/state"></script><script src="{self.viewer}elements.js"></script>
+            <script>window.asked = Promise.all(['cors', 'no-cors'].map(mode =>
+                fetch('{self.viewer}api/state', {{mode}}).then(r => r.text()).catch(() => 'blocked')));</script>"""
+        self.wfile.write(page.encode())
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+
+def test_other_origins_get_nothing(viewer: str, page: "Page") -> None:
+    Elsewhere.viewer = viewer
+    other = ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere)
+    threading.Thread(target=other.serve_forever, daemon=True).start()
+    answers: list[tuple[str, int]] = []
+    page.on(
+        "response", lambda response: response.url.startswith(viewer) and answers.append((response.url, response.status))
+    )
+    try:
+        page.goto(f"http://127.0.0.1:{other.server_port}/")
+        got = page.evaluate("window.asked")
+    finally:
+        other.shutdown()
+        other.server_close()
+    assert set(got) <= {"blocked", ""}
+    assert page.evaluate("typeof make") == "undefined"
+    assert page.frames[1].evaluate("() => document.body.innerText").find("AgentFactory") < 0
+    assert answers
+    assert {status for _, status in answers} == {403}
+    # a name that is pointed at this machine
+    rebound = viewer.replace("127.0.0.1", "rebound.test")
+    assert page.goto(f"{rebound}api/state").status == 403
+    assert page.goto(f"{viewer}api/state").status == 200
+
+
+def test_requests_are_refused_by_their_headers_and_paths(viewer: str) -> None:
+    host = urlsplit(viewer).netloc
+    port = host.partition(":")[2]
+    assert ask(viewer, "/api/state", Host=host)[0] == 200
+    assert ask(viewer, "/api/state", Host=f"localhost:{port}", Origin=f"http://localhost:{port}")[0] == 200
+    for headers in (
+        {"Host": "rebound.test"},
+        {"Host": f"127.0.0.1.rebound.test:{port}"},
+        {"Host": "127.0.0.1"},
+        {"Host": host, "Origin": "http://rebound.test"},
+        {"Host": host, "Origin": "null"},
+        {"Host": host, "Origin": f"http://127.0.0.1:{int(port) + 1}"},
+        {"Host": host, "Sec_Fetch_Site": "cross-site"},
+        {"Host": host, "Sec_Fetch_Site": "same-site"},
+    ):
+        for path in ("/", "/api/state", "/plotly.js"):
+            status, body = ask(viewer, path, **headers)
+            assert status == 403, headers
+            assert len(body) < 100
+    all_read(viewer)
+    run = run_id(viewer, "show<b>")
+    for path in ("/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd", "/page/../../setup.py", "/app.py"):
+        assert ask(viewer, path)[0] == 404
+    for file in ("../recipe.yaml", "/etc/passwd", "credit.jsonl", "%2e%2e/metrics.jsonl", "eval/../train.jsonl"):
+        assert ask(viewer, f"/api/trajectory?run={run}&file={file}&byte=0&place=0")[0] == 404
+    train = f"/api/trajectory?run={run}&file=train.jsonl"
+    assert ask(viewer, f"{train}&byte=0&place=0")[0] == 200
+    for parameters, status in {"byte=1&place=0": 404, "byte=0&place=9": 404, "byte=-1&place=0": 400}.items():
+        assert ask(viewer, f"{train}&{parameters}")[0] == status
+    for wrong in ("sort=id;drop", "reward_min=x", "version_max=nan"):
+        status, body = ask(viewer, f"/api/trajectories?{wrong}")
+        assert status == 400
+        assert wrong.partition("=")[0] in json.loads(body)["error"]
+    # loopback only
+    listening = Path("/proc/net/tcp").read_text()
+    assert f"0100007F:{int(port):04X}" in listening
+    assert f"00000000:{int(port):04X}" not in listening
+
+
+# ---- the exported file, and errors
+
+
+def test_an_exported_file_works_by_itself(
+    file_page: "tuple[Page, list[str]]", exported: tuple[Path, str], folders: list[Path]
+) -> None:
+    page, requests = file_page
+    file, said = exported
+    held, total = re.search(r"(\d+) of (\d+) trajectories", said).groups()
+    assert int(held) == 200 < int(total)
+    shown = next(trace for trace in traces(page, "reward") if trace["name"] == "show&lt;b>")
+    assert shown["y"] == [step / 40 for step in range(1, 41)]
+    page.get_by_role("link", name="Trajectories").click()
+    count = page.locator(".count")
+    count.wait_for()
+    assert count.inner_text() == (f"1–50 of {held} trajectories; this file holds {held} of {int(total):,} trajectories")
+    page.get_by_label("text").fill("the TOWER")
+    page.locator("tbody tr", has_text="c0").wait_for()
+    page.wait_for_function("() => document.querySelectorAll('tbody tr').length === 1")
+    page.locator("tbody a").click()
+    page.get_by_role("tab", name="tokens").click()
+    page.get_by_label("colour tokens by").select_option("advantage")
+    assert page.locator(".tokens span[style*=rgba]").count() > 3
+    page.get_by_role("link", name="Trajectories").click()
+    page.get_by_label("text").fill("look(x)")
+    page.locator("tbody tr", has_text=LONG_CHAIN).click()
+    page.wait_for_function("() => document.querySelector('.message img')?.naturalWidth === 192")
+    page.get_by_role("link", name="Trajectories").click()
+    page.get_by_label("any outcome").select_option("timeout")
+    page.locator("tbody a", has_text=NASTY).click()
+    page.wait_for_selector(".message.tool")
+    assert page.locator(".message.tool .text").inner_text() == NASTY
+    assert page.evaluate("window.broken") is None
+    assert {url.partition(":")[0] for url in requests} <= {"file", "data", "blob"}
+    assert str(folders[1].parent) not in file.read_text(encoding="utf-8")
+
+
+def test_the_filters_of_an_exported_file_are_those_of_the_server(
+    file_page: "tuple[Page, list[str]]", viewer: str
+) -> None:
+    queries = [
+        "",
+        "sort=reward",
+        "sort=reward&ascending=1&page=1",
+        "tool=tool3",
+        "reward_min=0.25&reward_max=0.5&sort=tokens",
+        "version_max=0&source=train",
+        "text=WORD 00007",
+        "view=groups",
+        "view=groups&sort=reward&reward_min=0.5",
+        "group=g-00003",
+        "outcome=timeout",
+    ]
+    page, _ = file_page
+    page.wait_for_selector("#runs .run")
+    all_read(viewer)
+    # of these two runs the file holds every trajectory
+    for run in ("show<b>", "many"):
+        for query in queries:
+            query = f"run={run_id(viewer, run)}&{query}"
+            asked = api(viewer, f"/api/trajectories?{query.replace(' ', '%20')}")
+            found = page.evaluate("query => source.list(Object.fromEntries(new URLSearchParams(query)))", query)
+            keys = ["file", "byte", "group_id", "reward", "success", "turns", "calls"]
+            keys += (
+                ["chains", "lowest", "highest", "unscored"] if "view=groups" in query else ["place", "tools", "errors"]
+            )
+            assert found["total"] == asked["total"], query
+            for mine, theirs in zip(found["rows"], asked["rows"], strict=True):
+                assert [mine[key] for key in keys] == [theirs[key] for key in keys], query
+
+
+def test_errors_are_one_line_that_says_what_to_do(
+    tmp_path: Path, viewer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunFolder.create(tmp_path / "runs" / "mine", "name: mine\n")
+    port = str(urlsplit(viewer).port)
+    for arguments, said in {
+        (str(tmp_path / "none"),): "no such folder; fix: name the folder of a run",
+        (str(run.path.parent),): f"has no recipe.yaml; fix: name a run in it, such as {run.path}",
+        (str(run.logs),): "has no recipe.yaml; fix: name the `output` folder of a run",
+        (str(run.path), "--port", port): f"--port {port}: Address already in use; fix: --port 0 takes a free one",
+        (str(run.path), "--export", str(tmp_path / "no" / "file.html")): "is no folder; fix: make it first",
+    }.items():
+        assert main(arguments) == 2
+        told = capsys.readouterr().err
+        assert len(told.splitlines()) == 1
+        assert said in told
