@@ -62,8 +62,8 @@ class Backbone(nn.Module):
         if positions is not None and ends is not None:
             kind = self.network.config._attn_implementation
             arguments = attention_arguments(kind, positions, ends, self.dtype)
-        # each weight is used once: copies in self.dtype, if kept, stand in memory until the pass ends, layer upon layer,
-        # which gradient checkpointing and fsdp2 are there to avoid
+        # each weight is used once: copies in self.dtype would only stand in memory until the pass ends, which gradient
+        # checkpointing and fsdp2 are there to avoid
         lower = self.dtype != torch.float32
         with torch.autocast(ids.device.type, dtype=self.dtype, enabled=lower, cache_enabled=False):
             return self.network.base_model(
