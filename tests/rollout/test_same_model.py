@@ -9,7 +9,7 @@ from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config,
 
 from rollout.same_model import difference
 
-SHAPES = Path(__file__).parents[2] / "agentfactory" / "shapes"
+SHAPES = Path(__file__).parents[2] / "agentfactory" / "placement" / "shapes"
 QWEN: dict[str, Any] = {
     "vocab_size": 152064,
     "hidden_size": 3584,
