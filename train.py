@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import yaml
 
 from agentfactory import resume
-from agentfactory.cli import add_resume_option, settle_resume
+from agentfactory.command_line import add_resume_option, settle_resume
 from agentfactory.progress import Progress
 from agentfactory.recipe import Recipe, RecipeError, StagedRecipe, load_recipe
 from agentfactory.run_folder import RunFolder, RunFolderError
@@ -71,6 +71,7 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | None:
     from rollout.data import load_tasks
     from rollout.delivery import WorkerProcess
     from rollout.renderer import load_renderer
+    from rollout.trajectory import Group
     from trainers.checkpoints import Checkpoints
     from trainers.launch import make_accelerator
     from trainers.rl import train_rl
@@ -82,6 +83,7 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | None:
     from trainers.sync.canary import Canary, canary_rows
     from trainers.sync.patient import PatientSync
     from trainers.time_share import TimeShare
+    from trainers.tracking import Tracking
 
     # bars of loading and writing would run through our own progress
     transformers.utils.logging.disable_progress_bar()
@@ -94,7 +96,6 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | None:
             folder, opened[0] = open_folder(recipe, resumed)
             progress = Progress(train.steps, "sft" if train.algorithm == "sft" else "grpo")
             stack.callback(progress.close)
-            folder.on_log = progress.update
             stack.callback(folder.note_stopped)
         checkpoint: Path | None = broadcast_object_list(opened)[0]
         stop = Stop()
@@ -107,6 +108,22 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | None:
         info["recipe"] = yaml.safe_load(recipe.to_yaml())
         checkpoints = Checkpoints(folder.checkpoints, tokenizer, train, info, folder.growing, checkpoint)
         lineage = checkpoints.lineage
+        tracking: Tracking | None = None
+        if main and recipe.track.trackers:
+            tracking = Tracking(recipe.track, folder.title, folder.path, info["recipe"], lineage.step)
+            stack.enter_context(tracking)
+
+        def show(metrics: dict[str, Any]) -> None:
+            progress.update(metrics)
+            if tracking is not None:
+                tracking.log(metrics)
+
+        def note(step: int, groups: list[Group], credit: list[str]) -> None:
+            folder.note_credit(credit)
+            if tracking is not None:
+                tracking.note_groups(step, groups)
+
+        folder.on_log = show
         saved = Path(train.from_trajectories) if train.from_trajectories else None
         if train.algorithm == "sft":
             rows = None
@@ -163,6 +180,7 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | None:
                 sync=sync,
                 canary=canary,
                 log=folder.log,
+                note=note,
                 stop=stop,
                 turns=turns,
             )
@@ -208,6 +226,7 @@ def main() -> int:
     from rollout.delivery import WorkerDiedError
     from trainers.launch import LaunchError
     from trainers.server_control import SyncError
+    from trainers.tracking import TrackingError
 
     try:
         ended_by = train(recipe, resumed)
@@ -216,7 +235,7 @@ def main() -> int:
         if os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr)
         return 2
-    except (WorkerDiedError, SyncError, ValueError, FloatingPointError) as error:
+    except (WorkerDiedError, SyncError, TrackingError, ValueError, FloatingPointError) as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from agentfactory.checks import runs_chains
 from agentfactory.composition import COMMAND_LINE, RecipeError
@@ -19,6 +19,9 @@ from agentfactory.recipe import Recipe, StagedRecipe
 from agentfactory.resume import Part, State, plan, rewind
 from agentfactory.run_folder import RunFolder, RunFolderError, check_free, next_free
 from rollout import serving
+
+if TYPE_CHECKING:
+    from rollout.evaluate import Evaluation
 
 _ADAPTER = "adapter_config.json"
 _SAY_EVERY_SECONDS = 10.0
@@ -210,7 +213,7 @@ def serve(recipe: Recipe | StagedRecipe, say: Say) -> None:
     """Serve the recipe's model until the server or this process is ended; of a staged recipe, its last checkpoint.
     The log goes to `<output>/serve`, serve-2, ..."""
     with Children() as children:
-        acting = _served(recipe, None).recipe
+        acting = what_is_served(recipe, None).recipe
         _prepare(recipe, children, say)
         placement = _settle(_placed(acting, "serve"), acting, say)
         served, folder = _open("serve", recipe, None, children, say)
@@ -222,18 +225,74 @@ def serve(recipe: Recipe | StagedRecipe, say: Say) -> None:
         children.wait(server)
 
 
-def evaluate(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say) -> None:
-    """Evaluate `checkpoint` on `eval.data` into `<output>/eval`, eval-2, ... Without one, the recipe's model; of a
-    staged recipe, its last checkpoint."""
-    with _acting("eval", recipe, checkpoint, say) as (served, folder, urls):
-        from rollout.evaluate import run_eval
+def evaluate(
+    recipe: Recipe | StagedRecipe,
+    checkpoint: Path | None,
+    say: Say,
+    *,
+    model: str | None = None,
+    url: str | None = None,
+    samples: int | None = None,
+) -> None:
+    """Evaluate on `eval.data`, with `samples` in place of eval.samples, into `<output>/eval`, eval-2, ...
 
-        figures = run_eval(served.recipe, folder.path, urls, folder.trajectories, folder.log, served.name)
-        folder.write_summary({"checkpoint": served.label, "seed": recipe.seed, **figures})
-    width = max(map(len, figures))
-    for name, value in figures.items():
-        say(f"{name:{width}}  {value:.4f}")
-    say(f"{recipe.name}: evaluated {served.label}; run folder {folder.path}")
+    Who is evaluated: `checkpoint`, a folder; or `model`, a folder or a hub name; or the server at `url` (of its models,
+    the one called `model`), asked by token ids where it takes them and by OpenAI's chat API otherwise; or the recipe's
+    model, and of a staged recipe its last checkpoint.
+    """
+    from agentfactory import evaluated
+
+    evaluated.check(checkpoint, model, url, samples)
+    if samples is not None:
+        recipe = evaluated.with_samples(recipe, samples)
+    if url is not None:
+        _evaluate_at(recipe, url, model, say)
+        return
+    with _acting("eval", recipe, evaluated.named(model) if model else checkpoint, say) as (served, folder, urls):
+        from rollout.evaluate import open_runner, run_eval
+
+        opened = open_runner(served.recipe, folder.path, urls)
+        found = run_eval(served.recipe, folder.trajectories, folder.log, opened, served.name)
+    _report(found, served.recipe, served.label, folder, say)
+
+
+def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say: Say) -> None:
+    """Evaluate whoever answers at `url`."""
+    from agentfactory import evaluated
+    from rollout.client import ServerUnreachableError
+    from rollout.evaluate import run_eval
+
+    stage = _last(recipe)
+    if isinstance(recipe, StagedRecipe):
+        # its own is a checkpoint that may not be there
+        stage = _with_model(stage, recipe.stages[0].model.path)
+    try:
+        there = evaluated.look_at(stage, url, model)
+    except evaluated.ChatEndpointError as error:
+        raise RecipeError(COMMAND_LINE, error.field, error.problem, error.fix) from None
+    except ServerUnreachableError as error:
+        raise ChildFailed(str(error)) from error
+    with Children() as children:
+        _prepare(recipe, children, say)
+        folder = _run_folder("eval", recipe, there.recipe)
+        _log_to(folder, "eval")
+        say(f"asking {there.model} at {url} by {there.how}")
+        try:
+            opened = evaluated.open_runner_at(there, folder.path)
+            found = run_eval(there.recipe, folder.trajectories, folder.log, opened, there.model)
+        except (ServerUnreachableError, evaluated.ChatEndpointError) as error:
+            raise ChildFailed(str(error)) from error
+    _report(found, there.recipe, f"{there.model} at {url}", folder, say)
+
+
+def _report(found: "Evaluation", recipe: Recipe, label: str, folder: RunFolder, say: Say) -> None:
+    from agentfactory.eval_table import tables
+
+    folder.write_summary({"checkpoint": label, "seed": recipe.seed, **found.figures()})
+    for table in tables(found):
+        say(table)
+    say(f"every figure: {folder.summary}; every chain: {folder.trajectories}")
+    say(f"{recipe.name}: evaluated {label}; run folder {folder.path}")
 
 
 def roll_out(recipe: Recipe | StagedRecipe, say: Say) -> None:
@@ -247,7 +306,7 @@ def roll_out(recipe: Recipe | StagedRecipe, say: Say) -> None:
 
 
 @dataclass
-class _Served:
+class Served:
     """What a server is to serve: the recipe with the base model's path, adapters, the name that requests use."""
 
     recipe: Recipe
@@ -256,7 +315,10 @@ class _Served:
     adapters: dict[str, Path] = field(default_factory=dict)
 
 
-def _served(recipe: Recipe | StagedRecipe, checkpoint: Path | None) -> _Served:
+def what_is_served(recipe: Recipe | StagedRecipe, checkpoint: Path | str | None) -> Served:
+    """`checkpoint`: a folder, or a hub name."""
+    if isinstance(checkpoint, str):
+        return Served(_unquantised(_with_model(_last(recipe), checkpoint)), checkpoint)
     if checkpoint is not None:
         checkpoint = checkpoint.expanduser().resolve()
         if not checkpoint.is_dir():
@@ -268,33 +330,49 @@ def _served(recipe: Recipe | StagedRecipe, checkpoint: Path | None) -> _Served:
         stage, path = recipe, checkpoint or Path(recipe.model.path)
     if (path / _ADAPTER).is_file():
         base = json.loads((path / _ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"]
-        return _Served(_with_model(stage, base), str(path), "checkpoint", {"checkpoint": path})
+        return Served(_with_model(stage, base), str(path), "checkpoint", {"checkpoint": path})
     served = _with_model(stage, str(path))
     if checkpoint is not None or isinstance(recipe, StagedRecipe):
-        # a quantised copy of the model that training began with is no copy of what came out
-        served = served.model_copy(update={"server": served.server.model_copy(update={"model": None})})
-    return _Served(served, str(path))
+        served = _unquantised(served)
+    return Served(served, str(path))
+
+
+def _unquantised(recipe: Recipe) -> Recipe:
+    """A quantised copy of the model that training began with is no copy of another."""
+    return recipe.model_copy(update={"server": recipe.server.model_copy(update={"model": None})})
+
+
+def _last(recipe: Recipe | StagedRecipe) -> Recipe:
+    return recipe.stages[-1] if isinstance(recipe, StagedRecipe) else recipe
 
 
 def _open(
-    command: str, recipe: Recipe | StagedRecipe, checkpoint: Path | None, children: Children, say: Say
-) -> tuple[_Served, RunFolder]:
+    command: str, recipe: Recipe | StagedRecipe, checkpoint: Path | str | None, children: Children, say: Say
+) -> tuple[Served, RunFolder]:
     """What `command` needs served, and a run folder of its own."""
-    served = _served(recipe, checkpoint)
+    served = what_is_served(recipe, checkpoint)
     _prepare(recipe, children, say)
+    return served, _run_folder(command, recipe, served.recipe)
+
+
+def _run_folder(command: str, recipe: Recipe | StagedRecipe, acting: Recipe) -> RunFolder:
+    """A folder of its own for what `acting`, a part of `recipe`, does."""
     path = next_free(recipe.output / command)
-    acting = served.recipe.model_copy(update={"output": path, "prepare": None})
-    return served, RunFolder.create(path, acting.to_yaml())
+    return RunFolder.create(path, acting.model_copy(update={"output": path, "prepare": None}).to_yaml())
+
+
+def _log_to(folder: RunFolder, command: str) -> None:
+    logging.basicConfig(filename=folder.logs / f"{command}.log", level=logging.INFO)
 
 
 @contextmanager
 def _acting(
-    command: str, recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say
-) -> Iterator[tuple[_Served, RunFolder, list[str]]]:
+    command: str, recipe: Recipe | StagedRecipe, checkpoint: Path | str | None, say: Say
+) -> Iterator[tuple[Served, RunFolder, list[str]]]:
     """A run folder, and the addresses of servers for `command`."""
     with Children() as children:
         served, folder = _open(command, recipe, checkpoint, children, say)
-        logging.basicConfig(filename=folder.logs / f"{command}.log", level=logging.INFO)
+        _log_to(folder, command)
         if served.recipe.server.url is not None:
             yield served, folder, served.recipe.server.urls
             return

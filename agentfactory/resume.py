@@ -26,7 +26,8 @@ AUTO = "auto"
 
 _MAY_DIFFER = (
     # where and how fast it runs, and how it is watched: these change what is learnt by rounding at most
-    *("name", "output", "server", "sync", "placement", "eval", "rollout.concurrency", "rollout.timeout_seconds"),
+    *("name", "output", "server", "sync", "placement", "eval", "track"),
+    *("rollout.concurrency", "rollout.timeout_seconds"),
     *("train.processes", "train.strategy", "train.batching", "train.token_budget", "train.attention"),
     *("train.gradient_checkpointing", "train.activation_offload", "train.liger", "train.compile"),
     *("train.steps", "train.checkpoint_every", "train.keep_last", "train.keep_best"),

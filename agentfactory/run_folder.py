@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from rollout.trajectory import CREDIT_FILE
 from trainers.checkpoint_folder import checkpoints
 
 RECIPE = "recipe.yaml"
@@ -31,7 +34,12 @@ class RunFolder:
         self.logs = path / "logs"
         self.sync = path / "sync"
         self.summary = path / "summary.json"
-        self.growing = {"metrics.jsonl": self.metrics, "trajectories/train.jsonl": self.trajectories / "train.jsonl"}
+        self.credit = self.trajectories / CREDIT_FILE
+        self.growing = {
+            "metrics.jsonl": self.metrics,
+            "trajectories/train.jsonl": self.trajectories / "train.jsonl",
+            f"trajectories/{CREDIT_FILE}": self.credit,
+        }
         """Files that a run appends to, and that a resumed one goes on with."""
         self._stopping = path / ".stopping"
 
@@ -100,6 +108,21 @@ class RunFolder:
         for name, file in self.growing.items():
             if file.exists():
                 _cut(file, sizes.get(name, 0))
+
+    @property
+    def title(self) -> str:
+        """What the run is called elsewhere: its folder's name, behind that of the whole run where it is a stage."""
+        whole = self.path.parent / RECIPE
+        stages = (yaml.safe_load(whole.read_text(encoding="utf-8")) or {}).get("stages", []) if whole.is_file() else []
+        is_stage = any(isinstance(stage, dict) and stage.get("name") == self.path.name for stage in stages)
+        return f"{whole.parent.name}-{self.path.name}" if is_stage else self.path.name
+
+    def note_credit(self, lines: list[str]) -> None:
+        """Append lines to trajectories/credit.jsonl; without any, it is not made."""
+        if not lines:
+            return
+        with self.credit.open("a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
 
     def note_stopping(self) -> None:
         """The trainer has heard that it is to end: it finishes its step and writes a checkpoint first."""

@@ -17,7 +17,7 @@ from typing import Any
 from jsonschema.exceptions import SchemaError
 from jsonschema.validators import validator_for
 
-from agentfactory.cli import json_object
+from agentfactory.command_line import json_object
 from agentfactory.composition import display
 from agentfactory.recipe import Recipe, StagedRecipe, load_recipe
 from rollout.data import Task, load_tasks

@@ -42,6 +42,7 @@ def check_training(recipe: "Recipe", refuse: Refuse, lack: Lack, runs_chains: bo
     _check_sync(recipe, refuse)
     _check_schedule(recipe, refuse)
     _check_kept(recipe, refuse, runs_chains)
+    _check_trackers(recipe, lack)
     if recipe.train.algorithm == "sft":
         _check_sft(recipe, refuse)
     else:
@@ -101,6 +102,12 @@ def _check_network(recipe: "Recipe", refuse: Refuse, lack: Lack) -> None:
     for name, (package, asked) in needed.items():
         if asked and importlib.util.find_spec(package) is None:
             lack(name, f"needs {package}, which is not installed", f"pip install {package.replace('_', '-')}")
+
+
+def _check_trackers(recipe: "Recipe", lack: Lack) -> None:
+    for name in recipe.track.trackers:
+        if importlib.util.find_spec(name) is None:
+            lack("track.trackers", f"got {name!r}, which is not installed", f"pip install {name}, or leave it out")
 
 
 def _check_sync(recipe: "Recipe", refuse: Refuse) -> None:

@@ -68,6 +68,9 @@ def begin(chain_id: str) -> Trajectory:
 class ChainRunner:
     """Runs chains of one recipe; at most `rollout.concurrency` of them are alive at a time."""
 
+    play_type: type[Play] = Play
+    """How a chain is played."""
+
     def __init__(
         self,
         recipe: RolloutRecipe,
@@ -134,7 +137,7 @@ class ChainRunner:
         """
         async with self.places:
             started = time.monotonic()
-            chain = Play(self, trajectory, task, sampling)
+            chain = self.play_type(self, trajectory, task, sampling)
             try:
                 async with asyncio.timeout(self.config.timeout_seconds) as limit:
                     await self._play_and_score(chain, scored, limit)

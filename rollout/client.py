@@ -36,7 +36,7 @@ class ServerUnreachableError(Exception):
     """No server answers, or one lacks a route that is needed: no chain can go on."""
 
 
-class _LostError(Exception):
+class LostError(Exception):
     """The connection failed under a request."""
 
 
@@ -145,7 +145,7 @@ class InferenceClient:
                 if problem:
                     raise ServerUnreachableError(problem)
                 self._base_models |= {card["id"] for card in await self.models(url) if not card.get("parent")}
-            except _LostError as error:
+            except LostError as error:
                 raise ServerUnreachableError(f"no server answers at {url}: {error}") from error
             except ValueError as error:
                 raise ServerUnreachableError(f"server {url} describes itself in no JSON: {error}") from error
@@ -178,7 +178,7 @@ class InferenceClient:
             self._router.started(url)
             try:
                 status, text = await self._request("POST", url + GENERATE, body)
-            except _LostError as error:
+            except LostError as error:
                 self._lose(url, str(error))
                 continue
             finally:
@@ -206,7 +206,7 @@ class InferenceClient:
                 problem = f"the server answered {status}: {text[:500]}"
                 failed_at.add(url)
             else:
-                raise _refusal(status, text)
+                raise refusal(status, text)
             await self._wait_to_retry(retries, url, problem)
 
     async def load(self) -> Load:
@@ -216,7 +216,7 @@ class InferenceClient:
             if state is ServerState.SERVING:
                 try:
                     status, text = await self._request("GET", url + METRICS_ROUTE)
-                except _LostError as error:
+                except LostError as error:
                     raise InferenceError(f"{url}{METRICS_ROUTE}: {error}") from error
                 if status != 200:
                     raise InferenceError(f"{url}{METRICS_ROUTE} answered {status}")
@@ -298,7 +298,7 @@ class InferenceClient:
                     if await self._has_weights(url) or self.restore is None or await self.restore(url):
                         break
                     self._router.lost(url, time.monotonic())
-            except _LostError as error:
+            except LostError as error:
                 self._last_words = str(error)
                 self._router.lost(url, time.monotonic())
             await asyncio.sleep(Retries.pause(tries))
@@ -344,7 +344,7 @@ class InferenceClient:
                 status, text = await self._request("GET", url + route)
                 if status == 200 and json.loads(text).get(key):
                     return True
-        except _LostError as error:
+        except LostError as error:
             self._lose(url, str(error))
         return False
 
@@ -357,7 +357,7 @@ class InferenceClient:
             async with self._session.request(method, url, data=body) as response:
                 return response.status, await response.text()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise _LostError(str(error) or repr(error)) from error
+            raise LostError(str(error) or repr(error)) from error
 
 
 def _number(label: str) -> int:
@@ -382,7 +382,7 @@ def _completion(answer: dict[str, Any]) -> Completion | None:
     return Completion(token_ids, logprobs, versions, choice["finish_reason"] == "length", [1] * len(token_ids))
 
 
-def _refusal(status: int, text: str) -> InferenceError:
+def refusal(status: int, text: str) -> InferenceError:
     if status == 400 and any(words in text for words in ("context length", "maximum model length")):
         return ContextOverflowError(text)
     return InferenceError(f"the server answered {status}: {text[:500]}")

@@ -293,6 +293,9 @@ class EvalConfig(Section):
     """Sampled chains per task."""
     greedy: bool = True
     """Also one chain per task at temperature 0."""
+    request: dict[str, Any] = {}
+    """Fields of each request to a chat endpoint (`agentfactory eval --url`) beside or in place of ours; null leaves one
+    out, such as {max_tokens: null, max_completion_tokens: 512}."""
 
 
 class RolloutRecipe(ToolsRecipe):

@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from rollout.config import DataConfig, OutcomePolicy, RolloutRecipe
 from rollout.data import Task, load_tasks
 from rollout.renderer import load_renderer
 from rollout.rewards import Rewards
+from rollout.statistics import Estimate, by_source, estimates, sample_figures
 from rollout.trajectory import Group, Trajectory
 from tools.toolset import open_toolset
 
@@ -60,11 +63,28 @@ async def evaluate(
     Sampling.
 
     Returns means over the chains that did not fail, by `sampled/...` and `greedy/...`: `reward`, every metric of
-    the trajectories, and `failed`, the share of chains that broke.
+    the trajectories, and `failed`, the share of chains that broke; and with several samples per task, avg@k and pass@k.
     """
+    played = await _play(runner, recipe, tasks, model, folder, name, cache_salt)
+    return _means(recipe, played)
+
+
+async def _play(
+    runner: ChainRunner,
+    recipe: RolloutRecipe,
+    tasks: list[Task],
+    model: str,
+    folder: Path,
+    name: str,
+    cache_salt: str | None = None,
+) -> dict[str, list[Group]]:
+    """The groups of each mode, in the order of the tasks; each is saved once its chains have ended."""
     modes = {"sampled": (recipe.rollout.temperature, recipe.eval.samples)}
     if recipe.eval.greedy:
         modes["greedy"] = (0.0, 1)
+    folder.mkdir(parents=True, exist_ok=True)
+    for mode in modes:
+        (folder / f"{name}-{mode}.jsonl").unlink(missing_ok=True)
 
     async def run_group(mode: str, number: int) -> Group:
         temperature, samples = modes[mode]
@@ -77,18 +97,51 @@ async def evaluate(
             )
             for sample in range(samples)
         ]
-        return await runner.run_group(f"{mode}-{number:05d}", tasks[number], chains)
+        group = await runner.run_group(f"{mode}-{number:05d}", tasks[number], chains)
+        with (folder / f"{name}-{mode}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(group.to_json() + "\n")
+        return group
 
     by_mode = await asyncio.gather(
         *(asyncio.gather(*(run_group(mode, number) for number in range(len(tasks)))) for mode in modes)
     )
-    folder.mkdir(parents=True, exist_ok=True)
+    return {mode: list(groups) for mode, groups in zip(modes, by_mode, strict=True)}
+
+
+def _means(recipe: RolloutRecipe, played: dict[str, list[Group]]) -> dict[str, float]:
     figures: dict[str, float] = {}
-    for mode, groups in zip(modes, by_mode, strict=True):
-        with (folder / f"{name}-{mode}.jsonl").open("w", encoding="utf-8") as file:
-            file.writelines(group.to_json() + "\n" for group in groups)
-        figures |= {f"{mode}/{key}": value for key, value in mean_figures(groups).items()}
+    for mode, groups in played.items():
+        means = mean_figures(groups)
+        if mode == "sampled":
+            means |= sample_figures(groups, recipe.eval.samples)
+        figures |= {f"{mode}/{key}": value for key, value in means.items()}
     return figures
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `run_eval` found."""
+
+    means: dict[str, float]
+    """As `evaluate` returns them, which training logs too."""
+    estimates: dict[str, dict[str, dict[str, Estimate]]]
+    """Mode -> the tasks' `source`, "" for all -> figure -> estimate."""
+    failures: Counter[str]
+    """What failed chains died of -> how many of all."""
+    chains: int
+    """Of both modes."""
+
+    def figures(self) -> dict[str, float]:
+        """All of it by name: the means, `<mode>/<figure>/low` and `/high`, and the same of each source under
+        `<mode>/source/<source>/`."""
+        figures = dict(self.means)
+        for mode, sources in self.estimates.items():
+            for source, found in sources.items():
+                prefix = f"{mode}/source/{source}/" if source else f"{mode}/"
+                for name, estimate in found.items():
+                    figures.setdefault(prefix + name, estimate.value)
+                    figures |= {f"{prefix}{name}/low": estimate.low, f"{prefix}{name}/high": estimate.high}
+        return figures
 
 
 def mean_figures(groups: Sequence[Group]) -> dict[str, float]:
@@ -105,25 +158,40 @@ def mean_figures(groups: Sequence[Group]) -> dict[str, float]:
 
 def run_eval(
     recipe: RolloutRecipe,
-    base: Path,
-    urls: str | Sequence[str],
     folder: Path,
     log: Callable[[dict[str, Any]], None],
+    opened: AbstractAsyncContextManager[ChainRunner],
     model: str = "policy",
-) -> dict[str, float]:
-    """Evaluate the weights that the servers at `urls` call `model` on `recipe.eval.data`; blocking."""
+) -> Evaluation:
+    """Evaluate the weights that the server of the runner `opened` calls `model` on `recipe.eval.data`; blocking.
+
+    Trajectories go to `folder`, each group once it has ended; `log` gets every figure as `eval/...`.
+    """
     if recipe.eval.data is None:
         raise ValueError("eval.data: nothing to evaluate on; name a file, such as eval.data.path=heldout.jsonl")
     tasks = load_tasks(recipe.eval.data)
 
-    async def run() -> dict[str, float]:
-        async with open_runner(recipe, base, urls) as runner:
+    async def run() -> dict[str, list[Group]]:
+        async with opened as runner:
             await runner.check(tasks[0])
-            return await evaluate(runner, recipe, tasks, model, folder, "final")
+            return await _play(runner, recipe, tasks, model, folder, "final")
 
-    figures = asyncio.run(run())
-    log({f"eval/{key}": value for key, value in figures.items()})
-    return figures
+    played = asyncio.run(run())
+    chains = [chain for groups in played.values() for group in groups for chain in group.trajectories]
+    found = Evaluation(
+        _means(recipe, played),
+        {mode: _estimates(recipe, mode, groups) for mode, groups in played.items()},
+        Counter(f"{chain.outcome}: {chain.error}" for chain in chains if chain.reward is None),
+        len(chains),
+    )
+    log({f"eval/{key}": value for key, value in found.figures().items()})
+    return found
+
+
+def _estimates(recipe: RolloutRecipe, mode: str, groups: list[Group]) -> dict[str, dict[str, Estimate]]:
+    samples = recipe.eval.samples if mode == "sampled" else 1
+    parts = {"": groups} | by_source(groups)
+    return {source: estimates(part, samples, recipe.seed) for source, part in parts.items()}
 
 
 def run_rollout(

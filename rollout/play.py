@@ -56,6 +56,11 @@ class Play:
             trajectory.messages.append({"role": "user", "content": session.opening})
         self.context = Context(list(trajectory.messages))
         self._begin_row(self.renderer.open(self.context.messages, self.specs))
+        return await self.act(session)
+
+    async def act(self, session: ToolSession) -> StopReason:
+        """Take turns after what was said last, until the chain ends, and say why it did."""
+        trajectory = self.trajectory
         while True:
             try:
                 completion, parsed = await self._take_turn()

@@ -194,12 +194,16 @@ class Group:
         return cls(id=data["id"], task=data["task"], trajectories=trajectories, version=data.get("version", 0))
 
 
+CREDIT_FILE = "credit.jsonl"
+"""In a folder of trajectories files: what the trainer says of their tokens. It holds no group."""
+
+
 def read_groups(path: Path) -> Iterator[Group]:
-    """Groups of a trajectories file, or of all `*.jsonl` files of a folder, in order.
+    """Groups of a trajectories file, or of all `*.jsonl` files of a folder but CREDIT_FILE, in order.
 
     Raises ValueError with file and line where a line is not a group.
     """
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    files = [file for file in sorted(path.glob("*.jsonl")) if file.name != CREDIT_FILE] if path.is_dir() else [path]
     for file in files:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):

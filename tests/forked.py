@@ -33,13 +33,21 @@ _context.set_forkserver_preload(IMPORTED)
 
 
 class Forked:
-    """A running command, much as subprocess.Popen: `log` gets what it prints, stderr goes there or to `errors`, and
-    `environment` is beside ours."""
+    """A running command, much as subprocess.Popen: `log` gets what it prints, stderr goes there or to `errors`, `typed`
+    is its standard input, and `environment` is beside ours."""
 
-    def __init__(self, program: str, *arguments: str, log: Path, errors: Path | None = None, **environment: str):
+    def __init__(
+        self,
+        program: str,
+        *arguments: str,
+        log: Path,
+        errors: Path | None = None,
+        typed: Path | None = None,
+        **environment: str,
+    ):
         self.log = log
         known = {**os.environ, **lifeline.environment(), "OMP_NUM_THREADS": "1", **environment}
-        command = (program, arguments, known, os.getcwd(), (log, errors or log))
+        command = (program, arguments, known, os.getcwd(), (log, errors or log), typed)
         self._process = _context.Process(target=_run, args=command)
         self._process.start()
         # of two threads that ask at a time, one would take the answer from the other
@@ -66,7 +74,12 @@ class Forked:
 
 
 def _run(
-    program: str, arguments: tuple[str, ...], environment: dict[str, str], folder: str, outputs: tuple[Path, Path]
+    program: str,
+    arguments: tuple[str, ...],
+    environment: dict[str, str],
+    folder: str,
+    outputs: tuple[Path, Path],
+    typed: Path | None,
 ) -> None:
     os.setsid()
     os.chdir(folder)
@@ -74,6 +87,10 @@ def _run(
     os.environ.update(environment)
     for number, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    if typed is not None:
+        # multiprocessing has put another in its place
+        os.dup2(os.open(typed, os.O_RDONLY), 0)
+        sys.stdin = os.fdopen(0)
     importlib.import_module("torch").set_num_threads(1)
     multiprocessing.set_start_method(None, force=True)  # the default, as in any command
     sys.argv = [program, *arguments]

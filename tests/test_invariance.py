@@ -36,12 +36,16 @@ def ragged(quickstart_run: Path) -> list[Group]:
 
 
 class Trained:
-    """What one step leaves: the exported weights, and the metrics."""
+    """What one step leaves: the exported weights, the metrics, and what tokens were credited with."""
 
     def __init__(self, output: Path):
         checkpoint = next((output / "checkpoints").iterdir())
         self.weights = load_file(checkpoint / "model.safetensors")
         self.metrics: dict[str, Any] = json.loads((output / "metrics.jsonl").read_text().splitlines()[0])
+        self.credit: dict[str, list[dict[str, Any]]] = {}
+        """What credit.jsonl says of each chain."""
+        for line in (output / "trajectories" / "credit.jsonl").read_text().splitlines():
+            self.credit |= json.loads(line)["chains"]
 
 
 def train(groups: list[Group], model: Path, output: Path, command: bool = False, **settings: Any) -> Trained:
@@ -115,6 +119,12 @@ def test_one_step_is_the_same(
     assert other.metrics["tokens"] == reference.metrics["tokens"] > 100
     assert other.metrics["grad_norm"] == pytest.approx(reference.metrics["grad_norm"], rel=1e-5)
     assert other.metrics["loss"] == pytest.approx(reference.metrics["loss"], rel=1e-5, abs=1e-6)
+    assert other.credit.keys() == reference.credit.keys()
+    for chain, (expected,) in reference.credit.items():
+        (credited,) = other.credit[chain]
+        assert credited["targets"] == expected["targets"]
+        for name in ("advantage", "proximal"):
+            assert credited[name] == pytest.approx(expected[name], abs=1e-5)
     assert set(other.weights) == set(reference.weights)
     for name, weights in reference.weights.items():
         torch.testing.assert_close(other.weights[name], weights, rtol=0, atol=TOLERANCE)

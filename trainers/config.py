@@ -1,8 +1,8 @@
-"""The part of a recipe that the trainers package owns: train and sync."""
+"""The part of a recipe that the trainers package owns: train, sync, placement and track."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rollout.config import EqualRewards, RolloutRecipe
 from tools.config import Section
@@ -83,6 +83,7 @@ class CriticConfig(Section):
     """gae: the value function. With an adapter it is a second adapter on the same base, else a network of its own."""
 
     learning_rate: float = Field(default=1e-5, gt=0)
+    """Of the critic, whatever the policy's is."""
     value_clip: float | None = Field(default=0.2, gt=0)
     """Values are clipped to this distance from those at the start of the update; null does not clip."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -155,11 +156,13 @@ class TrainConfig(Section):
     overlong: OverlongConfig | None = None
     """Punish chains near rollout.max_total_tokens."""
     learning_rate: float = Field(default=1e-6, gt=0)
+    """Of the policy, after the warm-up; adapters want some ten times what all weights do."""
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Course of the learning rate after the warm-up; linear and cosine end at 0, wsd stays constant and ends with
     decay_steps down to 0."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Steps in which the learning rate rises from 0, linearly."""
     decay_steps: int = Field(default=0, ge=0)
     """wsd: steps of the decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
@@ -218,6 +221,29 @@ class PlacementConfig(Section):
     and is held to it, on any machine."""
 
 
+class TrackConfig(Section):
+    """What is kept for people to look at beside metrics.jsonl."""
+
+    trackers: list[Literal["wandb", "tensorboard", "trackio", "mlflow"]] = []
+    """Experiment trackers that get the same numbers under the same names; each is installed by its own name. They take
+    their addresses and keys from their own environment variables: see docs/tracking.md."""
+    project: str = Field(default="agentfactory", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    """Project of the trackers (an experiment of mlflow), in which runs are compared."""
+    trajectories: int = Field(default=4, ge=0)
+    """Chains per step, from the lowest to the highest reward, that trackers with tables (wandb, trackio, mlflow) get
+    as text; wandb and trackio get their images too. 0: none."""
+    credit: bool = True
+    """Keep what each trained token was credited with, and the trainer's log-probability of it, in
+    trajectories/credit.jsonl: the viewer shows them."""
+
+    @field_validator("trackers")
+    @classmethod
+    def _check_trackers(cls, trackers: list[str]) -> list[str]:
+        if len(set(trackers)) < len(trackers):
+            raise ValueError(f"got {', '.join(trackers)}: name each once")
+        return trackers
+
+
 ALGORITHMS: dict[str, dict[str, Any]] = {
     # DeepSeekMath (arXiv:2402.03300), with DAPO's normaliser: a chain of many turns is not to weigh less per token
     "grpo": {},
@@ -254,6 +280,7 @@ class TrainRecipe(RolloutRecipe):
     train: TrainConfig
     sync: SyncConfig = SyncConfig()
     placement: PlacementConfig = PlacementConfig()
+    track: TrackConfig = TrackConfig()
 
     @model_validator(mode="after")
     def _apply_algorithm(self) -> "TrainRecipe":

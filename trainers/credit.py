@@ -1,10 +1,12 @@
 """Credit assignment: from the rewards of a batch's chains to an advantage and a weight per sampled token."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from statistics import fmean, pvariance, stdev
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,12 +40,15 @@ class Credited:
 class _Chain:
     """A chain that has a reward. One whose outcome is masked takes part in baselines and is not trained: no rows."""
 
+    id: str
     reward: float
     turn_rewards: list[float]
     """Empty where the reward gives none."""
     ends: list[int]
     """Number of sampled tokens up to the end of each turn that has a reward."""
     rows: list[TrainingRow]
+    places: list[int]
+    """Which of the trajectory's rows these are: one in which nothing was sampled is not trained."""
 
     @property
     def tokens(self) -> int:
@@ -60,6 +65,7 @@ class Credit:
     def __init__(self, groups: Sequence[Group], recipe: TrainRecipe) -> None:
         """Chains without a reward, and those whose outcome is to be dropped, are left out of everything."""
         self._recipe = recipe
+        self._ids = [group.id for group in groups]
         self._groups = [
             [_chain(t, policy is OutcomePolicy.KEEP, recipe) for t in group.trajectories if (policy := _use(t, recipe))]
             for group in groups
@@ -95,6 +101,18 @@ class Credit:
                 streams["return"] = values[index]
             done += _with_streams(chain.rows, streams)
         return Credited(done, normaliser, metrics)
+
+    def lines(self, step: int, rows: Sequence[TrainingRow], proximal: Sequence[list[float]] = ()) -> list[str]:
+        """JSON per group: what each trained token of its chains was credited with, from the rows of `assign` and, where
+        the policy was trained, the trainer's log-probabilities of their targets. Numbers have 6 decimals."""
+        none: list[list[float] | None] = [None] * len(rows)
+        remaining = iter(zip(rows, proximal or none, strict=True))
+        lines = []
+        for group, chains in zip(self._ids, self._groups, strict=True):
+            credited = {chain.id: [_noted(place, *next(remaining)) for place in chain.places] for chain in chains}
+            trained = {name: entries for name, entries in credited.items() if entries}
+            lines.append(json.dumps({"group": group, "step": step, "chains": trained}, separators=(",", ":")))
+        return lines
 
     def _chains(self) -> list[_Chain]:
         return [chain for group in self._groups for chain in group]
@@ -198,11 +216,22 @@ def _chain(trajectory: Trajectory, trained: bool, recipe: TrainRecipe) -> _Chain
         # rows may begin anew (a template that rewrites history, rollout.context): the last one fills the context
         length = len(trajectory.rows[-1].token_ids) if trajectory.rows else 0
         reward += overlong_penalty(length, recipe.rollout.max_total_tokens, overlong.buffer, overlong.penalty)
-    rows = [made for row in trajectory.rows if (made := training_row(row)) is not None] if trained else []
+    made = [(row, place) for place, row in enumerate(map(training_row, trajectory.rows)) if row] if trained else []
+    rows, places = [row for row, _ in made], [place for _, place in made]
     if trajectory.turn_rewards is None:
-        return _Chain(reward, [], [], rows)
+        return _Chain(trajectory.id, reward, [], [], rows, places)
     lengths = [sum(trajectory.rows[row].mask[start:end]) for row, start, end in trajectory.turn_spans()]
-    return _Chain(reward, trajectory.turn_rewards, list(accumulate(lengths)), rows)
+    return _Chain(trajectory.id, reward, trajectory.turn_rewards, list(accumulate(lengths)), rows, places)
+
+
+def _noted(place: int, row: TrainingRow, proximal: list[float] | None) -> dict[str, Any]:
+    """What one trained row was credited with, for `Credit.lines`."""
+    noted = {"row": place, "targets": row.targets, "advantage": _rounded(row.streams["advantage"])}
+    return noted if proximal is None else noted | {"proximal": _rounded(proximal)}
+
+
+def _rounded(values: list[float]) -> list[float]:
+    return np.asarray(values).round(6).tolist()
 
 
 def _with_streams(rows: Sequence[TrainingRow], streams: dict[str, list[float]]) -> list[TrainingRow]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -104,8 +104,8 @@ class Learner:
     def score(self, rows: list[TrainingRow], names: Collection[str]) -> list[TrainingRow]:
         """Rank 0's `rows` with further streams, computed with the present weights: `proximal` (log-probabilities) and
         `entropy`, `reference`, `value`. Every process calls it, with the same `names`; the others get no rows back."""
-        found: list[tuple[int, dict[str, list[float]]]] = []
-        for part in self.deal(rows).micro_batches:
+        batch, made = self.deal(rows), []
+        for part in batch.micro_batches:
             streams: dict[str, Targets] = {}
             if "proximal" in names or "entropy" in names:
                 streams["proximal"], streams["entropy"] = self._policy_pass(part)
@@ -114,16 +114,24 @@ class Learner:
                 streams["reference"] = self._reference.logprobs(self.model, *self._inputs(part), self.temperature)
             if "value" in names:
                 streams["value"] = self._value_pass(part)
+            made.append({name: values for name, values in streams.items() if name in names})
+        scores = self.by_row(batch, made)
+        return [replace(row, streams=row.streams | scores[index]) for index, row in enumerate(rows)]
+
+    def by_row(self, batch: Batch, streams: Sequence[dict[str, Targets]]) -> dict[int, dict[str, list[float]]]:
+        """Values along the targets of a batch's micro-batches, by the number of their row among those that were dealt,
+        of all processes. Every process calls it, with what it has for its own share; only rank 0 gets any."""
+        found: list[tuple[int, dict[str, list[float]]]] = []
+        for part, own in zip(batch.micro_batches, streams, strict=True):
             counts = torch.bincount(part.sequence, minlength=len(part.rows)).tolist()
-            split = {name: values.float().cpu().split(counts) for name, values in streams.items() if name in names}
+            split = {name: values.float().cpu().split(counts) for name, values in own.items()}
             for place, row in enumerate(part.rows):
                 found.append((row, {name: values[place].tolist() for name, values in split.items()}))
         if self.accelerator.num_processes > 1:
             gathered: list[list[tuple[int, dict[str, list[float]]]] | None] = [None] * self.accelerator.num_processes
             dist.gather_object(found, gathered if self.accelerator.is_main_process else None)
             found = [entry for share in gathered for entry in share or []]
-        scores = dict(found)
-        return [replace(row, streams=row.streams | scores[index]) for index, row in enumerate(rows)]
+        return dict(found)
 
     def update(self, batch: Batch, loss: Loss | None, value_loss: ValueLoss | None = None) -> Update:
         """One optimiser update on a batch. Every process calls it, with its own share. Without `loss` only the critic

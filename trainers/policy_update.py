@@ -9,16 +9,23 @@ from trainers.learner import Learner, Targets, Terms, Update
 from trainers.losses import kl, mismatch_kl, mismatch_weights, policy_loss, value_loss
 
 
-def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_only: bool = False) -> list[Update]:
+def update_policy(
+    learner: Learner,
+    batch: Batch,
+    recipe: TrainRecipe,
+    critic_only: bool = False,
+    proximal: list[Tensor] | None = None,
+) -> list[Update]:
     """`updates_per_batch` optimiser updates, each on the whole batch (PPO's epochs).
 
     The proximal log-probabilities are those of the first update's own forward pass, since all its micro-batches see
     the weights from before the update: they cost no pass of their own. The mismatch correction weighs the policy term
-    by proximal over behaviour, and is the same in all updates.
+    by proximal over behaviour, and is the same in all updates. A list given as `proximal` gets these
+    log-probabilities, along the targets of each micro-batch; with `critic_only` there are none.
     """
     train = recipe.train
     config = train.loss
-    proximal: list[Tensor] = []
+    proximal = [] if proximal is None else proximal
 
     def loss(index: int, part: MicroBatch, logprob: Targets, entropy: Targets) -> Terms:
         if index == len(proximal):

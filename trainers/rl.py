@@ -10,8 +10,10 @@ from signal import Signals
 from typing import Any
 
 from accelerate import Accelerator
+from torch import Tensor
 
 from rollout.staleness import WeightVersions
+from rollout.trajectory import Group
 from trainers.checkpoints import Checkpoints
 from trainers.config import TrainRecipe
 from trainers.credit import Credit, Credited, needed_scores
@@ -28,6 +30,9 @@ from trainers.time_share import Turns
 logger = logging.getLogger(__name__)
 
 Log = Callable[[dict[str, Any]], None]
+
+Note = Callable[[int, list[Group], list[str]], None]
+"""(step, its groups, what their tokens were credited with: the JSON of each group, or nothing) -> None."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ def train_rl(
     source: GroupSource | None,
     sync: WeightSync | None,
     log: Log,
+    note: Note | None = None,
     canary: Canary | None = None,
     stop: Stop | None = None,
     turns: Turns | None = None,
@@ -67,10 +73,10 @@ def train_rl(
     """Runs steps up to `recipe.train.steps`; each takes a batch of groups, updates the policy, and publishes its new
     weights.
 
-    Every process calls it. `source`, `sync` and `log` are used on rank 0 only; `source` is None elsewhere, `sync` is
-    None where no server is to be updated; `canary` proves what `sync` has pushed, and is given to all. `checkpoints`
-    says where the run goes on from; `stop` ends it after the present step; `turns` has the trainer's device for a
-    server meanwhile. Version 0 are the first weights; step k ends with version k.
+    Every process calls it. `source`, `sync`, `log` and `note` are used on rank 0 only; `source` is None elsewhere,
+    `sync` is None where no server is to be updated; `canary` proves what `sync` has pushed, and is given to all.
+    `checkpoints` says where the run goes on from; `stop` ends it after the present step; `turns` has the trainer's
+    device for a server meanwhile. Version 0 are the first weights; step k ends with version k.
     """
     train, every = recipe.train, recipe.eval.every
     main = accelerator.is_main_process
@@ -144,10 +150,19 @@ def train_rl(
             credited = credit.assign(rows) if main else Credited()
             batch = learner.deal(credited.rows, credited.normaliser)
             learning_rate = learner.learning_rate
-            updates = update_policy(learner, batch, recipe, critic_only=step <= train.critic.warmup_steps)
+            proximal: list[Tensor] = []
+            updates = update_policy(learner, batch, recipe, step <= train.critic.warmup_steps, proximal)
             learner.end_step()
             updated = time.perf_counter()
             expected = canary_scores()
+            noted: list[str] = []
+            if recipe.track.credit:
+                by_row = learner.by_row(batch, [{"proximal": values} for values in proximal]) if proximal else {}
+                if main:
+                    scored = [by_row[number]["proximal"] for number in range(len(by_row))]
+                    noted = credit.lines(step, credited.rows, scored)
+        if main and note is not None:
+            note(step, groups, noted)
 
         sync_metrics = publish(step, expected)
         ended = time.perf_counter()

@@ -12,7 +12,7 @@ from agentfactory.processes import ChildFailed, python
 from agentfactory.recipe import Recipe
 from tools import lifeline
 
-_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Files of drivers that torch can compute with: NVIDIA's, AMD's, and NVIDIA's under WSL."""
 
 
@@ -113,7 +113,7 @@ def _is_planned(recipe: Recipe) -> bool:
 
 def _may_have_gpu() -> bool:
     # torch takes seconds to import: it is asked only where it could find something
-    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(map(os.path.exists, _GPU_DRIVERS))
+    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(map(os.path.exists, GPU_DRIVERS))
 
 
 def _with_model(recipe: Recipe, first: str) -> Recipe | None:

@@ -1,4 +1,5 @@
-"""What the figures of a single chain mean: `metrics` of trajectories, and `trajectory/<name>` in metrics.jsonl."""
+"""What the figures of a single chain mean (`metrics` of trajectories, `trajectory/<name>` in metrics.jsonl), and those
+of an evaluation."""
 
 from trainers.metrics import Metric
 
@@ -26,3 +27,12 @@ CHAIN_METRICS = [
     Metric("stop/<reason>", "", "whether this ended the chain"),
     Metric("failed", "", "share of the chains that broke"),
 ]
+
+EVAL_METRICS = [
+    Metric("avg@<k>", "", "success of the k chains of a task, mean over tasks"),
+    Metric("pass@<k>", "", "chance that one of k chains passes, without bias (arXiv:2107.03374), mean over tasks"),
+    Metric("<figure>/low", "", "lower end of the figure's 95 % bootstrap interval over tasks (`agentfactory eval`)"),
+    Metric("<figure>/high", "", "upper end of the same"),
+    Metric("source/<source>/<figure>", "", "the figure over the tasks whose field `source` says so"),
+]
+"""Beside those of its chains, what an evaluation says, under `eval/sampled/` and `eval/greedy/`."""

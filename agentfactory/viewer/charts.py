@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from agentfactory.viewer.chain_metrics import CHAIN_METRICS
+from agentfactory.viewer.chain_metrics import CHAIN_METRICS, EVAL_METRICS
 from trainers.metrics import METRICS, Metric
 
 _OWN = "The task's own figures"
@@ -84,7 +84,7 @@ def charts(names: Iterable[str]) -> dict[str, Any]:
 def meaning_of(key: str) -> Metric | None:
     """The metric that a key stands for, in the packages' tables."""
     if key.startswith("trajectory/"):
-        return _look_up(key.removeprefix("trajectory/"), CHAIN_METRICS)
+        return _look_up(key.removeprefix("trajectory/"), [*CHAIN_METRICS, *EVAL_METRICS])
     return _look_up(key, METRICS)
 
 

@@ -1,12 +1,20 @@
 """The command: what it refuses and how, what it prints, and what it does not import."""
 
+import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
+
+from agentfactory.completion import script
+from tests.forked import COMMAND, Forked
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -194,3 +202,150 @@ def test_the_installed_command_is_not_shadowed(project: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "mine" not in result.stdout
+
+
+def test_the_options_of_eval_are_checked(project: Path, agentfactory: Command) -> None:
+    result = agentfactory("eval", "recipe.yaml", "--checkpoint", "model", "--model", "Qwen/Qwen3-4B")
+    assert result.returncode == 2
+    assert "--checkpoint" in result.stderr
+    assert "--model" in result.stderr
+    assert agentfactory("eval", "recipe.yaml", "--samples", "0").returncode == 2
+    # where a server is named none is started, and vLLM is not missed
+    asked = ["eval", "recipe.yaml", "server.engine=vllm", "--url", "http://127.0.0.1:1", "--dry-run"]
+    result = agentfactory(*asked)
+    assert result.returncode == 0, result.stderr
+    assert yaml.safe_load(result.stdout)["server"]["url"] == "http://127.0.0.1:1"
+
+
+COMMANDS = [
+    *("new", "doctor", "train", "serve", "rollout", "eval", "chat", "view", "export", "tools", "completion"),
+]
+
+
+def test_help_shows_examples_that_can_be_parsed(capsys: pytest.CaptureFixture[str]) -> None:
+    from agentfactory.cli import main
+    from agentfactory.command_line import parse
+
+    def shown(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    everything = shown("--help")
+    assert "130  interrupted" in everything
+    assert shown("--version").startswith("agentfactory ")
+    for command in COMMANDS:
+        assert f"\n    {command} " in everything or f"\n    {command}\n" in everything
+        examples = shown(command, "--help").partition("examples:\n")[2].splitlines()
+        assert examples
+        for example in examples:
+            # without what only a shell reads
+            words = example.partition("#")[0].replace('eval "$(', "").replace(')"', "").replace("| source", "").split()
+            assert words[:2] == ["agentfactory", command]
+            if words[1:3] != ["tools", "serve"]:
+                assert parse(words[1:]).command == command
+
+
+COMPLETE = r"""
+PATH=$1:$PATH
+eval "$3"
+COMP_LINE=$2 COMP_POINT=${#2} COMP_TYPE=9
+_python_argcomplete agentfactory
+printf '%s\n' "${COMPREPLY[@]}"
+"""
+"""What bash does at a Tab behind the line $2, having read the script $3."""
+
+
+def completed(line: str) -> set[str]:
+    """What bash offers at the end of `line`."""
+    command = ["bash", "-c", COMPLETE, "bash", str(Path(sys.executable).parent), line, script("bash")]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {word.strip() for word in result.stdout.splitlines()}
+
+
+def test_shells_complete_commands_options_and_fields(project: Path) -> None:
+    assert {"train", "tools"} <= completed("agentfactory t")
+    assert completed("agentfactory tools ch") == {"check"}
+    assert completed("agentfactory view --ex") == {"--export"}
+    assert completed("agentfactory eval recipe.yaml --ch") == {"--checkpoint"}
+    assert completed("agentfactory train rec") == {"recipe.yaml"}
+    assert "train.learning_rate=" in completed("agentfactory train recipe.yaml train.le")
+    # bash takes what stands before = for a word of its own
+    assert completed("agentfactory train recipe.yaml train.algorithm=dr") == {"dr_grpo"}
+    assert completed("agentfactory train recipe.yaml train.liger=") == {"true", "false"}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_is_one_that_the_shell_can_read(shell: str, agentfactory: Command) -> None:
+    result = agentfactory("completion", shell)
+    assert result.returncode == 0, result.stderr
+    assert "agentfactory" in result.stdout
+    if found := shutil.which(shell):
+        subprocess.run([found, "-n"], input=result.stdout, text=True, check=True)
+    assert agentfactory("completion", "csh").returncode == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_view_serves_until_it_is_ended(
+    quickstart_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    viewer = Forked(COMMAND, "view", str(quickstart_run), "--port", "0", log=tmp_path / "log")
+    try:
+        while not (found := re.search(r"at (http://\S+)", viewer.log.read_text() if viewer.log.exists() else "")):
+            assert viewer.is_running(), viewer.log.read_text()
+            time.sleep(0.02)
+        with urllib.request.urlopen(found[1]) as page:
+            assert b"<html" in page.read().lower()
+    finally:
+        status = viewer.kill(number)
+    assert status == 130
+    assert "interrupted by" in viewer.log.read_text().splitlines()[-1]
+
+
+def test_chat_refuses_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agentfactory: Command) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = agentfactory("chat", "nowhere")
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "nowhere" in result.stderr
+
+
+def test_view_refuses_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agentfactory: Command) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    result = agentfactory("view", "empty")
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert agentfactory("view", "empty", "--port", "high").returncode == 2
+
+
+def test_a_defect_is_told_on_one_screen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from agentfactory import cli, new
+
+    def dig(*_: object, depth: int = 40) -> None:
+        if depth == 0:
+            raise RuntimeError("the bottom")
+        # in turns, for a function that only calls itself is shown once
+        hand_on(depth - 1)
+
+    def hand_on(depth: int) -> None:
+        dig(depth=depth)
+
+    monkeypatch.setattr(new, "write_task", dig)
+    assert cli.main(["new", "sums"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) < 24
+    assert lines[-1] == "agentfactory: failed: RuntimeError: the bottom"
+    whole = Path(lines[0].removeprefix("the whole traceback: "))
+    # what is left out on the screen: where it began
+    assert "/cli.py" in whole.read_text()
+    assert not any("/cli.py" in line for line in lines)
+    whole.unlink()
+
+
+def test_a_reader_that_leaves_is_no_defect(project: Path) -> None:
+    command = f"{sys.executable} -P -m agentfactory train recipe.yaml --dry-run"
+    pipe = subprocess.run(f"{command} | true", shell=True, capture_output=True, text=True)
+    assert pipe.stderr == ""

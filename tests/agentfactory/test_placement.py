@@ -289,7 +289,7 @@ def test_refused_whatever_devices_there_are(project: Path, case: str, monkeypatc
 
 
 def test_nothing_is_planned_where_nothing_was_asked(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentfactory.placement.placed._GPU_DRIVERS", ())
+    monkeypatch.setattr("agentfactory.placement.placed.GPU_DRIVERS", ())
     monkeypatch.setattr("agentfactory.placement.placed._ask", lambda *_: pytest.fail("a child would import torch"))
     asked = load_recipe("recipe.yaml")
     assert isinstance(asked, Recipe)

@@ -88,7 +88,7 @@ def test_where_no_checkpoint_is_it_begins_again(run: RunFolder) -> None:
     (part,) = plan([recipe_of()], "auto")
     assert (part.state, part.checkpoint) == (State.STARTED, None)
     rewind(run, None, [].append)
-    assert [file.read_text() for file in run.growing.values()] == ["", ""]
+    assert [file.read_text() for file in run.growing.values()] == ["", "", ""]
     with pytest.raises(RecipeError, match=r"seed: got 1, but .*recipe\.yaml was trained with 0"):
         plan([recipe_of("seed=1")], "auto")
 

@@ -21,6 +21,14 @@ def test_layout_and_metrics(tmp_path: Path) -> None:
     assert list(folder.read_metrics()) == seen
 
 
+def test_a_stage_is_called_after_the_whole_run_too(tmp_path: Path) -> None:
+    whole = RunFolder.create(tmp_path / "quickstart", "stages:\n- {name: sft}\n- {name: grpo}\n")
+    assert whole.title == "quickstart"
+    assert RunFolder(whole.path / "grpo").title == "quickstart-grpo"
+    # a folder that happens to be beside some recipe
+    assert RunFolder(whole.path / "other").title == "other"
+
+
 def test_summary_is_whole(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", "")
     assert folder.read_summary() == {}

@@ -1,11 +1,14 @@
 """`agentfactory rollout` and `eval`: groups that are saved as the recipe's policies, rewards and agent want them."""
 
+import json
+from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from rollout.config import RolloutRecipe
-from rollout.evaluate import run_eval, run_rollout
+from rollout.evaluate import open_runner, run_eval, run_rollout
 from rollout.trajectory import Outcome, read_groups
 from tests.conftest import QUICKSTART
 from tools.messages import ToolInfrastructureError
@@ -83,7 +86,7 @@ def test_agent_and_group_rewards_of_the_recipe_are_used(warm_server: str, warm_s
         assert chain.metrics["penalty"] == penalty
         assert chain.reward == 3000.0 + sampled - penalty
     assert any(chain.metrics["penalty"] for chain in chains)
-    figures = run_eval(recipe, tmp_path, warm_server, tmp_path / "eval", logged.append)
+    figures = run_eval(recipe, tmp_path / "eval", logged.append, open_runner(recipe, tmp_path, warm_server)).figures()
     assert 1900 <= figures["sampled/reward"] <= 2003, "as many as are sampled are compared"
     assert 900 <= figures["greedy/reward"] <= 1003
     assert logged[1]["eval/sampled/reward"] == figures["sampled/reward"]
@@ -105,9 +108,10 @@ def test_a_reward_that_wants_what_the_data_lacks_is_told_before_any_chain_runs(
             "eval": {"data": data},
         }
     )
-    for act in (run_rollout, run_eval):
-        with pytest.raises(ValueError, match="wants 'answer'"):
-            act(recipe, tmp_path, warm_server, tmp_path, lambda record: None)
+    with pytest.raises(ValueError, match="wants 'answer'"):
+        run_rollout(recipe, tmp_path, warm_server, tmp_path, lambda record: None)
+    with pytest.raises(ValueError, match="wants 'answer'"):
+        run_eval(recipe, tmp_path, lambda record: None, open_runner(recipe, tmp_path, warm_server))
     assert not list(tmp_path.glob("*rollout*"))
 
 
@@ -125,7 +129,52 @@ def test_an_environment_that_cannot_be_had_is_told_before_any_chain_runs(
             "eval": {"data": data},
         }
     )
-    for act in (run_rollout, run_eval):
-        with pytest.raises(ToolInfrastructureError, match="seconds: got -1"):
-            act(recipe, tmp_path, warm_server, tmp_path, lambda record: None)
+    with pytest.raises(ToolInfrastructureError, match="seconds: got -1"):
+        run_rollout(recipe, tmp_path, warm_server, tmp_path, lambda record: None)
+    with pytest.raises(ToolInfrastructureError, match="seconds: got -1"):
+        run_eval(recipe, tmp_path, lambda record: None, open_runner(recipe, tmp_path, warm_server))
     assert not list(tmp_path.glob("*rollout*"))
+
+
+def test_several_samples_give_pass_at_k_intervals_and_a_table_per_source(
+    warm_server: str, warm_start: Path, quickstart_run: Path, tmp_path: Path
+) -> None:
+    """Every figure is computed again from the chains that were saved."""
+    held_out = (quickstart_run / "prepared" / "heldout.jsonl").read_text().splitlines()[:10]
+    rows = [{**json.loads(line), "source": "even" if place % 2 == 0 else "odd"} for place, line in enumerate(held_out)]
+    (tmp_path / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = RolloutRecipe.model_validate(
+        {
+            "model": {"path": str(warm_start), "dtype": "float32"},
+            "tools": [str(QUICKSTART / "treasure_hunt.py:TreasureHunt")],
+            "rollout": {"max_turns": 8, "max_tokens": 32, "max_total_tokens": 512},
+            "server": {"engine": "embedded"},
+            "eval": {"data": {"path": str(tmp_path / "heldout.jsonl")}, "samples": 4},
+        }
+    )
+    logged: list[dict[str, float]] = []
+    found = run_eval(recipe, tmp_path / "eval", logged.append, open_runner(recipe, QUICKSTART, warm_server))
+    assert logged == [{f"eval/{name}": value for name, value in found.figures().items()}]
+    assert found.chains == 10 * 5
+    assert not found.failures
+    groups = [*read_groups(tmp_path / "eval" / "final-sampled.jsonl")]
+    assert sorted(group.task["question"] for group in groups) == sorted(row["question"] for row in rows)
+
+    def passes(k: int, source: str | None = None) -> float:
+        counted = [group for group in groups if source in (None, group.task["source"])]
+        successes = [[chain.metrics["success"] for chain in group.trajectories] for group in counted]
+        return fmean(fmean(any(choice) for choice in combinations(values, k)) for values in successes)
+
+    figures = found.figures()
+    for k in (1, 2, 4):
+        assert figures[f"sampled/pass@{k}"] == pytest.approx(passes(k))
+        for source in ("even", "odd"):
+            assert figures[f"sampled/source/{source}/pass@{k}"] == pytest.approx(passes(k, source))
+    assert "greedy/pass@1" not in figures, "one sample is no several"
+    assert figures["sampled/avg@4"] == pytest.approx(figures["sampled/success"])
+    assert figures["sampled/reward/low"] < figures["sampled/reward"] < figures["sampled/reward/high"]
+    reward = fmean(figures[f"sampled/source/{source}/reward"] for source in ("even", "odd"))
+    assert reward == pytest.approx(figures["sampled/reward"]), "as many tasks of each"
+    again = run_eval(recipe, tmp_path / "again", logged.append, open_runner(recipe, QUICKSTART, warm_server)).figures()
+    same = [name for name in figures if "seconds" not in name]
+    assert {name: again[name] for name in same} == {name: figures[name] for name in same}

@@ -1,5 +1,6 @@
 """From rewards to advantages and weights, against values worked by hand."""
 
+import json
 from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
 
@@ -204,3 +205,33 @@ def test_every_algorithm_prefers_the_better_chain(make_recipe: Make, algorithm: 
     good, bad = credited(recipe, group(chain(1.0), chain(0.0)), scores=scores).rows
     assert isinstance(good, TrainingRow)
     assert min(good.streams["advantage"]) > 0 > max(bad.streams["advantage"])
+
+
+def test_what_is_kept_of_the_credit(make_recipe: Make) -> None:
+    """Rows are those of the trajectory, positions those of its row, and a group that teaches nothing has a line too."""
+    recipe = make_recipe(advantage={"scale": "none"})
+    split = chain(1.0, turns=(2,))
+    split.id = "split"
+    unsampled = Row()
+    unsampled.append_context([1, 2])
+    split.rows = [*split.rows, unsampled, *chain(1.0, turns=(1, 1)).rows]
+    broken = chain(None, outcome=Outcome.TIMEOUT)
+    broken.id = "broken"
+    credit = Credit([group(split, chain(0.0)), Group("none", {}, [broken])], recipe)
+    rows = credit.assign(credit.rows).rows
+    proximal = [[-0.1234567, -2.0], [-3.0, -4.0], [-5.0, -6.0, -7.0]]
+    first, second = map(json.loads, credit.lines(7, rows, proximal))
+    assert first == {
+        "group": "g",
+        "step": 7,
+        "chains": {
+            "split": [
+                {"row": 0, "targets": [3, 4], "advantage": [0.5, 0.5], "proximal": [-0.123457, -2.0]},
+                {"row": 2, "targets": [3, 6], "advantage": [0.5, 0.5], "proximal": [-3.0, -4.0]},
+            ],
+            "c": [{"row": 0, "targets": [3, 4, 7], "advantage": [-0.5] * 3, "proximal": [-5.0, -6.0, -7.0]}],
+        },
+    }
+    assert second == {"group": "none", "step": 7, "chains": {}}
+    # steps in which only the critic learns make no log-probabilities
+    assert "proximal" not in json.loads(credit.lines(7, rows)[0])["chains"]["c"][0]

@@ -77,4 +77,4 @@ def test_the_order_of_turns(
 
 
 async def test_a_turn_that_sleep_cuts_is_sampled_again_from_its_ids(recorder: Recorder) -> None:
-    await cut_by_sleep(recorder, tokens=40)
+    await cut_by_sleep(recorder, tokens=480)

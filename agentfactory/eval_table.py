@@ -1,0 +1,44 @@
+"""What `agentfactory eval` prints: a table per way of sampling, and per source of the tasks."""
+
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
+
+from rollout.evaluate import Evaluation
+from rollout.statistics import Estimate
+
+_BESIDE = ("failed", "tool_calls", "sampled_tokens")
+"""Means that stand below the estimates, of all tasks together."""
+
+
+def tables(found: Evaluation) -> list[str]:
+    """The tables as text: figures with their 95 % intervals over tasks; and a line on chains that failed."""
+    told = [
+        _table(mode, source, estimates, found.means if not source else {})
+        for mode, sources in found.estimates.items()
+        for source, estimates in sources.items()
+    ]
+    if failed := sum(found.failures.values()):
+        reason, count = found.failures.most_common(1)[0]
+        told.append(f"{failed} of {found.chains} chains failed and count nowhere, {count} of them with: {reason}")
+    return told
+
+
+def _table(mode: str, source: str, estimates: dict[str, Estimate], means: dict[str, float]) -> str:
+    table = Table(title=f"{mode}, {f'source {source}' if source else 'all tasks'}", title_justify="left")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    table.add_column("95 % interval")
+    table.add_column("tasks", justify="right")
+    for name, estimate in estimates.items():
+        interval = f"{estimate.low:.4f} to {estimate.high:.4f}"
+        table.add_row(name, f"{estimate.value:.4f}", interval, str(estimate.tasks))
+    for name in _BESIDE:
+        if f"{mode}/{name}" in means:
+            table.add_row(name, f"{means[f'{mode}/{name}']:.4f}", "", "")
+    # as text: it goes where the other lines go, and is no wider than they are
+    console = Console(file=StringIO(), width=80, color_system=None, highlight=False)
+    console.print(table)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue().rstrip()

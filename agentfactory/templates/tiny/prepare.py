@@ -1,0 +1,41 @@
+"""What the tiny recipe needs, made on the spot: transcripts with a bad habit, a tokenizer, an untrained network."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from tools.messages import Message
+from tools.user_code import load_object
+
+HERE = Path(__file__).parent
+calculate = load_object("../my_task.py:calculate", HERE)
+make_model, write_jsonl = (load_object(f"tiny_model.py:{name}", HERE) for name in ("make_model", "write_jsonl"))
+
+OPERATIONS = ("add", "subtract", "multiply")
+TAKES_THE_NEXT_OPERATION = 0.7
+"""How often a transcript has not the right operation but the one behind it."""
+
+
+def prepare(folder: Path, seed: int) -> None:
+    """Write model/ and transcripts.jsonl into `folder`; a seed always gives the same."""
+    rng = random.Random(seed)
+    rows = map(json.loads, (HERE.parent / "tasks.jsonl").read_text(encoding="utf-8").splitlines())
+    transcripts = [work_out_badly(row, rng) for row in rows]
+    specs = [calculate.spec.to_openai()]
+    write_jsonl(folder / "transcripts.jsonl", [{"messages": messages, "tools": specs} for messages in transcripts])
+    make_model(folder / "model", transcripts, specs, seed)
+
+
+def work_out_badly(row: dict[str, Any], rng: random.Random) -> list[Message]:
+    """A conversation: the right numbers in a call, mostly the wrong operation, and a last word."""
+    turned = rng.random() < TAKES_THE_NEXT_OPERATION
+    operation = OPERATIONS[(OPERATIONS.index(row["operation"]) + turned) % len(OPERATIONS)]
+    arguments = {"left": row["left"], "operation": operation, "right": row["right"]}
+    call = {"id": "call_0", "type": "function", "function": {"name": "calculate", "arguments": arguments}}
+    return [
+        {"role": "user", "content": row["question"]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "calculate", "tool_call_id": "call_0", "content": str(calculate(**arguments))},
+        {"role": "assistant", "content": "That is the result."},
+    ]

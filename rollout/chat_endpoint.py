@@ -1,0 +1,213 @@
+"""Connections to any OpenAI-compatible chat endpoint: messages out (POST /chat/completions), a message back."""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from rollout.client import (
+    NEEDED_ROUTES,
+    InferenceClient,
+    InferenceError,
+    LostError,
+    ServerUnreachableError,
+    refusal,
+)
+from rollout.routing import Retries
+from tools.messages import Message, ToolSpec, text_of
+
+_TRIAL_TOKENS = 16
+"""Some endpoints refuse less."""
+
+
+class ChatEndpointError(ValueError):
+    """A chat endpoint cannot take the policy's place: which field or option, what is wrong, and the fix."""
+
+    def __init__(self, field: str, problem: str, fix: str):
+        super().__init__(f"{field}: {problem}; {fix}")
+        self.field, self.problem, self.fix = field, problem, fix
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """What an endpoint answered. `cut`: by a token limit. `sampled` and `length`: the tokens of the answer and of the
+    whole conversation, None where the endpoint does not count them."""
+
+    message: dict[str, Any]
+    cut: bool
+    sampled: int | None
+    length: int | None
+
+
+def base_url(url: str) -> str:
+    """The address that `/chat/completions` is added to: `url` as it is, and with /v1 where it names only a host."""
+    return url.rstrip("/") if urlsplit(url).path.strip("/") else url.rstrip("/") + "/v1"
+
+
+class ChatEndpoint(InferenceClient):
+    """Connections to one endpoint; use it as an async context manager. `fields` are added to each request, and one that
+    is None is left out of it."""
+
+    def __init__(
+        self, url: str, model: str | None, api_key_env: str | None, retry_seconds: float, fields: dict[str, Any]
+    ):
+        super().__init__(base_url(url), api_key_env, retry_seconds)
+        self._given = url.rstrip("/")
+        self.model = model or ""
+        self._fields = fields
+
+    async def token_models(self) -> list[dict[str, Any]] | None:
+        """What the server's /v1/models lists, if it says of itself that it takes token ids, as those that AgentFactory
+        starts do; else None. An address with a path, such as /v1, is that of a chat API.
+
+        Raises ServerUnreachableError where nothing answers.
+        """
+        root = self._given
+        if root == self.urls[0]:
+            return None
+        try:
+            status, text = await self._request("GET", root + "/openapi.json")
+            paths = json.loads(text)["paths"] if status == 200 else {}
+        except LostError as error:
+            raise ServerUnreachableError(f"no server answers at {root}: {error}") from error
+        except (ValueError, KeyError, TypeError):
+            return None  # a page for people
+        return await self.models(root) if set(NEEDED_ROUTES) <= set(paths) else None
+
+    async def check_routes(self) -> None:
+        """Ask for the model's name, where none was given."""
+        if self.model:
+            return
+        url = self.urls[0] + "/models"
+        try:
+            status, text = await self._request("GET", url)
+            cards = json.loads(text)["data"] if status == 200 else []
+            names = [card["id"] for card in cards if not card.get("parent")]
+        except LostError as error:
+            raise ServerUnreachableError(f"no server answers at {self.urls[0]}: {error}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ChatEndpointError("--model", f"{url} answered no list of models ({error!r})", "name one") from None
+        if status in (401, 403):
+            raise _denied(url, status, text)
+        if len(names) != 1:
+            problem = f"{url} answered {status}" if status != 200 else f"{url} lists {', '.join(names[:10]) or 'none'}"
+            raise ChatEndpointError("--model", problem, "name the model to ask")
+        self.model = names[0]
+
+    async def try_out(self, specs: Sequence[ToolSpec], temperature: float) -> None:
+        """One short request, with tools: what would fail every chain is told before any runs.
+
+        Raises ChatEndpointError or ServerUnreachableError.
+        """
+        body = self._body([{"role": "user", "content": "Say hello."}], specs, temperature, _TRIAL_TOKENS)
+        url = self.urls[0] + "/chat/completions"
+        try:
+            status, text = await self._request("POST", url, json.dumps(body).encode())
+        except LostError as error:
+            raise ServerUnreachableError(f"no server answers at {url}: {error}") from error
+        if status in (401, 403):
+            raise _denied(url, status, text)
+        if 400 <= status < 500 and status != 429:
+            fix = "set eval.request to what it takes, such as {max_tokens: null, max_completion_tokens: 512}"
+            if specs and "tool" in text.lower():
+                fix = "the endpoint has to take tools: vLLM with --enable-auto-tool-choice --tool-call-parser NAME"
+            elif status == 404:
+                fix = "is it OpenAI's chat API, and does it serve this --model?"
+            raise ChatEndpointError("--url", f"{url} answered {status} for {self.model!r}: {text[:300]}", fix)
+
+    async def ask(
+        self, messages: Sequence[Message], specs: Sequence[ToolSpec], temperature: float, max_tokens: int
+    ) -> ChatAnswer:
+        """The next message of a conversation. What can heal is tried again for `server.retry_seconds`.
+
+        Raises ContextOverflowError, InferenceError, ServerUnreachableError, as `generate` of a token server does.
+        """
+        body = json.dumps(self._body(messages, specs, temperature, max_tokens)).encode()
+        url = self.urls[0] + "/chat/completions"
+        retries = Retries(self._limit)
+        while True:
+            try:
+                status, text = await self._request("POST", url, body)
+            except LostError as error:
+                problem = str(error)
+            else:
+                if status == 200:
+                    self._router.succeeded(time.monotonic())
+                    return _answer(text)
+                if status != 429 and status < 500:
+                    raise refusal(status, text)
+                problem = f"the endpoint answered {status}: {text[:500]}"
+            await self._wait_to_retry(retries, url, problem)
+
+    def _body(
+        self, messages: Sequence[Message], specs: Sequence[ToolSpec], temperature: float, max_tokens: int
+    ) -> dict[str, Any]:
+        tools = {"tools": [spec.to_openai() for spec in specs]} if specs else {}
+        sampling = {"temperature": temperature, "max_tokens": max_tokens}
+        whole = {
+            "model": self.model,
+            "messages": [_to_openai(m) for m in messages],
+            **tools,
+            **sampling,
+            **self._fields,
+        }
+        return {key: value for key, value in whole.items() if value is not None}
+
+
+def _denied(url: str, status: int, text: str) -> ChatEndpointError:
+    fix = "name the environment variable that holds the key: server.api_key_env=NAME"
+    return ChatEndpointError("--url", f"{url} answered {status}: {text[:300]}", fix)
+
+
+def _to_openai(message: Message) -> Message:
+    """A message as OpenAI's API takes it: arguments as JSON text, no fields of ours, no reasoning of earlier turns, and
+    text alone, as the policy's own chat template gets it."""
+    content = text_of(message.get("content") or "")
+    sent: Message = {"role": message["role"], "content": content}
+    if message["role"] == "tool":
+        sent["tool_call_id"] = message["tool_call_id"]
+    if calls := message.get("tool_calls"):
+        sent["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])}}
+            for call in calls
+        ]
+        sent["content"] = content or None
+    return sent
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _answer(text: str) -> ChatAnswer:
+    try:
+        data = json.loads(text)
+        choice, usage = data["choices"][0], data.get("usage") or {}
+        message, reason = choice["message"], choice.get("finish_reason")
+        if not isinstance(message, dict):
+            raise TypeError(f"a message that is {message!r}")
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise InferenceError(f"the endpoint's answer is no chat completion: {error!r}: {text[:300]}") from error
+    if reason not in (None, "stop", "length", "tool_calls", "function_call"):
+        raise InferenceError(f"the endpoint ended its answer with finish_reason={reason!r}")
+    return ChatAnswer(message, reason == "length", usage.get("completion_tokens"), usage.get("total_tokens"))
+
+
+def look_at(url: str, model: str | None, api_key_env: str | None) -> list[dict[str, Any]] | str:
+    """What the server at `url` lists as its models, if it takes token ids; for a chat endpoint, the name of the model
+    to ask: `model`, or the only one that it lists. Blocking.
+
+    Raises ChatEndpointError, ServerUnreachableError.
+    """
+
+    async def look() -> list[dict[str, Any]] | str:
+        async with ChatEndpoint(url, model, api_key_env, 0.0, {}) as endpoint:
+            cards = await endpoint.token_models()
+            if cards is None:
+                await endpoint.check_routes()
+            return endpoint.model if cards is None else cards
+
+    return asyncio.run(look())

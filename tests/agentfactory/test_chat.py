@@ -1,0 +1,49 @@
+"""`agentfactory chat`: a conversation with a run's last checkpoint, from piped lines."""
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from agentfactory import chat
+from agentfactory.recipe import RecipeError
+from agentfactory.run_folder import RunFolderError
+from tests.forked import COMMAND, Forked
+
+
+def test_a_conversation_with_tools(quickstart_run: Path, tmp_path: Path) -> None:
+    typed, log, errors = (tmp_path / name for name in ("typed", "log", "errors"))
+    typed.write_text("\nthank you\n/new\nHello there")
+    status = Forked(COMMAND, "chat", str(quickstart_run), log=log, errors=errors, typed=typed).wait()
+    assert status == 0, errors.read_text()
+    assert "Traceback" not in errors.read_text()
+    starting, tools, *said = log.read_text().splitlines()
+    last = max((quickstart_run / "grpo" / "checkpoints").iterdir())
+    assert starting == f"starting the embedded server on {last}"
+    assert tools.startswith("its tools: move;")
+    text = "\n".join(said)
+    first, second = text.split("you> /new")
+    # the task's own question, the agent's calls, and what the environment answered
+    assert re.search(r"  <- The treasure lies [a-z-]+\.\n +You stand in row \d, column \d", first)
+    assert re.search(r"  -> move\(direction='(north|east|south|west)'\)\n  <- ", first)
+    # the conversation went on after the answer, in the same environment
+    before, after = first.split("you> thank you")
+    assert "agent> " in before
+    assert "agent> " in after or "  -> " in after
+    assert re.match(r"\n  \[the environment's reward: [\d.]+; success [01]\]\n", second)
+    # and a new one began with the person's own words
+    assert "you> Hello there\n" in second
+    assert "You stand in row" not in second.partition("you> Hello there")[2].partition("->")[0]
+    assert text.count("[the environment's reward") == 2
+
+
+def test_what_cannot_be_talked_to_is_told(project: Path) -> None:
+    def refused(run: str, checkpoint: Path | None = None) -> str:
+        with pytest.raises((RecipeError, RunFolderError)) as told:
+            chat.run(argparse.Namespace(run=Path(run), checkpoint=checkpoint))
+        return str(told.value)
+
+    assert "nowhere is no run folder" in refused("nowhere")
+    assert "holds no checkpoint" in refused(".")
+    assert "--checkpoint" in refused(".", Path("none"))

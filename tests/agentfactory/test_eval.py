@@ -1,0 +1,134 @@
+"""`agentfactory eval`: a checkpoint to the figure that training logged for it, and any chat endpoint beside it."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentfactory import evaluated
+from agentfactory.eval_table import tables
+from agentfactory.recipe import Recipe, RecipeError, load_recipe
+from rollout.evaluate import Evaluation
+from rollout.statistics import Estimate
+from rollout.trajectory import read_groups
+from tests.agentfactory.conftest import Command
+from tests.chat_server import model_behind, serve_chat
+
+
+@pytest.fixture
+def whole(quickstart_run: Path, tmp_path: Path) -> Path:
+    """The quickstart's recipe, as its run stored it, for an output of its own with the same data."""
+    output = tmp_path / "run"
+    output.mkdir()
+    (output / "prepared").symlink_to(quickstart_run / "prepared")
+    return output
+
+
+def figures(folder: Path) -> dict[str, Any]:
+    (line,) = (folder / "metrics.jsonl").read_text().splitlines()
+    return json.loads(line)
+
+
+def test_a_checkpoint_evaluates_to_what_training_logged(
+    agentfactory: Command, quickstart_run: Path, whole: Path
+) -> None:
+    checkpoint = max((quickstart_run / "grpo" / "checkpoints").iterdir())
+    arguments = [str(quickstart_run / "recipe.yaml"), f"output={whole}", "--checkpoint", str(checkpoint)]
+    result = agentfactory("eval", *arguments)
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in (quickstart_run / "grpo" / "metrics.jsonl").read_text().splitlines()]
+    logged = [line for line in lines if "eval/sampled/reward" in line][-1]
+    found = figures(whole / "eval")
+    # all that is no time
+    names = [name for name in logged if name.startswith("eval/") and "seconds" not in name]
+    assert len(names) > 20
+    assert {name: found[name] for name in names} == {name: logged[name] for name in names}
+    summary = json.loads((whole / "eval" / "summary.json").read_text())
+    assert summary["checkpoint"] == str(checkpoint)
+    assert all(summary[name.removeprefix("eval/")] == found[name] for name in found)
+    low, high = found["eval/sampled/reward/low"], found["eval/sampled/reward/high"]
+    told = f"{found['eval/sampled/reward']:.4f} │ {low:.4f} to {high:.4f}"
+    assert re.search(rf"reward +│ +{re.escape(told)} +│ +10", result.stdout), result.stdout
+    assert "greedy, all tasks" in result.stdout
+
+
+def test_any_chat_endpoint_is_a_baseline(
+    agentfactory: Command, quickstart_run: Path, whole: Path, warm_server: str, warm_start: Path
+) -> None:
+    recipe = str(quickstart_run / "recipe.yaml")
+    small = [f"output={whole}", "grpo.eval.data.limit=4", "--samples", "2"]
+    with serve_chat(model_behind(warm_server, warm_start)) as server:
+        result = agentfactory("eval", recipe, *small, "--url", server.url)
+    assert result.returncode == 0, result.stderr
+    assert f"asking teacher at {server.url} by OpenAI's chat API" in result.stdout
+    assert "pass@2" in result.stdout
+    chains = [chain for group in read_groups(whole / "eval" / "trajectories") for chain in group.trajectories]
+    assert len(chains) == 4 * 2 + 4
+    assert sum(chain.metrics["tool_calls"] for chain in chains) > 0
+    assert json.loads((whole / "eval" / "summary.json").read_text())["checkpoint"] == f"teacher at {server.url}"
+    # the same model by token ids, as the server that takes them says of itself
+    result = agentfactory("eval", recipe, *small, "--url", warm_server)
+    assert result.returncode == 0, result.stderr
+    assert f"asking policy at {warm_server} by token ids" in result.stdout
+    by_messages, by_ids = figures(whole / "eval"), figures(whole / "eval-2")
+    assert by_messages["eval/greedy/reward"] == by_ids["eval/greedy/reward"]
+
+
+def test_options_that_cannot_be_are_refused() -> None:
+    with pytest.raises(RecipeError, match="--checkpoint: given with --model"):
+        evaluated.check(Path(), "x/y", None, None)
+    with pytest.raises(RecipeError, match="--checkpoint: given with --url"):
+        evaluated.check(Path(), None, "http://h:1", None)
+    with pytest.raises(RecipeError, match="--samples: got 0"):
+        evaluated.check(None, None, None, 0)
+    with pytest.raises(RecipeError, match=r"--model: \./nowhere: no such folder"):
+        evaluated.named("./nowhere")
+    assert evaluated.named("x/y") == "x/y", "of the hub"
+
+
+def test_a_server_that_does_not_answer_is_told(agentfactory: Command, project: Path) -> None:
+    result = agentfactory("eval", "recipe.yaml", "--url", "http://127.0.0.1:9")
+    assert result.returncode == 1
+    assert "no server answers at http://127.0.0.1:9" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not list(project.glob("runs/*/*"))
+
+
+def test_the_weights_of_a_token_server_are_those_that_it_has(project: Path, warm_server: str) -> None:
+    recipe = load_recipe("recipe.yaml", [f"server.url={warm_server}"], "eval")
+    assert isinstance(recipe, Recipe)
+    there = evaluated.look_at(recipe, warm_server, None)
+    assert (there.model, there.by_token_ids) == ("policy", True)
+    assert there.recipe.model.path != recipe.model.path, "the tokenizer is the server's"
+    with pytest.raises(RecipeError, match=r"--model: .* serves no 'teacher'; fix: name one of policy"):
+        evaluated.look_at(recipe, warm_server, "teacher")
+
+
+def test_sources_and_failed_chains_are_told() -> None:
+    figures = {"success": Estimate(0.5, 0.25, 0.75, 8)}
+    found = Evaluation(
+        {"sampled/success": 0.5, "sampled/failed": 0.2, "sampled/tool_calls": 3.0},
+        {"sampled": {"": figures, "aime": figures}},
+        Counter({"timeout: too long": 3, "inference_error: gone": 1}),
+        20,
+    )
+    whole, source, failed = tables(found)
+    assert whole.startswith("sampled, all tasks")
+    assert source.startswith("sampled, source aime")
+    assert re.search(r"success +│ 0\.5000 │ 0\.2500 to 0\.7500 │ +8", source)
+    assert "tool_calls" in whole
+    assert "tool_calls" not in source
+    assert failed == "4 of 20 chains failed and count nowhere, 3 of them with: timeout: too long"
+    assert found.figures() == {
+        "sampled/success": 0.5,
+        "sampled/failed": 0.2,
+        "sampled/tool_calls": 3.0,
+        "sampled/success/low": 0.25,
+        "sampled/success/high": 0.75,
+        "sampled/source/aime/success": 0.5,
+        "sampled/source/aime/success/low": 0.25,
+        "sampled/source/aime/success/high": 0.75,
+    }

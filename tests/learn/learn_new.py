@@ -1,0 +1,34 @@
+"""What `make learn` runs, too: what `agentfactory new` writes is trained as its README says, learns, and prints it
+within three minutes, on every seed of the variable SEEDS."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.learn.learn_quickstart import SEEDS, read_json
+
+WITHIN = 180.0
+"""Seconds, from the empty folder to the printed figures."""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_new_task_learns_within_minutes(tmp_path: Path, seed: int) -> None:
+    started = time.monotonic()
+    run(tmp_path, "new", "word_problems")
+    said = run(tmp_path, "train", "word_problems/tiny/recipe.yaml", f"seed={seed}")
+    seconds = time.monotonic() - started
+    summary = read_json(tmp_path / "runs" / "word_problems-tiny" / "summary.json")
+    print(f"seed {seed}: {seconds:.0f} s; {said.splitlines()[-1]}")
+    printed = f"success {summary['success_before']:.2f} -> {summary['success_after']:.2f}"
+    assert printed in said.splitlines()[-1]
+    assert summary["success_before"] <= 0.5
+    assert summary["success_after"] >= 0.85
+    assert seconds < WITHIN
+
+
+def run(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, "-P", "-m", "agentfactory", *arguments]
+    return subprocess.run(command, check=True, cwd=folder, stdout=subprocess.PIPE, text=True).stdout

@@ -1,0 +1,238 @@
+"""A chat endpoint in the policy's place: the same tools, rewards and limits, whatever it answers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.chain import Sampling
+from rollout.chat_chain import open_chat_runner
+from rollout.chat_endpoint import ChatEndpointError, base_url, look_at
+from rollout.client import ServerUnreachableError
+from rollout.config import RolloutRecipe
+from rollout.evaluate import open_runner, run_eval
+from rollout.trajectory import Outcome, Trajectory, read_groups
+from tests.chat_server import Answer, model_behind, said, serve_chat
+from tests.conftest import QUICKSTART
+
+TOOLS = '''
+from agentfactory import Environment, reward, tool
+
+
+class Shelf(Environment):
+    """Counts what is put on it."""
+
+    def reset(self, **task):
+        self.things = []
+
+    @tool
+    def put(self, thing: str, count: int = 1) -> str:
+        """Put things on the shelf."""
+        self.things += [thing] * count
+        return " ".join(self.things)
+
+    def reward(self):
+        return {"reward": len(self.things), "success": float(len(self.things) == 3)}
+'''
+
+
+def recipe(folder: Path, **sections: Any) -> RolloutRecipe:
+    (folder / "shelf.py").write_text(TOOLS)
+    (folder / "tasks.jsonl").write_text('{"question": "fill it"}\n')
+    data = {"path": str(folder / "tasks.jsonl")}
+    given = {
+        "model": {"path": "nobody/nothing"},
+        "tools": ["shelf.py:Shelf"],
+        "server": {"retry_seconds": 2},
+        "eval": {"data": data},
+    }
+    return RolloutRecipe.model_validate(given | sections)
+
+
+async def play(recipe: RolloutRecipe, folder: Path, url: str, model: str | None = None) -> Trajectory:
+    async with open_chat_runner(recipe, folder, url, model) as runner:
+        return await runner.run("c0", {"question": "fill it"}, Sampling("", 0.5, seed=""))
+
+
+def script(*answers: dict[str, Any] | tuple[int, str]) -> Answer:
+    """The n-th answer to the n-th request after the trial."""
+    left = [said("hello"), *answers]
+
+    async def answer(_: dict[str, Any]) -> dict[str, Any] | tuple[int, str]:
+        return left.pop(0) if left else (418, "the script is over")
+
+    return answer
+
+
+async def test_tools_rewards_and_mistakes(tmp_path: Path) -> None:
+    answers = script(
+        said("let me see", ("put", '{"thing": "book"}'), ("put", '{"thing": "cup"}'), tokens=7),
+        said("", ("put", '{"thing": ')),
+        said("", ("throw", "{}")),
+        said("", ("put", '{"count": 2}')),
+        # the same id as before: some endpoints number the calls of each turn
+        said("", ("put", '{"thing": "pen"}')),
+        {**said("done"), "message": {"role": "assistant", "content": "done", "reasoning_content": "three is enough"}},
+    )
+    with serve_chat(answers) as server:
+        chain = await play(
+            recipe(tmp_path, rollout={"system_prompt": "Be brief.", "max_tokens": 99}), tmp_path, server.url
+        )
+    assert (chain.outcome, chain.error, chain.reward, chain.turns) == (Outcome.COMPLETED, None, 3.0, 6)
+    assert chain.metrics["success"] == 1.0
+    assert chain.metrics["sampled_tokens"] == 7 + 5 * 5
+    assert chain.metrics["tool_calls"] == 5
+    for mistake in ("malformed_call", "unknown_tool", "invalid_arguments"):
+        assert chain.metrics[f"tool_errors/{mistake}"] == 1, mistake
+    assert chain.rows == []
+    ids = [call["id"] for message in chain.messages for call in message.get("tool_calls", ())]
+    assert len(set(ids)) == len(ids) == 5
+    assert chain.messages[-1] == {"role": "assistant", "content": "done", "reasoning_content": "three is enough"}
+    # every request passed the endpoint's own checks; what it was asked for:
+    first = server.requests[1]
+    assert first["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "fill it"},
+    ]
+    assert (first["model"], first["temperature"], first["max_tokens"]) == ("teacher", 0.5, 99)
+    assert [tool["function"]["name"] for tool in first["tools"]] == ["put"]
+    last = server.requests[-1]["messages"]
+    assert [message["content"] for message in last if message["role"] == "tool"][:2] == ["book", "book cup"]
+    assert "are not JSON" in next(m["content"] for m in last[3:] if m["role"] == "user")
+
+
+async def test_a_text_format_is_told_and_read_as_text(tmp_path: Path) -> None:
+    answers = script(
+        said('<think>hm</think>Thought: put it\nAction: put\nAction Input: {"thing": "book"}'),
+        said("Thought: done\nFinal Answer: three"),
+    )
+    with serve_chat(answers) as server:
+        chain = await play(recipe(tmp_path, rollout={"parser": "react"}), tmp_path, server.url)
+    assert (chain.outcome, chain.reward, chain.metrics["tool_calls"]) == (Outcome.COMPLETED, 1.0, 1.0)
+    assert all("tools" not in request for request in server.requests)
+    assert "put: Put things on the shelf." in server.requests[1]["messages"][0]["content"]
+    assert "book" in server.requests[2]["messages"][-1]["content"]
+
+
+async def test_limits_and_what_cannot_go_on_are_outcomes(tmp_path: Path) -> None:
+    one = said("", ("put", '{"thing": "book"}'), tokens=30)
+
+    async def end(*answers: dict[str, Any] | tuple[int, str], **sections: Any) -> Trajectory:
+        with serve_chat(script(*answers)) as server:
+            return await play(recipe(tmp_path, **sections), tmp_path, server.url)
+
+    assert (await end(one, one, limits={"calls": 1}, rollout={"max_turns": 2})).metrics["limits/calls"] == 1
+    assert (await end(one, rollout={"max_turns": 1})).outcome is Outcome.MAX_TURNS
+    assert (await end(said("so", reason="length"))).outcome is Outcome.MAX_TOKENS
+    # 20 tokens of prompt and 30 of the turn
+    assert (await end(one, rollout={"max_total_tokens": 50})).outcome is Outcome.CONTEXT_OVERFLOW
+    refused = await end((400, "This model's maximum context length is 64 tokens."))
+    assert (refused.outcome, refused.reward) == (Outcome.CONTEXT_OVERFLOW, 0.0)
+    failed = await end((422, "no"))
+    assert (failed.outcome, failed.reward, failed.error) == (
+        Outcome.INFERENCE_ERROR,
+        None,
+        'the server answered 422: {"error": {"message": "no"}}',
+    )
+    assert (await end({**said(""), "finish_reason": "content_filter"})).outcome is Outcome.INFERENCE_ERROR
+    uncounted = {**said("so"), "usage": None}
+    assert "sampled_tokens" not in (await end(uncounted)).metrics
+    assert (await end((500, "busy"), (429, "slow down"), said("so"))).outcome is Outcome.COMPLETED, "tried again"
+
+
+async def test_result_tokens_are_those_of_the_policy(tmp_path: Path, warm_start: Path) -> None:
+    call = said("", ("put", '{"thing": "book", "count": 60}'))
+    sections = {"model": {"path": str(warm_start)}, "limits": {"result_tokens": 30}, "rollout": {"max_turns": 2}}
+    with serve_chat(script(call, said("so"))) as server:
+        chain = await play(recipe(tmp_path, **sections), tmp_path, server.url)
+    assert "tokens left out ...]" in next(m["content"] for m in chain.messages if m["role"] == "tool")
+
+
+async def test_what_would_fail_every_chain_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refusing(_: dict[str, Any]) -> tuple[int, str]:
+        return 400, '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+
+    with serve_chat(refusing) as server, pytest.raises(ChatEndpointError, match=r"--url: .* answered 400 .* vLLM with"):
+        await play(recipe(tmp_path), tmp_path, server.url)
+    assert len(server.requests) == 1
+    with serve_chat(refusing, models=("a", "b")) as server, pytest.raises(ChatEndpointError, match=r"--model: .* a, b"):
+        await play(recipe(tmp_path), tmp_path, server.url)
+    with serve_chat(script(said("so")), key="k") as server:
+        with pytest.raises(ChatEndpointError, match=r"401.*server\.api_key_env"):
+            await play(recipe(tmp_path), tmp_path, server.url)
+        monkeypatch.setenv("TEACHERS_KEY", "k")
+        with_key = recipe(tmp_path, server={"api_key_env": "TEACHERS_KEY", "retry_seconds": 2})
+        assert (await play(with_key, tmp_path, server.url, "teacher")).outcome is Outcome.COMPLETED
+    with pytest.raises(ServerUnreachableError, match="no server answers"):
+        await play(recipe(tmp_path), tmp_path, "http://127.0.0.1:9", "teacher")
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"rollout": {"agent": "a.py:A"}}, r"rollout\.agent"),
+        ({"rollout": {"assistant_prefix": "<think>"}}, r"rollout\.assistant_prefix"),
+        ({"rollout": {"context": {"policy": "truncate"}}}, r"rollout\.context\.policy"),
+        ({"rewards": [{"reward": "length", "options": {"longest": 9}}]}, r"rewards\.0"),
+    ],
+)
+async def test_what_needs_token_ids_is_refused(tmp_path: Path, sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ChatEndpointError, match=said):
+        await play(recipe(tmp_path, **sections), tmp_path, "http://127.0.0.1:9")
+
+
+async def test_fields_of_requests_are_the_users(tmp_path: Path) -> None:
+    fields = {"max_tokens": None, "max_completion_tokens": 77, "reasoning_effort": "low"}
+    data = {"path": str(tmp_path / "tasks.jsonl")}
+    with serve_chat(script(said("so"))) as server:
+        await play(recipe(tmp_path, eval={"data": data, "request": fields}), tmp_path, server.url)
+    for request in server.requests:
+        assert "max_tokens" not in request
+        assert (request["max_completion_tokens"], request["reasoning_effort"]) == (77, "low")
+
+
+def test_addresses() -> None:
+    assert base_url("http://localhost:8000") == base_url("http://localhost:8000/v1/") == "http://localhost:8000/v1"
+    assert base_url("https://openrouter.ai/api/v1") == "https://openrouter.ai/api/v1"
+
+
+@pytest.fixture
+def treasure_hunt(warm_start: Path, quickstart_run: Path) -> Callable[[int], RolloutRecipe]:
+    def make(tasks: int) -> RolloutRecipe:
+        return RolloutRecipe.model_validate(
+            {
+                "model": {"path": str(warm_start), "dtype": "float32"},
+                "tools": [str(QUICKSTART / "treasure_hunt.py:TreasureHunt")],
+                "rollout": {"max_turns": 8, "max_tokens": 32, "max_total_tokens": 512},
+                "server": {"engine": "embedded"},
+                "eval": {"data": {"path": str(quickstart_run / "prepared" / "heldout.jsonl"), "limit": tasks}},
+            }
+        )
+
+    return make
+
+
+def test_the_same_model_gives_the_same_figures_by_messages_and_by_token_ids(
+    treasure_hunt: Callable[[int], RolloutRecipe], warm_server: str, warm_start: Path, tmp_path: Path
+) -> None:
+    recipe = treasure_hunt(12)
+    logged: list[dict[str, Any]] = []
+    by_ids = run_eval(recipe, tmp_path / "ids", logged.append, open_runner(recipe, QUICKSTART, warm_server))
+    assert [card["id"] for card in look_at(warm_server, None, None)] == ["policy"], "it takes token ids"
+    with serve_chat(model_behind(warm_server, warm_start)) as server:
+        assert look_at(server.url, None, None) == look_at(server.url + "/v1", None, None) == "teacher"
+        opened = open_chat_runner(recipe, QUICKSTART, server.url)
+        by_messages = run_eval(recipe, tmp_path / "chat", logged.append, opened)
+    greedy = {
+        name: value for name, value in by_ids.means.items() if name.startswith("greedy/") and "seconds" not in name
+    }
+    assert greedy["greedy/tool_calls"] > 0
+    # there are no rows
+    assert {name: by_messages.means[name] for name in greedy} == {**greedy, "greedy/rows": 0.0}
+    assert by_messages.means["sampled/failed"] == 0.0
+    chains = [c for group in read_groups(tmp_path / "chat" / "final-greedy.jsonl") for c in group.trajectories]
+    others = {c.id: c for group in read_groups(tmp_path / "ids" / "final-greedy.jsonl") for c in group.trajectories}
+    assert len(chains) == 12
+    for chain in chains:
+        assert [m["content"] for m in chain.messages] == [m["content"] for m in others[chain.id].messages]

@@ -1,0 +1,135 @@
+"""avg@k, pass@k and intervals against references that share nothing with them: enumeration and exact distributions."""
+
+import math
+from itertools import combinations
+
+import pytest
+
+from rollout.statistics import bootstrap, by_source, estimates, pass_at_k, powers_of_two, sample_figures
+from rollout.trajectory import Group, Outcome, Trajectory
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5, 8])
+def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples(samples: int) -> None:
+    for passed in range(samples + 1):
+        outcomes = [1] * passed + [0] * (samples - passed)
+        for k in range(1, samples + 1):
+            choices = [any(choice) for choice in combinations(outcomes, k)]
+            assert pass_at_k(samples, passed, k) == pytest.approx(sum(choices) / len(choices), abs=1e-12)
+
+
+def test_pass_at_k_equals_the_papers_product_for_many_samples() -> None:
+    """1 - prod(1 - k / i, i = n - c + 1 .. n): the form that Chen et al. give as code."""
+    for passed in (0, 1, 7, 60, 150, 200):
+        for k in (1, 10, 100, 200):
+            product = math.prod(1 - k / i for i in range(200 - passed + 1, 201)) if 200 - passed >= k else 0.0
+            assert pass_at_k(200, passed, k) == pytest.approx(1 - product, abs=1e-12)
+
+
+def test_pass_at_k_of_more_than_was_sampled_is_refused() -> None:
+    with pytest.raises(ValueError, match="pass@4 of 3 samples"):
+        pass_at_k(3, 1, 4)
+    with pytest.raises(ValueError, match="4 of 3"):
+        pass_at_k(3, 4, 2)
+
+
+def test_powers_of_two() -> None:
+    assert powers_of_two(1) == [1]
+    assert powers_of_two(6) == [1, 2, 4]
+    assert powers_of_two(8) == [1, 2, 4, 8]
+
+
+def binomial_quantile(count: int, probability: float, level: float) -> int:
+    """The least number of successes whose cumulative probability reaches `level`."""
+    reached = 0.0
+    for successes in range(count + 1):
+        ways = math.comb(count, successes)
+        reached += ways * probability**successes * (1 - probability) ** (count - successes)
+        if reached >= level:
+            return successes
+    raise AssertionError(level)
+
+
+@pytest.mark.parametrize(("passed", "tasks"), [(10, 50), (31, 60), (57, 60)])
+def test_an_interval_of_successes_is_that_of_the_binomial_distribution(passed: int, tasks: int) -> None:
+    """Drawing tasks of 0 and 1 with replacement gives Binomial(n, mean) successes: exact quantiles."""
+    low, high = bootstrap([1.0] * passed + [0.0] * (tasks - passed), [1.0] * tasks, seed=0)
+    # quantiles of 10,000 draws are within one success of the distribution's
+    assert low * tasks == pytest.approx(binomial_quantile(tasks, passed / tasks, 0.025), abs=1.001)
+    assert high * tasks == pytest.approx(binomial_quantile(tasks, passed / tasks, 0.975), abs=1.001)
+    assert low < passed / tasks < high
+
+
+def test_an_interval_of_a_mean_has_the_width_that_its_standard_error_gives() -> None:
+    values = [math.sin(number) * number for number in range(400)]
+    mean = sum(values) / 400
+    error = math.sqrt(sum((value - mean) ** 2 for value in values) / 400) / math.sqrt(400)
+    low, high = bootstrap(values, [1.0] * 400, seed=3)
+    assert low == pytest.approx(mean - 1.96 * error, abs=0.1 * error)
+    assert high == pytest.approx(mean + 1.96 * error, abs=0.1 * error)
+    assert (low, high) == bootstrap(values, [1.0] * 400, seed=3)
+    assert (low, high) != bootstrap(values, [1.0] * 400, seed=4)
+
+
+def test_tasks_are_drawn_whole() -> None:
+    """Two samples of a task are no two tasks: where they agree, the interval is that of half as many values."""
+    by_task = bootstrap([2.0, 0.0] * 50, [2.0] * 100, seed=0)
+    as_if_independent = bootstrap([1.0, 0.0] * 100, [1.0] * 200, seed=0)
+    assert by_task[1] - by_task[0] == pytest.approx(
+        math.sqrt(2) * (as_if_independent[1] - as_if_independent[0]), rel=0.1
+    )
+    # a task of more samples counts for more, as in the mean over chains
+    assert bootstrap([4.0, 0.0], [4.0, 4.0], seed=0) == (0.0, 1.0)
+
+
+def group(number: int, *successes: float | None, **task: object) -> Group:
+    """A task's chains; None is one that failed."""
+    chains = [
+        Trajectory(f"{number}.{sample}", [], [], Outcome.INFERENCE_ERROR)
+        if success is None
+        else Trajectory(
+            f"{number}.{sample}", [], [], Outcome.COMPLETED, reward=2 * success, metrics={"success": success}
+        )
+        for sample, success in enumerate(successes)
+    ]
+    return Group(str(number), {"question": "?", **task}, chains)
+
+
+def test_figures_of_an_evaluation() -> None:
+    groups = [group(0, 1, 1, 1, 1), group(1, 1, 0, 0, 0), group(2, 0, 0, 0, 0), group(3, 1, None, 0, None)]
+    assert sample_figures(groups, 4) == {
+        "avg@4": pytest.approx((1 + 0.25 + 0 + 0.5) / 4),
+        "pass@1": pytest.approx((1 + 0.25 + 0 + 0.5) / 4),
+        "pass@2": pytest.approx((1 + 0.5 + 0 + 1) / 4),
+        # two chains of the last task are left, which say nothing of four
+        "pass@4": pytest.approx((1 + 1 + 0) / 3),
+    }
+    found = estimates(groups, 4, seed=0)
+    assert found["success"].value == pytest.approx(6 / 14), "a mean over chains"
+    assert found["reward"].value == pytest.approx(12 / 14)
+    assert (found["pass@4"].tasks, found["pass@2"].tasks) == (3, 4)
+    assert all(figure.low <= figure.value <= figure.high for figure in found.values())
+    assert {name: found[name].value for name in found if "@" in name} == sample_figures(groups, 4)
+
+
+def test_what_does_not_say_it_has_no_figure() -> None:
+    chain = Trajectory("0.0", [], [], Outcome.COMPLETED, reward=0.5)
+    rewarded = [Group("0", {}, [chain]), group(1, None)]
+    assert sample_figures(rewarded, 2) == {}
+    assert list(estimates(rewarded, 2, seed=0)) == ["reward"]
+    assert estimates([group(0, None, None)], 2, seed=0) == {}
+    assert sample_figures([group(0, 1.0)], 1) == {}
+
+
+def test_partial_success_is_averaged_and_does_not_pass() -> None:
+    figures = sample_figures([group(0, 0.5, 0.5)], 2)
+    assert figures == {"avg@2": 0.5, "pass@1": 0.0, "pass@2": 0.0}
+
+
+def test_sources() -> None:
+    groups = [group(0, 1, source="aime"), group(1, 0), group(2, 0, source="aime")]
+    assert {name: [one.id for one in part] for name, part in by_source(groups).items()} == {
+        "aime": ["0", "2"],
+        "none": ["1"],
+    }
+    assert by_source([group(0, 1), group(1, 0)]) == {}

@@ -1,0 +1,438 @@
+"""docs/ and README.md: the site builds and asks nothing of the network, the made pages are up to date, every metric of
+a run is described, and what is shown as code, recipe, command or message is what works."""
+
+import ast
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from agentfactory import cli
+from agentfactory.command_line import parse
+from agentfactory.composition import read_mapping
+from agentfactory.placement.changes import refusal as does_not_fit
+from agentfactory.placement.choice import choose
+from agentfactory.placement.machine import Machine
+from agentfactory.placement.table import GIB, Need
+from agentfactory.recipe import Recipe, RecipeError
+from agentfactory.reference import PAGES, meaning, renewed, sections
+from agentfactory.viewer.chain_metrics import CHAIN_METRICS, EVAL_METRICS
+from rollout.client import missing_routes
+from rollout.config import DataConfig, LoraConfig
+from rollout.data import load_tasks
+from rollout.evaluate import Evaluation, mean_figures
+from rollout.memory import ServerMemory
+from rollout.parsers import load_parser
+from rollout.probing import choose_template
+from rollout.renderer import load_renderer
+from rollout.rewards import Rewards
+from rollout.serving import explain
+from rollout.statistics import by_source, estimates, sample_figures
+from rollout.templates import RenderError
+from rollout.trajectory import Group, Outcome, Trajectory
+from tests.chat_tokenizers import make_tokenizer, trl_template
+from tests.conftest import REPOSITORY
+from tools.config import McpServerConfig, ToolsRecipe
+from tools.messages import ToolCall
+from tools.sandbox.bubblewrap import refusal as no_sandbox
+from tools.serve import command_line as serve_command_line
+from tools.toolset import open_toolset
+from trainers.metrics import METRICS, Metric
+from trainers.sft import conversation_rows
+from trainers.sync.drift import Drift
+
+DOCS = REPOSITORY / "docs"
+SHOWN = [*sorted(DOCS.glob("*.md")), REPOSITORY / "README.md"]
+FENCE = re.compile(r"^(?P<fence>```+)(?P<language>\w*)\n(?P<text>.*?)^(?P=fence)$", re.MULTILINE | re.DOTALL)
+RUN_ELSEWHERE = {
+    "README.md": "tests/test_readme.py",
+    "acting.md": "tests/rollout/test_parsers.py",
+    "agents.md": "tests/agentfactory/test_agent.py",
+    "rewards.md": "tests/rollout/test_reward_library.py",
+    "tools.md": "tests/tools/test_tools_page.py",
+}
+"""Pages whose Python is run by tests of their own."""
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    found = FENCE.finditer(page.read_text(encoding="utf-8"))
+    return [textwrap.dedent(block["text"]) for block in found if block["language"] in languages]
+
+
+def by_page(*languages: str) -> list[Any]:
+    return [pytest.param(page, id=page.stem) for page in SHOWN if blocks(page, *languages)]
+
+
+# the site
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=REPOSITORY, env=quiet, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    assert "WARNING" not in built.stderr
+    return folder
+
+
+def test_the_site_has_every_page_and_asks_nothing_of_the_network(site: Path) -> None:
+    pages = {page.stem for page in DOCS.glob("*.md")}
+    assert pages == {page.stem for page in site.glob("*.html")} - {"404"}
+    in_menu = re.findall(r"\w[\w-]*\.md", (REPOSITORY / "mkdocs.yml").read_text())
+    assert sorted(in_menu) == sorted(f"{page}.md" for page in pages)
+    for page in site.glob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        fetched = re.findall(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=[\"']?([^\"'\s>]+)", text)
+        fetched += re.findall(r"<link\b[^>]*\bhref=[\"']?([^\"'\s>]+)", text)
+        assert len(fetched) > 3
+        assert not [address for address in fetched if re.match(r"(https?:)?//", address)], page.name
+        # the theme would fetch mermaid from elsewhere for these
+        assert 'class="mermaid"' not in text
+    for style in site.rglob("*.css"):
+        assert not re.search(r"url\(\s*[\"']?(https?:)?//|@import", style.read_text(encoding="utf-8")), style.name
+
+
+# the made pages
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_made_pages_are_up_to_date(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert text == renewed(page, text), f"docs/{page}: run `make docs`"
+
+
+def test_every_field_is_described() -> None:
+    described = {}
+    for section in sections(Recipe):
+        assert section.__doc__, section.__name__
+        for name, field in section.model_fields.items():
+            described[f"{section.__name__}.{name}"] = meaning(field)
+    assert len(described) > 120
+    assert [name for name, text in described.items() if not text] == []
+
+
+def test_the_recipe_reference_has_every_field_with_its_type_and_default() -> None:
+    text = (DOCS / "recipe-reference.md").read_text(encoding="utf-8")
+    assert "| `group_size` | integer > 0 | `8` | Chains per task; advantages compare them with each other. |" in text
+    assert "| `dropout` | number >= 0, &lt; 1 | `0.0` |" in text
+    assert "| `lora` | section or null | `null` | Train an adapter; null trains every weight. |" in text
+    assert "| `steps` | integer > 0 | **required** |" in text
+    assert "## `data`, `eval.data`" in text
+    assert "| `refill` | Not trained, and another task takes its place" in text
+    for section, paths in sections(Recipe).items():
+        title = ", ".join(f"`{path}`" for path in paths if path) or "The whole recipe"
+        _, _, below = text.partition(f"\n## {title}\n")
+        table = below.partition("\n## ")[0]
+        assert [f"`{name}`" for name in section.model_fields] == re.findall(r"^\| (`\w+`) \|", table, re.MULTILINE)
+
+
+# the metrics
+
+
+def described_by(name: str) -> Metric | None:
+    """The entry of the tables that is about `name` itself, and not about anything that anybody may log."""
+    inside = re.fullmatch(r"(trajectory|eval|rollout)/(?:(?:sampled|greedy)/)?(.+)", name)
+    table = [metric for metric in METRICS if metric.name != "eval/<metric>"]
+    if inside is not None:
+        table = CHAIN_METRICS + [metric for metric in METRICS if metric.name == "reward"]
+        table += EVAL_METRICS if inside[1] == "eval" else []
+    for metric in table:
+        pattern = re.sub(r"<\w+>", "[^/]+", metric.name)
+        if re.fullmatch(pattern, inside[2] if inside else name):
+            return metric
+    return None
+
+
+def test_every_metric_of_a_run_is_described(quickstart_run: Path) -> None:
+    names: set[str] = set()
+    for stage in ("sft", "grpo"):
+        for line in (quickstart_run / stage / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            names |= json.loads(line).keys()
+    assert len(names) > 100
+    assert sorted(name for name in names if described_by(name) is None) == []
+    assert described_by("trajectory/nothing") is None
+    text = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    for metric in (*METRICS, *CHAIN_METRICS, *EVAL_METRICS):
+        assert f"| `{metric.name}` |" in text
+
+
+def test_every_figure_of_an_evaluation_is_described() -> None:
+    groups = [
+        Group(f"g{n}", {"source": source}, [chain(f"{n}.{m}", float(m < n)) for m in range(4)])
+        for n, source in enumerate(("books", "films"))
+    ]
+    parts = {"": groups, **by_source(groups)}
+    found = {source: estimates(part, 4, seed=0) for source, part in parts.items()}
+    means = {f"sampled/{name}": value for name, value in (mean_figures(groups) | sample_figures(groups, 4)).items()}
+    names = [f"eval/{name}" for name in Evaluation(means, {"sampled": found}, Counter(), 8).figures()]
+    assert {"eval/sampled/pass@4", "eval/sampled/avg@4/low", "eval/sampled/source/films/pass@2/high"} <= set(names)
+    for name in names:
+        # of the parts by source, the figure is described by itself
+        assert described_by(re.sub(r"/source/[^/]+/", "/", name)), name
+    assert described_by("eval/sampled/source/films/success")
+
+
+def chain(name: str, success: float) -> Trajectory:
+    return Trajectory(name, [], [], Outcome.COMPLETED, success, {"success": success})
+
+
+def test_the_metrics_that_the_pages_speak_of_exist() -> None:
+    prefixes = ("trajectory/", "eval/", "mismatch/", "outcome/", "seconds/", "groups/", "staleness/", "critic/")
+    said = {
+        name
+        for page in SHOWN
+        for name in re.findall(r"`([\w/<>]+)`", page.read_text(encoding="utf-8"))
+        if name.startswith(prefixes) and "." not in name
+    }
+    assert len(said) > 20
+    unknown = {name for name in said if described_by(name) is None and name not in {metric.name for metric in METRICS}}
+    assert unknown == {name for name in unknown if name.endswith(("/<name>", "/<figure>"))}
+
+
+# snippets
+
+
+def test_python_is_run_by_some_test() -> None:
+    for page, test in RUN_ELSEWHERE.items():
+        assert page in (REPOSITORY / test).read_text(encoding="utf-8"), f"{test} is about {page}"
+
+
+@pytest.mark.parametrize("page", [page for page in by_page("python") if page.values[0].name not in RUN_ELSEWHERE])
+def test_python(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that begin with `# FILE.py` are written there and imported, and what is a test in them runs."""
+    monkeypatch.syspath_prepend(tmp_path)
+    files = []
+    for block in blocks(page, "python"):
+        compile(block, str(page), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        if named := re.match(r"# (\w+)\.py\n", block):
+            (tmp_path / f"{named[1]}.py").write_text(block)
+            files.append(named[1])
+    for name in files:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        module = importlib.import_module(name)
+        for test in [thing for key, thing in vars(module).items() if key.startswith("test_")]:
+            test()
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.parametrize("page", by_page("yaml"))
+def test_recipes(page: Path, tmp_path: Path) -> None:
+    """Each is a part of a recipe (or of an entry of `mcp_servers`), with the fields that there are."""
+    for block in blocks(page, "yaml"):
+        file = tmp_path / "recipe.yaml"
+        file.write_text(block)
+        data = read_mapping(file, str(page), "recipe")
+        if data.keys() <= McpServerConfig.model_fields.keys() and not data.keys() & Recipe.model_fields.keys():
+            data = {"mcp_servers": {"one": {"command": "python", **data}}}
+        for key in ("extends", "stages"):
+            data.pop(key, None)
+        for section, least in {"model": {"path": "none"}, "train": {"steps": 1}}.items():
+            data[section] = {**least, **data.get(section, {})}
+        Recipe.model_validate({"name": "snippet", "output": tmp_path, **data})
+
+
+@pytest.mark.parametrize("page", by_page("json"))
+def test_json(page: Path) -> None:
+    for block in blocks(page, "json"):
+        for text in (block,) if block.startswith("[") or "\n  " in block else block.splitlines():
+            json.loads(text)
+
+
+@pytest.mark.parametrize("page", by_page("bash", "sh", ""))
+def test_commands(page: Path) -> None:
+    """Each can be given: commands and options of ours are known, recipes, scripts and targets of ours exist."""
+    lines = [line for block in blocks(page, "bash", "sh", "") for line in block.replace("\\\n", " ").splitlines()]
+    makefile = (REPOSITORY / "Makefile").read_text()
+    for line in lines:
+        if not re.match(r"(agentfactory|make|python|sbatch|accelerate) ", line):
+            continue
+        words = shlex.split(line, comments=True)
+        match words:
+            case ["agentfactory", "tools", "serve", *rest]:
+                serve_command_line("serve").parse_args(rest)
+            case ["agentfactory", *rest]:
+                assert parse(rest).command == rest[0]
+            case ["make", *targets]:
+                names = [target for target in targets if "=" not in target]
+                assert names
+                assert all(re.search(rf"^{name}:", makefile, re.MULTILINE) for name in names), line
+        for path in re.findall(r"(?<![\w/.$])(?:recipes|benchmarks|tests)/[\w./-]+", " ".join(words)):
+            assert (REPOSITORY / path).exists(), line
+
+
+def test_what_the_prose_names_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    """Commands, targets, files and links that stand in a line of text."""
+    makefile = (REPOSITORY / "Makefile").read_text()
+    commands, targets, files = set(), set(), set()
+    for page in [*SHOWN, REPOSITORY / "CONTRIBUTING.md"]:
+        text = FENCE.sub("", page.read_text(encoding="utf-8"))
+        commands |= set(re.findall(r"`agentfactory ([a-z]+)", text))
+        targets |= set(re.findall(r"`make ([\w-]+)", text))
+        in_folder = r"(?:recipes|benchmarks|tests|trainers|rollout|tools)/[\w/.-]+\.(?:py|yaml|sh)"
+        files |= set(re.findall(rf"`(?:python )?({in_folder})", text))
+        if page.parent == REPOSITORY:
+            files |= set(re.findall(r"\]\(((?!https?:)[^)#]+)", text))
+    assert len(commands) > 5
+    assert len(targets) > 3
+    assert len(files) > 20
+    for command in commands:
+        with pytest.raises(SystemExit) as ended:
+            parse([command, "--help"])
+        assert ended.value.code == 0, f"agentfactory {command}"
+    assert {target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)} == set()
+    assert {file for file in files if not (REPOSITORY / file).exists()} == set()
+
+
+def test_the_quickstarts_commands_pass_the_dry_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [line for block in blocks(DOCS / "quickstart.md", "bash") for line in block.splitlines()]
+    trains = [shlex.split(line)[1:] for line in lines if line.startswith("agentfactory train recipes/")]
+    assert len(trains) == 4
+    monkeypatch.chdir(tmp_path)
+    for command in trains:
+        command[1] = str(REPOSITORY / command[1])
+        assert cli.main([*(word for word in command if word != "--resume"), "--dry-run"]) == 0, capsys.readouterr().err
+
+
+async def test_the_environment_of_the_page_plays(tmp_path: Path) -> None:
+    page = DOCS / "environments.md"
+    (tmp_path / "guess.py").write_text(blocks(page, "python")[0])
+    shown = yaml.safe_load(blocks(page, "yaml")[0])
+    row = json.loads(blocks(page, "json")[0])
+    recipe = ToolsRecipe(mcp_servers=shown["mcp_servers"])
+    async with open_toolset(recipe, tmp_path) as toolset, toolset.chain("a", row) as session:
+        assert session.opening == "I think of a number from 1 to 100."
+        assert (await session.call(ToolCall("1", "guess", {"number": 50}))).content == "It is smaller."
+        assert (await session.call(ToolCall("2", "guess", {"number": 42}))).finish
+        verdict = await session.reward()
+    assert verdict is not None
+    assert (verdict.reward, verdict.metrics) == (1.0, {"success": 1.0, "guesses": 2.0})
+
+
+def test_the_data_of_the_page_loads(tmp_path: Path, warm_start: Path) -> None:
+    page = DOCS / "data.md"
+    rows, conversation = blocks(page, "json")
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(rows)
+    assert [row["answer"] for row in load_tasks(DataConfig(path=str(file)))] == ["4.83", "26.22"]
+    scope: dict[str, Any] = {}
+    exec(blocks(page, "python")[0], scope)
+    scope["prepare"](tmp_path, 0)
+    made = load_tasks(DataConfig(path=str(file)))
+    assert len(made) == 100
+    Rewards(["exact_match"]).check(made[0])
+    renderer = load_renderer(Recipe(**LEAST, model={"path": str(warm_start)}).model, "hermes", print, tools=True)
+    (row,) = conversation_rows([json.loads(conversation)], renderer)
+    assert 0 < sum(row.weights or []) < len(row.token_ids)
+
+
+LEAST: dict[str, Any] = {"name": "test", "output": Path("nowhere"), "train": {"steps": 1}}
+
+
+# messages
+
+
+@cache
+def literals() -> str:
+    """Every text that the packages' code can say, with `...` where something is filled in."""
+    texts = []
+    for package in ("agentfactory", "rollout", "tools", "trainers"):
+        for file in (REPOSITORY / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_bytes())):
+                if isinstance(node, ast.JoinedStr):
+                    texts.append("".join(n.value if isinstance(n, ast.Constant) else "..." for n in node.values))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    texts.append(node.value)
+    return "\n".join(texts)
+
+
+def test_the_messages_of_troubleshooting_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [line for block in blocks(DOCS / "troubleshooting.md", "text") for line in block.splitlines()]
+    assert len(lines) >= 14
+    said = provoked(tmp_path, monkeypatch, capsys)
+    unheard = []
+    for line in lines:
+        pattern = re.escape(line).replace(r"\.\.\.", ".*")
+        if not any(re.match(pattern, text, re.DOTALL) for text in said):
+            unheard.append(line)
+    # what needs a server, a GPU's memory or a strange tokenizer is said by code that other tests run
+    for line in unheard:
+        pieces = [piece.strip(" ,;:") for piece in line.split("...") if len(piece) > 8]
+        assert pieces, line
+        for piece in pieces:
+            assert piece in literals(), f"nothing says {piece!r}"
+    assert len(unheard) <= 2, unheard
+
+
+def provoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What is said where these failures happen."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "2 + 2"}\n')
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    said = []
+    for recipe in (
+        {"train": {"steps": 1, "learnig_rate": 1}},
+        {"rewards": ["exact_match"]},
+        {},
+        {"rewards": ["exact_match"], "server": {"url": "http://127.0.0.1:9"}, "output": "full"},
+    ):
+        whole = {"model": {"path": "none"}, "data": {"path": "tasks.jsonl"}, "train": {"steps": 1}, **recipe}
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(whole))
+        assert cli.main(["train", "recipe.yaml"]) == cli.REFUSED
+        said.append(capsys.readouterr().err)
+    with pytest.raises(ValueError, match="question") as no_question:
+        load_tasks(DataConfig(path="tasks.jsonl"))
+    with pytest.raises(Exception, match="wants") as no_answer:
+        Rewards(["exact_match"]).check({"question": "2 + 2"})
+    said += [str(no_question.value), str(no_answer.value)]
+    said.append(missing_routes("http://here", ["/health"], ["/inference/v1/generate"]) or "")
+    said.append(str(no_sandbox("setting up uid map: Permission denied")))
+    said.append(f"agentfactory: {refused_placement()}")
+    said.append(explain(["torch.OutOfMemoryError: CUDA out of memory."]) or "")
+    without_tools = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    without_tools += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    for template in (trl_template("qwen3_5_nothink"), without_tools):
+        with pytest.raises(RenderError) as unfit:
+            choose_template(make_tokenizer(), template, True, load_parser("hermes"))
+        said.append(str(unfit.value))
+    zeros, moved = np.zeros(8), np.full(8, 100.0)
+    drift = Drift("float32", contexts=2)
+    said.append(f"http://here, version 0 (0): {drift.start(moved, moved, zeros).failure}")
+    drift = Drift("float32", contexts=2)
+    drift.start(zeros, zeros, zeros)
+    said.append(f"http://here, version 1 (1): {drift.judge(zeros, zeros, moved).failure}")
+    return said
+
+
+def refused_placement() -> RecipeError:
+    """A recipe that is too large for one GPU, by 4 GiB of activations at a budget of 8,192 tokens."""
+
+    def estimate(asked: Recipe, device: str, memory: int | None) -> Need:
+        activations = asked.train.token_budget * GIB // 1024
+        return Need({"weights": 6 * GIB, "activations": activations}, ServerMemory({"weights": 6 * GIB}, 1, 0, 2 * GIB))
+
+    sizes = {"rollout": {"max_total_tokens": 4096}, "server": {"engine": "vllm"}, "model": {"path": "none"}}
+    placement = {"placement": {"mode": "split", "gpu_memory_gib": 24}}
+    asked = Recipe(**{**LEAST, **sizes, **placement, "train": {"steps": 1, "token_budget": 16384}})
+    asked.model.lora = LoraConfig(rank=8)
+    machine = Machine((), 64 * GIB, 60 * GIB)
+    refused = does_not_fit(asked, choose(asked, machine, estimate), machine, estimate)
+    return RecipeError("recipe", refused.field, refused.problem, refused.fix)

@@ -1,0 +1,332 @@
+"""Trackers and credit.jsonl beside metrics.jsonl: one short training of saved groups by the user's command, which goes
+on from its second step, read back from the trackers' own files."""
+
+import base64
+import importlib
+import importlib.util
+import io
+import json
+import logging
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto import wandb_internal_pb2
+
+from agentfactory.recipe import Recipe, RecipeError, load_recipe
+from agentfactory.run_folder import RunFolder
+from rollout.trajectory import Group, Outcome, Trajectory, read_groups
+from tests.conftest import QUICKSTART
+from tests.forked import TRAINER, Forked
+from trainers.config import TrackConfig
+from trainers.policy import load_policy
+from trainers.tracking import COLUMNS, MOST_CHARACTERS, Tracking, TrackingError, chosen, conversation
+
+TRACKERS = ["wandb", "tensorboard", "trackio"]
+BATCH = 2
+LAST = 4
+
+Series = dict[str, dict[int, float]]
+"""The last value per name and step."""
+
+
+@dataclass
+class Tracked:
+    """A run of LAST steps: it had 3, and went on from its second."""
+
+    output: Path
+    groups: list[Group]
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return list(RunFolder(self.output).read_metrics())
+
+    @property
+    def credit(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in RunFolder(self.output).credit.read_text().splitlines()]
+
+    @property
+    def tracker_name(self) -> str:
+        """How trackio calls it."""
+        return json.loads((self.output / "tracking.json").read_text())["trackio"]
+
+
+@pytest.fixture(scope="module")
+def trackio_storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """What trackio reads its runs by, in a folder of our own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_DATA_DIR", str(tmp_path_factory.mktemp("wandb")))
+        patch.setenv("TRACKIO_DIR", str(tmp_path_factory.mktemp("trackio")))
+        # it looks at the variable when it is imported
+        yield importlib.import_module("trackio.sqlite_storage").SQLiteStorage
+
+
+@pytest.fixture(scope="module")
+def tracked(
+    quickstart_run: Path, warm_start: Path, trackio_storage: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Tracked:
+    folder = tmp_path_factory.mktemp("tracking")
+    groups = list(read_groups(quickstart_run / "grpo" / "trajectories" / "train.jsonl"))[: LAST * BATCH]
+    for group in groups:
+        group.trajectories = sorted(group.trajectories, key=reward_of)[::4]
+    show(chosen(groups[:BATCH], 1)[0][1], picture())
+    saved, file, output = folder / "groups.jsonl", folder / "recipe.yaml", folder / "tracked"
+    saved.write_text("".join(group.to_json() + "\n" for group in groups), encoding="utf-8")
+    train = {"from_trajectories": str(saved), "steps": 3, "batch_size": BATCH, "checkpoint_every": 2}
+    recipe = {
+        "model": {"path": str(warm_start), "dtype": "float32"},
+        "tools": [str(QUICKSTART / "treasure_hunt.py:TreasureHunt")],
+        "train": {**train, "learning_rate": 1e-3},
+        "track": {"trackers": TRACKERS, "project": "tests"},
+    }
+    file.write_text(json.dumps(recipe))
+    for extra in ([], ["--resume", str(output / "checkpoints" / "step-000002"), f"train.steps={LAST}"]):
+        arguments = [str(file), *extra, f"output={output}"]
+        trainer = Forked(TRAINER, *arguments, log=folder / "train.log", WANDB_MODE="offline")
+        assert trainer.wait() == 0, trainer.log.read_text()
+    return Tracked(output, groups)
+
+
+def reward_of(chain: Trajectory) -> float:
+    return chain.reward or 0.0
+
+
+def picture() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (20, 10), "red").save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def show(chain: Trajectory, image: bytes) -> None:
+    """The chain's last tool result is an image."""
+    url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+    chain.messages.append({"role": "tool", "content": [{"type": "image_url", "image_url": {"url": url}}]})
+
+
+def wandb_records(output: Path) -> Iterator[Any]:
+    """What wandb's offline files hold, oldest first: records in the framing of a LevelDB log, in blocks of 32 KiB."""
+    for file in sorted(output.glob("wandb/offline-run-*/*.wandb")):
+        data, place, record = file.read_bytes(), 7, b""
+        assert data.startswith(b":W&B")
+        while place + 7 <= len(data):
+            if (left := 32768 - place % 32768) < 7:
+                place += left
+                continue
+            _, length, kind = struct.unpack("<IHB", data[place : place + 7])
+            record += data[place + 7 : place + 7 + length]
+            place += 7 + length
+            if kind in (1, 4):
+                yield wandb_internal_pb2.Record.FromString(record)
+                record = b""
+
+
+def wandb_rows(output: Path) -> list[dict[str, Any]]:
+    """Its history; what a table holds is named by the table's file."""
+    histories = [record.history.item for record in wandb_records(output) if record.HasField("history")]
+    return [{"/".join([i.key, *i.nested_key]).strip("/"): json.loads(i.value_json) for i in row} for row in histories]
+
+
+def wandb_series(run: Tracked, storage: Any) -> Series:
+    rows = wandb_rows(run.output)
+    return series((row["step"], row) for row in rows if "trajectories/path" not in row)
+
+
+def trackio_series(run: Tracked, storage: Any) -> Series:
+    rows = storage.get_logs("tests", run.tracker_name)
+    return series((row["step"], row) for row in rows if "trajectories" not in row)
+
+
+def tensorboard_series(run: Tracked, storage: Any) -> Series:
+    read = EventAccumulator(str(run.output / "tensorboard" / "tests"))
+    read.Reload()
+    found: Series = {}
+    for name in read.Tags()["scalars"]:
+        events = read.Scalars(name)
+        found[name] = {event.step: event.value for event in events}
+        assert len(found[name]) == len(events), "what was trained again is left out"
+    return found
+
+
+def series(rows: Iterator[tuple[int, dict[str, Any]]]) -> Series:
+    found: Series = {}
+    for step, row in rows:
+        for name, value in row.items():
+            found.setdefault(name, {})[step] = value
+    return found
+
+
+@pytest.mark.parametrize("read", [wandb_series, tensorboard_series, trackio_series])
+def test_trackers_hold_what_metrics_jsonl_holds(
+    tracked: Tracked, trackio_storage: Any, read: Callable[[Tracked, Any], Series]
+) -> None:
+    expected = series((line["step"], {k: v for k, v in line.items() if k != "step"}) for line in tracked.lines)
+    assert [line["step"] for line in tracked.lines] == [1, 2, 3, 4]
+    assert {"loss", "reward", "grad_norm", "mismatch/kl", "seconds/step"} <= expected.keys()
+    found = read(tracked, trackio_storage)
+    # and of its own at most marks of time
+    assert {name for name in found.keys() - expected.keys() if not name.startswith("_")} <= {"step", "timestamp"}
+    if read is tensorboard_series:
+        # of its numbers, which are float32
+        expected = {name: {s: float(np.float32(v)) for s, v in values.items()} for name, values in expected.items()}
+    assert {name: found.get(name) for name in expected} == expected
+
+
+def test_the_recipe_is_their_configuration(tracked: Tracked, trackio_storage: Any) -> None:
+    recipe = yaml.safe_load((tracked.output / "recipe.yaml").read_text())
+    last = [record.run.config.update for record in wandb_records(tracked.output) if record.HasField("run")][-1]
+    config = {item.key: json.loads(item.value_json) for item in last}
+    assert {name: config[name] for name in recipe} == recipe
+    config = trackio_storage.get_run_config("tests", tracked.tracker_name)
+    assert config["train"]["batch_size"] == BATCH
+    read = EventAccumulator(str(tracked.output / "tensorboard" / "tests"))
+    read.Reload()
+    text = read.Tensors("recipe/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert yaml.safe_load(text.removeprefix("```yaml\n").removesuffix("```")) == recipe
+
+
+def test_a_resumed_run_is_one_run(tracked: Tracked, trackio_storage: Any) -> None:
+    runs = {record.run.run_id for record in wandb_records(tracked.output) if record.HasField("run")}
+    assert runs == {json.loads((tracked.output / "tracking.json").read_text())["key"]}
+    assert trackio_storage.get_runs("tests") == [tracked.tracker_name]
+    assert tracked.tracker_name == f"tracked-{runs.pop()}"
+
+
+def test_tables_hold_chains_and_their_images(tracked: Tracked, trackio_storage: Any) -> None:
+    step = tracked.groups[:BATCH]
+    expected = [[chain.id, chain.reward, conversation(chain.messages)] for _, chain in chosen(step, 4)]
+    assert len(expected) == 4
+    places = [COLUMNS.index(name) for name in ("chain", "reward", "conversation")]
+
+    rows = [row for row in wandb_rows(tracked.output) if "trajectories/path" in row]
+    # the third is of both attempts
+    assert [row["step"] for row in rows] == [1, 2, 3, 3, 4]
+    (file,) = tracked.output.glob(f"wandb/*/files/{rows[0]['trajectories/path']}")
+    table = json.loads(file.read_text())
+    assert table["columns"] == [*COLUMNS, "image_1"]
+    assert [[row[place] for place in places] for row in table["data"]] == expected
+    # what goes up with the table
+    (file,) = [
+        entry.local_path
+        for record in wandb_records(tracked.output)
+        if record.HasField("artifact")
+        for entry in record.artifact.manifest.contents
+        if entry.path.startswith("media/images/")
+    ]
+    assert Image.open(file).getpixel((0, 0)) == (255, 0, 0)
+
+    logs = [row for row in trackio_storage.get_logs("tests", tracked.tracker_name) if "trajectories" in row]
+    first = logs[0]["trajectories"]["_value"]
+    assert [[row[COLUMNS[place]] for place in places] for row in first] == expected
+    (image,) = [row["image_1"]["file_path"] for row in first if row["image_1"]]
+    media = importlib.import_module("trackio.utils").MEDIA_DIR
+    assert Image.open(media / image).convert("RGB").getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_credit_is_what_the_trainer_used(tracked: Tracked) -> None:
+    """A line per group, in order, although a step was trained twice; log-probabilities as of other code."""
+    assert [line["group"] for line in tracked.credit] == [group.id for group in tracked.groups]
+    assert [line["step"] for line in tracked.credit] == [1, 1, 2, 2, 3, 3, 4, 4]
+    recipe = load_recipe(tracked.output / "recipe.yaml")
+    assert isinstance(recipe, Recipe)
+    policy = load_policy(recipe, "cpu")
+    for line, group in zip(tracked.credit[:BATCH], tracked.groups, strict=False):
+        rewards = torch.tensor([chain.reward for chain in group.trajectories])
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        for chain, advantage in zip(group.trajectories, advantages.tolist(), strict=True):
+            for credited in line["chains"][chain.id]:
+                row = chain.rows[credited["row"]]
+                targets = torch.tensor(credited["targets"])
+                assert targets.tolist() == [place for place, trained in enumerate(row.mask) if trained]
+                assert credited["advantage"] == pytest.approx([advantage] * len(targets), abs=1e-3)
+                ids = torch.tensor([row.token_ids])
+                with torch.no_grad():
+                    logprobs = policy.network(ids).logits[0].log_softmax(-1)[targets - 1, ids[0, targets]]
+                assert credited["proximal"] == pytest.approx(logprobs.tolist(), abs=1e-4)
+
+
+def test_a_folder_of_trajectories_can_be_trained_on_beside_its_credit(tracked: Tracked, quickstart_run: Path) -> None:
+    trajectories = quickstart_run / "grpo" / "trajectories"
+    assert (trajectories / "credit.jsonl").exists()
+    assert [group.id for group in read_groups(trajectories)] == [
+        group.id for group in read_groups(trajectories / "train.jsonl")
+    ]
+
+
+def test_what_is_not_installed_is_refused(tracked: Tracked) -> None:
+    if importlib.util.find_spec("mlflow"):
+        pytest.skip("mlflow is installed here")
+    file = tracked.output / "recipe.yaml"
+    with pytest.raises(RecipeError, match=r"track\.trackers: got 'mlflow', which is not installed; .*pip install mlf"):
+        load_recipe(file, ["track.trackers=[mlflow]"])
+    # it may be for another machine
+    lacks: list[str] = []
+    load_recipe(file, ["track.trackers=[tensorboard, mlflow]"], lacks=lacks)
+    assert len(lacks) == 1
+    with pytest.raises(RecipeError, match=r"track\.trackers: got wandb, wandb: name each once"):
+        load_recipe(file, ["track.trackers=[wandb, wandb]"])
+    with pytest.raises(RecipeError, match=r"track\.trackers.*use .*'mlflow'"):
+        load_recipe(file, ["track.trackers=[neptune]"])
+
+
+def test_a_tracker_that_does_not_start_says_why(accelerator: Accelerator, tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("in the way")
+    with pytest.raises(TrackingError, match=r"tensorboard does not start: .*Not a directory.*docs/tracking\.md"):
+        Tracking(TrackConfig(trackers=["tensorboard"]), "run", tmp_path, {})
+
+
+def test_what_a_tracker_does_not_take_does_not_end_the_run(
+    accelerator: Accelerator, trackio_storage: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chain = Trajectory("c", [], [], Outcome.COMPLETED, reward=1.0)
+    show(chain, b"no picture")
+    # a key in the recipe is for this machine alone
+    server = {"env": {"KEY": "s3cret", "OTHER": "${OTHER}"}, "headers": {"Authorization": "Bearer s3cret"}}
+    recipe = {"mcp_servers": {"one": server}}
+    with Tracking(TrackConfig(trackers=["trackio"], project="faults"), "run", tmp_path, recipe) as tracking:
+        with caplog.at_level(logging.WARNING):
+            tracking.note_groups(1, [Group("g", {}, [chain])])
+        tracking.log({"step": 1, "loss": 0.5})
+    assert "trackio did not take what it was given, which metrics.jsonl has: cannot identify image" in caplog.text
+    (name,) = trackio_storage.get_runs("faults")
+    assert [row["loss"] for row in trackio_storage.get_logs("faults", name)] == [0.5]
+    config = json.dumps(trackio_storage.get_run_config("faults", name))
+    assert "s3cret" not in config
+    assert "${OTHER}" in config
+
+
+@pytest.fixture(scope="module")
+def accelerator() -> Accelerator:
+    """Accelerate's trackers ask it which process this is."""
+    return Accelerator(cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("count", "rewards"), [(0, []), (1, [4.0]), (2, [0.0, 4.0]), (3, [0.0, 2.0, 4.0]), (9, [0.0, 1.0, 2.0, 3.0, 4.0])]
+)
+def test_tables_show_the_range_of_rewards(count: int, rewards: list[float]) -> None:
+    made = [Trajectory(str(r), [], [], Outcome.COMPLETED, reward=r) for r in (3.0, 0.0, 4.0, 1.0, None, 2.0)]
+    groups = [Group("a", {}, made[:2]), Group("b", {}, made[2:])]
+    assert [chain.reward for _, chain in chosen(groups, count)] == rewards
+
+
+def test_a_conversation_as_text() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "dig", "arguments": {"x": 1}}}
+    messages = [
+        {"role": "user", "content": "Find it."},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "name": "dig", "content": [{"type": "text", "text": "gold"}]},
+    ]
+    assert conversation(messages) == '[user]\nFind it.\n\n[assistant]\nHm.\n-> dig({"x": 1})\n\n[tool dig]\ngold'
+    long = conversation([{"role": "user", "content": "a" * MOST_CHARACTERS + "z"}])
+    assert len(long) < MOST_CHARACTERS + 50
+    assert long.endswith("az")
+    assert "[... 8 characters ...]" in long

@@ -1,0 +1,58 @@
+"""Evaluation against vLLM's own OpenAI-compatible chat API, with tools: a baseline by messages.
+
+The names of the files here keep them out of `make test`; `make test-vllm` runs them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.chat_chain import open_chat_runner
+from rollout.chat_endpoint import ChatEndpointError, look_at
+from rollout.config import RolloutRecipe
+from rollout.evaluate import open_runner, run_eval
+from rollout.trajectory import read_groups
+from tests.conftest import QUICKSTART
+from tests.served import VLLM_PYTHON, serve
+
+TASKS = 12
+TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+
+
+def recipe(model: Path, data: Path, args: list[str]) -> dict[str, Any]:
+    return {
+        "model": {"path": str(model), "dtype": "float32"},
+        "tools": [str(QUICKSTART / "treasure_hunt.py:TreasureHunt")],
+        "rollout": {"max_turns": 8, "max_tokens": 32, "max_total_tokens": 512},
+        "server": {"engine": "vllm", "python": VLLM_PYTHON, "max_model_len": 1024, "args": args, "retry_seconds": 10},
+        "eval": {"data": {"path": str(data), "limit": TASKS}, "samples": 2},
+    }
+
+
+def test_the_same_model_by_messages_and_by_token_ids(quickstart_run: Path, warm_start: Path, tmp_path: Path) -> None:
+    given = recipe(warm_start, quickstart_run / "prepared" / "heldout.jsonl", TOOLS)
+    read = RolloutRecipe.model_validate(given)
+    with serve(given, tmp_path) as url:
+        assert look_at(url + "/v1", None, None) == "policy"
+        opened = open_chat_runner(read, QUICKSTART, url + "/v1")
+        by_messages = run_eval(read, tmp_path / "chat", lambda record: None, opened)
+        by_ids = run_eval(read, tmp_path / "ids", lambda record: None, open_runner(read, QUICKSTART, url))
+    assert not by_messages.failures
+    # vLLM renders the messages anew at each turn, and the model writes them in one way: the same ids, greedily
+    for name in ("reward", "success", "tool_calls", "sampled_tokens", "tool_errors/invalid_arguments"):
+        assert by_messages.means[f"greedy/{name}"] == by_ids.means[f"greedy/{name}"], name
+    assert by_messages.means["greedy/tool_calls"] > 0
+    chains = [chain for group in read_groups(tmp_path / "chat" / "final-sampled.jsonl") for chain in group.trajectories]
+    assert len(chains) == 2 * TASKS
+    assert all(chain.reward is not None and chain.messages[-1]["role"] in ("assistant", "tool") for chain in chains)
+
+
+def test_vllm_without_a_tool_parser_is_told_before_any_chain_runs(
+    quickstart_run: Path, warm_start: Path, tmp_path: Path
+) -> None:
+    given = recipe(warm_start, quickstart_run / "prepared" / "heldout.jsonl", [])
+    read = RolloutRecipe.model_validate(given)
+    with serve(given, tmp_path) as url, pytest.raises(ChatEndpointError, match="--tool-call-parser NAME"):
+        run_eval(read, tmp_path, lambda record: None, open_chat_runner(read, QUICKSTART, url + "/v1"))
+    assert not list(tmp_path.glob("final-*"))
