@@ -65,9 +65,13 @@ def trackio_storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """What trackio reads its runs by, in a folder of our own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_DATA_DIR", str(tmp_path_factory.mktemp("wandb")))
-        patch.setenv("TRACKIO_DIR", str(tmp_path_factory.mktemp("trackio")))
-        # it looks at the variable when it is imported
-        yield importlib.import_module("trackio.sqlite_storage").SQLiteStorage
+        folder = tmp_path_factory.mktemp("trackio")
+        patch.setenv("TRACKIO_DIR", str(folder))
+        # it looks at the variable when it is imported, which another test may have had it
+        storage = importlib.import_module("trackio.sqlite_storage")
+        patch.setattr(storage, "TRACKIO_DIR", folder)
+        patch.setattr("trackio.utils.MEDIA_DIR", folder / "media")
+        yield storage.SQLiteStorage
 
 
 @pytest.fixture(scope="module")
