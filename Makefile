@@ -16,9 +16,11 @@ $(VENV)/.installed: setup.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
+$(VENV)/.installed-dev: setup.py
+	@echo "installing into $(VENV): a minute or two"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
-	touch $@
+	touch $(VENV)/.installed $@
 
 # A small agent learns to hunt treasure; the run folder is runs/quickstart.
 quickstart: $(VENV)/.installed
@@ -58,7 +60,8 @@ docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # The learning runs: the quickstart per seed, with an adapter, on rounded weights, and by other algorithms; the code
-# interpreter and what `agentfactory new` writes per seed.
+# interpreter and what `agentfactory new` writes per seed. Then the tests that take too long for `make test`.
 learn: $(VENV)/.installed-dev
 	SEEDS="$(SEEDS)" $(BIN)/python -m pytest -v --timeout 1800 tests/learn/learn_quickstart.py \
 		tests/learn/learn_quantised.py tests/learn/learn_code_interpreter.py tests/learn/learn_new.py $(ARGS)
+	$(BIN)/python -m pytest -v -m long tests

@@ -81,6 +81,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.long
 def test_two_machines_train_against_the_server_of_a_third(
     cluster: dict[str, str], quickstart_run: Path, warm_start: Path, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ def lines(output: Path) -> list[dict[str, Any]]:
     return [line for line in logged if "loss" in line]
 
 
-@pytest.mark.parametrize(("recipe", "ended_by"), [("grpo", signal.SIGTERM), ("grpo-lora", signal.SIGKILL)])
+@pytest.mark.parametrize(("recipe", "ended_by"), [("grpo-lora", signal.SIGKILL)])
 def test_a_run_that_takes_turns_can_be_ended_and_resumed(
     quickstart_run: Path, warm_start: Path, tmp_path: Path, recipe: str, ended_by: signal.Signals
 ) -> None:
