@@ -64,4 +64,4 @@ docs: $(VENV)/.installed-dev
 learn: $(VENV)/.installed-dev
 	SEEDS="$(SEEDS)" $(BIN)/python -m pytest -v --timeout 1800 tests/learn/learn_quickstart.py \
 		tests/learn/learn_quantised.py tests/learn/learn_code_interpreter.py tests/learn/learn_new.py $(ARGS)
-	$(BIN)/python -m pytest -v -m long tests
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m long -n 2 --dist loadfile tests

@@ -19,8 +19,7 @@ QUICKSTART = REPOSITORY / "recipes" / "quickstart"
 SLOW = (
     *("trainers/test_launch.py", "test_async_training.py", "agentfactory/test_hygiene.py", "rollout/test_faults.py"),
     *("test_resume.py", "test_invariance.py", "tools/test_isolation.py", "trainers/test_sabotage.py"),
-    *("test_third_party_training.py", "tools/test_sandbox.py", "agentfactory/test_agent.py"),
-    *("test_agent_training.py", "tools/test_third_party.py", "recipes/test_real_models.py", "trainers/test_memory.py"),
+    *("tools/test_sandbox.py", "agentfactory/test_agent.py", "tools/test_third_party.py", "trainers/test_memory.py"),
     *("agentfactory/test_viewer.py", "agentfactory/test_placement.py", "test_time_share.py", "trainers/test_qlora.py"),
 )
 """The files that take longest. They go first, so that parallel processes end together; the very first needs no

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from rollout.trajectory import read_groups
 from tests.conftest import QUICKSTART
+
+pytestmark = pytest.mark.long
 
 AGENT = """
 from agentfactory import Agent

@@ -21,6 +21,8 @@ from tools.messages import Message, ToolCall, text_of
 from tools.toolset import open_toolset
 from tools.user_code import load_object
 
+pytestmark = pytest.mark.long
+
 __all__ = ["everything"]  # a fixture
 
 make_model, write_jsonl = (load_object(f"tiny_model.py:{name}", QUICKSTART) for name in ("make_model", "write_jsonl"))

@@ -9,6 +9,8 @@ from agentfactory.placement.placed import Placement, place
 from agentfactory.recipe import Recipe, load_recipe
 from tests.conftest import REPOSITORY
 
+pytestmark = pytest.mark.long
+
 RECIPES = REPOSITORY / "recipes"
 FILES = sorted([*RECIPES.glob("gsm8k/*.yaml"), *RECIPES.glob("multi-node/*.yaml")])
 GB = 10**9
