@@ -116,7 +116,8 @@ def test_two_machines_train_against_the_server_of_a_third(
     for line in steps:
         # the server that sampled has the weights of all shares
         assert line["mismatch/max"] <= 1e-4
-        assert line["sync/bytes"] > 0
+    # the signal came within the last step, or before it: then its weights are left to the next attempt
+    assert all(line["sync/bytes"] > 0 for line in steps[:-1])
     recipe = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
     assert (recipe["train"]["processes"], recipe["train"]["strategy"]) == (2, "fsdp2")
     assert recipe["server"]["url"] == [f"http://{address}"]
