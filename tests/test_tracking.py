@@ -265,9 +265,9 @@ def test_a_folder_of_trajectories_can_be_trained_on_beside_its_credit(tracked: T
     ]
 
 
-def test_what_is_not_installed_is_refused(tracked: Tracked) -> None:
-    if importlib.util.find_spec("mlflow"):
-        pytest.skip("mlflow is installed here")
+def test_what_is_not_installed_is_refused(tracked: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mlflow" else found(name))
     file = tracked.output / "recipe.yaml"
     with pytest.raises(RecipeError, match=r"track\.trackers: got 'mlflow', which is not installed; .*pip install mlf"):
         load_recipe(file, ["track.trackers=[mlflow]"])
