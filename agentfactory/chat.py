@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.composition import COMMAND_LINE, RecipeError
-from agentfactory.launcher import Served, what_is_served
-from agentfactory.recipe import Recipe, StagedRecipe, load_recipe
+from agentfactory.recipe import Recipe, load_recipe, stages_of
 from agentfactory.run_folder import RECIPE, RunFolder, RunFolderError
 from agentfactory.served import serve
+from agentfactory.server_commands import Served, what_is_served
 from rollout.chain import ChainRunner, Sampling, begin
 from rollout.client import Completion, ContextOverflowError, InferenceError, ServerUnreachableError
 from rollout.data import Task, load_tasks
@@ -47,7 +47,7 @@ def _of_run(folder: Path, checkpoint: Path | None) -> tuple[Recipe, Path]:
         raise RecipeError(COMMAND_LINE, "RUN", f"{folder} is no run folder", "name one, such as runs/quickstart")
     # the run may lie elsewhere by now, and a server of its own is started here
     recipe = load_recipe(folder / RECIPE, [f"output={folder}", "server.url=null"], "serve")
-    last = recipe.stages[-1] if isinstance(recipe, StagedRecipe) else recipe
+    last = stages_of(recipe)[-1]
     found = checkpoint or RunFolder(last.output).last_checkpoint()
     if found is None:
         raise RunFolderError(f"{last.output} holds no checkpoint; fix: name one by --checkpoint, or train first")
@@ -59,7 +59,9 @@ async def _chat(served: Served) -> None:
     async with serve(recipe, served.adapters) as (child, url):
         try:
             async with open_runner(recipe, Path.cwd(), url, rewards=Rewards([], Path.cwd())) as runner:
-                await _converse(runner, Sampling(served.name, recipe.rollout.temperature, "chat"), _first_row(recipe))
+                # the data may be large, or on the hub
+                row = _first_row(recipe) if runner.toolset.environments else {}
+                await _converse(runner, Sampling(served.name, recipe.rollout.temperature, "chat"), row)
         except ServerUnreachableError:
             if child.process.poll() is not None:
                 raise child.failure() from None
@@ -83,8 +85,7 @@ async def _converse(runner: ChainRunner, sampling: Sampling, row: Task) -> None:
     while (text := await _next(lines)) is not None:
         if text == NEW or not (text or runner.toolset.environments):
             continue
-        task = (row if runner.toolset.environments else {}) if text else row
-        task = {**{k: v for k, v in task.items() if k != "messages"}, "question": text} if text else task
+        task = {**{k: v for k, v in row.items() if k != "messages"}, "question": text} if text else row
         number += 1
         try:
             async with runner.toolset.chain(f"chat{number}", task) as session:

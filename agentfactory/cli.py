@@ -83,31 +83,33 @@ def _run(options: argparse.Namespace) -> int:
     if options.dry_run:
         return _show(recipe, options.command, lacks or [])
 
-    from agentfactory import launcher
+    from agentfactory import launcher, server_commands
+    from agentfactory.composition import display
     from agentfactory.processes import ChildFailed
     from agentfactory.run_folder import RunFolderError
 
+    folder = display(recipe.output)
     try:
         match options.command:
             case "train":
                 launcher.train(recipe, options.overwrite, options.resume, _say)
             case "serve":
-                launcher.serve(recipe, _say)
+                server_commands.serve(recipe, _say)
             case "rollout":
-                launcher.roll_out(recipe, _say)
+                server_commands.roll_out(recipe, _say)
             case "eval":
                 asked = {"model": options.model, "url": options.url, "samples": options.samples}
-                launcher.evaluate(recipe, options.checkpoint, _say, **asked)
+                server_commands.evaluate(recipe, options.checkpoint, _say, **asked)
     except (RecipeError, RunFolderError) as error:
         return _refuse(error)
     except KeyboardInterrupt as error:
         goes_on = "; go on with --resume" if options.command == "train" else ""
-        return _end(f"interrupted by {str(error) or 'Ctrl-C'}; run folder {recipe.output}{goes_on}", INTERRUPTED)
+        return _end(f"interrupted by {str(error) or 'Ctrl-C'}; run folder {folder}{goes_on}", INTERRUPTED)
     except ChildFailed as error:
-        return _end(f"failed: {error}; run folder {recipe.output}", FAILED)
+        return _end(f"failed: {error}; run folder {folder}", FAILED)
     except Exception as error:
         _show_traceback()
-        return _end(f"failed: {type(error).__name__}: {error}; run folder {recipe.output}", FAILED)
+        return _end(f"failed: {type(error).__name__}: {error}; run folder {folder}", FAILED)
     return OK
 
 
@@ -116,13 +118,13 @@ def _show(recipe: "Recipe | StagedRecipe", command: str, lacks: Sequence[str]) -
     take."""
     from agentfactory.placement.placed import place
     from agentfactory.processes import ChildFailed
-    from agentfactory.recipe import RecipeError, StagedRecipe
+    from agentfactory.recipe import RecipeError, stages_of
 
     print(recipe.to_yaml(), end="")
     print("".join(f"# not installed here: {lack}\n" for lack in dict.fromkeys(lacks)), end="", flush=True)
     if command not in ("train", "serve"):
         return OK
-    stages = recipe.stages if isinstance(recipe, StagedRecipe) else [recipe]
+    stages = stages_of(recipe)
     if command == "serve":
         stages = stages[-1:]
     try:

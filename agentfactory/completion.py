@@ -1,5 +1,6 @@
 """Completion in shells: the script that a shell reads, and what it is told of a recipe's fields (argcomplete)."""
 
+import os
 from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any, Literal, get_args, get_origin
@@ -20,7 +21,9 @@ def answer() -> None:
 
     from agentfactory.command_line import make_parser
 
-    parser, _ = make_parser(with_viewer=True)
+    # the viewer's packages would take longer to import than all else
+    words = os.environ.get("COMP_LINE", "").split()
+    parser, _ = make_parser(with_viewer="view" in words[1:2])
     argcomplete.autocomplete(parser, default_completer=argcomplete.completers.FilesCompleter())
 
 

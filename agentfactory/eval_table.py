@@ -26,8 +26,8 @@ def tables(found: Evaluation) -> list[str]:
 
 
 def _table(mode: str, source: str, estimates: dict[str, Estimate], means: dict[str, float]) -> str:
-    table = Table(title=f"{mode}, {f'source {source}' if source else 'all tasks'}", title_justify="left")
-    table.add_column("figure")
+    table = Table()
+    table.add_column("figure", overflow="fold")
     table.add_column("value", justify="right")
     table.add_column("95 % interval")
     table.add_column("tasks", justify="right")
@@ -38,7 +38,7 @@ def _table(mode: str, source: str, estimates: dict[str, Estimate], means: dict[s
         if f"{mode}/{name}" in means:
             table.add_row(name, f"{means[f'{mode}/{name}']:.4f}", "", "")
     # as text: it goes where the other lines go, and is no wider than they are
-    console = Console(file=StringIO(), width=80, color_system=None, highlight=False)
+    console = Console(file=StringIO(), width=80, color_system=None, highlight=False, markup=False, emoji=False)
     console.print(table)
     assert isinstance(console.file, StringIO)
-    return console.file.getvalue().rstrip()
+    return f"{mode}, {f'source {source}' if source else 'all tasks'}\n{console.file.getvalue().rstrip()}"

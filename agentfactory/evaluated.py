@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.composition import COMMAND_LINE, RecipeError
-from agentfactory.recipe import Recipe, StagedRecipe
+from agentfactory.recipe import Recipe, StagedRecipe, stages_of
 from rollout.chain import ChainRunner
 from rollout.chat_chain import check_recipe, open_chat_runner
 from rollout.chat_endpoint import ChatEndpointError
@@ -17,11 +17,18 @@ from rollout.renderer import load_tokenizer
 __all__ = ["ChatEndpointError", "There", "check", "look_at", "named", "open_runner_at", "with_samples"]
 
 
-def check(checkpoint: Path | None, model: str | None, url: str | None, samples: int | None) -> None:
-    """Raise RecipeError where the options do not go together."""
+def check(
+    recipe: Recipe | StagedRecipe, checkpoint: Path | None, model: str | None, url: str | None, samples: int | None
+) -> None:
+    """Raise RecipeError where the options do not go together, or not with the recipe."""
     if checkpoint is not None and (model or url):
         other = "--model" if model else "--url"
         raise RecipeError(COMMAND_LINE, "--checkpoint", f"given with {other}", "evaluate one of them at a time")
+    option = "--checkpoint" if checkpoint is not None else "--model"
+    if (checkpoint is not None or model) and url is None and stages_of(recipe)[-1].server.url is not None:
+        problem = "given with server.url, whose server has weights of its own"
+        fix = "set server.url=null to start a server, or ask that one by --url"
+        raise RecipeError(COMMAND_LINE, option, problem, fix)
     if samples is not None and samples < 1:
         raise RecipeError(COMMAND_LINE, "--samples", f"got {samples}", "use at least 1")
 
@@ -86,7 +93,7 @@ def _with_tokenizer_of(recipe: Recipe, url: str, card: dict[str, Any]) -> Recipe
         problem = f"{url} serves {path}, and there is no tokenizer of that name here"
         fix = f"name its tokenizer as model.path, and the server as server.url={url} in place of --url"
         raise RecipeError(COMMAND_LINE, "--url", problem, fix) from None
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": path})})
+    return recipe.with_model(path)
 
 
 def open_runner_at(there: There, base: Path) -> AbstractAsyncContextManager[ChainRunner]:

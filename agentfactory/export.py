@@ -4,10 +4,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from agentfactory.run_folder import RunFolderError, check_free
+from agentfactory.run_folder import ADAPTER, RunFolderError, base_of_adapter, check_free
 from trainers.checkpoint_folder import DIGESTS, INFO, DamagedCheckpointError, read_info, verify
 
-_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+_ADAPTER = (ADAPTER, "adapter_model.safetensors")
 _ONLY_FOR_TRAINING = (INFO, DIGESTS, "training_state.pt")
 
 
@@ -26,9 +26,10 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
     try:
         verify(checkpoint)
         check_free(output, overwrite=False)
+        is_adapter = (checkpoint / ADAPTER).is_file()
+        base = base_of_adapter(checkpoint) if is_adapter and not adapter else None
     except (DamagedCheckpointError, RunFolderError) as error:
         raise ExportError(str(error)) from None
-    is_adapter = (checkpoint / _ADAPTER[0]).is_file()
     if adapter and not is_adapter:
         raise ExportError(f"--adapter: {checkpoint} holds a full model; fix: leave it out")
     aside = output.with_name(f".{output.name}.partial")
@@ -36,8 +37,8 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
         shutil.rmtree(aside)
     leave_out = (*_ONLY_FOR_TRAINING, *(() if adapter else _ADAPTER))
     shutil.copytree(checkpoint, aside, ignore=shutil.ignore_patterns(*leave_out))
-    if is_adapter and not adapter:
-        _merge(checkpoint, aside)
+    if base is not None:
+        _merge(checkpoint, base, aside)
     if output.exists():
         # it is empty
         output.rmdir()
@@ -47,14 +48,13 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
         say(f"uploaded to {_push(output, push)}")
 
 
-def _merge(checkpoint: Path, output: Path) -> None:
+def _merge(checkpoint: Path, base: str, output: Path) -> None:
     """The adapter's product is added in float32 and rounded once, to the dtype of the training."""
     import torch
-    from peft import PeftConfig, PeftModel
+    from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     # AutoPeftModelForCausalLM would cut the embeddings to the tokenizer's length
-    base = PeftConfig.from_pretrained(str(checkpoint)).base_model_name_or_path
     network = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     merged = PeftModel.from_pretrained(network, checkpoint).merge_and_unload(safe_merge=True)
     merged.to(getattr(torch, read_info(checkpoint)["recipe"]["model"]["dtype"])).save_pretrained(output)

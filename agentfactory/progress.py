@@ -1,7 +1,12 @@
-"""Progress that a person likes to watch: a live table and a bar on a terminal, plain lines elsewhere."""
+"""Progress that a person likes to watch: of training a live table and a bar on a terminal, plain lines elsewhere; of
+groups of chains, lines."""
 
+import threading
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
@@ -10,6 +15,9 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+SAY_EVERY_SECONDS = 5.0
+"""Between two lines on groups of chains."""
 
 _ROWS = 10
 _COLUMNS = {
@@ -101,6 +109,33 @@ class Progress:
         done = f"{self._step}/{self.total}"
         bar.add_row(ProgressBar(total=self.total, completed=self._step, width=40), done, self._eta())
         return Group(table, bar) if self._rows else Group(bar)
+
+
+@contextmanager
+def follow_groups(folder: Path, total: int, say: Callable[[str], None]) -> Iterator[None]:
+    """Say every few seconds how many of `total` groups are saved in `folder`, where each is a line of a JSONL file."""
+    read: Counter[Path] = Counter()
+    ended = threading.Event()
+
+    def follow() -> None:
+        started, done, told = time.monotonic(), 0, 0
+        while not ended.wait(SAY_EVERY_SECONDS):
+            for path in folder.glob("*.jsonl"):
+                with path.open("rb") as file:
+                    file.seek(read[path])
+                    done += file.read().count(b"\n")
+                    read[path] = file.tell()
+            if done > told:
+                told = done
+                say(f"{done} of {total} groups of chains have ended, {_clock(time.monotonic() - started)} spent")
+
+    thread = threading.Thread(target=follow, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _clock(seconds: float) -> str:

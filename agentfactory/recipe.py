@@ -25,7 +25,7 @@ from agentfactory.composition import (
 from tools.config import Section
 from trainers.config import TrainRecipe
 
-__all__ = ["Recipe", "RecipeError", "StagedRecipe", "load_recipe"]
+__all__ = ["Recipe", "RecipeError", "StagedRecipe", "load_recipe", "stages_of"]
 
 SectionT = TypeVar("SectionT", bound=Section)
 _STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -74,6 +74,11 @@ class StagedRecipe(Section):
             if index:
                 del stage["model"]["path"]
         return _dump(data, self.output)
+
+
+def stages_of(recipe: Recipe | StagedRecipe) -> list[Recipe]:
+    """The stages in order; a recipe without any is the only one."""
+    return recipe.stages if isinstance(recipe, StagedRecipe) else [recipe]
 
 
 def load_recipe(

@@ -16,9 +16,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from agentfactory.recipe import Recipe, StagedRecipe
-from agentfactory.viewer.chain_metrics import CHAIN_METRICS, EVAL_METRICS
+from rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
 from trainers.config import ALGORITHMS
-from trainers.metrics import METRICS, Metric
+from trainers.metrics import METRICS
 
 MARKER = "<!-- What follows is made by `python -P -m agentfactory.reference docs`: change it there. -->"
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", Any: "anything"}

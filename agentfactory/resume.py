@@ -70,8 +70,7 @@ def plan(stages: Sequence[Recipe], asked: str) -> list[Part]:
         is_own = path is not None and path.parent == folder.checkpoints.resolve()
         own = folder.checkpoints / path.name if path is not None and is_own else None
         if parts and parts[-1].state is State.COMPLETED:
-            model = recipe.model.model_copy(update={"path": str(parts[-1].folder.last_checkpoint())})
-            parts.append(_part(recipe.model_copy(update={"model": model}), folder, own))
+            parts.append(_part(recipe.with_model(str(parts[-1].folder.last_checkpoint())), folder, own))
         elif parts and folder.recipe.exists():
             raise RunFolderError(
                 f"{display(folder.path)}: stage {recipe.name} has begun, and the one before it is to be trained on; "

@@ -13,6 +13,9 @@ from rollout.trajectory import CREDIT_FILE
 from trainers.checkpoint_folder import checkpoints
 
 RECIPE = "recipe.yaml"
+ADAPTER = "adapter_config.json"
+"""What a checkpoint that is an adapter has."""
+
 _ATTACH = "AGENTFACTORY_RUN_FOLDER"
 _BLOCK = 1 << 20
 
@@ -166,6 +169,14 @@ def check_free(path: Path, overwrite: bool) -> None:
     if not (path / RECIPE).is_file():
         # deleting a folder on a slip of the hand must not be possible
         raise RunFolderError(f"output: {path} is not a run folder, so --overwrite leaves it alone; fix: output=OTHER")
+
+
+def base_of_adapter(checkpoint: Path) -> str:
+    """Folder or hub name of the model that an adapter is for. Raises RunFolderError where the folder is not there."""
+    base = str(json.loads((checkpoint / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
+    if os.path.isabs(base) and not Path(base).is_dir():
+        raise RunFolderError(f"{checkpoint} is an adapter for {base}, which is not there; fix: move or link it there")
+    return base
 
 
 def next_free(path: Path) -> Path:

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from jsonschema.validators import validator_for
 
 from agentfactory.command_line import json_object
 from agentfactory.composition import display
-from agentfactory.recipe import Recipe, StagedRecipe, load_recipe
+from agentfactory.recipe import Recipe, load_recipe, stages_of
 from rollout.data import Task, load_tasks
 from tools.config import ToolsRecipe
 from tools.limits import check_limits
@@ -45,9 +45,7 @@ def run(options: argparse.Namespace) -> None:
         RecipeError, ToolsCommandError: nothing was done.
         ToolsFailed: a server cannot be used, or the call failed.
     """
-    recipe = load_recipe(options.recipe, getattr(options, "overrides", ()), "tools")
-    if isinstance(recipe, StagedRecipe):
-        recipe = recipe.stages[-1]
+    recipe = stages_of(load_recipe(options.recipe, getattr(options, "overrides", ()), "tools"))[-1]
     match options.action:
         case "list":
             asyncio.run(_list(recipe, options.json))
@@ -69,20 +67,27 @@ class _Server:
     problems: list[str] = field(default_factory=list)
 
 
-async def _open_each(recipe: Recipe, task: Task | None) -> list[_Server]:
-    """Open the servers side by side and apart, so that one that fails hides no other; begin `task` if one is given."""
+_FindTask = Callable[[], Awaitable[Task | None]]
+
+
+async def _open_each(recipe: Recipe, find_task: _FindTask | None) -> list[_Server]:
+    """Open the servers side by side and apart, so that one that fails hides no other. With `find_task` begin a chain on
+    each; environments get the task that it finds, and are not tried where it finds none."""
     parts = [ToolsRecipe(tools=[reference]) for reference in recipe.tools]
     parts += [ToolsRecipe(mcp_servers={name: config}) for name, config in recipe.mcp_servers.items()]
-    return await asyncio.gather(*(_open(part, task) for part in parts))
+    return await asyncio.gather(*(_open(part, find_task) for part in parts))
 
 
-async def _open(part: ToolsRecipe, task: Task | None) -> _Server:
+async def _open(part: ToolsRecipe, find_task: _FindTask | None) -> _Server:
     server = _Server([*part.mcp_servers, *(reference.rpartition(":")[2] for reference in part.tools)][0])
     started = time.perf_counter()
     try:
         async with open_toolset(part, Path.cwd()) as toolset:
             server.opened, server.seconds = True, time.perf_counter() - started
             server.specs = toolset.specs
+            if find_task is None:
+                return server
+            task: Task | None = await find_task() if toolset.environments else {}
             if task is not None:
                 started = time.perf_counter()
                 async with toolset.chain("check", task) as session:
@@ -113,8 +118,17 @@ async def _list(recipe: Recipe, as_json: bool) -> None:
 
 
 async def _check(recipe: Recipe, task: Task | None) -> None:
-    row, source = (task, "--task") if task is not None else _first_row(recipe)
-    servers = await _open_each(recipe, row)
+    finding: asyncio.Task[tuple[Task | None, str]] | None = None
+
+    async def find_task() -> Task | None:
+        nonlocal finding
+        if task is not None:
+            return task
+        # while data is loaded, the other servers go on
+        finding = finding or asyncio.create_task(asyncio.to_thread(_first_row, recipe))
+        return (await finding)[0]
+
+    servers = await _open_each(recipe, find_task)
     owners = Counter(spec.name for server in servers for spec in server.specs)
     for server in servers:
         for spec in server.specs:
@@ -130,7 +144,10 @@ async def _check(recipe: Recipe, task: Task | None) -> None:
         print(f"{server.name}: opened in {server.seconds:.2f} s{slow}; its tools: {tools or 'none'}")
         if server.environment:
             print(f"    {server.environment}")
-    print(f"task: {source}")
+    if task is not None:
+        print("task: --task")
+    else:
+        print(f"task: {(await finding)[1] if finding else 'none, for there is no environment'}")
     problems = [f"{server.name}: {problem}" for server in servers for problem in server.problems]
     # a server that does not open may have the tools that seem to be missing
     if not problems:

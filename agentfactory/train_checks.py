@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from agentfactory.composition import short
-from rollout.config import EqualRewards, ServerConfig
+from rollout.config import EqualRewards
 from trainers.metrics import METRICS
 
 if TYPE_CHECKING:
@@ -17,22 +17,6 @@ Refuse = Callable[[str, str, str], NoReturn]
 
 Lack = Callable[[str, str, str], None]
 """The same for what is not installed; a recipe that is only looked at is not refused for it."""
-
-
-EMBEDDED_QUANTIZATIONS = ("int8", "int4")
-"""What the embedded engine rounds to: see rollout/embedded/quantization.py, which needs torch."""
-
-
-def check_quantization(server: ServerConfig, refuse: Refuse) -> None:
-    """Refuse what the engine cannot do to the weights that it serves, in any command that starts one."""
-    asked, is_embedded = server.quantization, server.engine == "embedded"
-    if asked is None or is_embedded == (asked in EMBEDDED_QUANTIZATIONS):
-        return
-    if is_embedded:
-        problem = f"got {asked!r}, and the embedded engine rounds to {' or '.join(EMBEDDED_QUANTIZATIONS)}"
-        refuse("server.quantization", problem, "use one of these, or set server.engine=vllm")
-    problem = f"got {asked!r}, which only the embedded engine knows"
-    refuse("server.quantization", problem, "use fp8, awq or gptq, or set server.engine=embedded")
 
 
 def check_training(recipe: "Recipe", refuse: Refuse, lack: Lack, runs_chains: bool) -> None:
@@ -249,16 +233,9 @@ def _check_mismatch(recipe: "Recipe", refuse: Refuse) -> None:
     """Where server and trainer compute with other weights, what the server sampled must be corrected for."""
     if recipe.train.loss.mismatch.correction != "none":
         return
-    lora = recipe.model.lora
-    apart = {
-        "server.model": recipe.server.model,
-        "server.quantization": recipe.server.quantization,
-        "model.lora.quantization": lora and lora.quantization,
-    }
-    for name, value in apart.items():
-        if value is not None:
-            problem = f"got 'none' with {name}={value}: the server samples from other weights than are trained"
-            refuse("train.loss.mismatch.correction", problem, "use token_truncate, the default, or another correction")
+    for name, value in recipe.rounding.items():
+        problem = f"got 'none' with {name}={value}: the server samples from other weights than are trained"
+        refuse("train.loss.mismatch.correction", problem, "use token_truncate, the default, or another correction")
 
 
 def _check_full_weights(recipe: "Recipe", refuse: Refuse) -> None:

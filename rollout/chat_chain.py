@@ -80,9 +80,9 @@ class ChatWords:
             self._tokens = load_renderer(recipe.model, recipe.rollout.parser, tools=False, base=base)
 
     def read(self, message: dict[str, Any], first_call: int, specs: Sequence[ToolSpec], taken: set[str]) -> Parsed:
-        """An answer of the endpoint as a turn. A call keeps its id unless one in `taken`, of the chain so far, is the
-        same."""
-        content = str(message.get("content") or "")
+        """An answer of the endpoint as a turn. A call keeps its id unless that is no text, or one in `taken`, of the
+        chain so far."""
+        content = _said(message)
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         thought = {"reasoning_content": str(reasoning)} if reasoning else {}
         if not self.parser.native:
@@ -100,7 +100,8 @@ class ChatWords:
                 said = {"role": "assistant", "content": f"{content}\n{written}".strip(), **thought}
                 return Parsed(said, error=f"Malformed tool call {number + 1}: {error}.")
             given = raw.get("id")
-            identity = given if given and given not in taken else f"call_{first_call + number}"
+            usable = isinstance(given, str) and given and given not in taken
+            identity = given if usable else f"call_{first_call + number}"
             taken = taken | {identity}
             made.append(ToolCall(identity, name, arguments))
         said = {"role": "assistant", "content": content, **thought}
@@ -149,6 +150,15 @@ class ChatWords:
         if self._tokens is None:
             raise TypeError("only limits.result_tokens cuts results")
         return self._tokens.cut(text, max_tokens)
+
+
+def _said(message: dict[str, Any]) -> str:
+    """The text of an answer: of its parts those that are text, not its thoughts; in place of text, why it refused."""
+    content = message.get("content") or message.get("refusal") or ""
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        return "".join(text for text in texts if isinstance(text, str))
+    return str(content)
 
 
 def _call(raw: Any) -> tuple[str, dict[str, Any]]:
@@ -217,5 +227,6 @@ async def open_chat_runner(
         await endpoint.check_routes()
         runner = ChatRunner(recipe, endpoint, toolset, rewards, base)
         native = runner.words.parser.native
-        await endpoint.try_out(toolset.specs if native else [], recipe.rollout.temperature)
+        temperatures = [recipe.rollout.temperature, *([0.0] if recipe.eval.greedy else [])]
+        await endpoint.try_out(toolset.specs if native else [], temperatures)
         yield runner

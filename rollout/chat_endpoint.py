@@ -2,14 +2,16 @@
 
 import asyncio
 import json
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from rollout.client import (
     NEEDED_ROUTES,
+    ContextOverflowError,
     InferenceClient,
     InferenceError,
     LostError,
@@ -19,8 +21,12 @@ from rollout.client import (
 from rollout.routing import Retries
 from tools.messages import Message, ToolSpec, text_of
 
+logger = logging.getLogger(__name__)
+
 _TRIAL_TOKENS = 16
 """Some endpoints refuse less."""
+_LIMIT_REACHED = "max_tokens or model output limit was reached"
+"""OpenAI's status 400 where a model has reasoned up to the limit and said nothing."""
 
 
 class ChatEndpointError(ValueError):
@@ -58,6 +64,7 @@ class ChatEndpoint(InferenceClient):
         self._given = url.rstrip("/")
         self.model = model or ""
         self._fields = fields
+        self._limit_field = "max_tokens"
 
     async def token_models(self) -> list[dict[str, Any]] | None:
         """What the server's /v1/models lists, if it says of itself that it takes token ids, as those that AgentFactory
@@ -70,12 +77,12 @@ class ChatEndpoint(InferenceClient):
             return None
         try:
             status, text = await self._request("GET", root + "/openapi.json")
-            paths = json.loads(text)["paths"] if status == 200 else {}
+            paths = set(json.loads(text)["paths"]) if status == 200 else set()
         except LostError as error:
             raise ServerUnreachableError(f"no server answers at {root}: {error}") from error
         except (ValueError, KeyError, TypeError):
             return None  # a page for people
-        return await self.models(root) if set(NEEDED_ROUTES) <= set(paths) else None
+        return await self.models(root) if set(NEEDED_ROUTES) <= paths else None
 
     async def check_routes(self) -> None:
         """Ask for the model's name, where none was given."""
@@ -85,10 +92,10 @@ class ChatEndpoint(InferenceClient):
         try:
             status, text = await self._request("GET", url)
             cards = json.loads(text)["data"] if status == 200 else []
-            names = [card["id"] for card in cards if not card.get("parent")]
+            names = [str(card["id"]) for card in cards if not card.get("parent")]
         except LostError as error:
             raise ServerUnreachableError(f"no server answers at {self.urls[0]}: {error}") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ChatEndpointError("--model", f"{url} answered no list of models ({error!r})", "name one") from None
         if status in (401, 403):
             raise _denied(url, status, text)
@@ -97,23 +104,54 @@ class ChatEndpoint(InferenceClient):
             raise ChatEndpointError("--model", problem, "name the model to ask")
         self.model = names[0]
 
-    async def try_out(self, specs: Sequence[ToolSpec], temperature: float) -> None:
-        """One short request, with tools: what would fail every chain is told before any runs.
+    async def try_out(self, specs: Sequence[ToolSpec], temperatures: Iterable[float]) -> None:
+        """One short request at each temperature, with tools: what would fail every chain is told before any runs. An
+        endpoint that asks for max_completion_tokens in place of max_tokens gets that from now on.
 
         Raises ChatEndpointError or ServerUnreachableError.
         """
-        body = self._body([{"role": "user", "content": "Say hello."}], specs, temperature, _TRIAL_TOKENS)
         url = self.urls[0] + "/chat/completions"
+        messages = [{"role": "user", "content": "Say hello."}]
+        tried: list[dict[str, Any]] = []
+        for temperature in temperatures:
+            body = self._body(messages, specs, temperature, _TRIAL_TOKENS)
+            if body in tried:
+                continue  # eval.request decides the temperature
+            status, text = await self._try(url, body)
+            if status == 400 and "max_completion_tokens" in text and self._limit_field in body:
+                logger.info("%s takes max_completion_tokens in place of max_tokens for %s", url, self.model)
+                self._limit_field = "max_completion_tokens"
+                body = self._body(messages, specs, temperature, _TRIAL_TOKENS)
+                status, text = await self._try(url, body)
+            self._check_trial(url, status, text, bool(specs))
+            tried.append(body)
+
+    async def _try(self, url: str, body: dict[str, Any]) -> tuple[int, str]:
         try:
-            status, text = await self._request("POST", url, json.dumps(body).encode())
+            return await self._request("POST", url, json.dumps(body).encode())
         except LostError as error:
             raise ServerUnreachableError(f"no server answers at {url}: {error}") from error
+
+    def _check_trial(self, url: str, status: int, text: str, tools: bool) -> None:
+        if status == 200:
+            try:
+                _answer(text)
+            except InferenceError as error:
+                raise ChatEndpointError("--url", f"{url}: {error}", "is it OpenAI's chat API?") from error
         if status in (401, 403):
             raise _denied(url, status, text)
-        if 400 <= status < 500 and status != 429:
-            fix = "set eval.request to what it takes, such as {max_tokens: null, max_completion_tokens: 512}"
-            if specs and "tool" in text.lower():
-                fix = "the endpoint has to take tools: vLLM with --enable-auto-tool-choice --tool-call-parser NAME"
+        no_tools = tools and "tool" in text.lower()
+        # what can heal may have healed when chains run; llama.cpp answers 500 where it takes no tools
+        final = 400 <= status < 500 and status != 429 and _LIMIT_REACHED not in text
+        if final or (status == 500 and no_tools):
+            fix = "set eval.request to what it takes, such as {reasoning_effort: low}"
+            if "temperature" in text:
+                fix = "leave it to the model: eval.request={temperature: null} eval.greedy=false"
+            elif no_tools:
+                fix = (
+                    "the endpoint has to take tools: vLLM with --enable-auto-tool-choice --tool-call-parser NAME, "
+                    "llama.cpp with --jinja"
+                )
             elif status == 404:
                 fix = "is it OpenAI's chat API, and does it serve this --model?"
             raise ChatEndpointError("--url", f"{url} answered {status} for {self.model!r}: {text[:300]}", fix)
@@ -129,24 +167,29 @@ class ChatEndpoint(InferenceClient):
         url = self.urls[0] + "/chat/completions"
         retries = Retries(self._limit)
         while True:
+            asked = 0.0
             try:
-                status, text = await self._request("POST", url, body)
+                status, text, headers = await self._exchange("POST", url, body)
             except LostError as error:
                 problem = str(error)
             else:
                 if status == 200:
                     self._router.succeeded(time.monotonic())
                     return _answer(text)
-                if status != 429 and status < 500:
-                    raise refusal(status, text)
+                if status == 400 and _LIMIT_REACHED in text:
+                    return ChatAnswer({"role": "assistant", "content": ""}, True, max_tokens, None)
+                refused = refusal(status, text)
+                if (status != 429 and status < 500) or isinstance(refused, ContextOverflowError):
+                    raise refused
                 problem = f"the endpoint answered {status}: {text[:500]}"
-            await self._wait_to_retry(retries, url, problem)
+                asked = _seconds(headers.get("Retry-After", ""))
+            await self._wait_to_retry(retries, url, problem, asked)
 
     def _body(
         self, messages: Sequence[Message], specs: Sequence[ToolSpec], temperature: float, max_tokens: int
     ) -> dict[str, Any]:
         tools = {"tools": [spec.to_openai() for spec in specs]} if specs else {}
-        sampling = {"temperature": temperature, "max_tokens": max_tokens}
+        sampling = {"temperature": temperature, self._limit_field: max_tokens}
         whole = {
             "model": self.model,
             "messages": [_to_openai(m) for m in messages],
@@ -187,13 +230,30 @@ def _answer(text: str) -> ChatAnswer:
         data = json.loads(text)
         choice, usage = data["choices"][0], data.get("usage") or {}
         message, reason = choice["message"], choice.get("finish_reason")
-        if not isinstance(message, dict):
+        if not isinstance(message, dict) or not isinstance(message.get("content") or "", str | list):
             raise TypeError(f"a message that is {message!r}")
+        if not isinstance(message.get("tool_calls") or [], list):
+            raise TypeError(f"tool_calls that are {message['tool_calls']!r}")
+        sampled, length = (_count(usage.get(name)) for name in ("completion_tokens", "total_tokens"))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise InferenceError(f"the endpoint's answer is no chat completion: {error!r}: {text[:300]}") from error
     if reason not in (None, "stop", "length", "tool_calls", "function_call"):
         raise InferenceError(f"the endpoint ended its answer with finish_reason={reason!r}")
-    return ChatAnswer(message, reason == "length", usage.get("completion_tokens"), usage.get("total_tokens"))
+    return ChatAnswer(message, reason == "length", sampled, length)
+
+
+def _count(tokens: Any) -> int | None:
+    if tokens is not None and type(tokens) is not int:
+        raise TypeError(f"usage that counts {tokens!r} tokens")
+    return tokens
+
+
+def _seconds(retry_after: str) -> float:
+    """The seconds of a Retry-After header; 0 without one, or where it is a date."""
+    try:
+        return max(0.0, float(retry_after))
+    except ValueError:
+        return 0.0
 
 
 def look_at(url: str, model: str | None, api_key_env: str | None) -> list[dict[str, Any]] | str:

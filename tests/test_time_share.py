@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.conftest import QUICKSTART
 from tests.forked import TRAINER, Forked, start_engine
 from trainers.server_control import ServerControl
@@ -24,9 +22,8 @@ def lines(output: Path) -> list[dict[str, Any]]:
     return [line for line in logged if "loss" in line]
 
 
-@pytest.mark.parametrize(("recipe", "ended_by"), [("grpo-lora", signal.SIGKILL)])
-def test_a_run_that_takes_turns_can_be_ended_and_resumed(
-    quickstart_run: Path, warm_start: Path, tmp_path: Path, recipe: str, ended_by: signal.Signals
+def test_a_run_that_takes_turns_can_be_killed_and_resumed(
+    quickstart_run: Path, warm_start: Path, tmp_path: Path
 ) -> None:
     engine, url = start_engine(
         *(warm_start, "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "32", "--max-loras", "2"),
@@ -42,7 +39,7 @@ def test_a_run_that_takes_turns_can_be_ended_and_resumed(
     ]
 
     def start(*arguments: str) -> Forked:
-        command = (str(QUICKSTART / f"{recipe}.yaml"), *overrides, *arguments)
+        command = (str(QUICKSTART / "grpo-lora.yaml"), *overrides, *arguments)
         return Forked(TRAINER, *command, log=tmp_path / "train.log")
 
     try:
@@ -54,7 +51,7 @@ def test_a_run_that_takes_turns_can_be_ended_and_resumed(
             time.sleep(0.002)
         # at any moment: the server may be asleep, or half awake
         time.sleep(random.uniform(0, 0.3))
-        assert trainer.kill(ended_by) == (128 + ended_by if ended_by == signal.SIGTERM else -ended_by)
+        assert trainer.kill(signal.SIGKILL) == -signal.SIGKILL
         assert len(lines(output)) < STEPS
         trainer = start("--resume")
         assert trainer.wait() == 0, trainer.log.read_text()
@@ -63,10 +60,7 @@ def test_a_run_that_takes_turns_can_be_ended_and_resumed(
         engine.kill(signal.SIGTERM)
     steps = lines(output)
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
-    # a signal that comes within a step leaves its weights to the next attempt
-    synced = [line for line in steps if "seconds/sync" in line]
-    assert len(synced) >= STEPS - 1
-    assert all(line["seconds/sleep"] > 0 and 0 < line["seconds/wake"] < line["seconds/sync"] for line in synced)
+    assert all(line["seconds/sleep"] > 0 and 0 < line["seconds/wake"] < line["seconds/sync"] for line in steps)
     assert {line["staleness/max"] for line in steps} == {0}
     assert max(line["mismatch/max"] for line in steps) < 1e-3
     summary = json.loads((output / "summary.json").read_text())

@@ -287,13 +287,32 @@ def test_a_tracker_that_does_not_start_says_why(accelerator: Accelerator, tmp_pa
         Tracking(TrackConfig(trackers=["tensorboard"]), "run", tmp_path, {})
 
 
+def test_what_started_before_one_that_does_not_is_ended_and_goes_on_in_the_next_attempt(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = TrackConfig(trackers=["wandb", "tensorboard"])
+    (tmp_path / "tensorboard").write_text("in the way")
+    with pytest.raises(TrackingError, match="tensorboard does not start"):
+        Tracking(config, "run", tmp_path, {})
+    assert [record.exit.exit_code for record in wandb_records(tmp_path) if record.HasField("exit")] == [1]
+    (tmp_path / "tensorboard").unlink()
+    with Tracking(config, "run", tmp_path, {}):
+        pass
+    assert len({record.run.run_id for record in wandb_records(tmp_path) if record.HasField("run")}) == 1
+
+
 def test_what_a_tracker_does_not_take_does_not_end_the_run(
     accelerator: Accelerator, trackio_storage: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     chain = Trajectory("c", [], [], Outcome.COMPLETED, reward=1.0)
     show(chain, b"no picture")
     # a key in the recipe is for this machine alone
-    server = {"env": {"KEY": "s3cret", "OTHER": "${OTHER}"}, "headers": {"Authorization": "Bearer s3cret"}}
+    server = {
+        "env": {"KEY": "s3cret", "OTHER": "${OTHER}", "LOGIN": "${USER}:s3cret"},
+        "headers": {"Authorization": "Bearer s3cret"},
+        "url": "https://me:s3cret@tools.org:8443/mcp?key=s3cret",
+    }
     recipe = {"mcp_servers": {"one": server}}
     with Tracking(TrackConfig(trackers=["trackio"], project="faults"), "run", tmp_path, recipe) as tracking:
         with caplog.at_level(logging.WARNING):
@@ -305,6 +324,7 @@ def test_what_a_tracker_does_not_take_does_not_end_the_run(
     config = json.dumps(trackio_storage.get_run_config("faults", name))
     assert "s3cret" not in config
     assert "${OTHER}" in config
+    assert "https://tools.org:8443/mcp?(not shown)" in config
 
 
 @pytest.fixture(scope="module")

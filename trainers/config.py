@@ -198,6 +198,16 @@ class TrainConfig(Section):
     strategy: Literal["single", "ddp", "fsdp2"] = "single"
     """How processes share the work; a launch that accelerate set up otherwise is refused."""
 
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic learns beside the policy."""
+        return self.algorithm != "sft" and self.advantage.estimator == "gae"
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the policy's distance to the reference counts."""
+        return self.algorithm != "sft" and self.loss.kl.coefficient > 0
+
 
 class SyncConfig(Section):
     """How new weights reach the inference server."""
@@ -281,6 +291,18 @@ class TrainRecipe(RolloutRecipe):
     sync: SyncConfig = SyncConfig()
     placement: PlacementConfig = PlacementConfig()
     track: TrackConfig = TrackConfig()
+
+    @property
+    def rounding(self) -> dict[str, str]:
+        """The fields, with their values, by which the server samples from other weights than are trained: the server's
+        are rounded, or the base that the trainer's adapter is on."""
+        lora = self.model.lora
+        fields = {
+            "server.model": self.server.model,
+            "server.quantization": self.server.quantization,
+            "model.lora.quantization": lora.quantization if lora else None,
+        }
+        return {name: value for name, value in fields.items() if value is not None}
 
     @model_validator(mode="after")
     def _apply_algorithm(self) -> "TrainRecipe":

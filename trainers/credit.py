@@ -191,13 +191,13 @@ def needed_scores(recipe: TrainRecipe) -> list[str]:
     """The streams that credit and loss need of the weights before the update; see Learner.score."""
     loss = recipe.train.loss
     names = []
-    if loss.kl.coefficient:
+    if recipe.train.has_reference:
         names.append("reference")
         if loss.kl.place == "reward":
             names.append("proximal")
     if loss.top_entropy < 1.0:
         names.append("entropy")
-    if recipe.train.advantage.estimator == "gae":
+    if recipe.train.has_critic:
         names.append("value")
     return names
 

@@ -34,14 +34,9 @@ def hollow_model(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> 
             plain["attention"] = "auto"
         recipe = recipe.model_copy(update={"train": train.model_copy(update=plain)})
         policy = make_policy(recipe, network, batching, device)
-        if not has_critic(recipe):
+        if not train.has_critic:
             return policy
         return make_actor_critic(recipe, policy, device, None if recipe.model.lora else hollow_network(config, dtype))
-
-
-def has_critic(recipe: TrainRecipe) -> bool:
-    """Whether a critic learns beside the policy."""
-    return recipe.train.algorithm != "sft" and recipe.train.advantage.estimator == "gae"
 
 
 def policy_of(model: Policy | ActorCritic) -> Policy:

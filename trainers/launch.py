@@ -52,11 +52,12 @@ def make_accelerator(train: TrainConfig) -> Accelerator:
     if train.strategy == "fsdp2" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         _check_fsdp_settings(train)
         options["fsdp_plugin"] = _fsdp2()
-    # a backward pass is the policy's or the critic's
-    roles = train.advantage.estimator == "gae" and train.algorithm != "sft"
     # all buffers are constants, and every process loads the same ones
     ddp = DistributedDataParallelKwargs(
-        broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=roles
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+        # a backward pass is the policy's or the critic's
+        find_unused_parameters=train.has_critic,
     )
     group = InitProcessGroupKwargs(timeout=PATIENCE)
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[ddp, group], **options)

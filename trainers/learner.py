@@ -64,8 +64,7 @@ class Learner:
         self.entropy_gradient = train.loss.entropy_bonus > 0
         self.policy: Policy = load_policy(recipe, accelerator.device)
         self.batching = self.policy.batching
-        with_critic = train.algorithm != "sft" and train.advantage.estimator == "gae"
-        model = make_actor_critic(recipe, self.policy, accelerator.device) if with_critic else self.policy
+        model = make_actor_critic(recipe, self.policy, accelerator.device) if train.has_critic else self.policy
         optimizer = make_optimizer(model, train)
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         # not prepared: accelerate would step it once per process
@@ -73,8 +72,7 @@ class Learner:
         unwrapped = accelerator.unwrap_model(self.model)
         self._actor_critic = unwrapped if isinstance(unwrapped, ActorCritic) else None
         self.policy = self._actor_critic.policy if self._actor_critic else unwrapped
-        needs_reference = train.algorithm != "sft" and train.loss.kl.coefficient > 0
-        self._reference = make_reference(recipe, self.policy, accelerator) if needs_reference else None
+        self._reference = make_reference(recipe, self.policy, accelerator) if train.has_reference else None
         torch.manual_seed(recipe.seed)
 
     @property

@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from rollout.memory import CUDA_CONTEXT as CUDA_CONTEXT
-from rollout.memory import NCCL_BUFFERS
+from rollout.memory import CUDA_CONTEXT, NCCL_BUFFERS
 from trainers.config import OptimizerConfig, TrainConfig, TrainRecipe
 from trainers.critic import ActorCritic, Role, role_of
 from trainers.hollow import hollow_model, policy_of
@@ -79,8 +78,7 @@ def _weights(model: nn.Module) -> dict[str, int]:
 
 
 def _reference(recipe: TrainRecipe, policy: Policy) -> int:
-    train = recipe.train
-    if policy.is_lora or train.algorithm == "sft" or not train.loss.kl.coefficient:
+    if policy.is_lora or not recipe.train.has_reference:
         return 0
     return sum(weight.numel() for weight in policy.network.parameters()) * policy.dtype.itemsize
 

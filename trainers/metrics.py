@@ -1,20 +1,10 @@
 """The training loops' metrics: a table of what each name means, and those that come from a batch's groups."""
 
 from collections import Counter
-from dataclasses import dataclass
 from statistics import fmean, pstdev
 
+from rollout.metrics import Metric
 from rollout.trajectory import Group
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One figure of metrics.jsonl. `<...>` in a name stands for what the run fills in."""
-
-    name: str
-    unit: str
-    meaning: str
-
 
 METRICS = [
     Metric("step", "", "training step, from 1; 0 is before the first"),

@@ -1,6 +1,5 @@
 """Parking: what a learner keeps between two steps leaves its device for the host's memory, and comes back as it was."""
 
-import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +9,6 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from trainers.learner import Learner
-
-logger = logging.getLogger(__name__)
 
 Bytes = UInt8[Tensor, "bytes"]
 
@@ -47,7 +44,8 @@ class Parking:
 
     @torch.no_grad()
     def park(self) -> None:
-        """Moves everything to the host's memory, and gives the device's back to the system."""
+        """Moves everything to the host's memory, and gives the device's back to the system. Raises torch.cuda.CudaError
+        where host memory cannot be page-locked."""
         if self._parked:
             return
         earlier = {id(place.tensors[0]): place for place in self._places}
@@ -93,8 +91,8 @@ class Parking:
         # torch's own page-locked memory comes in powers of two, up to twice what is asked for
         if self._device.type == "cuda" and host.numel() >= _LEAST_LOCKED:
             status = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0))
-            if status != 0:
-                logger.warning("%d bytes cannot be page-locked (CUDA error %d): moving is slower", len(host), status)
+            # CUDA keeps a failure as its last error: the next kernel would raise it in its own name
+            torch.cuda.check_error(status)
 
     def _unlock(self, host: Bytes) -> None:
         if host.is_pinned():

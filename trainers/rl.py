@@ -99,7 +99,7 @@ def train_rl(
         report, proof = pushed
         weights.note(version, report.model)
         source.published(version, report.model)
-        logger.info("version %d is live as %s, sha256 of its file %s", version, report.model, report.digest)
+        logger.info("version %d is live as %s, digest of its content %s", version, report.model, report.digest)
         return {"sync/bytes": report.bytes, "seconds/sync": time.perf_counter() - started, **proof}
 
     def evaluate(step: int) -> None:
@@ -155,16 +155,17 @@ def train_rl(
             learner.end_step()
             updated = time.perf_counter()
             expected = canary_scores()
+            by_row: dict[int, dict[str, list[float]]] = {}
+            if recipe.track.credit and proximal:
+                by_row = learner.by_row(batch, [{"proximal": values} for values in proximal])
+        sync_metrics = publish(step, expected)
+        if main and note is not None:
+            # meanwhile chains run on the new weights
             noted: list[str] = []
             if recipe.track.credit:
-                by_row = learner.by_row(batch, [{"proximal": values} for values in proximal]) if proximal else {}
-                if main:
-                    scored = [by_row[number]["proximal"] for number in range(len(by_row))]
-                    noted = credit.lines(step, credited.rows, scored)
-        if main and note is not None:
+                scored = [by_row[number]["proximal"] for number in range(len(by_row))]
+                noted = credit.lines(step, credited.rows, scored)
             note(step, groups, noted)
-
-        sync_metrics = publish(step, expected)
         ended = time.perf_counter()
         lineage.finish(step, [group.id for group in groups], ended - started)
         if main:

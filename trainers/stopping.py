@@ -39,6 +39,11 @@ class Stop:
         self._waiting = False
         self._on_signal: Callable[[], None] = lambda: None
 
+    @property
+    def heard(self) -> bool:
+        """Whether a signal has come to this process, agreed on or not."""
+        return self._heard is not None
+
     def listen(self, accelerator: Accelerator, on_signal: Callable[[], None]) -> None:
         """Rank 0 hears signals from now on, and calls `on_signal` when it will stop for one; the other ranks end when
         rank 0 is gone. Every process calls it."""

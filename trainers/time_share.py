@@ -11,6 +11,8 @@ from trainers.learner import Learner
 from trainers.parking import Parking
 from trainers.policy import Policy
 from trainers.server_control import ServerControl, SyncError
+from trainers.stopping import Stop
+from trainers.sync.patient import patiently
 from trainers.sync.protocol import SyncReport, WeightSync
 
 _LEAST_FREED = 2**20
@@ -43,20 +45,30 @@ class TimeShare(Turns):
     On a CPU the trainer's tensors are where they would be parked, so only the order is kept.
     """
 
-    def __init__(self, server: ServerControl, device: torch.device, moves: bool | None = None) -> None:
-        """`device` is the trainer's. `moves`: whether the learner is copied from and to the device (default: unless
-        that is the CPU)."""
+    def __init__(
+        self,
+        server: ServerControl,
+        device: torch.device,
+        patience_seconds: float,
+        stop: Stop | None = None,
+        moves: bool | None = None,
+    ) -> None:
+        """`device` is the trainer's. A server that does not answer when it is to sleep is waited for, for
+        `patience_seconds` or until `stop` hears a signal. `moves`: whether the learner is copied from and to the device
+        (default: unless that is the CPU)."""
         self._server = server
         self._device = device
+        self._patience = patience_seconds
+        self._stop = stop or Stop()
         self._moves = device.type != "cpu" if moves is None else moves
         self._parking: Parking | None = None
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """See Turns. Raises SyncError where the server does not sleep."""
+        """See Turns. Raises SyncError where the server does not sleep, ServerGoneError where it is gone for good."""
         with self._timed("seconds/sleep"):
-            self._send_to_sleep()
+            patiently(self._send_to_sleep, "the trainer's turn", self._patience, lambda: self._stop.heard)
         with self._timed("seconds/bring_in"):
             if self._parking is not None:
                 self._parking.bring_in()

@@ -14,6 +14,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import yaml
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
@@ -37,6 +38,10 @@ MOST_IMAGES = 3
 
 _UNNAMED = re.compile(r"[^\w\-. :/]", re.ASCII)
 """What mlflow takes in no name; a reward's part may be called so."""
+
+
+_VARIABLE = re.compile(r"\$\{\w+\}")
+_HIDDEN = "(not shown)"
 
 
 class TrackingError(Exception):
@@ -69,11 +74,12 @@ class Tracking:
                     self._trackers[tracker] = self._start(tracker, f"{name}-{self._runs['key']}")
                 # their own errors, and those of their servers, have nothing in common
                 except Exception as error:
+                    self._end(failed=True)
                     raise TrackingError(
                         f"track.trackers: {tracker} does not start: {error}; fix: see docs/tracking.md for what it "
                         f"needs, or leave it out: metrics.jsonl has the same numbers"
                     ) from error
-        if config.trackers:
+            # at once: an attempt in which the next one does not start leaves a run to go on with
             (folder / RUNS).write_text(json.dumps(self._runs) + "\n", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, Any]) -> None:
@@ -102,11 +108,14 @@ class Tracking:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end(failed=error is not None)
+
+    def _end(self, failed: bool) -> None:
         for tracker, running in self._trackers.items():
             finish: Callable[[], Any] = running.finish
-            if error is not None and tracker == "wandb":
+            if failed and tracker == "wandb":
                 finish = _wandb_failed(running)
-            elif error is not None and tracker == "mlflow":
+            elif failed and tracker == "mlflow":
                 finish = _mlflow_failed
             with redirect_stdout(sys.stderr):
                 self._try(tracker, finish)
@@ -226,16 +235,25 @@ def _mlflow_failed() -> None:
 
 
 def _without_secrets(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The recipe, as people elsewhere may see it: what is written out among the variables and headers of tool servers
-    may be a key; `${NAME}` is none."""
+    """The recipe, as people elsewhere may see it: what is written out among the variables and headers of tool servers,
+    or in the query of an address, may be a key; `${NAME}` alone is none."""
     servers = {}
     for server, section in (recipe.get("mcp_servers") or {}).items():
         kept = dict(section)
         for name in ("env", "headers"):
             values = section.get(name) or {}
-            kept[name] = {key: value if value.startswith("${") else "(not shown)" for key, value in values.items()}
+            kept[name] = {key: value if _VARIABLE.fullmatch(value) else _HIDDEN for key, value in values.items()}
+        if section.get("url"):
+            kept["url"] = _without_query(section["url"])
         servers[server] = kept
     return recipe | {"mcp_servers": servers} if servers else recipe
+
+
+def _without_query(url: str) -> str:
+    """An address without its query, nor a user's name and password."""
+    parts = urlsplit(url)
+    query = _HIDDEN if parts.query else ""
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query=query, fragment="").geturl()
 
 
 def _leaves(data: Any, prefix: str = "") -> dict[str, Any]:

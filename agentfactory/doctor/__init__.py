@@ -29,7 +29,7 @@ from agentfactory.doctor.recipe import (
     runs_code,
     starts_server,
 )
-from agentfactory.recipe import Recipe, RecipeError, StagedRecipe, load_recipe
+from agentfactory.recipe import Recipe, RecipeError, load_recipe, stages_of
 
 Check = Callable[[], Iterable[Finding]]
 _COLORS = {Level.OK: "32", Level.WARNING: "33", Level.PROBLEM: "1;31"}
@@ -81,7 +81,7 @@ def examine(recipe: str | None, overrides: Sequence[str]) -> Iterator[Finding]:
             text, _, fix = str(error).partition("; fix: ")
             yield problem("recipe", text, fix)
         else:
-            stages = loaded.stages if isinstance(loaded, StagedRecipe) else [loaded]
+            stages = stages_of(loaded)
             if not lacks:
                 yield ok("recipe", f"{loaded.name} is sound")
         for lack in dict.fromkeys(lacks):

@@ -18,7 +18,7 @@ from agentfactory.placement.changes import refusal
 from agentfactory.placement.choice import Device, Refused, choose
 from agentfactory.placement.machine import Machine, see_machine
 from agentfactory.placement.model_config import NoConfigError, load_config
-from agentfactory.placement.table import Need, Plan, rows, table
+from agentfactory.placement.table import Need, Plan, table
 from agentfactory.recipe import Recipe
 from rollout.memory import ServerMemory, server_memory
 from rollout.same_model import difference
@@ -102,7 +102,7 @@ def place(recipe: Recipe, machine: Machine, estimates: Estimates) -> dict[str, A
     try:
         tried = choose(recipe, machine, estimates)
         plan = tried[-1]
-        answer |= {"mode": plan.mode, "table": table(plan, recipe), "rows": rows(plan)}
+        answer |= {"mode": plan.mode, "table": table(plan, recipe)}
         if not plan.fits:
             raise refusal(recipe, tried, machine, estimates)
     except Refused as refused:

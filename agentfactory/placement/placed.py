@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,8 +23,6 @@ class Placement:
     mode: str = "separate"
     table: str = ""
     """For people."""
-    rows: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Bytes by process and row."""
     on_gpu: bool = False
     """Whether this machine has a GPU."""
     trainer_devices: str | None = None
@@ -108,22 +106,18 @@ def place(recipes: Sequence[Recipe], purpose: Literal["train", "serve"]) -> list
 
 def _is_planned(recipe: Recipe) -> bool:
     wanted = recipe.placement
-    return wanted.mode != "auto" or wanted.gpu_memory_gib is not None or _may_have_gpu()
+    return wanted.mode != "auto" or wanted.gpu_memory_gib is not None or may_have_gpu()
 
 
-def _may_have_gpu() -> bool:
-    # torch takes seconds to import: it is asked only where it could find something
+def may_have_gpu() -> bool:
+    """Whether torch could find a GPU here. It takes seconds to import, and is asked only then."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(map(os.path.exists, GPU_DRIVERS))
 
 
 def _with_model(recipe: Recipe, first: str) -> Recipe | None:
     if _is_there(recipe.model.path):
         return recipe
-    return (
-        recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": first})})
-        if _is_there(first)
-        else None
-    )
+    return recipe.with_model(first) if _is_there(first) else None
 
 
 def _is_there(model: str) -> bool:

@@ -101,10 +101,9 @@ class _Answers:
     def metrics(self, request: Request) -> Response:
         """A run's metrics from line `from` on; all of them where the file has begun anew since `generation`."""
         run = self._run(request)
-        start = _integer(request, "from")
-        if _integer(request, "generation") != run.generation:
-            start = 0
+        # in the other order than they are replaced: never old lines as those of the new generation
         generation, lines = run.generation, run.lines
+        start = _integer(request, "from") if _integer(request, "generation") == generation else 0
         return _answer({"generation": generation, "from": start, "lines": lines[start:]})
 
     def charts(self, request: Request) -> Response:
@@ -116,9 +115,10 @@ class _Answers:
         run = self._run(request)
         try:
             recipe = run.recipe()
-        except OSError as error:
-            raise NotThere(f"{run.label}: its recipe cannot be read: {error.strerror}") from None
-        return _answer({"label": run.label, "path": str(run.path), "summary": run.summary(), "recipe": recipe})
+        except (OSError, ValueError) as error:
+            raise NotThere(f"{run.label}: its recipe cannot be read: {error}") from None
+        told = {"label": run.label, "path": str(run.path), "best": run.best, "summary": run.summary()}
+        return _answer({**told, "recipe": recipe})
 
     def trajectories(self, request: Request) -> Response:
         """One page of chains or groups; `unsearched` chains may still have the text."""
@@ -143,7 +143,7 @@ class _Answers:
     def image(self, request: Request) -> Response:
         """One image of a chain."""
         kind, data = image_of(self._chain(request), _integer(request, "message"), _integer(request, "part"))
-        return Response(data, media_type=kind, headers={"cache-control": "private, max-age=3600"})
+        return _unless_known(_tag(data), data, kind, request)
 
     def _run(self, request: Request) -> Run:
         run = self._follower.run(request.query_params.get("run", ""))

@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from agentfactory.viewer.chain_metrics import CHAIN_METRICS, EVAL_METRICS
-from trainers.metrics import METRICS, Metric
+from rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
+from trainers.metrics import METRICS
 
 _OWN = "The task's own figures"
 _SECTIONS = {

@@ -29,8 +29,9 @@ _POLICY = (
 def export(folders: Sequence[Path], file: Path) -> str:
     """Write the page of these runs to `file`, and say what is in it. Raises ViewError.
 
-    Of trajectories it holds at most MOST_TRAJECTORIES of MOST_BYTES in all, evenly spread over each run. Recipes are
-    left out: they may name what is not for others.
+    Of trajectories it holds at most MOST_TRAJECTORIES of MOST_BYTES in all. Each run has an equal share of both, and
+    what small runs leave of theirs; in a run, they are spread evenly. Recipes are left out: they may name what is not
+    for others.
     """
     if not file.parent.is_dir():
         raise ViewError(f"--export {file}: {file.parent} is no folder; fix: make it first")
@@ -52,9 +53,9 @@ def export(folders: Sequence[Path], file: Path) -> str:
     except OSError as error:
         raise ViewError(f"--export {file}: {error.strerror}; fix: name a file that can be written") from None
     total = sum(run["chains"] for run in state["runs"])
-    return (
-        f"{file}: {len(follower.runs)} runs, {len(pages)} of {total} trajectories, {file.stat().st_size / 1e6:.1f} MB"
-    )
+    size, problems = file.stat().st_size / 1e6, sum(len(run.problems) for run in follower.runs)
+    unread = f"; the page names {problems} files or lines that cannot be read" if problems else ""
+    return f"{file}: {len(follower.runs)} runs, {len(pages)} of {total} trajectories, {size:.1f} MB{unread}"
 
 
 def _page(data: dict[str, Any]) -> str:
@@ -88,16 +89,30 @@ def _pages(follower: Follower) -> tuple[list[dict[str, Any]], list[str]]:
     # small runs first: what they leave is for the others
     runs = sorted(follower.index.counts().items(), key=lambda counted: counted[1])
     for number, (run, _) in enumerate(runs):
-        for row in _spread(follower, run, (MOST_TRAJECTORIES - len(pages)) // (len(runs) - number)):
+        rows = _spread(follower, run, (MOST_TRAJECTORIES - len(pages)) // (len(runs) - number))
+        left -= (share := left // (len(runs) - number))
+        taken: dict[int, tuple[dict[str, Any], str]] = {}
+        for place in _from_coarse_to_fine(len(rows)):
+            row = rows[place]
             chain = find_chain(follower, run, row["file"], row["byte"], row["place"])
             page = page_of(follower, chain, lambda message, part, url: url)
             page["facts"] |= {"tools": row["tools"], "preview": task_text(chain.group)[:240]}
-            left -= len(to_json(page, inf_nan_mode="null"))
-            if left < 0:
-                return pages, searched
-            pages.append(page)
-            searched.append("\n".join(texts_of(chain.group.get("task") or {}, chain.saved)))
+            size = len(to_json(page, inf_nan_mode="null"))
+            # another may still fit
+            if size <= share:
+                share -= size
+                taken[place] = page, "\n".join(texts_of(chain.group["task"], chain.saved))
+        left += share
+        for place in sorted(taken):
+            pages.append(taken[place][0])
+            searched.append(taken[place][1])
     return pages, searched
+
+
+def _from_coarse_to_fine(count: int) -> list[int]:
+    """Numbers below `count` in an order of which each beginning is spread evenly: by their bits from the last on."""
+    width = count.bit_length()
+    return sorted(range(count), key=lambda number: f"{number:0{width}b}"[::-1])
 
 
 def _spread(follower: Follower, run: str, most: int) -> list[dict[str, Any]]:

@@ -2,10 +2,11 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentfactory.viewer.best_checkpoint import BestCheckpoint
 from agentfactory.viewer.index import Index, Line, rows_of
 from agentfactory.viewer.runs import CreditLine, Run, Runs
 from agentfactory.viewer.saved_groups import outline
@@ -14,6 +15,8 @@ _EVERY_SECONDS = 0.4
 _IDLE_SECONDS = 15.0
 """After the last request, nothing is read any more."""
 _BYTES_AT_ONCE = 4 << 20
+_BAD_LINE = (ValueError, OverflowError)
+"""What a line raises that is none, or whose numbers the index cannot hold."""
 
 
 class Follower:
@@ -49,11 +52,11 @@ class Follower:
         return next((run for run in self.runs if run.id == run_id), None)
 
     def path_of(self, line: Line) -> Path:
-        """The file in which a line of the index stands."""
+        """The file in which a line of the index stands. Raises FileNotFoundError where its run is gone."""
         run = self.run(line.run)
         if run is None:
             raise FileNotFoundError(line.run)
-        return run.files[line.file].path
+        return run.folder.trajectories / line.file
 
     def read_all(self) -> None:
         """Read everything that is there now."""
@@ -62,7 +65,15 @@ class Follower:
 
     def read_some(self) -> bool:
         """Read a part of what is new, a little of each file; whether there was anything."""
-        self.runs = self._all.find()
+        try:
+            before, self.runs = self.runs, self._all.find()
+        except OSError:
+            before = []  # a folder that is being deleted: the next look tells
+        for run in before:
+            if run not in self.runs:
+                for name in run.files:
+                    self.index.forget(run.id, name)
+                run.forget()
         return any([self._read_run(run) for run in self.runs])
 
     def progress(self) -> dict[str, int]:
@@ -81,8 +92,10 @@ class Follower:
                     "status": run.status(),
                     "generation": run.generation,
                     "lines": len(run.lines),
+                    "step": next((line["step"] for line in reversed(run.lines) if "step" in line), None),
                     "chains": counts.get(run.id, 0),
                     "credited": len(run.credit),
+                    "best": _figure_of(run.best),
                     "problems": list(run.problems),
                 }
                 for run in self.runs
@@ -99,12 +112,17 @@ class Follower:
             self._wake.clear()
 
     def _read_run(self, run: Run) -> bool:
+        self._read_part(run, run.find_files)
+        self._read_part(run, run.find_checkpoints)
+        read = [self._read_part(run, run.follow_metrics, _BYTES_AT_ONCE), self._read_part(run, self._read_credit, run)]
+        return any(read + [self._read_part(run, self._read_file, run, name) for name in list(run.files)])
+
+    def _read_part(self, run: Run, read: Callable[..., bool | None], *given: Any) -> bool:
+        """What cannot be read is told, and keeps nothing else from being read."""
         try:
-            run.find_files()
-            read = [run.follow_metrics(_BYTES_AT_ONCE), self._read_credit(run)]
-            return any(read + [self._read_file(run, name) for name in list(run.files)])
+            return bool(read(*given))
         except OSError as error:
-            run.note(str(error))
+            run.note_unreadable(error)
             return False
 
     def _read_file(self, run: Run, name: str) -> bool:
@@ -112,17 +130,16 @@ class Follower:
         taken = file.take(_BYTES_AT_ONCE)
         if taken.restarted:
             self.index.forget(run.id, name)
-        rows = []
         groups = []
         for offset, line in taken.lines:
             try:
                 made = rows_of(run.id, name, offset, line)
-            except ValueError as error:
+                # line by line: one that the index does not take is left out alone
+                self.index.add(made)
+            except _BAD_LINE as error:
                 run.note_line(file.path, offset, error)
                 continue
-            rows += made
             groups += [row[6] for row, _ in made[:1]]
-        self.index.add(rows)
         self.index.note_steps(run.id, [(group, run.credit[group].step) for group in groups if group in run.credit])
         return bool(taken.lines) or taken.restarted
 
@@ -130,15 +147,18 @@ class Follower:
         taken = run.credit_file.take(_BYTES_AT_ONCE)
         if taken.restarted:
             run.credit.clear()
-        steps = []
         for offset, line in taken.lines:
             try:
                 said = outline(line)
                 group, step = str(said["group"]), int(said["step"])
-            except (ValueError, KeyError, TypeError) as error:
+                self.index.note_steps(run.id, [(group, step)])
+            except (KeyError, TypeError, *_BAD_LINE) as error:
                 run.note_line(run.credit_file.path, offset, error)
                 continue
             run.credit[group] = CreditLine(offset, len(line), step)
-            steps.append((group, step))
-        self.index.note_steps(run.id, steps)
         return bool(taken.lines) or taken.restarted
+
+
+def _figure_of(best: BestCheckpoint | None) -> dict[str, Any] | None:
+    # without its path: an exported page is for others
+    return None if best is None else {"step": best.step, "metric": best.metric, "value": best.value}

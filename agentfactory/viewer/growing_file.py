@@ -24,7 +24,7 @@ class GrowingFile:
         self.offset = 0
         """Bytes read so far."""
         self.size = 0
-        """Bytes that were there at the last reading."""
+        """Bytes that were there to read at the last reading: whole lines."""
         self._inode = -1
         self._mark = b""
 
@@ -50,7 +50,12 @@ class GrowingFile:
             file.seek(self.offset)
             lines: list[tuple[int, bytes]] = []
             start = self.offset
-            while self.offset - start < most and (line := file.readline()).endswith(b"\n"):
+            while self.offset - start < most:
+                line = file.readline()
+                if not line.endswith(b"\n"):
+                    # a run that was killed while it wrote leaves such a line for good
+                    self.size = self.offset
+                    break
                 lines.append((self.offset, line))
                 self.offset += len(line)
             if lines or restarted:

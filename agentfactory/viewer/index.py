@@ -80,6 +80,7 @@ def rows_of(run: str, file: str, byte: int, line: bytes) -> list[tuple[tuple[Any
     """
     group = outline(line)
     try:
+        group["task"]  # a text search looks at it
         preview = task_text(group)[:_PREVIEW]
         version, source = _version_of(file, group), source_of(file)
         place_in_file = (run, file, source, byte, len(line))
@@ -87,7 +88,7 @@ def rows_of(run: str, file: str, byte: int, line: bytes) -> list[tuple[tuple[Any
             _row(place_in_file, place, str(group["id"]), version, chain, preview)
             for place, chain in enumerate(group["trajectories"])
         ]
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"no saved group: {error!r}") from error
 
 
@@ -100,20 +101,28 @@ def _row(
     tokens = sum(row["token_ids"] if isinstance(row["token_ids"], int) else len(row["token_ids"]) for row in rows)
     errors = sum(metrics.get(f"tool_errors/{kind}", 0) for kind in CallError)
     figures = (
-        chain["outcome"],
-        chain.get("stop_reason"),
-        chain.get("reward"),
-        metrics.get("success"),
-        chain.get("turns", 0),
-        metrics.get("tool_calls", len(names)),
-        errors,
+        str(chain["outcome"]),
+        _text(chain.get("stop_reason")),
+        _number(chain.get("reward")),
+        _number(metrics.get("success")),
+        float(chain.get("turns", 0)),
+        float(metrics.get("tool_calls", len(names))),
+        float(errors),
         tokens,
-        metrics.get("sampled_tokens"),
-        chain.get("seconds", 0.0),
-        chain.get("error"),
+        _number(metrics.get("sampled_tokens")),
+        float(chain.get("seconds", 0.0)),
+        _text(chain.get("error")),
         preview,
     )
     return (*where, place, group, str(chain["id"]), version, None, *figures), set(names)
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
 
 
 class Index:
@@ -126,7 +135,7 @@ class Index:
         self._lock = threading.Lock()
 
     def add(self, rows: Sequence[tuple[tuple[Any, ...], set[str]]]) -> None:
-        """Add rows that `rows_of` made."""
+        """Add rows that `rows_of` made, all or none. Raises OverflowError where a number is too large."""
         with self._lock, self._database:
             for row, tools in rows:
                 chain = self._database.execute(_INSERT, row).lastrowid

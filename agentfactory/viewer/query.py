@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MOST_ROWS = 200
+_MOST_PAGES = 10**9
 
 _EXACT = {"run": "run", "source": "source", "outcome": "outcome", "group": "group_id"}
 _RANGES = {"version": "version", "step": "step", "reward": "reward"}
@@ -61,8 +62,8 @@ class Query:
             sort=sort,
             ascending=given.get("ascending") == "1",
             by_group=by_group,
-            page=max(0, int(_number(given, "page", 0))),
-            size=min(MOST_ROWS, max(1, int(_number(given, "size", 50)))),
+            page=int(min(_MOST_PAGES, max(0, _number(given, "page", 0)))),
+            size=int(min(MOST_ROWS, max(1, _number(given, "size", 50)))),
         )
 
     def where(self) -> tuple[str, list[Any]]:

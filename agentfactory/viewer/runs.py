@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,11 @@ import yaml
 from pydantic_core import from_json
 
 from agentfactory.run_folder import RECIPE, RunFolder
+from agentfactory.viewer.best_checkpoint import BestCheckpoint, find_best
 from agentfactory.viewer.growing_file import GrowingFile
+from rollout.trajectory import CREDIT_FILE
 
-_CREDIT = "credit.jsonl"
+_CHECKPOINT = re.compile(r"step-\d+")
 _MOST_PROBLEMS = 20
 
 
@@ -38,17 +41,28 @@ class Run:
         """The same each time: it stands in addresses."""
         self.label = label
         self.folder = RunFolder(path)
-        self.lines: list[dict[str, Any]] = []
-        """Of metrics.jsonl."""
         self.generation = 0
         """How often metrics.jsonl began anew."""
+        self.problems: list[str] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+        """Of metrics.jsonl."""
         self.metrics_file = GrowingFile(self.folder.metrics)
         self.files: dict[str, GrowingFile] = {}
         """Trajectory files by their path within `trajectories`."""
-        self.credit_file = GrowingFile(self.folder.trajectories / _CREDIT)
+        self.credit_file = GrowingFile(self.folder.credit)
         self.credit: dict[str, CreditLine] = {}
         """By group."""
-        self.problems: list[str] = []
+        self.best: BestCheckpoint | None = None
+        """By the figure that train.keep_best names, if it names one."""
+        self._checkpoints_seen: list[tuple[str, int]] = []
+
+    def forget(self) -> None:
+        """The run is gone, such as a stage that was deleted: should it come again, it is read from the beginning."""
+        self._begin()
+        self.generation += 1
 
     @property
     def path(self) -> Path:
@@ -67,8 +81,26 @@ class Run:
     def _trajectory_files(self) -> Iterator[Path]:
         for pattern in ("*.jsonl", "eval/*.jsonl"):
             for path in sorted(self.folder.trajectories.glob(pattern)):
-                if path.name != _CREDIT:
+                if path.name != CREDIT_FILE and self._can_be_named(path):
                     yield path
+
+    def _can_be_named(self, path: Path) -> bool:
+        if not _is_text(path.name):
+            self.note(f"{path.name!a}: left out, for its name is not UTF-8")
+            return False
+        return True
+
+    def find_checkpoints(self) -> None:
+        """Look which checkpoint is the best by now."""
+        found = [path for path in self.folder.checkpoints.glob("step-*") if _CHECKPOINT.fullmatch(path.name)]
+        try:
+            seen = [(path.name, path.stat().st_mtime_ns) for path in [self.folder.recipe, *sorted(found)]]
+        except FileNotFoundError:
+            return  # the run deletes checkpoints: the next look tells
+        if seen != self._checkpoints_seen:
+            metric = self._setting("train", "keep_best")
+            self.best = find_best(found, metric) if metric else None
+            self._checkpoints_seen = seen
 
     def follow_metrics(self, most: int) -> bool:
         """Read what is new in metrics.jsonl; whether there was anything."""
@@ -89,6 +121,11 @@ class Run:
     def note_line(self, path: Path, offset: int, error: Exception) -> None:
         """A line of a file cannot be read."""
         self.note(f"{path.relative_to(self.path)}, byte {offset}: {error}")
+
+    def note_unreadable(self, error: OSError) -> None:
+        """A file cannot be read."""
+        # by its place within the run: an exported page is for others
+        self.note(str(error).replace(f"{self.path}/", ""))
 
     def note(self, problem: str) -> None:
         """Something cannot be read, and people are to know."""
@@ -114,15 +151,16 @@ class Run:
 
     def model_path(self) -> str | None:
         """Folder or name of the model that the run begins with."""
-        try:
-            recipe = yaml.safe_load(self.recipe())
-        except (OSError, yaml.YAMLError):
-            return None
-        model = recipe.get("model") if isinstance(recipe, dict) else None
-        path = model.get("path") if isinstance(model, dict) else None
-        if not isinstance(path, str):
+        path = self._setting("model", "path")
+        if path is None:
             return None
         return path.replace("${prepared}", str(self.path / "prepared")).replace("${output}", str(self.path))
+
+    def _setting(self, section: str, name: str) -> str | None:
+        """A text of the recipe."""
+        part = _read_recipe(self.folder.recipe).get(section)
+        value = part.get(name) if isinstance(part, dict) else None
+        return value if isinstance(value, str) else None
 
 
 class Runs:
@@ -155,13 +193,9 @@ class Runs:
 
 def _parts(root: Path) -> list[Path]:
     """Stages in their order, then what other commands wrote beside them."""
-    folders = sorted(path.parent for path in root.glob(f"*/{RECIPE}"))
-    try:
-        recipe = yaml.safe_load((root / RECIPE).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
-        recipe = None
-    stages = recipe.get("stages") if isinstance(recipe, dict) else None
-    names = [stage.get("name") for stage in stages or () if isinstance(stage, dict)]
+    folders = sorted(path.parent for path in root.glob(f"*/{RECIPE}") if _is_text(path.parent.name))
+    stages = _read_recipe(root / RECIPE).get("stages")
+    names = [stage.get("name") for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
     return sorted(folders, key=lambda path: names.index(path.name) if path.name in names else len(names))
 
 
@@ -183,6 +217,23 @@ def _labels(roots: Sequence[Path]) -> dict[Path, str]:
         if len(set(labels.values())) == len(roots):
             return labels
     raise AssertionError("resolved paths differ")
+
+
+def _is_text(name: str) -> bool:
+    """Whether a file's name can stand in an address and in JSON."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _read_recipe(path: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

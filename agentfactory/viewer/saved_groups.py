@@ -50,10 +50,10 @@ def texts_of(task: dict[str, Any], chain: dict[str, Any]) -> Iterator[str]:
     """Everything that is said in a chain, and its task: what a text search looks at."""
     yield str(chain["id"])
     yield json.dumps(task, ensure_ascii=False)
-    yield chain.get("error") or ""
+    yield str(chain.get("error") or "")
     for message in chain["messages"]:
-        yield text_of(message.get("content") or "")
-        yield message.get("reasoning_content") or ""
+        yield _said(message)
+        yield str(message.get("reasoning_content") or "")
         for name, arguments in calls_of(message):
             yield name
             yield json.dumps(arguments, ensure_ascii=False)
@@ -64,5 +64,14 @@ def task_text(group: dict[str, Any]) -> str:
     for chain in group["trajectories"][:1]:
         for message in chain["messages"]:
             if message.get("role") == "user":
-                return text_of(message.get("content") or "")
-    return json.dumps(group.get("task", {}), ensure_ascii=False)
+                return _said(message)
+    return json.dumps(group["task"], ensure_ascii=False)
+
+
+def _said(message: dict[str, Any]) -> str:
+    """What a message says as text; parts of a kind that is not ours, as they are."""
+    content = message.get("content") or ""
+    try:
+        return text_of(content)
+    except (LookupError, TypeError, ValueError):
+        return json.dumps(content, ensure_ascii=False)

@@ -34,26 +34,26 @@ class TextSearch:
         with self._lock:
             while lines := index.lines_after(self._last, _CHAINS_AT_ONCE):
                 for line in lines:
-                    if places := self._places(path_of(line), line):
+                    if places := self._places(path_of, line):
                         index.note_found(self.number, line, places)
                     self._last = line.last
                     if time.monotonic() > until:
                         return index.left_after(self._last)
             return 0
 
-    def _places(self, path: Path, line: Line) -> list[int]:
+    def _places(self, path_of: Callable[[Line], Path], line: Line) -> list[int]:
         try:
-            raw = read_bytes(path, line.byte, line.length)
+            raw = read_bytes(path_of(line), line.byte, line.length)
             if self._bytes is not None and self._bytes not in raw.lower():
                 return []
             group = outline(raw)
+            return [
+                place
+                for place, chain in enumerate(group["trajectories"])
+                if any(self._text in text.lower() for text in texts_of(group["task"], chain))
+            ]
         except (OSError, ValueError):
-            return []  # the file was cut since: the index will forget the line too
-        return [
-            place
-            for place, chain in enumerate(group["trajectories"])
-            if any(self._text in text.lower() for text in texts_of(group["task"], chain))
-        ]
+            return []  # the file was cut or deleted since: the index will forget the line too
 
 
 class TextSearches:

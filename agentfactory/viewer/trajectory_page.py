@@ -48,8 +48,8 @@ def find_chain(follower: Follower, run_id: str, file: str, byte: int, place: int
     run, line = follower.run(run_id), follower.index.line(run_id, file, byte)
     if run is None or line is None:
         raise NotThere("no such trajectory: the run's files may have been cut since, or are not read so far yet")
-    path = follower.path_of(line)
     try:
+        path = follower.path_of(line)
         group = _read_group(path, line, path.stat().st_ino)
     except (OSError, ValueError):
         raise NotThere(f"{file} has changed since: load the page anew") from None

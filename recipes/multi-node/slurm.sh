@@ -76,6 +76,13 @@ join() {
     echo "$*"
 }
 
+# told now, and not once the servers have loaded
+resolved=$("$python" -P -m agentfactory serve "$recipe" "$@" server.url=null "output=$logs/check" --dry-run) || exit 2
+if grep -qE '^(stages:|prepare: /)' <<<"$resolved"; then
+    fail "$recipe has several stages or a \`prepare\`, which only \`agentfactory train\` runs; fix: prepare on one machine, \
+and give this script the recipe of one stage, with model.path, data.path and prepare=null"
+fi
+
 on_each serve_here "$(join "${servers[@]}")" "$@" &
 serving=$!
 trap 'kill -TERM "$serving" 2>/dev/null || true; wait' EXIT

@@ -328,8 +328,14 @@ class Engine:
         if self.static is not None and len(sampled) == len(ids):
             logits = self.static.decode(slots, ids, position, adapters, self._computed)
         else:
-            plan, keep = self._planner.plan(slots, start, count, position), tensor(after[sampled] - 1)
-            logits = self._forward(plan, segments(adapters, after), tensor(ids), tensor(position), keep)
+            logits = self._forward(
+                self._planner.plan(slots, start, count, position),
+                segments(adapters, after),
+                tensor(ids),
+                tensor(position),
+                keep=tensor(after[sampled] - 1),
+            )
+            self._plan = None  # its masks would stay beside the sampler's memory, and beside the next step's masks
         self._computed[slots] = end
         if len(sampled):
             self._extend([requests[i] for i in sampled], slots[sampled], logits)

@@ -1,12 +1,9 @@
 """Memory of tensors that is given back to the device and taken again, while the tensors stay the same objects."""
 
-import logging
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, UntypedStorage
-
-logger = logging.getLogger(__name__)
 
 
 class Evictable:
@@ -86,7 +83,6 @@ def _host_memory(size: int, pin: bool) -> Tensor:
         raise MemoryError(f"{size / 2**30:.1f} GiB of the host's memory are needed for a copy: {error}") from error
     if pin and size:
         # torch's own pinned memory comes in powers of two: up to twice of what is asked for
-        status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
-        if status:
-            logger.warning("%d bytes cannot be locked in memory (CUDA error %d): sleep is slower", size, status)
+        # CUDA keeps a failure as its last error: the next kernel would raise it in its own name
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
     return memory

@@ -16,11 +16,19 @@ def use_onednn(model: nn.Module) -> None:
     Their inputs must be [1, rows, features] or [rows, features], without gradients. Weights may change in place. A
     second copy of them is kept, in the order that oneDNN reads.
     """
+    for module in onednn_modules(model):
+        module.forward = _PackedLinear(module)  # type: ignore[assignment, method-assign]
+
+
+def onednn_modules(model: nn.Module, device: str = "cpu") -> list[nn.Linear]:
+    """The modules that `use_onednn` is for; `device` is where the weights are, such as meta before there are any."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
-        return
-    for module in model.modules():
-        if type(module) is nn.Linear and (module.weight.dtype, module.weight.device.type) == (torch.float32, "cpu"):
-            module.forward = _PackedLinear(module)  # type: ignore[assignment, method-assign]
+        return []
+    return [
+        module
+        for module in model.modules()
+        if type(module) is nn.Linear and (module.weight.dtype, module.weight.device.type) == (torch.float32, device)
+    ]
 
 
 def drop_packed(model: nn.Module) -> None:

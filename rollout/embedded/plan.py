@@ -20,7 +20,7 @@ class Group(NamedTuple):
 
     queries: int
     keys: int
-    mask: Float[Tensor, "n 1 queries keys"]
+    mask: Float[Tensor, "n 1 rows keys"]
     gather: Tensor | None
     tokens: Tensor | None
     pick: Tensor | None
@@ -56,10 +56,12 @@ class Planner:
         """On the device."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
-    def mask(self, visible: Tensor, keys: int) -> Float[Tensor, "n 1 queries keys"]:
-        """`visible` [n, queries] are positions: a query sees the keys up to its own."""
+    def mask(self, visible: Tensor, keys: int, times: int = 1) -> Float[Tensor, "n 1 rows keys"]:
+        """`visible` [n, queries] are positions: a query sees the keys up to its own. The queries come `times` times."""
+        n, queries = visible.shape
         blocked = torch.arange(keys, device=self.device) > visible[:, None, :, None]
-        return torch.zeros(blocked.shape, dtype=self.dtype, device=self.device).masked_fill_(blocked, float("-inf"))
+        mask = torch.zeros(n, times, queries, keys, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(blocked, float("-inf")).view(n, 1, times * queries, keys)
 
     def _groups(self, slots: np.ndarray, start: np.ndarray, count: np.ndarray, position: np.ndarray) -> Iterator[Group]:
         """Requests with like numbers of new tokens together, split by length where padding would double the work."""
@@ -91,12 +93,12 @@ class Planner:
         real = np.arange(queries) < count[:, None]
         tokens = (offset[:, None] + np.arange(queries))[real]
         pick = (place[:, None] * queries + np.arange(queries))[real]
-        mask = self.mask(self.tensor(position[gather]), keys)
         whole = n * queries == len(position) and bool((gather.ravel() == np.arange(len(position))).all())
         return Group(
             queries=queries,
             keys=keys,
-            mask=mask if queries == 1 else mask.repeat(1, 1, self.heads // self.kv_heads, 1),
+            # the heads that share a key head are further queries of it; a single query's mask is broadcast to them
+            mask=self.mask(self.tensor(position[gather]), keys, self.heads // self.kv_heads if queries > 1 else 1),
             gather=None if whole else self.tensor(gather.ravel()),
             tokens=None if whole else self.tensor(tokens),
             pick=None if whole else self.tensor(pick),

@@ -123,6 +123,8 @@ class Server:
     async def _pause(self, mode: str) -> None:
         if mode not in ("abort", "wait", "keep"):
             raise ApiError(400, f"mode: {mode!r} is not one of abort, wait, keep")
+        if mode == "wait" and self._in_flight and self._asleep:
+            raise ApiError(409, "requests are kept, and complete only when all is awake; POST /wake_up first")
         self._open.clear()
         if mode == "abort":
             for request in self.engine.requests():
@@ -154,13 +156,15 @@ class Server:
         return {"message": "Weight transfer initialized", "memory": list(memory)}
 
     async def start_weight_update(self, http: web.BaseRequest) -> Json:
-        """No step runs until finish_weight_update. Requests in flight must have been paused, the weights be awake."""
+        """No step runs until finish_weight_update. Requests in flight must have been paused, the weights be awake. An
+        update that is under way begins anew: all weights have to be brought again."""
         if self.engine.busy and not self._frozen:
             raise ApiError(409, "requests are running; POST /pause first")
         if "weights" in self._asleep:
             raise ApiError(409, "the weights are asleep; POST /wake_up?tags=weights first")
+        overwritten = self._update is not None and self._update.overwritten
         self._end_update()
-        self._update = WeightUpdate(self.engine.model)
+        self._update = WeightUpdate(self.engine.model, overwritten)
         return {"message": "Weight update started"}
 
     async def update_weights(self, http: web.BaseRequest) -> Json:
@@ -173,7 +177,7 @@ class Server:
         return {"message": "Weights updated"}
 
     async def finish_weight_update(self, http: web.BaseRequest) -> Json:
-        """Without a `weight_version` the update is given up, whatever has been brought."""
+        """Without a `weight_version` the update is given up, which is refused once any weight has been overwritten."""
         version = (await _body(http)).get("weight_version")
         update = self._need_update()
         if version is not None:
@@ -184,6 +188,8 @@ class Server:
             except WeightsError as error:
                 raise ApiError(400, f"weight_version: {error}") from error
             self.engine.weight_version = version
+        elif update.overwritten:
+            raise ApiError(409, "weights have been overwritten: bring all of them, and finish with a weight_version")
         self._end_update()
         self._work.set()
         return {"message": "Weight update finished"}
@@ -225,11 +231,11 @@ class Server:
             raise ApiError(409, "a weight update is under way; POST /finish_weight_update first")
         if self._asleep != {"weights", "kv_cache"}:
             was_open, was_frozen = self._open.is_set(), self._frozen
-            if self.engine.busy:
-                if "mode" not in http.query:
-                    raise ApiError(409, "requests are running; pause first or give mode=abort, wait or keep")
-                await self._pause(http.query["mode"])
+            if self.engine.busy and "mode" not in http.query:
+                raise ApiError(409, "requests are running; pause first or give mode=abort, wait or keep")
             try:
+                if self.engine.busy:
+                    await self._pause(http.query["mode"])
                 self.engine.sleep()
                 self._asleep = {"weights", "kv_cache"}
             except MemoryError as error:

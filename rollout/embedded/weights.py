@@ -17,31 +17,32 @@ _PACKED = ("names", "dtype_names", "shapes", "tensor_sizes")
 
 
 class WeightsError(ValueError):
-    """Weights that do not fit the model; nothing was changed by them."""
+    """Weights that do not fit the model, or cannot be read, or are not all that it has."""
 
 
 class WeightUpdate:
     """One update of all weights: from a file, or in parts through memory that the sender shares."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """`model` is on its device until the update ends."""
-        self._model = model
+    def __init__(self, model: nn.Module, overwritten: bool = False) -> None:
+        """`model` is on its device until the update ends; `overwritten` where one before it was not completed."""
+        self.overwritten = overwritten
+        """Whether weights have been overwritten: the model is then no version, until an update has brought them all."""
         self._state = model.state_dict()
         self._tied = _tied(self._state)
         self._given: set[str] = set()
         self._buffer = SharedBuffer(next(model.parameters()).device)
 
     def load(self, info: Any) -> None:
-        """Takes {"path": FILE} (see load_weights), or one part as vLLM's `ipc` backend has it when it is packed: lists
-        `names`, `dtype_names`, `shapes` (of numbers) and `tensor_sizes` (in bytes), and the handle of the buffer that
-        holds these tensors one after the other, as `ipc_handles_pickled`.
+        """Takes {"path": FILE}, a safetensors file of all weights, or one part as vLLM's `ipc` backend has it when it
+        is packed: lists `names`, `dtype_names`, `shapes` (of numbers) and `tensor_sizes` (in bytes), and the handle of
+        the buffer that holds these tensors one after the other, as `ipc_handles_pickled`. Names are those of
+        `model.state_dict()`; one of tied tensors is enough, and each is converted to the model's dtype.
 
-        A part is checked before any of it is copied. Raises WeightsError.
+        A file or part is checked before any of it is copied into the model. Raises WeightsError.
         """
         match info:
             case {"path": str(path), **rest} if not rest:
-                load_weights(self._model, path)
-                self._given = set(self._state)
+                self._load_file(path)
             case {"ipc_handles_pickled": str(), **lists} if lists.keys() == set(_PACKED):
                 self._load_packed(info)
             case _:
@@ -61,6 +62,32 @@ class WeightUpdate:
         """Lets go of the sender's memory."""
         self._buffer.close()
 
+    def _load_file(self, path: str) -> None:
+        if not Path(path).is_file():
+            raise WeightsError(f"{path}: no such file")
+        try:
+            with safe_open(path, "pt") as file:
+                given = set(file.keys())
+                if unknown := sorted(given - self._state.keys()):
+                    raise WeightsError(f"{path}: the model has no tensor {_some(unknown)}")
+                if missing := [names[0] for names in self._tied if not given.intersection(names)]:
+                    raise WeightsError(f"{path}: lacks the tensor {_some(missing)}")
+                for name in given:
+                    shape, needed = tuple(file.get_slice(name).get_shape()), self._state[name].shape
+                    if shape != needed:
+                        raise WeightsError(f"{path}: {name} has shape {shape}, the model needs {tuple(needed)}")
+                for names in self._tied:
+                    first, *others = given.intersection(names)
+                    if any(not torch.equal(file.get_tensor(first), file.get_tensor(other)) for other in others):
+                        raise WeightsError(f"{path}: {', '.join(sorted([first, *others]))} are tied but differ")
+                self.overwritten = True
+                with torch.no_grad():
+                    for name in given:
+                        self._state[name].copy_(file.get_tensor(name))
+        except SafetensorError as error:
+            raise WeightsError(f"{path} is not a readable safetensors file: {error}") from error
+        self._given = given
+
     def _load_packed(self, info: Mapping[str, Any]) -> None:
         lists = [info[key] for key in _PACKED]
         if any(not isinstance(entries, list) or len(entries) != len(lists[0]) for entries in lists):
@@ -79,6 +106,7 @@ class WeightUpdate:
             given = new + [self._state[name] for name in names if name in self._given]
             if new and any(not torch.equal(new[0], other) for other in given[1:]):
                 raise WeightsError(f"update_info: {', '.join(sorted(names))} are tied but differ")
+        self.overwritten = True
         with torch.no_grad():
             for name, value in part.items():
                 self._state[name].copy_(value)
@@ -106,38 +134,6 @@ class WeightUpdate:
         # a tensor that follows one of a smaller dtype may begin anywhere
         aligned = flat.clone() if flat.data_ptr() % dtype.itemsize else flat
         return aligned.view(dtype).view(shape).to(self._state[name])
-
-
-def load_weights(model: nn.Module, path: str) -> None:
-    """Copy every tensor of a safetensors file into the model, converting to the model's dtype.
-
-    Names are those of `model.state_dict()`; of tied tensors one name is enough. All is checked before the first copy:
-    WeightsError names what is unreadable, unknown, missing, mis-shaped, or tied and yet different.
-    """
-    state = model.state_dict()
-    tied = _tied(state)
-    if not Path(path).is_file():
-        raise WeightsError(f"{path}: no such file")
-    try:
-        with safe_open(path, "pt") as file:
-            given = set(file.keys())
-            if unknown := sorted(given - state.keys()):
-                raise WeightsError(f"{path}: the model has no tensor {_some(unknown)}")
-            if missing := [names[0] for names in tied if not given.intersection(names)]:
-                raise WeightsError(f"{path}: lacks the tensor {_some(missing)}")
-            for name in given:
-                shape = tuple(file.get_slice(name).get_shape())
-                if shape != state[name].shape:
-                    raise WeightsError(f"{path}: {name} has shape {shape}, the model needs {tuple(state[name].shape)}")
-            for names in tied:
-                first, *others = given.intersection(names)
-                if any(not torch.equal(file.get_tensor(first), file.get_tensor(other)) for other in others):
-                    raise WeightsError(f"{path}: {', '.join(sorted([first, *others]))} are tied but differ")
-            with torch.no_grad():
-                for name in given:
-                    state[name].copy_(file.get_tensor(name))
-    except SafetensorError as error:
-        raise WeightsError(f"{path} is not a readable safetensors file: {error}") from error
 
 
 def checksums(model: nn.Module) -> dict[str, str]:

@@ -1,14 +1,18 @@
 """`agentfactory chat`: a conversation with a run's last checkpoint, from piped lines."""
 
 import argparse
+import asyncio
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from agentfactory import chat
-from agentfactory.recipe import RecipeError
+from agentfactory.recipe import Recipe, RecipeError, load_recipe
 from agentfactory.run_folder import RunFolderError
+from agentfactory.server_commands import Served
 from tests.forked import COMMAND, Forked
 
 
@@ -36,6 +40,33 @@ def test_a_conversation_with_tools(quickstart_run: Path, tmp_path: Path) -> None
     assert "you> Hello there\n" in second
     assert "You stand in row" not in second.partition("you> Hello there")[2].partition("->")[0]
     assert text.count("[the environment's reward") == 2
+
+
+def test_only_environments_need_the_data(
+    project: Path,
+    warm_start: Path,
+    warm_server: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = load_recipe("recipe.yaml", [f"model.path={warm_start}", "rollout.max_tokens=4"])
+    assert isinstance(recipe, Recipe)
+    for data in ("tasks.jsonl", "heldout.jsonl"):
+        (project / data).unlink()
+
+    @asynccontextmanager
+    async def serve(*_: object) -> AsyncIterator[tuple[None, str]]:
+        yield None, warm_server
+
+    async def lines() -> AsyncIterator[str]:
+        yield "Hello"
+
+    monkeypatch.setattr(chat, "serve", serve)
+    monkeypatch.setattr(chat, "_lines", lines)
+    asyncio.run(chat._chat(Served(recipe, str(warm_start))))
+    said = capsys.readouterr().out
+    assert said.startswith("its tools: search;")
+    assert "you> Hello\n" in said
 
 
 def test_what_cannot_be_talked_to_is_told(project: Path) -> None:

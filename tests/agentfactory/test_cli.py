@@ -31,6 +31,22 @@ BROKEN = {
     "missing field": ({"path: model, ": ""}, [], ["recipe.yaml: model.path", "missing", "Hub name or folder"]),
     "missing data file": ({}, ["data.path=none.jsonl"], ["data.path", "none.jsonl", "no such file", "fix"]),
     "missing model": ({"path: model": "path: ./none"}, [], ["recipe.yaml: model.path", "none", "hub name"]),
+    "a row that is no task": (
+        {},
+        ["data.columns={problem: question}"],
+        ["recipe.yaml: data.path", "row 1 of", "neither 'question' nor 'messages'", "fix: rename one"],
+    ),
+    "a held-out row that is no task": (
+        {},
+        ["eval.data.columns={problem: question}"],
+        ["recipe.yaml: eval.data.path", "row 1 of", "heldout.jsonl", "fix: rename one"],
+    ),
+    "a column that is not there": ({}, ["data.columns={question: text}"], ["data.columns.question", "no field 'text'"]),
+    "a reward without its field": (
+        {},
+        ["eval.data.columns={solution: answer}"],
+        ["rewards.0", "exact wants 'answer'", "first row of eval.data", "fix: "],
+    ),
     "missing chat template": ({}, ["model.chat_template=t.jinja"], ["model.chat_template", "t.jinja", "Jinja"]),
     "missing saved rows": ({}, ["train.from_trajectories=old"], ["train.from_trajectories", "old", "JSONL"]),
     "missing parent": ({"\nmodel": "\nextends: base.yaml\nmodel"}, [], ["extends", "base.yaml", "fix"]),
@@ -175,7 +191,7 @@ def test_public_names_and_recipes_load_without_heavy_packages(project: Path) -> 
     assert not HEAVY & imported_by(f"from agentfactory import {names}", project)
     check = "from agentfactory.cli import main; main(['train', 'recipe.yaml', '--dry-run'])"
     assert not HEAVY & imported_by(check, project)
-    assert not HEAVY & imported_by("import agentfactory.launcher", project)
+    assert not HEAVY & imported_by("import agentfactory.launcher, agentfactory.server_commands", project)
 
 
 def test_an_unknown_public_name_is_an_attribute_error() -> None:
@@ -267,6 +283,7 @@ def completed(line: str) -> set[str]:
 def test_shells_complete_commands_options_and_fields(project: Path) -> None:
     assert {"train", "tools"} <= completed("agentfactory t")
     assert completed("agentfactory tools ch") == {"check"}
+    assert completed("agentfactory vi") == {"view"}
     assert completed("agentfactory view --ex") == {"--export"}
     assert completed("agentfactory eval recipe.yaml --ch") == {"--checkpoint"}
     assert completed("agentfactory train rec") == {"recipe.yaml"}
@@ -274,6 +291,14 @@ def test_shells_complete_commands_options_and_fields(project: Path) -> None:
     # bash takes what stands before = for a word of its own
     assert completed("agentfactory train recipe.yaml train.algorithm=dr") == {"dr_grpo"}
     assert completed("agentfactory train recipe.yaml train.liger=") == {"true", "false"}
+
+
+def test_a_tab_imports_the_viewer_only_for_its_options(project: Path) -> None:
+    answer = "import argcomplete, os; argcomplete.autocomplete = lambda *_, **__: None; "
+    answer += "from agentfactory.completion import answer; "
+    for line, wanted in (("agentfactory train ", False), ("agentfactory vi", False), ("agentfactory view --", True)):
+        imported = imported_by(f"{answer}os.environ['COMP_LINE'] = {line!r}; answer()", project)
+        assert ("agentfactory.viewer.command" in imported) is wanted, line
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

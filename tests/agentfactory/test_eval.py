@@ -77,20 +77,49 @@ def test_any_chat_endpoint_is_a_baseline(
     assert by_messages["eval/greedy/reward"] == by_ids["eval/greedy/reward"]
 
 
-def test_options_that_cannot_be_are_refused() -> None:
+def test_options_that_cannot_be_are_refused(project: Path) -> None:
+    recipe = load_recipe("recipe.yaml", purpose="eval")
     with pytest.raises(RecipeError, match="--checkpoint: given with --model"):
-        evaluated.check(Path(), "x/y", None, None)
+        evaluated.check(recipe, Path(), "x/y", None, None)
     with pytest.raises(RecipeError, match="--checkpoint: given with --url"):
-        evaluated.check(Path(), None, "http://h:1", None)
+        evaluated.check(recipe, Path(), None, "http://h:1", None)
     with pytest.raises(RecipeError, match="--samples: got 0"):
-        evaluated.check(None, None, None, 0)
+        evaluated.check(recipe, None, None, None, 0)
+    there = load_recipe("recipe.yaml", ["server.url=http://h:1"], "eval")
+    for option, checkpoint, model in (("--checkpoint", Path(), None), ("--model", None, "x/y")):
+        evaluated.check(recipe, checkpoint, model, None, None)
+        with pytest.raises(RecipeError, match=rf"{option}: given with server\.url, .*; fix: set server\.url=null"):
+            evaluated.check(there, checkpoint, model, None, None)
+    evaluated.check(there, None, "x/y", "http://h:1", None)
     with pytest.raises(RecipeError, match=r"--model: \./nowhere: no such folder"):
         evaluated.named("./nowhere")
     assert evaluated.named("x/y") == "x/y", "of the hub"
 
 
-def test_a_server_that_does_not_answer_is_told(agentfactory: Command, project: Path) -> None:
-    result = agentfactory("eval", "recipe.yaml", "--url", "http://127.0.0.1:9")
+def test_names_of_any_kind_stand_in_the_tables_as_they_are() -> None:
+    estimate, long = Estimate(0.5, 0.25, 0.75, 8), "reward/" + "a_name_that_does_not_fit" * 3
+    sources = ("gsm8k[test]", "a[/train]", ":smile:", f"hub/{'organisation' * 8}")
+    figures = {"success": estimate, "reward/x[bold]": estimate, long: estimate}
+    estimates = {"sampled": {source: figures for source in sources}}
+    told = tables(Evaluation({}, estimates, Counter(), 8))
+    for source, table in zip(sources, told, strict=True):
+        title, *lines = table.splitlines()
+        assert title == f"sampled, source {source}"
+        assert max(map(len, lines)) <= 80
+        first_column = "".join(line[1:].partition("│")[0].strip() for line in lines if line.startswith("│"))
+        assert first_column == f"successreward/x[bold]{long}"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["eval", "recipe.yaml", "--url", "http://127.0.0.1:9"],
+        ["eval", "recipe.yaml", "server.url=http://127.0.0.1:9"],
+        ["rollout", "recipe.yaml", "server.url=http://127.0.0.1:9"],
+    ],
+)
+def test_a_server_that_does_not_answer_is_told(agentfactory: Command, project: Path, arguments: list[str]) -> None:
+    result = agentfactory(*arguments)
     assert result.returncode == 1
     assert "no server answers at http://127.0.0.1:9" in result.stderr
     assert "Traceback" not in result.stderr
@@ -116,6 +145,7 @@ def test_sources_and_failed_chains_are_told() -> None:
         20,
     )
     whole, source, failed = tables(found)
+    assert max(map(len, whole.splitlines())) <= 80
     assert whole.startswith("sampled, all tasks")
     assert source.startswith("sampled, source aime")
     assert re.search(r"success +│ 0\.5000 │ 0\.2500 to 0\.7500 │ +8", source)

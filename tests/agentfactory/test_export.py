@@ -116,4 +116,8 @@ def test_what_cannot_be_exported(make_checkpoint: Make, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"step-000007 is damaged: config\.json"):
         export(checkpoint, tmp_path / "out", adapter=False, push=None, say=print)
     shutil.rmtree(checkpoint)
+    adapter = make_checkpoint(lora=True)
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(ExportError, match=r"adapter for .*base, which is not there; fix: move or link it there"):
+        export(adapter, tmp_path / "out", adapter=False, push=None, say=print)
     assert not (tmp_path / "out").exists()

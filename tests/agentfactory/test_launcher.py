@@ -97,8 +97,9 @@ def test_stages_run_in_order_each_from_the_last_ones_checkpoint(staged: Path) ->
         "training first from 0",
         "training second from 0",
     ]
-    assert lines[-1].startswith("both: 3 steps")
-    assert str(staged / "curve.png") in lines[-1]
+    assert lines[-2].startswith("both: 3 steps; checkpoint runs/both/second/checkpoints/step-000003; ")
+    assert lines[-2].endswith("; curve runs/both/curve.png; run folder runs/both")
+    assert lines[-1] == "look at it: agentfactory view runs/both"
     second = yaml.safe_load((staged / "second" / "recipe.yaml").read_text())
     assert second["model"]["path"] == str(staged / "first" / "checkpoints" / "step-000012")
     assert "seed 5" in (staged / "prepared" / "talks.jsonl").read_text()
@@ -150,7 +151,7 @@ def test_an_interrupted_run_says_so(staged: Path, number: signal.Signals, by: st
     os.kill(launcher.pid, number)
     _, said = launcher.communicate(timeout=20)
     assert launcher.returncode == 130
-    assert said.splitlines()[-1] == f"agentfactory: interrupted by {by}; run folder {staged}; go on with --resume"
+    assert said.splitlines()[-1] == f"agentfactory: interrupted by {by}; run folder runs/both; go on with --resume"
     assert json.loads((staged / "summary.json").read_text())["status"] == "interrupted"
 
 

@@ -19,7 +19,7 @@ from agentfactory.placement.machine import Gpu, Machine
 from agentfactory.placement.model_config import SHAPES, NoConfigError, load_config
 from agentfactory.placement.placed import Placement, place
 from agentfactory.placement.table import GIB, Need, Plan, rows, table
-from agentfactory.recipe import Recipe, RecipeError, load_recipe
+from agentfactory.recipe import Recipe, RecipeError, StagedRecipe, load_recipe
 from rollout.memory import ServerMemory
 from tests.conftest import QUICKSTART
 
@@ -325,19 +325,19 @@ def test_a_dry_run_ends_with_the_tables_and_what_does_not_fit_is_refused(shaped:
     (shaped / "both.yaml").write_text("stages: [first.yaml, recipe.yaml]\n")
     before = sorted(shaped.rglob("*"))
     # the second stage's model is made by the first, and has its shape
-    small = ["recipe.placement={mode: split, gpu_memory_gib: 2.5}", "recipe.train.gradient_checkpointing=true"]
+    small = ["recipe.placement={mode: split, gpu_memory_gib: 3.2}", "recipe.train.gradient_checkpointing=true"]
     result = agentfactory("train", "both.yaml", "--dry-run", *small)
     assert result.returncode == 2
     assert yaml.safe_load(result.stdout)["stages"][0]["placement"] == {"mode": "auto", "gpu_memory_gib": 24.0}
     said = [line for line in result.stdout.splitlines() if line.startswith("#")]
     assert said[0] == "# first: memory by estimate, split: a GPU of 24.0 GiB"
-    assert "# recipe: memory by estimate, split: a GPU of 2.5 GiB" in said
+    assert "# recipe: memory by estimate, split: a GPU of 3.2 GiB" in said
     names = {line.removeprefix("# ").split("  ")[0] for line in said}
     assert {"weights", "gradients", "optimizer", "activations (16,384 tokens)", "KV cache", "context", "total"} <= names
     assert result.stderr.startswith(
-        "agentfactory: recipe: placement.mode: does not fit, split: a GPU of 2.5 GiB: trainer "
+        "agentfactory: recipe: placement.mode: does not fit, split: a GPU of 3.2 GiB: trainer "
     )
-    assert "of 2.50 GiB together; fix: server.max_num_seqs=" in result.stderr
+    assert "of 3.20 GiB together; fix: server.max_num_seqs=" in result.stderr
     assert result.stderr.count("\n") == 1
     assert sorted(shaped.rglob("*")) == before
 
@@ -360,6 +360,31 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     with pytest.raises(RecipeError, match="does not fit; fix: a smaller model"):
         launcher.train(asked, False, None, said.append)
     assert said == ["the table"]
+    assert sorted(project.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["placement.mode=time_share"], "placement.mode: 'time_share': vLLM sleeps on GPUs only"),
+        (["sync.backend=ipc"], "sync.backend: got 'ipc': vLLM has it on GPUs only"),
+    ],
+)
+@pytest.mark.parametrize("is_there", [True, False], ids=["model", "no model yet"])
+def test_what_vllm_does_on_gpus_only_is_refused_before_anything_is_written(
+    project: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], said: str, is_there: bool
+) -> None:
+    asked = load_recipe("recipe.yaml", ["server.engine=vllm", *overrides], lacks=[])
+    assert isinstance(asked, Recipe)
+    planned = Placement(mode="time_share" if asked.placement.mode == "time_share" else "separate")
+    monkeypatch.setattr(launcher, "place", lambda recipes, purpose: [planned if is_there else None] * len(recipes))
+    monkeypatch.setattr(launcher, "may_have_gpu", lambda: False)
+    first = load_recipe("recipe.yaml", ["name=first"])
+    assert isinstance(first, Recipe)
+    whole = StagedRecipe(name="whole", output=project / "runs" / "whole", stages=[first, asked])
+    before = sorted(project.rglob("*"))
+    with pytest.raises(RecipeError, match=said):
+        launcher.train(whole, False, None, print)
     assert sorted(project.rglob("*")) == before
 
 

@@ -7,6 +7,8 @@ import yaml
 
 from agentfactory.recipe import Recipe, RecipeError, StagedRecipe, load_recipe
 
+TASK = '{"question": "1 + 1?", "answer": "2"}\n'
+
 
 def write(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +40,7 @@ def test_defaults_follow_from_the_file(project: Path) -> None:
 
 def test_extends_merges_sections_and_keeps_each_files_base(project: Path) -> None:
     write(project / "sub" / "child.yaml", "extends: ../recipe.yaml\nname: small\ndata: {path: own.jsonl, limit: 2}\n")
-    write(project / "sub" / "own.jsonl", "{}\n")
+    write(project / "sub" / "own.jsonl", TASK)
     recipe = single("sub/child.yaml", "train.steps=3")
     assert recipe.name == "small"
     assert recipe.data is not None
@@ -73,7 +75,7 @@ def test_numbers_as_people_write_them(project: Path, text: str, value: float | N
 
 
 def test_overrides_reach_every_depth(project: Path) -> None:
-    write(project / "elsewhere" / "more.jsonl", "{}\n")
+    write(project / "elsewhere" / "more.jsonl", TASK)
     recipe = single(
         "recipe.yaml",
         "seed=7",
@@ -94,7 +96,7 @@ def test_overrides_reach_every_depth(project: Path) -> None:
 
 
 def test_overrides_are_relative_to_the_current_folder(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(project / "other" / "here.jsonl", "{}\n")
+    write(project / "other" / "here.jsonl", TASK)
     monkeypatch.chdir(project / "other")
     recipe = single("../recipe.yaml", "data.path=here.jsonl")
     assert recipe.data is not None
@@ -181,7 +183,7 @@ def test_a_resolved_staged_recipe_runs_as_it_stands(stages: Path, project: Path)
     stage = recipe.stages[0]
     prepared = recipe.output / "prepared"
     (prepared / "model").mkdir(parents=True)
-    write(prepared / "talks.jsonl", "{}\n")
+    write(prepared / "talks.jsonl", TASK)
     assert load_recipe(write(project / "stage.yaml", stage.to_yaml())) == stage
 
 
@@ -212,3 +214,24 @@ def test_dry_run_text_is_plain_yaml(project: Path) -> None:
     data = yaml.safe_load(single("recipe.yaml").to_yaml())
     assert data["train"]["learning_rate"] == 1e-5
     assert data["rollout"]["on_outcome"] == {}
+
+
+def test_rows_are_read_where_that_is_quick(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "tasks.jsonl").write_text("[1]\n")
+    with pytest.raises(RecipeError, match=r"data\.path: row 1 of .* is a list, not an object; fix: correct it"):
+        load_recipe("recipe.yaml")
+    # who does not use them does not read them
+    load_recipe("recipe.yaml", purpose="eval")
+    load_recipe("recipe.yaml", ["data=null"], purpose="serve")
+    load_recipe("recipe.yaml", ["train.from_trajectories=heldout.jsonl"])
+    monkeypatch.setattr("agentfactory.checks._MOST_BYTES_READ", 3)
+    load_recipe("recipe.yaml")
+
+
+def test_what_is_not_installed_is_appended_where_asked(project: Path) -> None:
+    programs = ["mcp_servers.a.command=no-such-program", "server.engine=vllm"]
+    lacks: list[str] = []
+    load_recipe("recipe.yaml", programs, lacks=lacks)
+    program, vllm = lacks
+    assert program.startswith("mcp_servers.a.command: no program 'no-such-program'; fix: install it")
+    assert vllm.startswith("server.engine: got 'vllm', which is not installed")

@@ -237,6 +237,16 @@ def test_check_of_limits_and_data(recipe: Path, capsys: Output) -> None:
     assert "tasks.jsonl:1 is not JSON" in capsys.readouterr().err
 
 
+def test_only_environments_need_a_task(recipe: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(data: object) -> None:
+        raise AssertionError("the data is on the hub, which is far")
+
+    monkeypatch.setattr(tools_command, "load_tasks", read)
+    assert tools("check", recipe, "tools=[things.py:add]") == 0
+    assert "task: none, for there is no environment" in capsys.readouterr().out
+    assert tools("check", recipe) == 2
+
+
 def test_a_served_file_is_a_server_for_recipes(recipe: Path, capsys: Output) -> None:
     """The command as people run it: on stdio as the child of a recipe, over HTTP as a process by itself."""
     command = os.path.join(os.path.dirname(sys.executable), "agentfactory")

@@ -4,6 +4,7 @@ import http.client
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,13 +17,18 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 import pytest
+from starlette.testclient import TestClient
 
 from agentfactory.run_folder import RunFolder
 from agentfactory.viewer.__main__ import main
+from agentfactory.viewer.app import make_app
 from agentfactory.viewer.charts import charts
+from agentfactory.viewer.export import export
+from agentfactory.viewer.follower import Follower
 from agentfactory.viewer.growing_file import GrowingFile
 from rollout.trajectory import Group, read_groups
 from tests.agentfactory.viewer_runs import (
+    BEST,
     IMAGES,
     LONG_CHAIN,
     NASTY,
@@ -33,6 +39,7 @@ from tests.agentfactory.viewer_runs import (
     many_chains,
     show_run,
     tokenizer,
+    write_checkpoint,
 )
 from trainers.metrics import METRICS
 
@@ -145,6 +152,13 @@ def file_page(context: "BrowserContext", exported: tuple[Path, str]) -> "Iterato
         page.on("request", lambda request: requests.append(request.url))
         page.goto(exported[0].as_uri())
         yield page, requests
+
+
+def asking(*runs: Path) -> tuple[Follower, TestClient]:
+    """What was read of these runs, and who asks the page's server about them: without a process and a thread."""
+    follower = Follower(runs)
+    follower.read_all()
+    return follower, TestClient(make_app(follower, 8765), base_url="http://127.0.0.1:8765")
 
 
 def ask(url: str, path: str, **headers: str) -> tuple[int, bytes]:
@@ -289,6 +303,7 @@ def test_the_list_is_filtered_sorted_and_paged_by_the_server(viewer: str, page: 
     counted("1–7 of 7 trajectories")
     page.get_by_label("reward, highest").fill("0.5")
     counted("no trajectories")
+    assert page.locator("table .empty").inner_text() == "Nothing matches these filters. Show all"
     page.get_by_label("any tool").select_option("")
     counted("1–35 of 35 trajectories")
     page.get_by_label("version, lowest").fill("")
@@ -435,6 +450,9 @@ def test_a_trajectory_shows_what_it_earned_and_how_it_ended(viewer: str, page: "
     assert page.locator(".member").all_inner_texts() == ["1.25", "-1"]
     heads = page.locator(".message.assistant h4").all_inner_texts()
     assert heads == ["assistant turn 1 reward 0.5", "assistant turn 2 reward -0.5"]
+    # the runs look as they do on every other page
+    page.locator(".run", has_text="step 40").wait_for()
+    assert page.evaluate("lastState.runs.every((run, number) => colourOf(run.id) === COLOURS[number])")
     page.locator(".member", has_text="-1").click()
     page.wait_for_function("() => document.querySelector('h1').textContent.startsWith('c1')")
     assert page.locator("#ending dl").inner_text().startswith("outcome\ntool_limit\nstop reason\ncost\n")
@@ -505,6 +523,15 @@ def test_token_texts_and_colours_are_those_of_the_data(viewer: str, page: "Page"
         saved[1]["advantage"][1], rel=1e-3
     )
     assert told[told.index("weight version") + 1] == "3"
+    assert "difference" in told
+    # of what the server gave no figure, nothing is said to differ
+    page.evaluate("place => { pages.trajectory.data.rows[1].logprobs[place] = null; }", position)
+    sampled.nth(0).hover()
+    sampled.nth(1).hover()
+    told = page.locator("#tip").inner_text().split("\n")
+    assert told[told.index("server's log-probability") + 1] == "not finite"
+    assert "trainer's" in told
+    assert "difference" not in told
 
 
 def test_real_chains_have_their_texts_and_say_that_no_credit_is_saved(
@@ -527,6 +554,89 @@ def test_real_chains_have_their_texts_and_say_that_no_credit_is_saved(
         assert "credit.jsonl" in page.locator(".legend .missing").inner_text()
 
 
+# ---- a run
+
+
+def test_the_page_of_a_run_shows_its_best_checkpoint(viewer: str, page: "Page", folders: list[Path]) -> None:
+    page.goto(viewer)
+    run = page.locator(".run", has_text="show<b>")
+    run.locator(".note", has_text=f"best checkpoint: step 30, {BEST} 0.75").wait_for()
+    # who keeps no best one has none
+    assert "best" not in page.locator(".run", has_text="many").inner_text()
+    run.get_by_role("link").click()
+    panel = page.locator(".panel", has=page.get_by_role("heading", name="Best checkpoint"))
+    best = folders[1] / "checkpoints" / "step-000030"
+    assert panel.locator("dl").inner_text().split("\n") == ["step", "30", BEST, "0.75", "folder", str(best)]
+    assert "keep_best" in page.locator(".panel", has_text="Recipe").inner_text()
+
+
+def test_the_best_checkpoint_is_that_of_now(tmp_path: Path) -> None:
+    run = show_run(tmp_path)
+    follower, client = asking(run.path)
+
+    def best() -> dict[str, Any] | None:
+        follower.read_all()
+        (state,) = follower.state()["runs"]
+        found = client.get("/api/run", params={"run": state["id"]}).json()["best"]
+        assert (found and found["step"]) == (state["best"] and state["best"]["step"])
+        return found and found["step"]
+
+    assert best() == 30
+    write_checkpoint(run, 50, {BEST: 1.0})
+    assert best() == 50
+    shutil.rmtree(run.checkpoints / "step-000050")
+    (run.checkpoints / "step-000030" / "trainer_state.json").write_text("{")
+    (run.checkpoints / "step-000030").touch()
+    (run.checkpoints / "step-last").mkdir()
+    assert best() == 20
+    run.recipe.write_text("train: {keep_best: null}\n")
+    assert best() is None
+
+
+def test_an_answer_that_comes_late_stays_off_the_page_that_is_shown_by_then(viewer: str, page: "Page") -> None:
+    all_read(viewer)
+    page.goto(f"{viewer}#/trajectories?outcome=timeout")
+    page.locator("tbody tr", has_text=NASTY).wait_for()
+    run = run_id(viewer, "show<b>")
+    held: list[Any] = []
+    page.route(re.compile(r"/api/(run|trajectory)\?"), lambda route: held.append(route))
+    for address, status in {f"run/{run}": 200, "run/none": 404, f"trajectory/{run}/none/0/0": 404}.items():
+        page.evaluate("address => { location.hash = `#/${address}`; }", address)
+        wait_for(lambda: page.wait_for_timeout(20) or held)
+        page.evaluate("location.hash = '#/trajectories?outcome=timeout'")
+        page.locator("tbody tr", has_text=NASTY).wait_for()
+        with page.expect_response(held[0].request.url) as answer:
+            held.pop().continue_()
+        assert answer.value.status == status
+        answer.value.finished()
+        page.wait_for_timeout(100)
+        assert page.locator("tbody tr", has_text=NASTY).count() == 1
+
+
+def test_what_is_typed_last_changes_no_other_page(viewer: str, page: "Page") -> None:
+    page.goto(f"{viewer}#/trajectories")
+    page.locator("tbody tr").first.wait_for()
+    page.evaluate("""() => {
+        const field = document.querySelector('input[name=text]');
+        field.value = 'north';
+        field.dispatchEvent(new Event('input', { bubbles: true }));
+        location.hash = '#/curves';
+    }""")
+    page.get_by_label("find or add a metric").wait_for()
+    page.wait_for_timeout(400)
+    assert page.url == f"{viewer}#/curves"
+
+
+def test_a_fault_of_the_server_is_told_in_words(viewer: str, page: "Page") -> None:
+    page.route(
+        re.compile(r"/api/trajectories\?"), lambda route: route.fulfill(status=500, body="Internal Server Error")
+    )
+    page.goto(f"{viewer}#/trajectories")
+    told = page.locator("table .empty")
+    told.wait_for()
+    assert told.inner_text().startswith("the viewer answered 500 Internal Server Error; ")
+
+
 # ---- following a run
 
 
@@ -544,6 +654,9 @@ def test_a_live_run_is_followed_without_reloading(page: "Page", tmp_path: Path) 
         page.goto(url)
         page.evaluate("window.same = true")
         page.get_by_text("Nothing is measured yet.").wait_for()
+        page.get_by_role("link", name="Trajectories").click()
+        page.get_by_text("No trajectory is saved yet.").wait_for()
+        page.get_by_role("link", name="Curves").click()
         run.log({"step": 1, "reward": 0.5})
         drawn([0.5])
         with run.metrics.open("a") as metrics, saved.open("a") as groups:
@@ -555,7 +668,9 @@ def test_a_live_run_is_followed_without_reloading(page: "Page", tmp_path: Path) 
             drawn([0.5, 1.0])
             page.get_by_role("link", name="Trajectories").click()
             page.locator("tbody tr", has_text="g0.0").wait_for()
-            wait_for(lambda: api(url, "/api/state")["progress"]["total"] == len(line) + 100)
+            # what may never get its end is not waited for
+            page.locator("#status", has_text="live").wait_for()
+            assert api(url, "/api/state")["progress"] == {"read": len(line), "total": len(line)}
             assert page.locator("tbody tr").count() == 1
             assert page.locator("#problems").is_hidden()
             metrics.write('ard": 0.75, "entropy": 2.0}\n')
@@ -586,6 +701,7 @@ def test_a_growing_file_gives_every_whole_line_once_also_when_it_is_cut(tmp_path
     assert file.take(1).lines == [(0, b"one\n")]
     assert file.take(100).lines == [(4, b"two\n")]
     assert file.take(100).lines == []
+    assert (file.offset, file.size) == (8, 8)
     with path.open("ab") as more:
         more.write(b"ee\n")
     assert file.take(100).lines == [(8, b"three\n")]
@@ -597,6 +713,108 @@ def test_a_growing_file_gives_every_whole_line_once_also_when_it_is_cut(tmp_path
     path.unlink()
     assert file.take(100).restarted
     assert not file.take(100).restarted
+
+
+def test_a_deleted_stage_is_forgotten_and_read_anew_when_it_comes_again(tmp_path: Path) -> None:
+    whole = RunFolder.create(tmp_path / "whole", "stages: [{name: a}, {name: b}]\n")
+    first, second = (many_chains(whole.path / name, 2) for name in "ab")
+    follower, client = asking(whole.path)
+
+    def found(text: str) -> int:
+        answer = client.get("/api/trajectories", params={"text": text})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["total"]
+
+    kept = second.path.rename(tmp_path / "aside")
+    # its files are gone, and nobody has looked since
+    assert found("word 00000") == 8
+    follower.read_all()
+    assert (found("word 00001"), found("")) == (8, 16)
+    assert [run["chains"] for run in follower.state()["runs"]] == [16]
+    kept.rename(second.path)
+    follower.read_all()
+    assert found("word 00001") == 16
+    # a folder that is deleted loses its files one by one
+    first.recipe.unlink()
+    follower.read_all()
+    assert [run["label"] for run in follower.state()["runs"]] == ["whole/b"]
+    assert found("word 00001") == 8
+
+
+def test_odd_lines_and_files_are_told_and_nothing_else_is_lost(tmp_path: Path) -> None:
+    whole = RunFolder.create(tmp_path / "whole", "")
+    # of a recipe in another encoding nothing is known
+    whole.recipe.write_bytes("name: Stra\xdfe\n".encode("latin-1"))
+    run = many_chains(whole.path / "stage", 1, members=2)
+    (RunFolder.create(whole.path / "st\udcff", "").path / "metrics.jsonl").write_text("{}\n")
+    saved = run.trajectories / "train.jsonl"
+    good = saved.read_text()
+
+    def changed(**fields: object) -> str:
+        return json.dumps({**json.loads(good), **fields}) + "\n"
+
+    def with_chain(**fields: object) -> str:
+        return changed(trajectories=[{**json.loads(good)["trajectories"][0], **fields}])
+
+    odd = [with_chain(reward={"a": 1}), changed(version=2**64), changed(version=1e999)]
+    without_task = {name: value for name, value in json.loads(good).items() if name != "task"}
+    odd += [with_chain(turns="many"), json.dumps(without_task) + "\n"]
+    shown = with_chain(id="film", messages=[{"role": "user", "content": [{"type": "video", "frames": 9}]}], turns=0)
+    saved.write_text(good + "".join(odd) + shown + good)
+    shutil.copy(saved, run.trajectories / "odd\udcff.jsonl")
+    (run.trajectories / "folder.jsonl").mkdir()
+    run.note_credit(['{"group": "g-00000", "step": 1e30}', '{"group": "g-00000", "step": 3}'])
+    follower, client = asking(whole.path)
+    (state,) = follower.state()["runs"]
+    assert (state["label"], state["chains"], state["credited"], state["lines"]) == ("whole/stage", 5, 1, 1)
+    assert client.get("/api/trajectories", params={"text": "word 00000"}).json()["total"] == 4
+    assert client.get("/api/trajectories", params={"text": "frames"}).json()["rows"][0]["step"] == 3
+    offsets = [len(good) + sum(map(len, odd[:number])) for number in range(len(odd))]
+    told = [problem for problem in state["problems"] if problem.startswith("trajectories/train.jsonl")]
+    assert [int(re.search(r"byte (\d+)", problem)[1]) for problem in told] == offsets
+    for problem in ("'odd\\udcff.jsonl'", "'trajectories/folder.jsonl'", "trajectories/credit.jsonl, byte 0"):
+        assert any(problem in told for told in state["problems"]), problem
+    assert str(tmp_path) not in str(state["problems"])
+    # an exported file has all of it too, and says that something is missing
+    said = export([whole.path], tmp_path / "page.html")
+    assert "5 of 5 trajectories" in said
+    assert said.endswith(f"; the page names {len(state['problems'])} files or lines that cannot be read")
+    whole.recipe.write_bytes(b"stages: 5\n")
+    follower.read_all()
+    run.recipe.write_bytes(b"\xff")
+    answer = client.get("/api/run", params={"run": state["id"]})
+    assert answer.status_code == 404
+    assert "its recipe cannot be read" in answer.json()["error"]
+
+
+def test_figures_of_a_file_that_begins_anew_are_not_mixed_with_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = many_chains(tmp_path / "many", 1)
+    follower, client = asking(folder.path)
+    (run,) = follower.runs
+    run.lines = [{"step": 1}, {"step": 2}]
+
+    class Restarting(type(run)):
+        """Begins anew as soon as somebody has looked at `generation`."""
+
+        @property
+        def generation(self) -> int:
+            seen, self.seen = self.seen, 1
+            self.lines = [{"step": 9}] if seen == 0 else self.lines
+            return seen
+
+    run.__dict__.pop("generation")
+    run.seen = 0
+    monkeypatch.setattr(run, "__class__", Restarting)
+    page: list[dict[str, int]] = [{"step": 1}, {"step": 2}]
+    generation = 0
+    for _ in range(2):
+        asked = {"run": run.id, "from": len(page), "generation": generation}
+        answer = client.get("/api/metrics", params=asked).json()
+        page = [*page[: answer["from"]], *answer["lines"]]
+        generation = answer["generation"]
+    assert (generation, page) == (1, [{"step": 9}])
 
 
 # ---- what is never run, and never told to others
@@ -717,6 +935,8 @@ def test_requests_are_refused_by_their_headers_and_paths(viewer: str) -> None:
     assert ask(viewer, f"{train}&byte=0&place=0")[0] == 200
     for parameters, status in {"byte=1&place=0": 404, "byte=0&place=9": 404, "byte=-1&place=0": 400}.items():
         assert ask(viewer, f"{train}&{parameters}")[0] == status
+    for far in ("page=inf", "page=1e300", "page=-inf", "size=inf", "size=-1e300", "view=groups&page=inf"):
+        assert ask(viewer, f"/api/trajectories?{far}")[0] == 200, far
     for wrong in ("sort=id;drop", "reward_min=x", "version_max=nan"):
         status, body = ask(viewer, f"/api/trajectories?{wrong}")
         assert status == 400
@@ -725,6 +945,18 @@ def test_requests_are_refused_by_their_headers_and_paths(viewer: str) -> None:
     listening = Path("/proc/net/tcp").read_text()
     assert f"0100007F:{int(port):04X}" in listening
     assert f"00000000:{int(port):04X}" not in listening
+
+
+def test_an_image_is_known_by_what_it_shows(folders: list[Path]) -> None:
+    _, client = asking(folders[1])
+    row = client.get("/api/trajectories", params={"text": LONG_CHAIN}).json()["rows"][0]
+    page = client.get("/api/trajectory", params={name: row[name] for name in ("run", "file", "byte", "place")}).json()
+    address = f"/{page['messages'][2]['parts'][1]['image']}"
+    first = client.get(address)
+    assert (first.headers["content-type"], first.content) == ("image/png", image(0))
+    # another run's image may come to stand at the same address
+    assert first.headers["cache-control"] == "no-cache"
+    assert client.get(address, headers={"If-None-Match": first.headers["etag"]}).status_code == 304
 
 
 # ---- the exported file, and errors
@@ -796,6 +1028,32 @@ def test_the_filters_of_an_exported_file_are_those_of_the_server(
             assert found["total"] == asked["total"], query
             for mine, theirs in zip(found["rows"], asked["rows"], strict=True):
                 assert [mine[key] for key in keys] == [theirs[key] for key in keys], query
+
+
+def test_an_exported_file_has_a_share_of_every_run_spread_from_its_first_chain_to_its_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, large = many_chains(tmp_path / "small", 40, members=2), many_chains(tmp_path / "large", 300, members=2)
+    saved = large.trajectories / "train.jsonl"
+    lines = saved.read_text().splitlines(keepends=True)
+    # a page that is larger than the share of its run
+    lines[0] = lines[0].replace("task 00000", "task " * 100_000)
+    saved.write_text("".join(lines))
+    monkeypatch.setattr("agentfactory.viewer.export.MOST_BYTES", most := 300_000)
+    file = tmp_path / "page.html"
+    export([large.path, small.path], file)
+    held = re.search(r'id="exported"[^>]*>(.*?)</script>', file.read_text())[1]
+    pages = json.loads(held)["pages"]
+    assert 0.9 * most < sum(len(json.dumps(page, separators=(",", ":"))) for page in pages) <= most
+    numbers: dict[str, list[int]] = {"small": [], "large": []}
+    for page in pages:
+        numbers[page["label"]].append(int(page["facts"]["group_id"].removeprefix("g-")))
+    assert min(map(len, numbers.values())) > 0.8 * max(map(len, numbers.values()))
+    for label, groups in (("small", 40), ("large", 300)):
+        taken = numbers[label]
+        assert taken == sorted(taken)
+        gaps = [after - before for before, after in zip([0, *taken], [*taken, groups], strict=True)]
+        assert max(gaps) <= 3 * groups / len(taken)
 
 
 def test_errors_are_one_line_that_says_what_to_do(

@@ -13,12 +13,15 @@ from agentfactory.run_folder import RunFolder
 from rollout.trajectory import Group, Outcome, Row, Span, StopReason, Trajectory
 from tools.messages import Message, ToolCall, ToolResult
 from tools.results import content_of, result_of
+from trainers.checkpoint_folder import INFO, checkpoint_path
 
 NASTY = "<img src=x onerror='window.broken = 1'><script>window.broken = 1</script><b>bold</b>"
 """What a page must show and never run."""
 
 IMAGES = 50
 LONG_CHAIN = "long.0"
+BEST = "eval/sampled/reward"
+"""What the best checkpoint is chosen by."""
 
 
 def tokenizer() -> Tokenizer:
@@ -71,7 +74,11 @@ def show_run(folder: Path) -> RunFolder:
     """A run with a long chain full of images, one that is hostile, and a group that the trainer gave credit."""
     ids = tokenizer()
     model = folder / "model"
-    run = RunFolder.create(folder / "show<b>", f"name: show\nmodel: {{path: {model}}}\n")
+    recipe = f"name: show\nmodel: {{path: {model}}}\ntrain: {{keep_best: {BEST}}}\n"
+    run = RunFolder.create(folder / "show<b>", recipe)
+    # of equal ones the newest is the best; of one that was not evaluated nobody knows
+    for step, figures in {10: {BEST: 0.5}, 20: {BEST: 0.75}, 30: {BEST: 0.75}, 40: {BEST: 0.25}, 45: {}}.items():
+        write_checkpoint(run, step, figures)
     model.mkdir()
     ids.save(str(model / "tokenizer.json"))
     for step in range(1, 41):
@@ -103,6 +110,13 @@ def show_run(folder: Path) -> RunFolder:
     (run.trajectories / "credit.jsonl").write_text("".join(json.dumps(line) + "\n" for line in credit_lines))
     (run.trajectories / "odd.jsonl").write_text(json.dumps([NASTY]) + "\n" + held_out.to_json() + "\n")
     return run
+
+
+def write_checkpoint(run: RunFolder, step: int, figures: dict[str, float]) -> None:
+    """As much of a checkpoint as tells how good it is."""
+    path = checkpoint_path(run.checkpoints, step)
+    path.mkdir()
+    (path / INFO).write_text(json.dumps({"step": step, "metrics": figures}))
 
 
 def _said(text: str) -> list[Message]:

@@ -15,7 +15,7 @@ from tests.trainers.test_sabotage import Run, with_first_weights
 from trainers.policy import Policy, load_policy
 from trainers.server_control import ServerControl
 from trainers.sync import IpcSync
-from trainers.sync.content import parameter_digest
+from trainers.sync.content import check_content, parameter_digest
 
 pytestmark = NEEDS_GPU
 
@@ -64,7 +64,7 @@ def test_full_weights_by_ipc(small: Path, url: str, where: str) -> None:
         report = sync.push(version, policy, state)
         if where == "parked":
             server.post("/wake_up?tags=kv_cache")
-        assert report.digest == parameter_digest(list(state.values()))
+        assert report.digest == check_content(state, {name: parameter_digest([v]) for name, v in state.items()})
         ids = list(range(60))
         params = {"temperature": 0.0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True}
         body = {"token_ids": ids, "model": report.model, "sampling_params": params}

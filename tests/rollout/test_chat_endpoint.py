@@ -1,5 +1,6 @@
 """A chat endpoint in the policy's place: the same tools, rewards and limits, whatever it answers."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,17 @@ async def play(recipe: RolloutRecipe, folder: Path, url: str, model: str | None 
         return await runner.run("c0", {"question": "fill it"}, Sampling("", 0.5, seed=""))
 
 
-def script(*answers: dict[str, Any] | tuple[int, str]) -> Answer:
-    """The n-th answer to the n-th request after the trial."""
-    left = [said("hello"), *answers]
+def is_trial(request: dict[str, Any]) -> bool:
+    return request["messages"] == [{"role": "user", "content": "Say hello."}]
 
-    async def answer(_: dict[str, Any]) -> dict[str, Any] | tuple[int, str]:
+
+def script(*answers: Any) -> Answer:
+    """The n-th answer to the n-th request after the trials."""
+    left = [*answers]
+
+    async def answer(request: dict[str, Any]) -> Any:
+        if is_trial(request):
+            return said("hello")
         return left.pop(0) if left else (418, "the script is over")
 
     return answer
@@ -90,7 +97,11 @@ async def test_tools_rewards_and_mistakes(tmp_path: Path) -> None:
     assert len(set(ids)) == len(ids) == 5
     assert chain.messages[-1] == {"role": "assistant", "content": "done", "reasoning_content": "three is enough"}
     # every request passed the endpoint's own checks; what it was asked for:
-    first = server.requests[1]
+    trials, first = server.requests[:2], server.requests[2]
+    assert [(is_trial(trial), trial["temperature"], trial["max_tokens"]) for trial in trials] == [
+        (True, 1.0, 16),
+        (True, 0.0, 16),
+    ]
     assert first["messages"] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "fill it"},
@@ -111,8 +122,8 @@ async def test_a_text_format_is_told_and_read_as_text(tmp_path: Path) -> None:
         chain = await play(recipe(tmp_path, rollout={"parser": "react"}), tmp_path, server.url)
     assert (chain.outcome, chain.reward, chain.metrics["tool_calls"]) == (Outcome.COMPLETED, 1.0, 1.0)
     assert all("tools" not in request for request in server.requests)
-    assert "put: Put things on the shelf." in server.requests[1]["messages"][0]["content"]
-    assert "book" in server.requests[2]["messages"][-1]["content"]
+    assert "put: Put things on the shelf." in server.requests[2]["messages"][0]["content"]
+    assert "book" in server.requests[3]["messages"][-1]["content"]
 
 
 async def test_limits_and_what_cannot_go_on_are_outcomes(tmp_path: Path) -> None:
@@ -141,6 +152,112 @@ async def test_limits_and_what_cannot_go_on_are_outcomes(tmp_path: Path) -> None
     assert (await end((500, "busy"), (429, "slow down"), said("so"))).outcome is Outcome.COMPLETED, "tried again"
 
 
+async def test_an_answer_that_is_none_ends_its_chain(tmp_path: Path) -> None:
+    call = said("", ("put", '{"thing": "book"}'))
+    for broken in (
+        {"usage": [1]},
+        {"usage": {"completion_tokens": "5"}},
+        {"message": "so"},
+        {"message": {"content": 5}},
+        {"message": {"content": "", "tool_calls": 5}},
+    ):
+        with serve_chat(script({**said("so"), **broken})) as server:
+            chain = await play(recipe(tmp_path), tmp_path, server.url)
+        assert chain.outcome is Outcome.INFERENCE_ERROR
+        assert "the endpoint's answer is no chat completion" in str(chain.error)
+    # an id that is none is as good as no id
+    for identity in (["q"], 5, "", None):
+        call["message"]["tool_calls"][0]["id"] = identity
+        with serve_chat(script(call, said("so"))) as server:
+            chain = await play(recipe(tmp_path), tmp_path, server.url)
+        assert (chain.outcome, chain.reward) == (Outcome.COMPLETED, 1.0)
+        assert chain.messages[1]["tool_calls"][0]["id"] == "call_0"
+
+
+async def test_of_parts_the_text_is_taken(tmp_path: Path) -> None:
+    thought = {"type": "thinking", "thinking": [{"type": "text", "text": "two"}]}
+    parts = [thought, {"type": "text", "text": "th"}, {"type": "text", "text": "ree"}, {"type": "text"}, "four"]
+    call = said("", ("put", '{"thing": "book"}'))
+    call["message"]["content"] = parts
+    refusal = {"role": "assistant", "content": None, "refusal": "I cannot help with that."}
+    with serve_chat(script(call, {**said(""), "message": refusal})) as server:
+        chain = await play(recipe(tmp_path), tmp_path, server.url)
+    assert [m["content"] for m in chain.messages if m["role"] == "assistant"] == ["three", "I cannot help with that."]
+    assert server.requests[-1]["messages"][1]["content"] == "three"
+
+
+def reasoning_model(*answers: Any) -> Answer:
+    """Refuses what OpenAI's reasoning models refuse, in their words."""
+    scripted = script(*answers)
+
+    async def answer(request: dict[str, Any]) -> Any:
+        if "max_tokens" in request:
+            return 400, (
+                "Unsupported parameter: 'max_tokens' is not supported with this model. "
+                "Use 'max_completion_tokens' instead."
+            )
+        if request.get("temperature", 1) != 1:
+            return 400, (
+                f"Unsupported value: 'temperature' does not support {request['temperature']:g} with this model. "
+                "Only the default (1) value is supported."
+            )
+        if request["max_completion_tokens"] < 100:
+            return 400, (
+                "Could not finish the message because max_tokens or model output limit was reached. "
+                "Please try again with higher max_tokens."
+            )
+        return await scripted(request)
+
+    return answer
+
+
+async def test_models_that_reason(tmp_path: Path) -> None:
+    data = {"path": str(tmp_path / "tasks.jsonl")}
+    told = r"support 0 .*; leave it to the model: eval\.request=\{temperature: null\} eval\.greedy=false"
+    with serve_chat(reasoning_model()) as server, pytest.raises(ChatEndpointError, match=told):
+        await play(recipe(tmp_path), tmp_path, server.url)
+    own = {"data": data, "greedy": False, "request": {"temperature": None}}
+    with serve_chat(reasoning_model(said("so"))) as server:
+        chain = await play(recipe(tmp_path, eval=own, rollout={"max_tokens": 300}), tmp_path, server.url)
+    assert (chain.outcome, server.requests[-1]["max_completion_tokens"]) == (Outcome.COMPLETED, 300)
+    assert not {"max_tokens", "temperature"} & set(server.requests[-1])
+    # what reasons up to the limit is cut, as any other turn
+    with serve_chat(reasoning_model()) as server:
+        chain = await play(recipe(tmp_path, eval=own, rollout={"max_tokens": 50}), tmp_path, server.url)
+    assert (chain.outcome, chain.reward, chain.metrics["sampled_tokens"]) == (Outcome.MAX_TOKENS, 0.0, 50)
+
+
+@pytest.mark.parametrize(
+    ("status", "problem"),
+    [
+        (400, "Your input exceeds the context window of this model. Please adjust your input and try again."),
+        (400, "prompt is too long: 208310 tokens > 200000 maximum"),
+        (400, "request (4390 tokens) exceeds the available context size (4096 tokens), try increasing it"),
+        (500, "Context size has been exceeded."),
+    ],
+)
+async def test_a_conversation_that_is_too_long(tmp_path: Path, status: int, problem: str) -> None:
+    with serve_chat(script((status, problem))) as server:
+        chain = await play(recipe(tmp_path), tmp_path, server.url)
+    assert chain.outcome is Outcome.CONTEXT_OVERFLOW
+
+
+async def test_an_endpoint_is_left_alone_for_as_long_as_it_asks(tmp_path: Path) -> None:
+    asked = (429, "slow down", {"Retry-After": "1"})
+    with serve_chat(script(asked, said("so"))) as server:
+        begun = time.monotonic()
+        chain = await play(recipe(tmp_path), tmp_path, server.url)
+        assert time.monotonic() - begun > 1.0
+    assert chain.outcome is Outcome.COMPLETED
+    no_tools = (500, "tools param requires --jinja flag")
+
+    async def refusing(_: dict[str, Any]) -> tuple[int, str]:
+        return no_tools
+
+    with serve_chat(refusing) as server, pytest.raises(ChatEndpointError, match=r"llama\.cpp with --jinja"):
+        await play(recipe(tmp_path), tmp_path, server.url)
+
+
 async def test_result_tokens_are_those_of_the_policy(tmp_path: Path, warm_start: Path) -> None:
     call = said("", ("put", '{"thing": "book", "count": 60}'))
     sections = {"model": {"path": str(warm_start)}, "limits": {"result_tokens": 30}, "rollout": {"max_turns": 2}}
@@ -156,7 +273,15 @@ async def test_what_would_fail_every_chain_is_told_at_once(tmp_path: Path, monke
     with serve_chat(refusing) as server, pytest.raises(ChatEndpointError, match=r"--url: .* answered 400 .* vLLM with"):
         await play(recipe(tmp_path), tmp_path, server.url)
     assert len(server.requests) == 1
-    with serve_chat(refusing, models=("a", "b")) as server, pytest.raises(ChatEndpointError, match=r"--model: .* a, b"):
+    for models, problem in (({"id": "a"}, {"id": "b"}), "lists a, b"), (("a",), "answered no list of models"):
+        told = f"--model: .*{problem}"
+        with serve_chat(refusing, models=models) as server, pytest.raises(ChatEndpointError, match=told):
+            await play(recipe(tmp_path), tmp_path, server.url)
+
+    async def page(_: dict[str, Any]) -> dict[str, Any]:
+        return {**said("hello"), "message": "hello"}
+
+    with serve_chat(page) as server, pytest.raises(ChatEndpointError, match=r"--url: .* no chat completion"):
         await play(recipe(tmp_path), tmp_path, server.url)
     with serve_chat(script(said("so")), key="k") as server:
         with pytest.raises(ChatEndpointError, match=r"401.*server\.api_key_env"):

@@ -1,12 +1,15 @@
 """What the embedded engine does beyond the contract of `test_server_contract.py`: real processes over HTTP."""
 
 import asyncio
+import base64
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +270,46 @@ async def test_wrong_weights_change_nothing(client: Client, tmp_path: Path) -> N
     assert await client.post("/weight_checker", {"action": "checksum"}) != old
 
 
+async def test_an_update_that_was_begun_is_completed(client: Client) -> None:
+    size = 4 * SIZES["hidden_size"]
+    block = SharedMemory(create=True, size=size)
+    part = {
+        "names": ["model.norm.weight"],
+        "dtype_names": ["float32"],
+        "shapes": [[SIZES["hidden_size"]]],
+        "tensor_sizes": [size],
+        "ipc_handles_pickled": base64.b64encode(pickle.dumps({"cpu": (block.name, size)})).decode(),
+    }
+    weights = {"update_info": {"path": str(client.server.model / "model.safetensors")}}
+    old = await client.post("/weight_checker", {"action": "checksum"})
+    await client.post("/start_weight_update")
+    await client.post("/update_weights", {"update_info": part})
+    block.close()
+    block.unlink()
+    assert await client.post("/weight_checker", {"action": "checksum"}) != old
+    waiting = asyncio.create_task(client.generate(some_ids(30)))
+    # neither without the rest nor without a label, also where the sender was started again
+    for version, status, message in (("1", 400, "lacks the tensor"), (None, 409, "have been overwritten")):
+        answer = await client.post("/finish_weight_update", {"weight_version": version}, status)
+        assert message in answer["error"]["message"]
+    await client.post("/pause?mode=keep")
+    for _ in range(2):
+        await client.post("/start_weight_update")
+        await client.post("/finish_weight_update", status=409)
+        answer = await client.post("/finish_weight_update", {"weight_version": "1"}, 400)
+        assert "no weights were updated" in answer["error"]["message"]
+    await client.post("/update_weights", weights)
+    await client.post("/finish_weight_update", status=409)
+    assert not waiting.done()
+    await client.post("/finish_weight_update", {"weight_version": "1"})
+    await client.post("/resume")
+    assert await client.post("/weight_checker", {"action": "checksum"}) == old
+    assert (await waiting)["weight_versions"] == [{"version": "1", "start": 0, "end": 8}]
+    # nothing is carried over to the next
+    await client.post("/start_weight_update")
+    await client.post("/finish_weight_update")
+
+
 async def test_a_salt_keeps_requests_from_caches_of_others(client: Client, tmp_path: Path) -> None:
     prompt, params = some_ids(60), {"temperature": 0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True}
 
@@ -385,6 +428,31 @@ async def test_sleep_and_wake(client: Client) -> None:
     check_logprobs(reference(client.server.model), prompt, await running)
     assert (await client.generate(prompt, temperature=0))["token_ids"] == before["token_ids"]
     await client.post("/sleep?level=2", status=400)
+
+
+async def test_kept_requests_are_not_waited_for_while_anything_is_asleep(client: Client) -> None:
+    running = asyncio.create_task(client.generate(some_ids(40), max_tokens=1000))
+    await asyncio.sleep(0.1)
+    await client.post("/sleep?mode=keep")
+    await client.post("/wake_up?tags=weights")
+    for route in ("/sleep?mode=wait", "/pause?mode=wait"):
+        assert "POST /wake_up first" in (await client.post(route, status=409))["error"]["message"]
+    # which has changed nothing
+    assert await client.get("/is_paused") == {"is_paused": False}
+    await client.post("/wake_up")
+    assert (await running)["finish_reason"] == "length"
+
+
+async def test_a_client_that_leaves_while_it_waits_for_sleep_pauses_nobody(client: Client) -> None:
+    running = asyncio.create_task(client.generate(some_ids(40), max_tokens=1900))
+    await asyncio.sleep(0.1)
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(client.post("/sleep?mode=wait"), 0.1)
+    await client.generate(some_ids(5))
+    assert not running.done(), "it was not what was waited for"
+    assert await client.get("/is_paused") == {"is_paused": False}
+    await client.post("/pause")
+    await running
 
 
 async def test_adapters_and_weights_outlast_sleep(client: Client, tmp_path: Path) -> None:

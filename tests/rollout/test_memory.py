@@ -44,16 +44,29 @@ def plan(
     return server_memory(RolloutRecipe.model_validate(sections), config, device, served)
 
 
+SHORT = [[np.arange(number, number + 200) for number in range(32)]]
+# two of three sequences go on: that between them is idle, and the fewer tokens are padded to the more
+LONG = [[np.arange(first, first + 3500) for first in (0, 2000, 4000)]]
+LONG += [[np.append(LONG[0][0], np.arange(1, 1021)), np.append(LONG[0][2], np.arange(1, 521))]]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_embedded_engine_takes_what_is_planned(dtype: str) -> None:
+@pytest.mark.parametrize(("length", "sequences", "prompts"), [(250, 32, SHORT), (8192, 4, LONG)])
+def test_the_embedded_engine_takes_what_is_planned(
+    length: int, sequences: int, prompts: list[list[np.ndarray]], dtype: str
+) -> None:
     model = AutoModelForCausalLM.from_config(Qwen3Config(**SMALL), dtype=getattr(torch, dtype))
-    planned = plan(Qwen3Config(**SMALL), "cpu", engine="embedded", dtype=dtype, max_model_len=250, max_num_seqs=32)
+    sizes = {"max_model_len": length, "max_num_seqs": sequences}
+    planned = plan(Qwen3Config(**SMALL), "cpu", engine="embedded", dtype=dtype, **sizes)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        engine = Engine(model, max_model_len=250, max_num_seqs=32)
-        for number in range(32):
-            engine.add(Request(np.arange(number, number + 200), max_tokens=8, on_finish=lambda request: None))
-        while engine.busy:
-            engine.step()
+        engine = Engine(model, **sizes)
+        for together in prompts:
+            for prompt in together:
+                # one token: what a slot has computed is then the prompt alone, and is gone on from in place
+                tokens = 8 if prompts is SHORT else 1
+                engine.add(Request(prompt, max_tokens=tokens, on_finish=lambda request: None))
+            while engine.busy:
+                engine.step()
     assert engine.cache is not None
     assert planned.least_cache == engine.cache.nbytes
     assert planned.parts["weights"] == sum(weight.nbytes for weight in model.parameters())
@@ -131,6 +144,12 @@ def test_hybrids_have_states_per_sequence() -> None:
     )
     planned = plan(sliding)
     assert (planned.cache_per_token, planned.cache_per_sequence) == (2 * 2 * 32 * 2, 2 * 100 * 2 * 2 * 32 * 2)
+
+
+def test_captured_steps_of_the_embedded_engine() -> None:
+    cuda, cpu = (plan(Qwen3Config(**SMALL), device, engine="embedded", max_num_seqs=32) for device in ("cuda", "cpu"))
+    logits = 32 * 8000 * 2
+    assert cuda.parts["workspace"] - cpu.parts["workspace"] == CUDA_GRAPHS + logits
 
 
 def test_what_vllm_is_told_changes_its_workspace() -> None:

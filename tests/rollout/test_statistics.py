@@ -132,4 +132,5 @@ def test_sources() -> None:
         "aime": ["0", "2"],
         "none": ["1"],
     }
-    assert by_source([group(0, 1), group(1, 0)]) == {}
+    assert by_source([group(0, 1), group(1, 0, source="")]) == {}
+    assert set(by_source([group(0, 1, source=0), group(1, 0, source=1)])) == {"0", "1"}

@@ -46,6 +46,7 @@ async def test_what_needs_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     ("flags", "message"),
     [
         (["--host", "0.0.0.0"], "error: --host 0.0.0.0 is a public address: it needs --api-key-env"),
+        (["--api-key-env", "NOBODYS_KEY"], "error: --api-key-env NOBODYS_KEY: this environment variable is not set"),
         (["--weight-transfer-config", "ipc"], "error: --weight-transfer-config ipc: not such as"),
     ],
 )

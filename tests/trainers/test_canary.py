@@ -1,8 +1,10 @@
 """The canary's scores: a real server's and the trainer's of the same tokens."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from tests.conftest import embedded_server
 from trainers.config import TrainRecipe
 from trainers.policy import Policy, load_policy
 from trainers.server_control import ServerControl, SyncError
-from trainers.sync import FileSync
+from trainers.sync import FileSync, canary
 from trainers.sync.canary import CANDIDATES, CONTEXTS, Canary, CanaryRow, canary_rows, server_scores, trainer_scores
 from trainers.sync.protocol import SyncReport
 
@@ -84,3 +86,38 @@ def test_what_generates_must_say_the_version(own_server: ServerControl) -> None:
 def trainer_scores_of_nothing() -> "torch.Tensor":
     """Never looked at."""
     return torch.zeros(0)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_three_stale_contexts_of_eight_pass_only_where_weights_are_rounded(
+    monkeypatch: pytest.MonkeyPatch, rounded: bool
+) -> None:
+    """As of three servers behind one address, one of which stands still."""
+    moved = np.ones(CONTEXTS * CANDIDATES)
+    served = moved.copy()
+    served[: 3 * CANDIDATES] = 0.0
+    server = ServerControl("http://127.0.0.1:9")
+    given = {0: moved * 0.0, 1: served}
+    monkeypatch.setattr(canary, "server_scores", lambda server, rows, report, fresh: given[report.version])
+    judge = Canary([server], ROWS, "float32", rounded)
+    judge.prove(BASE, moved * 0.0)
+    if rounded:
+        assert judge.prove(replace(BASE, version=1), moved)["sync/canary_slope"] == 1.0
+    else:
+        with pytest.raises(SyncError, match=r"moved 0\.612 nats away from the trainer's, which moved by 1"):
+            judge.prove(replace(BASE, version=1), moved)
+
+
+@pytest.mark.parametrize(
+    ("lora", "server", "rounding"),
+    [
+        (None, {}, {}),
+        ({"rank": 2}, {}, {}),
+        ({"rank": 2}, {"quantization": "fp8"}, {"server.quantization": "fp8"}),
+        ({"rank": 2}, {"model": "org/Model-AWQ"}, {"server.model": "org/Model-AWQ"}),
+        ({"rank": 2, "quantization": "nf4"}, {}, {"model.lora.quantization": "nf4"}),
+    ],
+)
+def test_a_recipe_tells_what_is_rounded(lora: object, server: object, rounding: dict[str, str]) -> None:
+    recipe = {"model": {"path": "m", "lora": lora}, "server": server, "train": {"steps": 1}}
+    assert TrainRecipe.model_validate(recipe).rounding == rounding

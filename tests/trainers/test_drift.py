@@ -30,7 +30,7 @@ def scorer() -> Scorer:
 
 def begun(scorer: Scorer) -> Drift:
     """A drift that has seen version 0."""
-    drift = Drift("bfloat16", CONTEXTS)
+    drift = Drift("bfloat16")
     verdict = drift.start(scorer.at(0), scorer.at(0), scorer.at(0))
     assert verdict.failure is None
     assert not verdict.provable
@@ -85,20 +85,20 @@ def test_a_stale_cache_is_found_where_the_weights_are_right(scorer: Scorer) -> N
 
 
 def test_another_model_is_found_at_the_start(scorer: Scorer) -> None:
-    verdict = Drift("float32", CONTEXTS).start(scorer.at(0), scorer.at(0), scorer.at(2.0))
+    verdict = Drift("float32").start(scorer.at(0), scorer.at(0), scorer.at(2.0))
     assert "serves another model" in (verdict.failure or "")
 
 
 def test_what_is_not_a_number_never_passes(scorer: Scorer) -> None:
     broken = scorer.at(0) * np.nan
-    assert Drift("float32", CONTEXTS).start(broken, broken, scorer.at(0)).failure
+    assert Drift("float32").start(broken, broken, scorer.at(0)).failure
     assert begun(scorer).judge(broken, broken, scorer.at(0)).failure
     assert begun(scorer).judge(scorer.at(0), scorer.at(0), broken).failure
     assert begun(scorer).judge_again(broken).failure
 
 
 def test_exact_agreement_does_not_make_the_noise_zero(scorer: Scorer) -> None:
-    drift = Drift("bfloat16", CONTEXTS)
+    drift = Drift("bfloat16")
     scores = scorer.at(0)
     drift.start(scores, scores, scores)
     assert drift.noise == LEAST_NOISE["bfloat16"]

@@ -19,7 +19,7 @@ from trainers.config import TrainRecipe
 from trainers.policy import Policy, load_policy
 from trainers.server_control import ServerControl, ServerGoneError, SyncError
 from trainers.sync import IpcSync, control_routes, make_sync
-from trainers.sync.content import parameter_digest
+from trainers.sync.content import check_content, parameter_digest
 from trainers.sync.ipc import Buffer, description, parts
 
 SMALL = 9000
@@ -72,7 +72,7 @@ def test_full_weights_arrive_in_parts(policy: Policy, server: ServerControl) -> 
         report = sync.push(version, policy, state)
         assert (report.version, report.label, report.model) == (version, str(version), "policy")
         assert report.bytes == sum(value.nbytes for value in state.values())
-        assert report.digest == parameter_digest(list(state.values()))
+        assert report.digest == check_content(state, {name: parameter_digest([v]) for name, v in state.items()})
         tokens, logprobs, versions = sampled(server, report.model)
         assert versions == [str(version)]
         assert logprobs == pytest.approx(scored(policy, tokens), abs=1e-4)

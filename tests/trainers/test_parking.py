@@ -4,7 +4,9 @@ The device is the CPU too, from which parking copies as it would from a GPU.
 """
 
 from collections.abc import Callable, Iterator
+from enum import IntEnum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,3 +173,16 @@ def test_a_parked_learner_can_be_saved(
     for one in (learner, resumed):
         step(one, recipe, make_groups(2, 3, seed=1))
     assert all(torch.equal(value, dict(kept(resumed))[key]) for key, value in kept(learner))
+
+
+def test_memory_that_cannot_be_page_locked_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure that is passed over would be raised by the next kernel, in its name."""
+    errors = IntEnum("errors", {"success": 0, "memory_allocation": 2})
+    cudart = SimpleNamespace(
+        cudaError=errors, cudaGetErrorString=lambda error: error.name, cudaHostRegister=lambda *_: 2
+    )
+    monkeypatch.setattr(torch.cuda, "_cudart", cudart)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    learner: Any = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device("cuda")))
+    with pytest.raises(torch.cuda.CudaError, match=r"memory_allocation \(2\)"):
+        Parking(learner)._lock(torch.empty(2**20, dtype=torch.uint8))

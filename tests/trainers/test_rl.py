@@ -197,6 +197,7 @@ def test_live_tokens_are_scored_as_the_server_sampled_them(
         sync=sync,
         canary=canary,
         log=logged.append,
+        note=lambda step, groups, credit: source.events.append(f"noted {step} {len(groups)} {len(credit)}"),
     )
     steps = [entry for entry in logged if "loss" in entry]
     assert all(0 < entry["mismatch/max"] < 1e-4 for entry in steps)
@@ -207,10 +208,10 @@ def test_live_tokens_are_scored_as_the_server_sampled_them(
     names = [f"{n} live-1-v{n}" if lora else f"{n} policy" for n in range(5)]
     assert source.events == [
         *(f"published {names[0]}", "evaluated"),
-        *("batch", f"published {names[1]}"),
-        *("batch", f"published {names[2]}", "acknowledged v0-0,v0-1,v1-0,v1-1"),
-        *("batch", f"published {names[3]}", "evaluated"),
-        *("batch", f"published {names[4]}", "evaluated", "acknowledged v2-0,v2-1,v3-0,v3-1"),
+        *("batch", f"published {names[1]}", "noted 1 2 2"),
+        *("batch", f"published {names[2]}", "noted 2 2 2", "acknowledged v0-0,v0-1,v1-0,v1-1"),
+        *("batch", f"published {names[3]}", "noted 3 2 2", "evaluated"),
+        *("batch", f"published {names[4]}", "noted 4 2 2", "evaluated", "acknowledged v2-0,v2-1,v3-0,v3-1"),
     ]
     assert (result.before, result.after) == ({"eval/version": 0.0}, {"eval/version": 4.0})
     if isinstance(sync, LoraSync):

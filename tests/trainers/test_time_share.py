@@ -31,7 +31,8 @@ from trainers.config import TrainRecipe
 from trainers.parking import Parking
 from trainers.policy import load_policy
 from trainers.rl import train_rl
-from trainers.server_control import ServerControl, SyncError
+from trainers.server_control import ServerControl, ServerGoneError, SyncError
+from trainers.stopping import Stop
 from trainers.sync import FileSync, LoraSync, WeightSync
 from trainers.sync.canary import Canary, canary_rows
 from trainers.sync.patient import PatientSync
@@ -190,7 +191,7 @@ def take_turns(
     recipe = make_recipe(lora, steps=2, batch_size=1, learning_rate=1e-2)
     sync: WeightSync = LoraSync([server], folder, "run", 1, keep=2) if lora else FileSync([server], folder)
     canary = Canary([server], canary_rows(range(60), longest=63), "float32")
-    turns = TimeShare(server, accelerator.device, moves=True)
+    turns = TimeShare(server, accelerator.device, patience_seconds=10.0, moves=True)
     logged: list[dict[str, Any]] = []
     recorder.calls.clear()
     train_rl(
@@ -284,21 +285,29 @@ def test_a_refusal_stops_the_run(
     assert ("trainer: made" in recorder.calls) == (path == "/wake_up"), "the trainer takes no memory that is in use"
 
 
-def test_a_server_that_is_away_for_a_moment_is_woken_once_it_is_back(train: Train, recorder: Recorder) -> None:
-    recorder.answers["/wake_up"] = (503, "starting")
+@pytest.mark.parametrize("call", [SLEEP[0], UPDATE[0]])
+def test_a_server_that_is_away_for_a_moment_is_asked_again(train: Train, recorder: Recorder, call: str) -> None:
+    recorder.answers[call.split("?")[0]] = (503, "starting")
     back = threading.Timer(0.7, recorder.answers.clear)
     back.start()
     check_metrics(train())
     back.join()
     first = recorder.calls[: recorder.calls.index("canary") + 1]
-    assert first.count("/wake_up?tags=weights") >= 2
+    assert first.count(call) >= 2
     assert first[-len(UPDATE) :] == UPDATE
+
+
+def test_a_run_that_is_told_to_stop_waits_for_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stop, "heard", True)
+    turns = TimeShare(ServerControl("http://127.0.0.1:9"), torch.device("cpu"), patience_seconds=600.0, stop=Stop())
+    with pytest.raises(ServerGoneError, match=r"127\.0\.0\.1:9/sleep"), turns.training():
+        pytest.fail("the trainer's turn")
 
 
 def test_a_server_that_frees_nothing_is_refused(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     free = [10 * 2**30, 10 * 2**30 + 5]
     monkeypatch.setattr(time_share, "free_memory", lambda device: free.pop(0))
-    turns = TimeShare(ServerControl(recorder.url), torch.device("cpu"))
+    turns = TimeShare(ServerControl(recorder.url), torch.device("cpu"), patience_seconds=10.0)
     with pytest.raises(SyncError, match="has freed 5 bytes of cpu: start it on the trainer's GPU"), turns.training():
         pytest.fail("the trainer's turn")
 

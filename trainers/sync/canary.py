@@ -107,12 +107,17 @@ def server_scores(server: ServerControl, rows: Sequence[CanaryRow], report: Sync
 class Canary:
     """Judges, version by version, whether each server's log-probabilities follow the trainer's. See Drift."""
 
-    def __init__(self, servers: Sequence[ServerControl], rows: Sequence[CanaryRow], dtype: str) -> None:
+    def __init__(
+        self, servers: Sequence[ServerControl], rows: Sequence[CanaryRow], dtype: str, rounded: bool = False
+    ) -> None:
         """`servers` are empty in processes that only compute the trainer's scores; `dtype` is the policy's
-        (`model.dtype`)."""
+        (`model.dtype`); `rounded`: servers and trainer compute with other weights by design (see
+        TrainRecipe.rounding)."""
         self.rows = list(rows)
         self._servers = servers
-        self._drifts: defaultdict[str, Drift] = defaultdict(lambda: Drift(dtype, len(self.rows)))
+        self._drifts: defaultdict[str, Drift] = defaultdict(
+            lambda: Drift(dtype, contexts=len(self.rows) if rounded else 1)
+        )
 
     def trainer_scores(self, policy: Policy, forward: Forward | None = None) -> Scores:
         """See the function of the same name."""

@@ -9,12 +9,13 @@ from torch import Tensor
 from trainers.server_control import ServerControl, SyncError
 
 
-def prove_full_weights(server: ServerControl, label: str, state: dict[str, Tensor]) -> None:
-    """Raises SyncError unless the server says that it serves version `label` and its checksums are those of `state`."""
+def prove_full_weights(server: ServerControl, label: str, state: dict[str, Tensor]) -> str:
+    """Raises SyncError unless the server says that it serves version `label` and its checksums are those of `state`;
+    returns the digest of these."""
     echoed = server.get("/weight_info").get("weight_version")
     if echoed != label:
         raise SyncError(f"{server.url} says that it serves version {echoed!r} after taking version {label!r}")
-    check_content(state, server.post("/weight_checker", {"action": "checksum"}).get("checksums", {}))
+    return check_content(state, server.post("/weight_checker", {"action": "checksum"}).get("checksums", {}))
 
 
 def file_digest(file: Path) -> str:
@@ -29,8 +30,9 @@ _EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _VOCABULARY_MULTIPLE = 64
 
 
-def check_content(state: dict[str, Tensor], checksums: dict[str, str]) -> None:
-    """Raises SyncError unless the server's checksums are those of `state`, weight by weight.
+def check_content(state: dict[str, Tensor], checksums: dict[str, str]) -> str:
+    """Raises SyncError unless the server's checksums are those of `state`, weight by weight; returns the sha256 of
+    names and checksums, in hex.
 
     A checksum is the sha256 of a parameter's bytes in row-major order, as vLLM computes it; a server may put its
     worker before a name ("dp0:pp0:pcp0:tp0:"), stack projections, list a tied head, and fill a vocabulary up to a
@@ -54,6 +56,7 @@ def check_content(state: dict[str, Tensor], checksums: dict[str, str]) -> None:
         unproven -= set(parts)
     if unproven:
         raise SyncError(f"the server gives no checksum for {', '.join(sorted(unproven)[:3])}")
+    return hashlib.sha256(repr(sorted(checksums.items())).encode()).hexdigest()
 
 
 def _filling(name: str, tensors: list[Tensor]) -> Tensor:

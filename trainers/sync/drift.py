@@ -4,10 +4,11 @@ The same tokens are scored by server and trainer at every version. Both change f
 has taken the trainer's weights changes as the trainer does, whatever they disagree about all the time. What a change
 can prove is bounded by the noise of scoring: below it nothing is said.
 
-Server and trainer are compared by medians over the contexts. Where they hold other weights by design (a quantised
-server, QLoRA), most contexts follow all the same, but in one or two of eight the rounding decides what the policy makes
-of them: there their changes have little to do with each other. A server is compared with itself (its caches, its state
-before a restart) over all tokens.
+Server and trainer are compared over all tokens: of several servers behind one address, one that stands still is found
+where it answers for more than a quarter of the change. Where they hold other weights by design (a quantised server,
+QLoRA), they are compared by medians over the contexts, to which three stale ones of eight do not show: most contexts
+follow all the same, but in one or two the rounding decides what the policy makes of them, and there their changes have
+little to do with each other. A server is compared with itself (its caches, its state before a restart) over all tokens.
 """
 
 from dataclasses import dataclass
@@ -39,12 +40,12 @@ class Verdict:
     provable: bool
     """Whether the trainer's change since the last proven version is large enough to prove anything."""
     drift: float
-    """The trainer's change since the last proven version: of each context, and the median of these."""
+    """The trainer's change since the last proven version, by the median over the parts that are compared."""
     cache_gap: float
     """How far the server's scores with its prefix cache are from those without, over all tokens."""
     slope: float | None = None
-    """Of the server's change over the trainer's, by least squares through the origin, the median over the contexts;
-    None where not provable."""
+    """Of the server's change over the trainer's, by least squares through the origin, the median over the parts that
+    are compared; None where not provable."""
     failure: str | None = None
     """Why the server does not serve what the trainer has sent; None where nothing speaks against it."""
 
@@ -52,9 +53,9 @@ class Verdict:
 class Drift:
     """What was scored when: `start` once, then `judge` per version. Raises nothing: a verdict tells."""
 
-    def __init__(self, dtype: str, contexts: int) -> None:
-        """`dtype` is the precision of the scores' forward passes, a key of LEAST_NOISE; all scores hold equally many
-        tokens of each of `contexts`."""
+    def __init__(self, dtype: str, contexts: int = 1) -> None:
+        """`dtype` is the precision of the scores' forward passes, a key of LEAST_NOISE. Server and trainer are compared
+        by medians over so many `contexts`, of which all scores hold equally many tokens; 1 compares over all tokens."""
         self.noise = LEAST_NOISE[dtype]
         """Difference of two scores of the same weights, as measured at the start."""
         self._contexts = contexts
@@ -125,7 +126,7 @@ class Drift:
         return np.sqrt(np.mean(np.square(values.reshape(self._contexts, -1)), axis=1))
 
     def _slope(self, served: Scores, trained: Scores) -> float:
-        """Over the contexts in which the trainer's change is more than noise: more than half of them."""
+        """Over the contexts in which the trainer's change is more than noise: at least half of them."""
         moved = self._sizes(trained) > self.noise
         x, y = (values.reshape(self._contexts, -1)[moved] for values in (trained, served))
         return float(np.median((x * y).sum(1) / (x * x).sum(1)))

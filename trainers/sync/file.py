@@ -9,7 +9,6 @@ from torch import Tensor
 
 from trainers.policy import Policy
 from trainers.server_control import ServerControl
-from trainers.sync.content import file_digest
 from trainers.sync.full import holds_full_weights, update_full_weights
 from trainers.sync.protocol import SyncReport, base_model, find, on_each
 
@@ -28,6 +27,7 @@ class FileSync:
         self._keep_caches = keep_caches
         self._model = base_model(servers)
         self._last: tuple[int, Path] | None = None
+        self._digest = ""
         for server in servers:
             _init(server)
 
@@ -68,14 +68,14 @@ class FileSync:
         def transfer() -> None:
             server.post("/update_weights", {"update_info": {"path": str(file)}})
 
-        update_full_weights([server], str(version), state, transfer, self._keep_caches)
+        self._digest = update_full_weights([server], str(version), state, transfer, self._keep_caches)
 
     def _report(self, started: float) -> SyncReport:
         assert self._last is not None
         version, file = self._last
-        size, digest, label = file.stat().st_size, file_digest(file), str(version)
+        size, label = file.stat().st_size, str(version)
         salt = label if self._keep_caches else None
-        return SyncReport(version, label, self._model, size, time.perf_counter() - started, digest, salt)
+        return SyncReport(version, label, self._model, size, time.perf_counter() - started, self._digest, salt)
 
 
 def _init(server: ServerControl) -> None:

@@ -14,8 +14,9 @@ def update_full_weights(
     state: dict[str, Tensor],
     transfer: Callable[[], None],
     keep_caches: bool,
-) -> None:
-    """Pauses all servers, lets `transfer` bring `state` into them, proves it in each, and resumes them.
+) -> str:
+    """Pauses all servers, lets `transfer` bring `state` into them, proves it in each, and resumes them. Returns the
+    digest of what is proven (see check_content).
 
     Running requests keep their tokens and go on under the new weights. Their caches are recomputed; with `keep_caches`
     all caches stay, and requests must keep apart from those of older weights by their cache salt. Where a proof fails,
@@ -28,16 +29,18 @@ def update_full_weights(
             server.post("/pause?mode=keep&clear_cache=false")
         server.post("/start_weight_update")
     transfer()
+    digest = ""
     for server in servers:
         server.post("/finish_weight_update", {"weight_version": label})
         # answers 200 also when it did nothing: caches of the old weights would stay in use
         dropped = keep_caches or server.post("/reset_prefix_cache?reset_running_requests=true").get("success") is True
         if not dropped:
             raise SyncError(f"{server.url}/reset_prefix_cache did not drop the caches of the old weights")
-        prove_full_weights(server, label, state)
+        digest = prove_full_weights(server, label, state)
     for server in servers:
         if not server.asleep:
             server.post("/resume")
+    return digest
 
 
 def holds_full_weights(server: ServerControl, label: str, state: dict[str, Tensor]) -> bool:

@@ -17,7 +17,6 @@ from torch.multiprocessing.reductions import reduce_tensor
 from rollout.embedded.shared_memory import CPU, memory_key
 from trainers.policy import Policy
 from trainers.server_control import ServerControl, SyncError
-from trainers.sync.content import parameter_digest
 from trainers.sync.full import holds_full_weights, update_full_weights
 from trainers.sync.protocol import SyncReport, base_model, find, on_each
 
@@ -94,6 +93,7 @@ class IpcSync:
         self._version = 0
         # of the version that was pushed last, for a server that is started again: the policy's own move on
         self._copy: dict[str, Tensor] = {}
+        self._digest = ""
         for server in servers:
             self._init(server)
 
@@ -153,15 +153,15 @@ class IpcSync:
                         "/update_weights", {"update_info": {**description(part), "ipc_handles_pickled": pickled}}
                     )
 
-            update_full_weights([server], str(self._version), self._copy, transfer, self._keep_caches)
+            label = str(self._version)
+            self._digest = update_full_weights([server], label, self._copy, transfer, self._keep_caches)
 
     def _report(self, started: float) -> SyncReport:
         label = str(self._version)
         size = sum(value.nbytes for value in self._copy.values())
-        digest = parameter_digest(list(self._copy.values()))
         salt = label if self._keep_caches else None
         seconds = time.perf_counter() - started
-        return SyncReport(self._version, label, self._model, size, seconds, digest, salt)
+        return SyncReport(self._version, label, self._model, size, seconds, self._digest, salt)
 
 
 def parts(state: dict[str, Tensor], capacity: int) -> Iterator[list[tuple[str, Tensor]]]:

@@ -4,7 +4,6 @@ Untested on a GPU. Its protocol is tested over gloo, against a receiver that cut
 (vllm/distributed/weight_transfer/nccl_engine.py); NCCL itself has never carried it.
 """
 
-import hashlib
 import queue
 import socket
 import threading
@@ -137,11 +136,11 @@ class NcclSync:
             # servers answer when they have received everything
             _together(broadcast, *(_post(s, "/update_weights", {"update_info": info}) for s in self._servers))
 
-        update_full_weights(self._servers, label, state, transfer, self._keep_caches)
+        digest = update_full_weights(self._servers, label, state, transfer, self._keep_caches)
         size = sum(value.nbytes for value in state.values())
         salt = label if self._keep_caches else None
         seconds = time.perf_counter() - started
-        self._last = SyncReport(version, label, self._model, size, seconds, _digest(state), salt)
+        self._last = SyncReport(version, label, self._model, size, seconds, digest, salt)
         return self._last
 
     def restore(self, url: str) -> SyncReport:
@@ -173,13 +172,6 @@ def packed(state: dict[str, Tensor], buffer_bytes: int) -> Iterator[UInt8[Tensor
             parts, size = [], 0
     if parts:
         yield torch.cat(parts)
-
-
-def _digest(state: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for value in state.values():
-        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _post(server: ServerControl, path: str, body: dict[str, Any]) -> Callable[[], None]:

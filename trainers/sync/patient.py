@@ -2,6 +2,8 @@
 
 import logging
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -13,6 +15,8 @@ from trainers.sync.protocol import SyncReport, WeightSync
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
+
+Result = TypeVar("Result")
 
 
 class PatientSync:
@@ -26,15 +30,7 @@ class PatientSync:
 
     def push(self, version: int, policy: Policy, state: dict[str, Tensor]) -> SyncReport:
         """See WeightSync. Raises ServerGoneError when no server has answered for `patience_seconds`."""
-        deadline = time.monotonic() + self._patience
-        while True:
-            try:
-                return self._sync.push(version, policy, state)
-            except ServerGoneError as error:
-                if time.monotonic() > deadline:
-                    raise ServerGoneError(f"{error} (no server answered for {self._patience:g} s)") from error
-                logger.warning("version %d waits for a server: %s", version, error)
-                time.sleep(POLL_SECONDS)
+        return patiently(lambda: self._sync.push(version, policy, state), f"version {version}", self._patience)
 
     def restore(self, url: str) -> SyncReport:
         """See WeightSync."""
@@ -54,3 +50,21 @@ class PatientSync:
     def close(self) -> None:
         """See WeightSync."""
         self._sync.close()
+
+
+def patiently(
+    call: Callable[[], Result], what: str, patience_seconds: float, hurried: Callable[[], bool] = lambda: False
+) -> Result:
+    """What `call` returns, once a server answers. Raises ServerGoneError when none has for `patience_seconds`, and at
+    once when `hurried`. `what` names for the log what waits."""
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        try:
+            return call()
+        except ServerGoneError as error:
+            if hurried():
+                raise
+            if time.monotonic() > deadline:
+                raise ServerGoneError(f"{error} (no server answered for {patience_seconds:g} s)") from error
+            logger.warning("%s waits for a server: %s", what, error)
+            time.sleep(POLL_SECONDS)

@@ -26,7 +26,7 @@ class SyncReport:
     """Size of the weights that travelled."""
     seconds: float
     digest: str
-    """sha256 of what travelled: a file's bytes, or all weights' bytes in their order."""
+    """sha256 in hex of an adapter's file, or of full weights' names and checksums as a server lists them."""
     cache_salt: str | None = None
     """With what requests must keep apart from caches of older weights, where these are left in place."""
 

@@ -207,7 +207,7 @@ class CurvesPage {
     page.replaceChildren(
       make("div", { class: "bar" }, this.finder, this.nameList, make("label", {}, by),
         make("label", {}, "smoothing ", smoothing),
-        ...["● held-out, sampled", "◇ held-out, greedy", "drag zooms in, a double click resets"].map((text) =>
+        ...["— training", "● held-out, sampled", "◇ held-out, greedy", "drag zooms in, a double click resets"].map((text) =>
           make("span", { class: "note" }, text))),
       this.body,
     );

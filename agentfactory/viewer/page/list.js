@@ -15,18 +15,21 @@ function outcomeChip(outcome) {
   return make("span", { class: `chip ${good ? "good" : broken ? "broken" : "limit"}` }, outcome.replaceAll("_", " "));
 }
 
+const VERSION = { title: "version", sort: "newest", figure: "version", about: "of the weights when the group began" };
+const STEP = { title: "step", sort: "step", figure: "step", about: "that trained the group" };
+
 const CHAIN_COLUMNS = [
   { title: "chain", cell: (row) => make("td", { class: "name" }, swatch(row.run), make("a", { href: addressOf(row) }, row.chain)) },
   { title: "task", cell: (row) => make("td", { class: "preview" }, row.preview) },
   { title: "from", cell: (row) => make("td", {}, row.source) },
-  { title: "version", sort: "newest", figure: "version" },
-  { title: "step", sort: "step", figure: "step" },
+  VERSION,
+  STEP,
   { title: "outcome", cell: (row) => make("td", { title: row.error ?? row.stop }, outcomeChip(row.outcome)) },
   { title: "reward", sort: "reward", figure: "reward" },
   { title: "turns", sort: "turns", figure: "turns" },
   { title: "calls", sort: "calls", figure: "calls" },
-  { title: "errors", sort: "errors", figure: "errors" },
-  { title: "tokens", sort: "tokens", figure: "tokens" },
+  { title: "errors", sort: "errors", figure: "errors", about: "calls without a result: malformed, refused, failed or too slow" },
+  { title: "tokens", sort: "tokens", figure: "tokens", about: "of all rows, prompt included" },
   { title: "seconds", sort: "seconds", figure: "seconds", digits: 1 },
 ];
 
@@ -35,8 +38,8 @@ const GROUP_COLUMNS = [
     make("a", { href: page.addressWith({ view: "", group: row.group_id, run: row.run, source: row.source, page: "", sort: "" }) }, row.group_id)) },
   { title: "task", cell: (row) => make("td", { class: "preview" }, row.preview) },
   { title: "from", cell: (row) => make("td", {}, row.source) },
-  { title: "version", sort: "newest", figure: "version" },
-  { title: "step", sort: "step", figure: "step" },
+  VERSION,
+  STEP,
   { title: "chains", figure: "chains" },
   { title: "mean reward", sort: "reward", figure: "reward" },
   { title: "lowest", figure: "lowest" },
@@ -44,7 +47,7 @@ const GROUP_COLUMNS = [
   { title: "success", sort: "success", figure: "success" },
   { title: "turns", sort: "turns", figure: "turns" },
   { title: "calls", sort: "calls", figure: "calls" },
-  { title: "no reward", figure: "unscored" },
+  { title: "no reward", figure: "unscored", about: "chains without a reward" },
 ];
 
 class ListPage {
@@ -68,7 +71,7 @@ class ListPage {
       this.fill(name, label, options);
       return this.choices[name];
     };
-    const range = (name, label) => make("span", { class: "range" }, `${label} `, ...["min", "max"].flatMap((end, number) => [
+    const range = (name, label) => make("span", { class: "range" }, label, ...["min", "max"].flatMap((end, number) => [
       number ? "–" : "",
       make("input", { name: `${name}_${end}`, type: "text", inputmode: "decimal", size: 4, value: this.query[`${name}_${end}`],
         "aria-label": `${label}, ${end === "min" ? "lowest" : "highest"}`, on: { input: change } }),
@@ -104,6 +107,7 @@ class ListPage {
   }
 
   change(also = {}) {
+    if (current !== this) return; // what was typed last waits for a moment
     const fields = Object.fromEntries(new FormData(this.form));
     const resort = fields.view !== this.query.view ? { sort: "", ascending: "" } : {};
     this.go({ ...fields, page: "", ...resort, ...also });
@@ -162,11 +166,12 @@ class ListPage {
     const size = 50;
     const page = Number(this.query.page || 0);
     const head = columns.map((column) => {
-      if (!column.sort) return make("th", { class: column.figure ? "figure" : null }, column.title);
+      const title = column.about ?? null;
+      if (!column.sort) return make("th", { class: column.figure ? "figure" : null, title }, column.title);
       const sorted = (this.query.sort || "newest") === column.sort;
       const up = this.query.ascending === "1";
       const next = { sort: column.sort, ascending: sorted && !up ? "1" : "", page: "" };
-      return make("th", { class: "figure", "aria-sort": sorted ? (up ? "ascending" : "descending") : null },
+      return make("th", { class: "figure", title, "aria-sort": sorted ? (up ? "ascending" : "descending") : null },
         make("button", { class: "quiet", on: { click: () => this.go(next) } }, column.title, sorted ? (up ? " ↑" : " ↓") : ""));
     });
     const cell = (column, row) => {
@@ -179,7 +184,12 @@ class ListPage {
       // the whole row leads where its link does
       if (!event.target.closest("a") && !String(getSelection())) event.currentTarget.querySelector("a").click();
     } } }, ...columns.map((column) => cell(column, row))));
-    this.table.replaceChildren(make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...body));
+    const filtered = FILTERS.some((name) => !["view", "sort", "ascending"].includes(name) && this.query[name]);
+    this.table.replaceChildren(...(total || unsearched
+      ? [make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...body)]
+      : [make("caption", { class: "empty" }, ...(filtered
+        ? ["Nothing matches these filters. ", make("a", { href: "#/trajectories" }, "Show all")]
+        : ["No trajectory is saved yet."]))]));
     const from = Math.min(total, page * size + 1);
     const kind = this.query.view === "groups" ? "groups" : "trajectories";
     const searching = unsearched ? `; searching, ${figure(unsearched)} trajectories to go` : "";

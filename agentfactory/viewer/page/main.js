@@ -33,8 +33,8 @@ function drawRuns(state) {
       if (box.checked) hidden.delete(run.id); else hidden.add(run.id);
       if (current === pages.curves) pages.curves.redraw();
     } } });
-    const step = measured.get(run.id)?.lines.at(-1)?.step;
-    const said = [run.status, step === undefined ? "" : `step ${step}`, run.chains ? `${figure(run.chains)} trajectories` : ""];
+    const best = run.best && `best checkpoint: step ${run.best.step}, ${run.best.metric} ${figure(run.best.value)}`;
+    const said = [run.status, run.step === null ? "" : `step ${run.step}`, run.chains ? `${figure(run.chains)} trajectories` : "", best];
     const label = source.followed ? make("a", { href: `#/run/${run.id}`, title: "summary and recipe" }, run.label) : make("span", {}, run.label);
     return make("span", { class: "run", data: { run: run.id } }, make("label", {}, box, swatch(run.id)), label,
       make("span", { class: "note" }, said.filter(Boolean).join(", ")));
@@ -58,6 +58,7 @@ async function follow() {
     const state = document.hidden ? null : await source.state();
     if (state) {
       lastState = state;
+      state.runs.forEach((run) => colourOf(run.id)); // in their order, whatever page draws which of them first
       await (current ? current.update(state) : route());
       drawRuns(state);
     }

@@ -10,9 +10,9 @@ const server = {
   async get(path, parameters = {}, headers = {}) {
     const response = await fetch(`${path}?${new URLSearchParams(parameters)}`, { headers });
     if (response.status === 304) return null;
-    const said = await response.json();
-    if (!response.ok) throw new Error(said.error ?? `${response.status} ${response.statusText}`);
-    return said;
+    if (response.ok) return response.json();
+    const said = await response.json().catch(() => ({})); // a fault of the viewer itself is no JSON
+    throw new Error(said.error ?? `the viewer answered ${response.status} ${response.statusText}; its terminal says why`);
   },
 
   /** What there is by now; null where it is what it was. */

@@ -172,7 +172,8 @@ class TokenView {
       const probability = logprob === null ? "not finite" : `${figure(logprob)} (p ${figure(Math.exp(logprob))})`;
       told.push(["server's log-probability", probability]);
       const proximal = row.proximal?.[i] ?? null;
-      if (proximal !== null) told.push(["trainer's", figure(proximal)], ["difference", figure(proximal - logprob)]);
+      if (proximal !== null) told.push(["trainer's", figure(proximal)]);
+      if (proximal !== null && logprob !== null) told.push(["difference", figure(proximal - logprob)]);
       if ((row.advantage?.[i] ?? null) !== null) told.push(["advantage", figure(row.advantage[i])]);
     }
     const version = row.versions[row.version[i]];

@@ -11,16 +11,21 @@ class TrajectoryPage {
     try {
       data = await source.trajectory(run, file, byte, number);
     } catch (error) {
-      page.replaceChildren(make("p", { class: "empty" }, error.message));
+      if (this.isShown(parameters)) page.replaceChildren(make("p", { class: "empty" }, error.message));
       return;
     }
-    if (current !== this || this.parameters !== parameters) return;
+    if (!this.isShown(parameters)) return;
     this.data = data;
     this.pane = make("div", { class: "pane" });
     this.tabs = make("div", { class: "tabs", role: "tablist" });
     page.replaceChildren(this.head(), make("div", { class: "columns" },
       make("div", { class: "told" }, this.tabs, this.pane), this.side()));
     this.open(parameters.get("tab") ?? "conversation");
+  }
+
+  /** Whether nobody went on to another page, or another trajectory, while the answer was waited for. */
+  isShown(parameters) {
+    return current === this && this.parameters === parameters;
   }
 
   head() {
@@ -128,23 +133,45 @@ function callCard({ name, arguments: given }) {
     })) : null);
 }
 
-/** A run's summary and recipe. */
+/** A run's best checkpoint, summary and recipe. */
 class RunPage {
-  async show(page, [run]) {
+  show(page, [run]) {
+    this.page = page;
+    this.run = run;
+    this.shown = "";
+    return this.load();
+  }
+
+  async load() {
+    const run = this.run;
     let told;
     try {
       told = await source.run(run);
     } catch (error) {
-      page.replaceChildren(make("p", { class: "empty" }, error.message));
-      return;
+      told = { error: error.message };
     }
-    const { label, path, summary, recipe } = told;
-    page.replaceChildren(make("div", { class: "headline" }, make("h1", {}, swatch(run), label), make("p", { class: "note" }, path)),
-      make("section", { class: "panel" }, make("h3", {}, "Summary"), make("pre", {}, JSON.stringify(summary, null, 2))),
-      make("section", { class: "panel" }, make("h3", {}, "Recipe"), make("pre", {}, recipe)));
+    const shown = JSON.stringify(told);
+    if (current !== this || this.run !== run || this.shown === shown) return;
+    this.shown = shown;
+    this.page.replaceChildren(...(told.error ? [make("p", { class: "empty" }, told.error)] : this.parts(told)));
   }
 
-  update() {}
+  parts({ label, path, best, summary, recipe }) {
+    const panel = (title, ...inside) => make("section", { class: "panel" }, make("h3", {}, title), ...inside);
+    const facts = best && [["step", figure(best.step)], [best.metric, figure(best.value)], ["folder", best.path]];
+    return [
+      make("div", { class: "headline" }, make("h1", {}, swatch(this.run), label), make("p", { class: "note" }, path)),
+      best && panel("Best checkpoint", make("dl", { class: "facts" }, ...facts.flatMap(([name, value]) =>
+        [make("dt", {}, name), make("dd", {}, value)]))),
+      panel("Summary", Object.keys(summary).length ? make("pre", {}, JSON.stringify(summary, null, 2))
+        : make("p", { class: "note" }, "It is written when the run has ended.")),
+      panel("Recipe", make("pre", {}, recipe)),
+    ].filter(Boolean);
+  }
+
+  update() {
+    return this.load();
+  }
 
   leave() {}
 }

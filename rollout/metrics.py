@@ -1,7 +1,16 @@
-"""What the figures of a single chain mean (`metrics` of trajectories, `trajectory/<name>` in metrics.jsonl), and those
-of an evaluation."""
+"""What the figures of chains and of evaluations mean, and what an entry of such a table says."""
 
-from trainers.metrics import Metric
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One figure of metrics.jsonl. `<...>` in a name stands for what the run fills in."""
+
+    name: str
+    unit: str
+    meaning: str
+
 
 CHAIN_METRICS = [
     Metric("success", "", "whether the task was solved, as the reward or the environment says"),
@@ -27,6 +36,7 @@ CHAIN_METRICS = [
     Metric("stop/<reason>", "", "whether this ended the chain"),
     Metric("failed", "", "share of the chains that broke"),
 ]
+"""`metrics` of a trajectory, `trajectory/<name>` in metrics.jsonl."""
 
 EVAL_METRICS = [
     Metric("avg@<k>", "", "success of the k chains of a task, mean over tasks"),

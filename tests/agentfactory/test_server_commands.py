@@ -1,0 +1,60 @@
+"""What the commands that need a server take for it, and what `agentfactory rollout` says and leaves."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentfactory import progress
+from agentfactory.progress import follow_groups
+from agentfactory.recipe import load_recipe
+from agentfactory.run_folder import RunFolderError
+from agentfactory.server_commands import what_is_served
+from rollout.trajectory import read_groups
+from tests.agentfactory.conftest import Command
+
+
+def test_an_adapter_is_served_beside_its_base(project: Path) -> None:
+    recipe, adapter = load_recipe("recipe.yaml"), project / "adapter"
+    adapter.mkdir()
+    config = adapter / "adapter_config.json"
+    config.write_text(json.dumps({"base_model_name_or_path": str(project / "model")}))
+    served = what_is_served(recipe, adapter)
+    assert (served.name, served.label, served.adapters) == ("checkpoint", str(adapter), {"checkpoint": adapter})
+    assert served.recipe.model.path == str(project / "model")
+    config.write_text(json.dumps({"base_model_name_or_path": str(project / "elsewhere")}))
+    with pytest.raises(RunFolderError, match=r"adapter for .*elsewhere, which is not there; fix: move"):
+        what_is_served(recipe, adapter)
+
+
+def test_chains_are_run_saved_and_told(
+    agentfactory: Command, quickstart_run: Path, tmp_path: Path, warm_server: str, warm_start: Path
+) -> None:
+    overrides = [f"output={tmp_path}", f"server.url={warm_server}", f"model.path={warm_start}"]
+    small = ["data.limit=2", "rollout.group_size=3"]
+    result = agentfactory("rollout", str(quickstart_run / "grpo" / "recipe.yaml"), *overrides, *small)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "running 2 tasks, each by 3 chains"
+    summary = json.loads((tmp_path / "rollout" / "summary.json").read_text())
+    means = f"reward {summary['reward']:.4f}, success {summary['success']:.4f}, failed {summary['failed']:.4f}"
+    assert lines[-2].startswith(f"means over chains: {means}; ")
+    assert summary["checkpoint"] == f"policy at {warm_server}", "the server's weights, whatever model.path says"
+    assert [len(group.trajectories) for group in read_groups(tmp_path / "rollout" / "trajectories")] == [3, 3]
+
+
+def test_groups_are_counted_as_they_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SAY_EVERY_SECONDS", 0.01)
+    said: list[str] = []
+
+    def saved(name: str, text: str, count: int) -> None:
+        with (tmp_path / name).open("a") as file:
+            file.write(text)
+        while not said or not said[-1].startswith(f"{count} of 4 groups of chains have ended, 0:0"):
+            pass
+
+    with follow_groups(tmp_path, 4, said.append):
+        saved("sampled.jsonl", "{}\n{", 1)
+        saved("greedy.jsonl", "{}\n", 2)
+        saved("sampled.jsonl", "}\n", 3)
+    assert len(said) == 3, "nothing is said where nothing has ended"

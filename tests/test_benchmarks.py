@@ -1,0 +1,34 @@
+"""Each of benchmarks/ runs, and its last line is its ratios. How good they are is not judged here."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+BENCHMARKS = REPOSITORY / "benchmarks"
+SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("*.py") if "--quick" in path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_last_line_is_the_ratios(script: str) -> None:
+    command = [sys.executable, f"benchmarks/{script}", "--quick"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ratios = json.loads(done.stdout.splitlines()[-1])
+    assert ratios
+    assert all(math.isfinite(ratio) and ratio > 0 for ratio in ratios.values()), ratios
+
+
+def test_the_readme_speaks_of_those_that_there_are() -> None:
+    readme, contributing = (
+        (REPOSITORY / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md")
+    )
+    for script in SCRIPTS:
+        assert f"`python benchmarks/{script} --quick`" in contributing
+        assert f"`{script}`" in readme or script == "placement.py"  # not yet run on a GPU

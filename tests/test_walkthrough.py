@@ -1,0 +1,236 @@
+"""README.md and the pages of docs/, followed in a terminal by somebody who begins: every `bash` block, line by line.
+
+It takes minutes, so `make learn` runs it. Blocks that only give the form of a command are `sh`.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.test_docs import DOCS, blocks
+from tools.config import ToolsRecipe
+from tools.toolset import open_toolset
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
+
+ELSEWHERE = {"make test"}
+"""What runs this very test, or is run beside it."""
+HABIT = ["sft.train.steps=40", "sft.train.warmup_steps=5"]
+SHORTER = {
+    "agentfactory train recipes/quickstart/quickstart-lora.yaml": [*HABIT, "grpo.train.steps=2", "grpo.eval.data=null"],
+    "agentfactory train recipes/quickstart/quickstart.yaml grpo.train.algorithm=ppo": [
+        *(*HABIT, "grpo.train.steps=2", "grpo.eval.data=null")
+    ],
+    "agentfactory train recipes/quickstart/quickstart.yaml grpo.train.steps": [*HABIT, "grpo.eval.data=null"],
+    "agentfactory eval runs/quickstart/recipe.yaml --": ["grpo.eval.data.limit=20"],
+}
+"""Overrides behind lines that begin so: `make learn` trains these to their end."""
+
+
+@dataclass
+class Terminal:
+    """A shell in a folder that looks like a fresh clone, in which lines are typed one after another."""
+
+    folder: Path
+    typed: set[str] = field(default_factory=set)
+    activated: list[str] = field(default_factory=list)
+    """Lines that change the shell itself."""
+
+    def run(self, line: str, statuses: tuple[int, ...] = (0,), typing: str = "") -> str:
+        """What is printed, errors too. `typing` goes to its standard input."""
+        whole = " && ".join([*self.activated, line])
+        done = subprocess.run(
+            ["bash", "-c", whole],
+            cwd=self.folder,
+            input=typing,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert done.returncode in statuses, f"{line}\n{done.stdout}"
+        return done.stdout
+
+    @contextmanager
+    def running(self, line: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+        """A line that runs until Ctrl-C, which it gets afterwards."""
+        whole = " && ".join([*self.activated, f"exec {line}"])
+        with log.open("wb") as output:
+            process = subprocess.Popen(["bash", "-c", whole], cwd=self.folder, stdout=output, stderr=output)
+            try:
+                yield process
+            finally:
+                process.send_signal(signal.SIGINT)
+                process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def terminal(tmp_path_factory: pytest.TempPathFactory) -> Terminal:
+    folder = tmp_path_factory.mktemp("clone")
+    for name in ("Makefile", "setup.py", "train.py", "recipes"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    (folder / ".venv").symlink_to(sys.prefix)
+    return Terminal(folder)
+
+
+def lines(page: Path) -> list[str]:
+    """The lines of the page's `bash` blocks, without comments."""
+    text = "\n".join(blocks(page, "bash")).replace("\\\n", " ")
+    return [shlex.join(words) for line in text.splitlines() if (words := shlex.split(line, comments=True))]
+
+
+def follow(terminal: Terminal, page: Path) -> dict[str, str]:
+    """Types the page's lines, except those that were typed before; returns what each printed."""
+    printed: dict[str, str] = {}
+    found = lines(page)
+    assert found, f"{page.name} has no bash block"
+    for line in found:
+        if line in terminal.typed or line in ELSEWHERE:
+            continue
+        terminal.typed.add(line)
+        shorter = [words for start, words in SHORTER.items() if line.startswith(start) and page.stem != "README"]
+        whole = " ".join([line, *(shorter[0] if shorter else [])])
+        if line.startswith(". "):
+            terminal.activated.append(line)
+        elif line.startswith("agentfactory view"):
+            printed[line] = look(terminal, line)
+        elif line.startswith("agentfactory chat"):
+            printed[line] = terminal.run(whole, typing="\n")
+        elif line.startswith("agentfactory doctor"):
+            printed[line] = terminal.run(whole, statuses=(0, 1))
+        elif not line.startswith(("agentfactory serve", "agentfactory tools serve")):
+            printed[line] = terminal.run(whole)
+    return printed
+
+
+def look(terminal: Terminal, line: str) -> str:
+    """Opens the page of `agentfactory view`, or the file that it exports."""
+    if "--export" in line:
+        said = terminal.run(line)
+        assert "<html" in (terminal.folder / line.split()[-1]).read_text(encoding="utf-8")[:200]
+        return said
+    log = terminal.folder / "view.log"
+    with terminal.running(line, log) as process:
+        address = awaited(process, log, r"http://127\.0\.0\.1:\d+/")
+        assert b"<html" in fetch(address)
+    return log.read_text()
+
+
+def awaited(process: subprocess.Popen[bytes], log: Path, pattern: str) -> str:
+    deadline = time.monotonic() + 60
+    while not (found := re.search(pattern, log.read_text())):
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+    return found[0]
+
+
+def fetch(address: str) -> bytes:
+    with urllib.request.urlopen(address, timeout=10) as answer:
+        body: bytes = answer.read()
+    return body
+
+
+def summary(run: Path) -> dict:
+    return json.loads((run / "summary.json").read_text(encoding="utf-8"))
+
+
+def test_the_readme(terminal: Terminal) -> None:
+    printed = follow(terminal, REPOSITORY / "README.md")
+    for line in printed:
+        print(line)
+    folder = terminal.folder
+    trained = summary(folder / "runs" / "quickstart")
+    assert trained["success_before"] <= 0.25
+    assert trained["success_after"] >= 0.85
+    told = {line.split()[1]: text for line, text in printed.items() if line.startswith("agentfactory")}
+    assert "->" in told["chat"]
+    assert "pass@4" in told["eval"]
+    assert (folder / "exported" / "model.safetensors").exists()
+    assert summary(folder / "runs" / "word_problems-tiny")["success_after"] >= 0.85
+    assert re.search(r"^problem +", told["doctor"], re.MULTILINE)
+
+
+def test_the_quickstart(terminal: Terminal) -> None:
+    follow(terminal, DOCS / "quickstart.md")
+    runs = terminal.folder / "runs"
+    assert summary(runs / "short")["steps"] == 40
+    assert {"quickstart", "quickstart-lora", "ppo", "short"} <= {run.name for run in runs.iterdir()}
+
+
+def test_evaluation(terminal: Terminal) -> None:
+    page, log = DOCS / "evaluation.md", terminal.folder / "serve.log"
+    (serve,) = [line for line in lines(page) if line.startswith("agentfactory serve")]
+    with terminal.running(serve, log) as process:
+        awaited(process, log, "8000")
+        deadline = time.monotonic() + 60
+        while not answers("http://127.0.0.1:8000/health"):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        printed = follow(terminal, page)
+    assert len(printed) >= 5
+    folders = [folder for folder in (terminal.folder / "runs" / "quickstart").glob("eval*") if folder.is_dir()]
+    evaluated = [summary(folder) for folder in folders]
+    # by --checkpoint the bad habit, by the others what was trained
+    assert min(one["sampled/success"] for one in evaluated) <= 0.35
+    assert sum(one["sampled/success"] >= 0.8 for one in evaluated) >= 4
+
+
+def answers(address: str) -> bool:
+    try:
+        fetch(address)
+    except (urllib.error.URLError, ConnectionError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("page", ["commands", "viewer", "placement"])
+def test_what_the_other_pages_show(terminal: Terminal, page: str) -> None:
+    follow(terminal, DOCS / f"{page}.md")
+
+
+def test_the_environment_of_the_page(terminal: Terminal, tmp_path: Path) -> None:
+    page = DOCS / "environments.md"
+    (tmp_path / "guess.py").write_text(blocks(page, "python")[0])
+    (tmp_path / "recipe.yaml").write_text(blocks(page, "yaml")[0])
+    (tmp_path / "tasks.jsonl").write_text(blocks(page, "json")[0])
+    here = Terminal(tmp_path, activated=[f". {terminal.folder}/.venv/bin/activate"])
+    printed = follow(here, page)
+    assert [line.split()[2] for line in printed] == ["list", "call", "check"]
+    assert "It is smaller." in printed[next(line for line in printed if " call " in line)]
+
+
+async def test_tools_served_to_others(tmp_path: Path) -> None:
+    page = DOCS / "tools.md"
+    (tmp_path / "my_tools.py").write_text("\n".join(blocks(page, "python")))
+    path = f"{sys.prefix}/bin:{os.environ['PATH']}"
+    shown = [line for line in lines(page) if line.startswith("agentfactory tools serve")]
+    assert len(shown) == 3
+    for line in shown:
+        words = shlex.split(line)
+        if "--http" not in words:
+            entry = {"command": words[0], "args": words[1:], "env": {"PATH": path}}
+            async with open_toolset(ToolsRecipe(mcp_servers={"one": entry}), tmp_path) as toolset:
+                assert {"convert", "plot"} <= {spec.name for spec in toolset.specs}
+            continue
+        here = Terminal(tmp_path, activated=[f"export PATH={shlex.quote(path)}"])
+        log = tmp_path / "serve.log"
+        with here.running(line, log) as process:
+            address = awaited(process, log, r"http://127\.0\.0\.1:8000\S*")
+            entry = {"url": address}
+            async with open_toolset(ToolsRecipe(mcp_servers={"one": entry}), tmp_path) as toolset:
+                assert {spec.name for spec in toolset.specs} >= {"add"}
