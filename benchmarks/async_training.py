@@ -228,10 +228,10 @@ def compare(folder: Path, sft_steps: int, steps: int, calibration_steps: int, se
 def main() -> None:
     """Run the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one seed of 15 steps in place of three of 50")
+    parser.add_argument("--quick", action="store_true", help="one seed of 8 steps in place of three of 50")
     quick = parser.parse_args().quick
     with tempfile.TemporaryDirectory() as folder:
-        sizes = (150, 15, 6, range(1)) if quick else (300, 50, 10, range(3))
+        sizes = (150, 8, 4, range(1)) if quick else (300, 50, 10, range(3))
         figures = compare(Path(folder), *sizes)
     print(json.dumps(figures))
 

@@ -29,13 +29,13 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 ELSEWHERE = {"make test"}
 """What runs this very test, or is run beside it."""
+QUICKSTART = "agentfactory train recipes/quickstart/quickstart"
 HABIT = ["sft.train.steps=40", "sft.train.warmup_steps=5"]
+TWO_STEPS = ["train.steps=2", "train.warmup_steps=0", "eval.data=null"]
 SHORTER = {
-    "agentfactory train recipes/quickstart/quickstart-lora.yaml": [*HABIT, "grpo.train.steps=2", "grpo.eval.data=null"],
-    "agentfactory train recipes/quickstart/quickstart.yaml grpo.train.algorithm=ppo": [
-        *(*HABIT, "grpo.train.steps=2", "grpo.eval.data=null")
-    ],
-    "agentfactory train recipes/quickstart/quickstart.yaml grpo.train.steps": [*HABIT, "grpo.eval.data=null"],
+    f"{QUICKSTART}-lora.yaml": [*HABIT, *(f"grpo-lora.{words}" for words in TWO_STEPS)],
+    f"{QUICKSTART}.yaml grpo.train.algorithm=ppo": [*HABIT, *(f"grpo.{words}" for words in TWO_STEPS)],
+    f"{QUICKSTART}.yaml grpo.train.steps": [*HABIT, "grpo.train.batch_size=2", "grpo.eval.data=null"],
     "agentfactory eval runs/quickstart/recipe.yaml --": ["grpo.eval.data.limit=20"],
 }
 """Overrides behind lines that begin so: `make learn` trains these to their end."""
