@@ -1,7 +1,6 @@
 """`Agent` for scripts and notebooks: a model, tools and a reward, run by the engine that training uses."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from agentfactory.processes import Child
+from agentfactory.run_folder import ADAPTER, base_of_adapter
 from agentfactory.served import serve
 from rollout.agent import AgentHooks
 from rollout.chain import ENDINGS, ChainRunner, Sampling
@@ -24,7 +24,6 @@ from rollout.trajectory import Trajectory
 from tools.messages import Message
 
 _Reward = Callable[..., Any] | RewardConfig | str
-_ADAPTER = "adapter_config.json"
 _RETRY_SECONDS = 30.0
 """How long a server that went away is waited for: somebody sits in front of a script."""
 
@@ -140,7 +139,8 @@ class Agent(AgentHooks):
             **fields: The task's other fields, which reach tools and rewards by name.
 
         What goes wrong in a chain is its outcome, and told by its `error`. Raises ServerUnreachableError or ChildFailed
-        where the server is gone, ValueError where a reward wants a field that is not given.
+        where the server is gone, RunFolderError where the base of a checkpoint that is an adapter is, ValueError where
+        a reward wants a field that is not given.
         """
         if min(num_chains, 1 if max_turns is None else max_turns) < 1:
             raise ValueError(f"got max_turns={max_turns} and num_chains={num_chains}; use at least 1")
@@ -203,9 +203,9 @@ class Agent(AgentHooks):
             else:
                 self._check_engine()
                 folder = Path(self._model)
-                if (folder / _ADAPTER).is_file():
-                    base = json.loads((folder / _ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"]
-                    recipe, adapters, weights = recipe.with_model(base), {"checkpoint": folder}, "checkpoint"
+                if (folder / ADAPTER).is_file():
+                    recipe = recipe.with_model(base_of_adapter(folder))
+                    adapters, weights = {"checkpoint": folder}, "checkpoint"
                 child, url = await stack.enter_async_context(serve(recipe, adapters))
             card = await self._card(url, weights)
             if self._tokenizer is None and recipe.server.url is not None:

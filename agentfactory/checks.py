@@ -14,7 +14,7 @@ from agentfactory.composition import Composed, RecipeError, display, short
 from agentfactory.train_checks import Lack, Refuse, check_placement, check_training
 from rollout.config import Inflight
 from rollout.context import check_context
-from rollout.data import load_tasks
+from rollout.data import InvalidData, load_tasks
 from rollout.parsers import load_parser
 from rollout.rewards import InvalidReward, Rewards
 from rollout.serving import missing_from
@@ -143,12 +143,8 @@ def _check_rows(recipe: "Recipe", refuse: Refuse, purpose: Purpose, prepared: Pa
             continue
         try:
             first = load_tasks(data)[0]
-        except (ValueError, OSError) as error:
-            name, _, problem = str(error).partition(": ")
-            if not name.startswith("data."):
-                name, problem = "data.path", str(error)
-            problem, _, fix = problem.partition("; rename ")
-            refuse(section + name.removeprefix("data"), problem, f"rename {fix}" if fix else "correct it")
+        except InvalidData as error:
+            refuse(f"{section}.{error.field}", error.problem, error.fix)
         if acts:
             try:
                 Rewards.load(recipe.rewards, Path.cwd()).check(first)

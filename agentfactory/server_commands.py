@@ -103,10 +103,10 @@ def _run_eval(
     from rollout.evaluate import run_eval
 
     assert recipe.eval.data is not None  # load_recipe has seen to it
-    tasks, samples, greedy = len(load_tasks(recipe.eval.data)), recipe.eval.samples, recipe.eval.greedy
-    say(f"evaluating {tasks} tasks, each by {samples} sampled {'and 1 greedy ' if greedy else ''}chains")
-    with follow_groups(folder.trajectories, tasks * (1 + greedy), say):
-        return run_eval(recipe, folder.trajectories, folder.log, opened, model)
+    tasks, samples, greedy = load_tasks(recipe.eval.data), recipe.eval.samples, recipe.eval.greedy
+    say(f"evaluating {len(tasks)} tasks, each by {samples} sampled {'and 1 greedy ' if greedy else ''}chains")
+    with follow_groups(folder.trajectories, len(tasks) * (1 + greedy), say):
+        return run_eval(recipe, tasks, folder.trajectories, folder.log, opened, model)
 
 
 def _report(found: "Evaluation", recipe: Recipe, label: str, folder: RunFolder, say: Say) -> None:
@@ -128,10 +128,10 @@ def roll_out(recipe: Recipe | StagedRecipe, say: Say) -> None:
 
         acting = served.recipe
         assert acting.data is not None  # load_recipe has seen to it
-        tasks = len(load_tasks(acting.data))
-        say(f"running {tasks} tasks, each by {acting.rollout.group_size} chains")
-        with follow_groups(folder.trajectories, tasks, say):
-            figures = run_rollout(acting, folder.path, urls, folder.trajectories, folder.log, served.name)
+        tasks = load_tasks(acting.data)
+        say(f"running {len(tasks)} tasks, each by {acting.rollout.group_size} chains")
+        with follow_groups(folder.trajectories, len(tasks), say):
+            figures = run_rollout(acting, tasks, folder.path, urls, folder.trajectories, folder.log, served.name)
         folder.write_summary({"checkpoint": served.label, "seed": recipe.seed, **figures})
     told = [f"{name} {figures[name]:.4f}" for name in ("reward", "success", "failed") if name in figures]
     say(f"means over chains: {', '.join(told)}; every figure: {display(folder.summary)}")

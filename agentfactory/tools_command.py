@@ -20,7 +20,7 @@ from jsonschema.validators import validator_for
 from agentfactory.command_line import json_object
 from agentfactory.composition import display
 from agentfactory.recipe import Recipe, load_recipe, stages_of
-from rollout.data import Task, load_tasks
+from rollout.data import InvalidData, Task, load_tasks
 from tools.config import ToolsRecipe
 from tools.limits import check_limits
 from tools.messages import Content, ToolCall, ToolInfrastructureError, ToolSpec, text_of
@@ -176,6 +176,9 @@ def _first_row(recipe: Recipe) -> tuple[Task | None, str]:
             return None, f"none, and no environment was reset: there is no {display(Path(data.path))} yet; give --task"
         try:
             return load_tasks(data)[0], f"the first row of {name}"
+        except InvalidData as error:
+            fix = f"{error.fix}, or give --task"
+            raise ToolsCommandError(f"{name}.{error.field}: {error.problem}; fix: {fix}") from error
         except Exception as error:  # boundary: files of any content, and the hub
             raise ToolsCommandError(f"{name}.path: {error}; fix: correct it, or give --task") from error
     return {}, "an empty row, for the recipe has no data"

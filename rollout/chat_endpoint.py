@@ -118,9 +118,7 @@ class ChatEndpoint(InferenceClient):
             if body in tried:
                 continue  # eval.request decides the temperature
             status, text = await self._try(url, body)
-            if status == 400 and "max_completion_tokens" in text and self._limit_field in body:
-                logger.info("%s takes max_completion_tokens in place of max_tokens for %s", url, self.model)
-                self._limit_field = "max_completion_tokens"
+            if self._names_limit_otherwise(status, text, body):
                 body = self._body(messages, specs, temperature, _TRIAL_TOKENS)
                 status, text = await self._try(url, body)
             self._check_trial(url, status, text, bool(specs))
@@ -131,6 +129,14 @@ class ChatEndpoint(InferenceClient):
             return await self._request("POST", url, json.dumps(body).encode())
         except LostError as error:
             raise ServerUnreachableError(f"no server answers at {url}: {error}") from error
+
+    def _names_limit_otherwise(self, status: int, text: str, body: dict[str, Any]) -> bool:
+        """Whether the endpoint refused `body` for its max_tokens; requests have max_completion_tokens from now on."""
+        if status != 400 or "max_completion_tokens" not in text or "max_tokens" not in body:
+            return False
+        logger.info("%s takes max_completion_tokens in place of max_tokens", self.model)
+        self._limit_field = "max_completion_tokens"
+        return True
 
     def _check_trial(self, url: str, status: int, text: str, tools: bool) -> None:
         if status == 200:
@@ -163,19 +169,20 @@ class ChatEndpoint(InferenceClient):
 
         Raises ContextOverflowError, InferenceError, ServerUnreachableError, as `generate` of a token server does.
         """
-        body = json.dumps(self._body(messages, specs, temperature, max_tokens)).encode()
         url = self.urls[0] + "/chat/completions"
         retries = Retries(self._limit)
         while True:
-            asked = 0.0
+            body, asked = self._body(messages, specs, temperature, max_tokens), 0.0
             try:
-                status, text, headers = await self._exchange("POST", url, body)
+                status, text, headers = await self._exchange("POST", url, json.dumps(body).encode())
             except LostError as error:
                 problem = str(error)
             else:
                 if status == 200:
                     self._router.succeeded(time.monotonic())
                     return _answer(text)
+                if self._names_limit_otherwise(status, text, body):
+                    continue
                 if status == 400 and _LIMIT_REACHED in text:
                     return ChatAnswer({"role": "assistant", "content": ""}, True, max_tokens, None)
                 refused = refusal(status, text)

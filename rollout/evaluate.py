@@ -12,8 +12,8 @@ from typing import Any
 from rollout.agent import AgentHooks, load_agent
 from rollout.chain import ChainRunner, Sampling
 from rollout.client import InferenceClient
-from rollout.config import DataConfig, OutcomePolicy, RolloutRecipe
-from rollout.data import Task, load_tasks
+from rollout.config import OutcomePolicy, RolloutRecipe
+from rollout.data import Task
 from rollout.renderer import load_renderer
 from rollout.rewards import Rewards
 from rollout.statistics import Estimate, by_source, estimates, sample_figures
@@ -158,18 +158,16 @@ def mean_figures(groups: Sequence[Group]) -> dict[str, float]:
 
 def run_eval(
     recipe: RolloutRecipe,
+    tasks: list[Task],
     folder: Path,
     log: Callable[[dict[str, Any]], None],
     opened: AbstractAsyncContextManager[ChainRunner],
     model: str = "policy",
 ) -> Evaluation:
-    """Evaluate the weights that the server of the runner `opened` calls `model` on `recipe.eval.data`; blocking.
+    """Evaluate the weights that the server of the runner `opened` calls `model` on `tasks`; blocking.
 
     Trajectories go to `folder`, each group once it has ended; `log` gets every figure as `eval/...`.
     """
-    if recipe.eval.data is None:
-        raise ValueError("eval.data: nothing to evaluate on; name a file, such as eval.data.path=heldout.jsonl")
-    tasks = load_tasks(recipe.eval.data)
 
     async def run() -> dict[str, list[Group]]:
         async with opened as runner:
@@ -196,18 +194,15 @@ def _estimates(recipe: RolloutRecipe, mode: str, groups: list[Group]) -> dict[st
 
 def run_rollout(
     recipe: RolloutRecipe,
+    tasks: list[Task],
     base: Path,
     urls: str | Sequence[str],
     folder: Path,
     log: Callable[[dict[str, Any]], None],
     model: str = "policy",
 ) -> dict[str, float]:
-    """Run one group of sampled chains for every task of `recipe.data` and save them, ready for
-    `train.from_trajectories`; blocking."""
-    data: DataConfig | None = recipe.data
-    if data is None:
-        raise ValueError("data: nothing to roll out on; name a file, such as data.path=tasks.jsonl")
-    tasks = load_tasks(data)
+    """Run one group of sampled chains for each of `tasks` and save them, ready for `train.from_trajectories`;
+    blocking."""
     path = folder / "rollout.jsonl"
 
     async def run_chain(runner: ChainRunner, chain_id: str, task: Task, retried: bool = False) -> Trajectory:

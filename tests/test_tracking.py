@@ -313,7 +313,7 @@ def test_what_a_tracker_does_not_take_does_not_end_the_run(
         "headers": {"Authorization": "Bearer s3cret"},
         "url": "https://me:s3cret@tools.org:8443/mcp?key=s3cret",
     }
-    recipe = {"mcp_servers": {"one": server}}
+    recipe = {"mcp_servers": {"one": server, "two": {"url": "http://[${HOST}]/mcp"}}}
     with Tracking(TrackConfig(trackers=["trackio"], project="faults"), "run", tmp_path, recipe) as tracking:
         with caplog.at_level(logging.WARNING):
             tracking.note_groups(1, [Group("g", {}, [chain])])

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -85,8 +86,8 @@ def newest_whole(paths: list[Path]) -> Path | None:
 
 
 def prune(folder: Path, keep_last: int | None, keep_best: str | None) -> None:
-    """Deletes all checkpoints but the `keep_last` newest and the one of the highest figure `keep_best` (of several, the
-    newest), and what killed runs have left. None keeps all."""
+    """Deletes all checkpoints but the `keep_last` newest and the one of the highest finite figure `keep_best` (of
+    several, the newest), and what killed runs have left. None keeps all."""
     for left in [*folder.glob(".step-*.partial"), *folder.glob(".step-*.deleted")]:
         shutil.rmtree(left)
     if keep_last is None:
@@ -95,7 +96,8 @@ def prune(folder: Path, keep_last: int | None, keep_best: str | None) -> None:
     kept = set(found[-keep_last:])
     if keep_best is not None:
         figures = {path: read_info(path)["metrics"].get(keep_best) for path in found}
-        known = [path for path in found if figures[path] is not None]
+        # NaN compares with nothing: the highest would depend on the order
+        known = [path for path in found if figures[path] is not None and math.isfinite(figures[path])]
         kept |= {max(known, key=lambda path: (figures[path], step_of(path)))} if known else set()
     for path in found:
         if path not in kept:

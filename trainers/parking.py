@@ -12,8 +12,9 @@ from trainers.learner import Learner
 
 Bytes = UInt8[Tensor, "bytes"]
 
-_LEAST_LOCKED = 2**20
-"""Bytes from which host memory is page-locked: smaller pieces could share a page, which is locked once only."""
+_LEAST_LOCKED = 2**25 + 1
+"""Bytes from which host memory is page-locked: smaller pieces could share a page, which is locked once only (glibc maps
+pieces beyond 32 MiB by themselves)."""
 
 
 @dataclass

@@ -251,7 +251,10 @@ def _without_secrets(recipe: dict[str, Any]) -> dict[str, Any]:
 
 def _without_query(url: str) -> str:
     """An address without its query, nor a user's name and password."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # a variable in the place of an IPv6 address
+        return _HIDDEN
     query = _HIDDEN if parts.query else ""
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query=query, fragment="").geturl()
 

@@ -1,5 +1,6 @@
 """Which checkpoint of a run is the best, by the figure that `train.keep_best` names."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,13 @@ class BestCheckpoint:
 
 def find_best(checkpoints: Sequence[Path], metric: str) -> BestCheckpoint | None:
     """The checkpoint whose figure is the highest (of several, the newest), as the trainer chooses what it keeps. None
-    where no checkpoint has the figure, which it has if it was written in a step that measured it."""
+    where no checkpoint has a finite figure; it has one if it was written in a step that measured it."""
     found = []
     for path in checkpoints:
         try:
             value = read_info(path)["metrics"][metric]
         except (OSError, ValueError, LookupError, TypeError):
             continue  # deleted meanwhile, or written by something else
-        if isinstance(value, int | float):
+        if isinstance(value, int | float) and -math.inf < value < math.inf:
             found.append(BestCheckpoint(path, step_of(path), metric, value))
     return max(found, key=lambda best: (best.value, best.step), default=None)

@@ -130,6 +130,7 @@ class Follower:
         taken = file.take(_BYTES_AT_ONCE)
         if taken.restarted:
             self.index.forget(run.id, name)
+            run.drop_problems(file.path)
         groups = []
         for offset, line in taken.lines:
             try:
@@ -147,6 +148,7 @@ class Follower:
         taken = run.credit_file.take(_BYTES_AT_ONCE)
         if taken.restarted:
             run.credit.clear()
+            run.drop_problems(run.credit_file.path)
         for offset, line in taken.lines:
             try:
                 said = outline(line)

@@ -43,10 +43,10 @@ class Run:
         self.folder = RunFolder(path)
         self.generation = 0
         """How often metrics.jsonl began anew."""
-        self.problems: list[str] = []
         self._begin()
 
     def _begin(self) -> None:
+        self.problems: list[str] = []
         self.lines: list[dict[str, Any]] = []
         """Of metrics.jsonl."""
         self.metrics_file = GrowingFile(self.folder.metrics)
@@ -107,6 +107,7 @@ class Run:
         taken = self.metrics_file.take(most)
         if taken.restarted:
             self.lines, self.generation = [], self.generation + 1
+            self.drop_problems(self.metrics_file.path)
         for offset, line in taken.lines:
             try:
                 metrics = from_json(line)
@@ -120,7 +121,15 @@ class Run:
 
     def note_line(self, path: Path, offset: int, error: Exception) -> None:
         """A line of a file cannot be read."""
-        self.note(f"{path.relative_to(self.path)}, byte {offset}: {error}")
+        self.note(f"{self._line_of(path)}{offset}: {error}")
+
+    def drop_problems(self, path: Path) -> None:
+        """A file begins anew: nothing holds of what was told of its lines."""
+        self.problems = [problem for problem in self.problems if not problem.startswith(self._line_of(path))]
+
+    def _line_of(self, path: Path) -> str:
+        """How a problem of one of the file's lines begins."""
+        return f"{path.relative_to(self.path)}, byte "
 
     def note_unreadable(self, error: OSError) -> None:
         """A file cannot be read."""

@@ -73,5 +73,5 @@ def _said(message: dict[str, Any]) -> str:
     content = message.get("content") or ""
     try:
         return text_of(content)
-    except (LookupError, TypeError, ValueError):
+    except (LookupError, TypeError, AttributeError, ValueError):
         return json.dumps(content, ensure_ascii=False)

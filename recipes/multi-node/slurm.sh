@@ -78,7 +78,7 @@ join() {
 
 # told now, and not once the servers have loaded
 resolved=$("$python" -P -m agentfactory serve "$recipe" "$@" server.url=null "output=$logs/check" --dry-run) || exit 2
-if grep -qE '^(stages:|prepare: /)' <<<"$resolved"; then
+if grep -qE '^(stages:|prepare: [^n])' <<<"$resolved"; then
     fail "$recipe has several stages or a \`prepare\`, which only \`agentfactory train\` runs; fix: prepare on one machine, \
 and give this script the recipe of one stage, with model.path, data.path and prepare=null"
 fi

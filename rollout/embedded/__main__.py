@@ -10,6 +10,7 @@ import sys
 from types import FrameType
 from typing import Any, NoReturn
 
+from rollout.config import EMBEDDED_QUANTIZATIONS
 from rollout.embedded.memory import keep_freed_memory
 from tools import lifeline
 
@@ -21,7 +22,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--port", type=int, required=True, help="0 takes a free port")
     parser.add_argument("--served-model-name", default="policy", help="the base model's name in requests")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--quantization", choices=["int8", "int4"], help="round the weights of linear modules")
+    parser.add_argument("--quantization", choices=EMBEDDED_QUANTIZATIONS, help="round the weights of linear modules")
     parser.add_argument("--max-model-len", type=int, default=8192, help="tokens per sequence, prompt included")
     parser.add_argument("--max-num-seqs", type=int, default=128, help="sequences decoded together")
     parser.add_argument("--max-loras", type=int, default=4, help="adapters held at a time")

@@ -1,6 +1,7 @@
 """Memory of tensors that is given back to the device and taken again, while the tensors stay the same objects."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -83,6 +84,10 @@ def _host_memory(size: int, pin: bool) -> Tensor:
         raise MemoryError(f"{size / 2**30:.1f} GiB of the host's memory are needed for a copy: {error}") from error
     if pin and size:
         # torch's own pinned memory comes in powers of two: up to twice of what is asked for
-        # CUDA keeps a failure as its last error: the next kernel would raise it in its own name
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
+        try:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
+        except torch.cuda.CudaError as error:
+            with suppress(RuntimeError):  # CUDA keeps it as its last error, which the next kernel raises as its own
+                torch.zeros(1, device="cuda")
+            raise MemoryError(f"{size / 2**30:.1f} GiB of the host's memory cannot be page-locked: {error}") from error
     return memory

@@ -64,9 +64,13 @@ class Planner:
         return mask.masked_fill_(blocked, float("-inf")).view(n, 1, times * queries, keys)
 
     def _groups(self, slots: np.ndarray, start: np.ndarray, count: np.ndarray, position: np.ndarray) -> Iterator[Group]:
-        """Requests with like numbers of new tokens together, split by length where padding would double the work."""
+        """Requests with like numbers of new tokens together, split by these and by length where padding would double
+        the work."""
         offset, end = count.cumsum() - count, start + count
         width = np.where(count == 1, 0, np.ceil(np.log2(np.maximum(count, 32))))
+        short = (count > 1) & (count <= 32)
+        if short.any() and short.sum() * count[short].max() > 2 * count[short].sum():
+            width[short] = np.ceil(np.log2(count[short]))
         for kind in np.unique(width):
             members = np.flatnonzero(width == kind)
             ends = end[members]

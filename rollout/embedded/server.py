@@ -197,6 +197,8 @@ class Server:
     def _need_update(self) -> WeightUpdate:
         if self._update is None:
             raise ApiError(400, "no weight update has been started; POST /start_weight_update first")
+        if "weights" in self._asleep:
+            raise ApiError(409, "the weights are asleep; POST /wake_up?tags=weights and /start_weight_update first")
         return self._update
 
     def _end_update(self) -> None:
@@ -227,8 +229,9 @@ class Server:
         /pause; kept ones compute their cache again after /wake_up."""
         if http.query.get("level", "1") != "1":
             raise ApiError(400, f"level: {http.query['level']!r} is not supported by the embedded engine; only 1 is")
-        if self._update:
+        if self._update and not self._update.overwritten:
             raise ApiError(409, "a weight update is under way; POST /finish_weight_update first")
+        # one whose sender died within it may sleep: the next update has to bring all weights
         if self._asleep != {"weights", "kv_cache"}:
             was_open, was_frozen = self._open.is_set(), self._frozen
             if self.engine.busy and "mode" not in http.query:

@@ -16,6 +16,7 @@ import yaml
 
 from agentfactory import Agent, Outcome, reward, tool
 from agentfactory.processes import ChildFailed
+from agentfactory.run_folder import RunFolderError
 from rollout.agent import Turn, load_agent
 from rollout.client import Completion
 from rollout.config import RolloutConfig
@@ -170,6 +171,9 @@ async def test_what_cannot_work_is_said(warm_server: str, warm_start: Path, tmp_
         await Agent(warm_server, weights="best").run("go")
     with pytest.raises(ChildFailed, match="the model is neither a folder here nor"):
         await Agent(tmp_path / "none", engine="embedded").run("go")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "gone")}))
+    with pytest.raises(RunFolderError, match=r"an adapter for .*gone, which is not there; fix: move"):
+        await Agent(tmp_path, engine="embedded").run("go")
 
     @reward
     def wants(prediction: str, answer: str) -> bool:

@@ -41,7 +41,11 @@ BROKEN = {
         ["eval.data.columns={problem: question}"],
         ["recipe.yaml: eval.data.path", "row 1 of", "heldout.jsonl", "fix: rename one"],
     ),
-    "a column that is not there": ({}, ["data.columns={question: text}"], ["data.columns.question", "no field 'text'"]),
+    "a column that is not there": (
+        {},
+        ["data.columns={question: text}"],
+        ["data.columns.question", "no field 'text'", "fix: name one of those"],
+    ),
     "a reward without its field": (
         {},
         ["eval.data.columns={solution: answer}"],

@@ -220,6 +220,9 @@ def test_rows_are_read_where_that_is_quick(project: Path, monkeypatch: pytest.Mo
     (project / "tasks.jsonl").write_text("[1]\n")
     with pytest.raises(RecipeError, match=r"data\.path: row 1 of .* is a list, not an object; fix: correct it"):
         load_recipe("recipe.yaml")
+    (project / "tasks.jsonl").write_bytes(b'{"question": "caf\xe9"}\n')
+    with pytest.raises(RecipeError, match=r"data\.path: .*tasks\.jsonl:1 is not UTF-8: .*; fix: save it as UTF-8"):
+        load_recipe("recipe.yaml")
     # who does not use them does not read them
     load_recipe("recipe.yaml", purpose="eval")
     load_recipe("recipe.yaml", ["data=null"], purpose="serve")

@@ -1,6 +1,7 @@
 """What the commands that need a server take for it, and what `agentfactory rollout` says and leaves."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -50,8 +51,8 @@ def test_groups_are_counted_as_they_are_saved(tmp_path: Path, monkeypatch: pytes
     def saved(name: str, text: str, count: int) -> None:
         with (tmp_path / name).open("a") as file:
             file.write(text)
-        while not said or not said[-1].startswith(f"{count} of 4 groups of chains have ended, 0:0"):
-            pass
+        while not (said and said[-1].startswith(f"{count} of 4 groups of chains have ended, ")):
+            time.sleep(0.01)
 
     with follow_groups(tmp_path, 4, said.append):
         saved("sampled.jsonl", "{}\n{", 1)

@@ -22,6 +22,7 @@ from starlette.testclient import TestClient
 from agentfactory.run_folder import RunFolder
 from agentfactory.viewer.__main__ import main
 from agentfactory.viewer.app import make_app
+from agentfactory.viewer.best_checkpoint import find_best
 from agentfactory.viewer.charts import charts
 from agentfactory.viewer.export import export
 from agentfactory.viewer.follower import Follower
@@ -593,6 +594,18 @@ def test_the_best_checkpoint_is_that_of_now(tmp_path: Path) -> None:
     assert best() is None
 
 
+def test_a_figure_that_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", "")
+    run.checkpoints.mkdir(exist_ok=True)
+    figures = {10: math.nan, 20: 0.5, 30: 0.9, 40: math.inf, 50: math.nan, 60: 0.1}
+    for step, figure in figures.items():
+        write_checkpoint(run, step, {BEST: figure})
+    paths = sorted(run.checkpoints.iterdir())
+    for order in (paths, paths[::-1]):
+        assert find_best(order, BEST).step == 30
+    assert find_best(paths[:1], BEST) is None
+
+
 def test_an_answer_that_comes_late_stays_off_the_page_that_is_shown_by_then(viewer: str, page: "Page") -> None:
     all_read(viewer)
     page.goto(f"{viewer}#/trajectories?outcome=timeout")
@@ -759,7 +772,8 @@ def test_odd_lines_and_files_are_told_and_nothing_else_is_lost(tmp_path: Path) -
     odd = [with_chain(reward={"a": 1}), changed(version=2**64), changed(version=1e999)]
     without_task = {name: value for name, value in json.loads(good).items() if name != "task"}
     odd += [with_chain(turns="many"), json.dumps(without_task) + "\n"]
-    shown = with_chain(id="film", messages=[{"role": "user", "content": [{"type": "video", "frames": 9}]}], turns=0)
+    parts = [{"type": "video", "frames": 9}, {"type": "image_url", "image_url": {"url": None}}]
+    shown = with_chain(id="film", messages=[{"role": "user", "content": [part]} for part in parts], turns=0)
     saved.write_text(good + "".join(odd) + shown + good)
     shutil.copy(saved, run.trajectories / "odd\udcff.jsonl")
     (run.trajectories / "folder.jsonl").mkdir()
@@ -769,6 +783,7 @@ def test_odd_lines_and_files_are_told_and_nothing_else_is_lost(tmp_path: Path) -
     assert (state["label"], state["chains"], state["credited"], state["lines"]) == ("whole/stage", 5, 1, 1)
     assert client.get("/api/trajectories", params={"text": "word 00000"}).json()["total"] == 4
     assert client.get("/api/trajectories", params={"text": "frames"}).json()["rows"][0]["step"] == 3
+    assert client.get("/api/trajectories", params={"text": '"url": null'}).json()["total"] == 1
     offsets = [len(good) + sum(map(len, odd[:number])) for number in range(len(odd))]
     told = [problem for problem in state["problems"] if problem.startswith("trajectories/train.jsonl")]
     assert [int(re.search(r"byte (\d+)", problem)[1]) for problem in told] == offsets
@@ -785,6 +800,42 @@ def test_odd_lines_and_files_are_told_and_nothing_else_is_lost(tmp_path: Path) -
     answer = client.get("/api/run", params={"run": state["id"]})
     assert answer.status_code == 404
     assert "its recipe cannot be read" in answer.json()["error"]
+
+
+def test_what_was_mended_is_told_no_longer(tmp_path: Path) -> None:
+    whole = RunFolder.create(tmp_path / "whole", "stages: [{name: a}, {name: b}]\n")
+    many_chains(whole.path / "b", 1, members=1)
+    run = many_chains(whole.path / "a", 1, members=1)
+    saved = run.trajectories / "train.jsonl"
+    good = {saved: saved.read_text(), run.metrics: "{}\n", run.credit: '{"group": "g-00000", "step": 3}\n'}
+    follower = Follower([whole.path])
+
+    def told() -> list[str]:
+        follower.read_all()
+        state = next(run for run in follower.state()["runs"] if run["label"] == "whole/a")
+        return [problem.partition(":")[0] for problem in state["problems"]]
+
+    # of one file more than are told at all
+    saved.write_text("{\n" * 30)
+    assert len(told()) == 20
+    saved.write_text("[]\n")
+    assert told() == ["trajectories/train.jsonl, byte 0"]
+    for file in (run.metrics, run.credit):
+        file.write_text("[]\n")
+    names = ["metrics.jsonl", "trajectories/credit.jsonl", "trajectories/train.jsonl"]
+    assert sorted(told()) == [f"{name}, byte 0" for name in names]
+    for file, name in zip([run.metrics, run.credit, saved], list(names), strict=True):
+        file.write_text(good[file])
+        names.remove(name)
+        assert sorted(told()) == [f"{name}, byte 0" for name in names]
+    # a stage that was deleted and comes again
+    saved.write_text("{\n")
+    assert len(told()) == 1
+    aside = run.path.rename(tmp_path / "aside")
+    follower.read_all()
+    (aside / "trajectories" / "train.jsonl").write_text(good[saved])
+    aside.rename(run.path)
+    assert told() == []
 
 
 def test_figures_of_a_file_that_begins_anew_are_not_mixed_with_those_before(

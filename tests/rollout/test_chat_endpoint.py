@@ -12,6 +12,7 @@ from rollout.chat_chain import open_chat_runner
 from rollout.chat_endpoint import ChatEndpointError, base_url, look_at
 from rollout.client import ServerUnreachableError
 from rollout.config import RolloutRecipe
+from rollout.data import load_tasks
 from rollout.evaluate import open_runner, run_eval
 from rollout.trajectory import Outcome, Trajectory, read_groups
 from tests.chat_server import Answer, model_behind, said, serve_chat
@@ -221,6 +222,16 @@ async def test_models_that_reason(tmp_path: Path) -> None:
         chain = await play(recipe(tmp_path, eval=own, rollout={"max_tokens": 300}), tmp_path, server.url)
     assert (chain.outcome, server.requests[-1]["max_completion_tokens"]) == (Outcome.COMPLETED, 300)
     assert not {"max_tokens", "temperature"} & set(server.requests[-1])
+    # also where the trial met a busy endpoint
+    busy = iter([(429, "slow down")])
+    model = reasoning_model(said("so"))
+
+    async def at_first_busy(request: dict[str, Any]) -> Any:
+        return next(busy, None) or await model(request)
+
+    with serve_chat(at_first_busy) as server:
+        chain = await play(recipe(tmp_path, eval=own, rollout={"max_tokens": 300}), tmp_path, server.url)
+    assert (chain.outcome, server.requests[-1]["max_completion_tokens"]) == (Outcome.COMPLETED, 300)
     # what reasons up to the limit is cut, as any other turn
     with serve_chat(reasoning_model()) as server:
         chain = await play(recipe(tmp_path, eval=own, rollout={"max_tokens": 50}), tmp_path, server.url)
@@ -342,13 +353,14 @@ def test_the_same_model_gives_the_same_figures_by_messages_and_by_token_ids(
     treasure_hunt: Callable[[int], RolloutRecipe], warm_server: str, warm_start: Path, tmp_path: Path
 ) -> None:
     recipe = treasure_hunt(12)
+    tasks = load_tasks(recipe.eval.data)
     logged: list[dict[str, Any]] = []
-    by_ids = run_eval(recipe, tmp_path / "ids", logged.append, open_runner(recipe, QUICKSTART, warm_server))
+    by_ids = run_eval(recipe, tasks, tmp_path / "ids", logged.append, open_runner(recipe, QUICKSTART, warm_server))
     assert [card["id"] for card in look_at(warm_server, None, None)] == ["policy"], "it takes token ids"
     with serve_chat(model_behind(warm_server, warm_start)) as server:
         assert look_at(server.url, None, None) == look_at(server.url + "/v1", None, None) == "teacher"
         opened = open_chat_runner(recipe, QUICKSTART, server.url)
-        by_messages = run_eval(recipe, tmp_path / "chat", logged.append, opened)
+        by_messages = run_eval(recipe, tasks, tmp_path / "chat", logged.append, opened)
     greedy = {
         name: value for name, value in by_ids.means.items() if name.startswith("greedy/") and "seconds" not in name
     }

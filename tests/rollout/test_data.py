@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollout.config import DataConfig
-from rollout.data import Place, TaskOrder, load_tasks, opening_messages
+from rollout.data import InvalidData, Place, TaskOrder, load_tasks, opening_messages
 
 ROWS = [{"question": f"q{i}", "answer": i} for i in range(5)]
 
@@ -36,22 +36,55 @@ def test_columns_and_limit(tmp_path: Path) -> None:
     ("text", "columns", "message"),
     [
         ("[]", {}, "holds no rows"),
-        ("{}", {}, "must be a list"),
-        ("[", {}, "is not JSON"),
+        ("{}", {}, "holds a dict, not a list of rows; fix: make it a list"),
+        ("[\n{]", {}, r"data\.path: .*t\.json:2 is not JSON: .* at column 2; fix: correct it"),
         ("[1]", {}, "row 1 .* is a int"),
-        ('[{"question": "a"}, {"text": "b"}]', {}, "row 2 .* neither 'question' nor 'messages'.*text"),
+        ('[{"question": "a"}, {"text": "b"}]', {}, "row 2 .* neither 'question' nor 'messages'.*text.*; fix: rename"),
         ('[{"question": "a"}]', {"answer": "solution"}, "data.columns.answer: row 1 .* no field 'solution'"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, text: str, columns: dict[str, str], message: str) -> None:
     config = write(tmp_path / "t.json", text).model_copy(update={"columns": columns})
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(InvalidData, match=message):
         load_tasks(config)
 
 
 def test_bad_line_of_jsonl_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"t\.jsonl:2 is not JSON"):
+    with pytest.raises(InvalidData, match=r"t\.jsonl:2 is not JSON: .* at column 2; fix: correct it"):
         load_tasks(write(tmp_path / "t.jsonl", '{"question": "a"}\n{'))
+
+
+@pytest.mark.parametrize("name", ["t.json", "t.jsonl"])
+def test_another_encoding_is_told_with_file_and_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes('["a",\n"\xe9"]\n'.encode("latin-1") if name == "t.json" else b'{}\n"\xe9"\n')
+    with pytest.raises(InvalidData, match=r"t\.jsonl?:2 is not UTF-8: .*; fix: save it as UTF-8"):
+        load_tasks(DataConfig(path=str(tmp_path / name)))
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    path = tmp_path / "t.parquet"
+    datasets.Dataset.from_list(ROWS).to_parquet(path)
+    content = path.read_bytes()
+    for broken in (b"PAR1", content[:4] + b"\xff" * 60 + content[64:]):
+        path.write_bytes(broken)
+        with pytest.raises(InvalidData, match=r"(?s)t\.parquet cannot be read as parquet: .*; fix: correct it"):
+            load_tasks(DataConfig(path=str(path)))
+
+    def denied(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    config = write(tmp_path / "t.json", "[]")
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    with pytest.raises(InvalidData, match=r"t\.json cannot be read: Permission denied; fix: make it readable"):
+        load_tasks(config)
+
+
+def test_only_an_end_of_line_ends_a_row(tmp_path: Path) -> None:
+    row = {"question": "a\u2028b\x85c"}
+    (tmp_path / "t.jsonl").write_bytes(json.dumps(row, ensure_ascii=False).encode() + b"\r\n")
+    assert load_tasks(DataConfig(path=str(tmp_path / "t.jsonl"))) == [row]
 
 
 def test_order_takes_every_task_once_an_epoch_and_depends_on_seed_and_position_alone() -> None:

@@ -310,6 +310,23 @@ async def test_an_update_that_was_begun_is_completed(client: Client) -> None:
     await client.post("/finish_weight_update")
 
 
+async def test_after_an_update_whose_sender_died_a_server_can_sleep_and_is_updated_anew(client: Client) -> None:
+    """As the next attempt of a trainer does that takes turns with it."""
+    weights = {"update_info": {"path": str(client.server.model / "model.safetensors")}}
+    await client.post("/start_weight_update")
+    await client.post("/sleep", status=409)
+    await client.post("/update_weights", weights)
+    await client.post("/sleep")
+    answer = await client.post("/update_weights", weights, 409)
+    assert "the weights are asleep" in answer["error"]["message"]
+    await client.post("/wake_up?tags=weights")
+    await client.post("/start_weight_update")
+    await client.post("/update_weights", weights)
+    await client.post("/finish_weight_update", {"weight_version": "1"})
+    await client.post("/wake_up?tags=kv_cache")
+    assert (await client.generate(some_ids(5)))["weight_versions"] == [{"version": "1", "start": 0, "end": 8}]
+
+
 async def test_a_salt_keeps_requests_from_caches_of_others(client: Client, tmp_path: Path) -> None:
     prompt, params = some_ids(60), {"temperature": 0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True}
 

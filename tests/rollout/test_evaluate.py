@@ -7,7 +7,8 @@ from statistics import fmean
 
 import pytest
 
-from rollout.config import RolloutRecipe
+from rollout.config import DataConfig, RolloutRecipe
+from rollout.data import load_tasks
 from rollout.evaluate import open_runner, run_eval, run_rollout
 from rollout.trajectory import Outcome, read_groups
 from tests.conftest import QUICKSTART
@@ -21,13 +22,13 @@ def test_saved_groups_follow_the_recipes_policies(
     recipe = RolloutRecipe.model_validate(
         {
             "model": {"path": str(warm_start), "dtype": "float32"},
-            "data": {"path": str(quickstart_run / "prepared" / "train.jsonl"), "limit": 12},
             "tools": [str(QUICKSTART / "treasure_hunt.py:TreasureHunt")],
             "rollout": {"group_size": 2, "max_turns": 1, "max_tokens": 40, "on_outcome": {"max_turns": "retry"}},
             "server": {"engine": "embedded"},
         }
     )
-    run_rollout(recipe, QUICKSTART, [warm_server], tmp_path, log=lambda record: None)
+    tasks = load_tasks(DataConfig(path=str(quickstart_run / "prepared" / "train.jsonl"), limit=12))
+    run_rollout(recipe, tasks, QUICKSTART, [warm_server], tmp_path, log=lambda record: None)
     chains = [chain for group in read_groups(tmp_path / "rollout.jsonl") for chain in group.trajectories]
     assert len(chains) == 24
     called = [chain for chain in chains if chain.outcome is Outcome.MAX_TURNS]
@@ -59,11 +60,10 @@ def together(trajectories):
 
 def test_agent_and_group_rewards_of_the_recipe_are_used(warm_server: str, warm_start: Path, tmp_path: Path) -> None:
     (tmp_path / "users.py").write_text(USERS)
-    (tmp_path / "tasks.jsonl").write_text('{"question": "go"}\n{"question": "run"}\n')
+    tasks = [{"question": "go"}, {"question": "run"}]
     recipe = RolloutRecipe.model_validate(
         {
             "model": {"path": str(warm_start), "dtype": "float32"},
-            "data": {"path": str(tmp_path / "tasks.jsonl")},
             "rewards": ["users.py:tokens", "users.py:together"],
             "rollout": {
                 "group_size": 3,
@@ -72,11 +72,11 @@ def test_agent_and_group_rewards_of_the_recipe_are_used(warm_server: str, warm_s
                 "outcome_penalty": {"max_tokens": 100, "max_turns": 50},
             },
             "server": {"engine": "embedded"},
-            "eval": {"data": {"path": str(tmp_path / "tasks.jsonl")}, "samples": 2},
+            "eval": {"samples": 2},
         }
     )
     logged: list[dict[str, float]] = []
-    run_rollout(recipe, tmp_path, warm_server, tmp_path, logged.append)
+    run_rollout(recipe, tasks, tmp_path, warm_server, tmp_path, logged.append)
     chains = [chain for group in read_groups(tmp_path / "rollout.jsonl") for chain in group.trajectories]
     assert len(chains) == 6
     for chain in chains:
@@ -86,7 +86,8 @@ def test_agent_and_group_rewards_of_the_recipe_are_used(warm_server: str, warm_s
         assert chain.metrics["penalty"] == penalty
         assert chain.reward == 3000.0 + sampled - penalty
     assert any(chain.metrics["penalty"] for chain in chains)
-    figures = run_eval(recipe, tmp_path / "eval", logged.append, open_runner(recipe, tmp_path, warm_server)).figures()
+    opened = open_runner(recipe, tmp_path, warm_server)
+    figures = run_eval(recipe, tasks, tmp_path / "eval", logged.append, opened).figures()
     assert 1900 <= figures["sampled/reward"] <= 2003, "as many as are sampled are compared"
     assert 900 <= figures["greedy/reward"] <= 1003
     assert logged[1]["eval/sampled/reward"] == figures["sampled/reward"]
@@ -98,41 +99,35 @@ def test_a_reward_that_wants_what_the_data_lacks_is_told_before_any_chain_runs(
 ) -> None:
     source = "from agentfactory import reward\n\n\n@reward\ndef right(prediction, answer):\n    return 1.0\n"
     (tmp_path / "users.py").write_text(source)
-    (tmp_path / "tasks.jsonl").write_text('{"question": "go"}\n')
-    data = {"path": str(tmp_path / "tasks.jsonl")}
+    tasks = [{"question": "go"}]
     recipe = RolloutRecipe.model_validate(
         {
             "model": {"path": str(warm_start), "dtype": "float32"},
-            "data": data,
             "rewards": ["users.py:right"],
-            "eval": {"data": data},
         }
     )
     with pytest.raises(ValueError, match="wants 'answer'"):
-        run_rollout(recipe, tmp_path, warm_server, tmp_path, lambda record: None)
+        run_rollout(recipe, tasks, tmp_path, warm_server, tmp_path, lambda record: None)
     with pytest.raises(ValueError, match="wants 'answer'"):
-        run_eval(recipe, tmp_path, lambda record: None, open_runner(recipe, tmp_path, warm_server))
+        run_eval(recipe, tasks, tmp_path, lambda record: None, open_runner(recipe, tmp_path, warm_server))
     assert not list(tmp_path.glob("*rollout*"))
 
 
 def test_an_environment_that_cannot_be_had_is_told_before_any_chain_runs(
     warm_server: str, warm_start: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "tasks.jsonl").write_text('{"question": "go"}\n')
-    data = {"path": str(tmp_path / "tasks.jsonl")}
+    tasks = [{"question": "go"}]
     recipe = RolloutRecipe.model_validate(
         {
             "model": {"path": str(warm_start), "dtype": "float32"},
-            "data": data,
             "mcp_servers": {"code": {"module": "code_interpreter", "options": {"seconds": -1}}},
             "rewards": [{"reward": "length", "options": {"longest": 8}}],
-            "eval": {"data": data},
         }
     )
     with pytest.raises(ToolInfrastructureError, match="seconds: got -1"):
-        run_rollout(recipe, tmp_path, warm_server, tmp_path, lambda record: None)
+        run_rollout(recipe, tasks, tmp_path, warm_server, tmp_path, lambda record: None)
     with pytest.raises(ToolInfrastructureError, match="seconds: got -1"):
-        run_eval(recipe, tmp_path, lambda record: None, open_runner(recipe, tmp_path, warm_server))
+        run_eval(recipe, tasks, tmp_path, lambda record: None, open_runner(recipe, tmp_path, warm_server))
     assert not list(tmp_path.glob("*rollout*"))
 
 
@@ -142,18 +137,17 @@ def test_several_samples_give_pass_at_k_intervals_and_a_table_per_source(
     """Every figure is computed again from the chains that were saved."""
     held_out = (quickstart_run / "prepared" / "heldout.jsonl").read_text().splitlines()[:10]
     rows = [{**json.loads(line), "source": "even" if place % 2 == 0 else "odd"} for place, line in enumerate(held_out)]
-    (tmp_path / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = RolloutRecipe.model_validate(
         {
             "model": {"path": str(warm_start), "dtype": "float32"},
             "tools": [str(QUICKSTART / "treasure_hunt.py:TreasureHunt")],
             "rollout": {"max_turns": 8, "max_tokens": 32, "max_total_tokens": 512},
             "server": {"engine": "embedded"},
-            "eval": {"data": {"path": str(tmp_path / "heldout.jsonl")}, "samples": 4},
+            "eval": {"samples": 4},
         }
     )
     logged: list[dict[str, float]] = []
-    found = run_eval(recipe, tmp_path / "eval", logged.append, open_runner(recipe, QUICKSTART, warm_server))
+    found = run_eval(recipe, rows, tmp_path / "eval", logged.append, open_runner(recipe, QUICKSTART, warm_server))
     assert logged == [{f"eval/{name}": value for name, value in found.figures().items()}]
     assert found.chains == 10 * 5
     assert not found.failures
@@ -175,6 +169,7 @@ def test_several_samples_give_pass_at_k_intervals_and_a_table_per_source(
     assert figures["sampled/reward/low"] < figures["sampled/reward"] < figures["sampled/reward/high"]
     reward = fmean(figures[f"sampled/source/{source}/reward"] for source in ("even", "odd"))
     assert reward == pytest.approx(figures["sampled/reward"]), "as many tasks of each"
-    again = run_eval(recipe, tmp_path / "again", logged.append, open_runner(recipe, QUICKSTART, warm_server)).figures()
+    opened = open_runner(recipe, QUICKSTART, warm_server)
+    again = run_eval(recipe, rows, tmp_path / "again", logged.append, opened).figures()
     same = [name for name in figures if "seconds" not in name]
     assert {name: again[name] for name in same} == {name: figures[name] for name in same}

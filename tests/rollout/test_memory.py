@@ -1,6 +1,7 @@
 """The planned memory of a server against a real engine's, and against figures that others have published."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qw
 
 from rollout.config import RolloutRecipe
 from rollout.embedded.engine import Engine, Request
+from rollout.embedded.plan import Planner
 from rollout.memory import CUDA_GRAPHS, ServerMemory, server_memory
 
 SMALL = {
@@ -76,6 +78,25 @@ def test_the_embedded_engine_takes_what_is_planned(
     real = max(itertools.accumulate(event.nbytes() for event in events))
     rest = planned.parts.get("packed", 0) + planned.parts["workspace"]
     assert real - engine.cache.nbytes < rest < 1.4 * (real - engine.cache.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("slots", "count"),
+    [
+        ([0, 3], [510, 510]),
+        (range(0, 128, 2), [32] + [2] * 62 + [32]),
+        (range(128), [32] + [2] * 127),
+        (range(256), [32] + [3] * 255),
+        (range(0, 14, 2), [129] * 6 + [250]),
+    ],
+)
+def test_masks_are_at_most_four_times_the_real_queries(slots: Sequence[int], count: list[int]) -> None:
+    """Padding doubles them at most, and so do idle slots."""
+    counts, length = np.array(count), 512
+    position = np.concatenate([np.arange(length - n, length) for n in counts])
+    planner = Planner(heads=2, kv_heads=1, length=length, dtype=torch.float32, device=torch.device("cpu"))
+    groups = planner.plan(np.array(slots), length - counts, counts, position).groups
+    assert sum(group.mask.numel() for group in groups) <= 4 * 2 * counts.sum() * length
 
 
 def test_weights_and_cache_of_a_known_model() -> None:

@@ -1,6 +1,7 @@
 """Checkpoint folders: damage is found, the right ones are kept, and a lineage survives being written."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,6 +72,17 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["set-aside", "step-000006", "step-000010", "step-1000000"]
     prune(tmp_path, 1, None)
     assert names(tmp_path) == ["set-aside", "step-1000000"]
+
+
+def test_a_figure_that_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
+    for step, success in ((10, math.nan), (20, 0.5), (30, 0.9), (40, math.inf), (50, math.nan), (60, 0.1)):
+        write(tmp_path, step, success)
+    prune(tmp_path, 2, "eval/sampled/success")
+    assert names(tmp_path) == ["step-000030", "step-000050", "step-000060"]
+    for path, success in zip(checkpoints(tmp_path), (math.nan, None, math.nan), strict=True):
+        (path / "trainer_state.json").write_text(json.dumps({"metrics": {"eval/sampled/success": success}}))
+    prune(tmp_path, 1, "eval/sampled/success")
+    assert names(tmp_path) == ["step-000060"]
 
 
 def test_ids_are_kept_as_ranges() -> None:

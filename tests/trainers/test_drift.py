@@ -30,7 +30,7 @@ def scorer() -> Scorer:
 
 def begun(scorer: Scorer) -> Drift:
     """A drift that has seen version 0."""
-    drift = Drift("bfloat16")
+    drift = Drift("bfloat16", CONTEXTS)
     verdict = drift.start(scorer.at(0), scorer.at(0), scorer.at(0))
     assert verdict.failure is None
     assert not verdict.provable
@@ -85,20 +85,20 @@ def test_a_stale_cache_is_found_where_the_weights_are_right(scorer: Scorer) -> N
 
 
 def test_another_model_is_found_at_the_start(scorer: Scorer) -> None:
-    verdict = Drift("float32").start(scorer.at(0), scorer.at(0), scorer.at(2.0))
+    verdict = Drift("float32", CONTEXTS).start(scorer.at(0), scorer.at(0), scorer.at(2.0))
     assert "serves another model" in (verdict.failure or "")
 
 
 def test_what_is_not_a_number_never_passes(scorer: Scorer) -> None:
     broken = scorer.at(0) * np.nan
-    assert Drift("float32").start(broken, broken, scorer.at(0)).failure
+    assert Drift("float32", CONTEXTS).start(broken, broken, scorer.at(0)).failure
     assert begun(scorer).judge(broken, broken, scorer.at(0)).failure
     assert begun(scorer).judge(scorer.at(0), scorer.at(0), broken).failure
     assert begun(scorer).judge_again(broken).failure
 
 
 def test_exact_agreement_does_not_make_the_noise_zero(scorer: Scorer) -> None:
-    drift = Drift("bfloat16")
+    drift = Drift("bfloat16", CONTEXTS)
     scores = scorer.at(0)
     drift.start(scores, scores, scores)
     assert drift.noise == LEAST_NOISE["bfloat16"]
@@ -124,7 +124,7 @@ def test_contexts_in_which_rounding_decides_hide_neither_a_healthy_server_nor_a_
     def served(moved: float) -> np.ndarray:
         return scorer.at(followed * moved) + followed * moved * strays * scorer.draw.normal(0.0, 1.0, TOKENS)
 
-    drift = Drift("bfloat16", CONTEXTS)
+    drift = Drift("bfloat16", CONTEXTS, rounded=True)
     offset = 20 * NOISE * np.repeat([1.0, 1.0, 0, 0, 0, 0, 0, 0], TOKENS // CONTEXTS)
     assert drift.start(scorer.at(0) + offset, scorer.at(0) + offset, scorer.at(0)).failure is None
     verdicts = []
@@ -136,3 +136,20 @@ def test_contexts_in_which_rounding_decides_hide_neither_a_healthy_server_nor_a_
         assert sum(verdict.provable for verdict in verdicts) >= 3
     else:
         assert first_failure(verdicts) in range(5, 10)
+
+
+@pytest.mark.parametrize("stale", [1, 3])
+def test_contexts_that_stand_still_are_found_once_the_change_is_twenty_times_the_noise(
+    scorer: Scorer, stale: int
+) -> None:
+    """As of a server behind an address of several, which has missed an update."""
+    still = np.repeat(np.arange(CONTEXTS) < stale, TOKENS // CONTEXTS)
+    drift = begun(scorer)
+
+    def served(moved: float) -> np.ndarray:
+        return np.where(still, scorer.at(0), scorer.at(moved))
+
+    assert drift.judge(served(10 * NOISE), served(10 * NOISE), scorer.at(10 * NOISE)).failure is None
+    drift = begun(scorer)
+    verdict = drift.judge(served(30 * NOISE), served(30 * NOISE), scorer.at(30 * NOISE))
+    assert "away from the trainer's" in (verdict.failure or "")

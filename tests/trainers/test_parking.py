@@ -185,4 +185,4 @@ def test_memory_that_cannot_be_page_locked_says_why(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     learner: Any = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device("cuda")))
     with pytest.raises(torch.cuda.CudaError, match=r"memory_allocation \(2\)"):
-        Parking(learner)._lock(torch.empty(2**20, dtype=torch.uint8))
+        Parking(learner)._lock(torch.empty(2**26, dtype=torch.uint8))

@@ -115,9 +115,7 @@ class Canary:
         TrainRecipe.rounding)."""
         self.rows = list(rows)
         self._servers = servers
-        self._drifts: defaultdict[str, Drift] = defaultdict(
-            lambda: Drift(dtype, contexts=len(self.rows) if rounded else 1)
-        )
+        self._drifts: defaultdict[str, Drift] = defaultdict(lambda: Drift(dtype, len(self.rows), rounded))
 
     def trainer_scores(self, policy: Policy, forward: Forward | None = None) -> Scores:
         """See the function of the same name."""

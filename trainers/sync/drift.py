@@ -4,11 +4,12 @@ The same tokens are scored by server and trainer at every version. Both change f
 has taken the trainer's weights changes as the trainer does, whatever they disagree about all the time. What a change
 can prove is bounded by the noise of scoring: below it nothing is said.
 
-Server and trainer are compared over all tokens: of several servers behind one address, one that stands still is found
-where it answers for more than a quarter of the change. Where they hold other weights by design (a quantised server,
-QLoRA), they are compared by medians over the contexts, to which three stale ones of eight do not show: most contexts
-follow all the same, but in one or two the rounding decides what the policy makes of them, and there their changes have
-little to do with each other. A server is compared with itself (its caches, its state before a restart) over all tokens.
+Server and trainer are compared over all tokens, and the server must go astray in no context: of several servers behind
+one address, one that stands still shows in the contexts that it answers for. Where they hold other weights by design
+(a quantised server, QLoRA), they are compared by medians over the contexts, to which three stale ones of eight do not
+show: most contexts follow all the same, but in one or two the rounding decides what the policy makes of them, and there
+their changes have little to do with each other. A server is compared with itself (its caches, its state before a
+restart) over all tokens.
 """
 
 from dataclasses import dataclass
@@ -40,12 +41,12 @@ class Verdict:
     provable: bool
     """Whether the trainer's change since the last proven version is large enough to prove anything."""
     drift: float
-    """The trainer's change since the last proven version, by the median over the parts that are compared."""
+    """The trainer's change since the last proven version; where weights are rounded, its median over the contexts."""
     cache_gap: float
     """How far the server's scores with its prefix cache are from those without, over all tokens."""
     slope: float | None = None
-    """Of the server's change over the trainer's, by least squares through the origin, the median over the parts that
-    are compared; None where not provable."""
+    """Of the server's change over the trainer's, by least squares through the origin; where weights are rounded, its
+    median over the contexts. None where not provable."""
     failure: str | None = None
     """Why the server does not serve what the trainer has sent; None where nothing speaks against it."""
 
@@ -53,12 +54,13 @@ class Verdict:
 class Drift:
     """What was scored when: `start` once, then `judge` per version. Raises nothing: a verdict tells."""
 
-    def __init__(self, dtype: str, contexts: int = 1) -> None:
-        """`dtype` is the precision of the scores' forward passes, a key of LEAST_NOISE. Server and trainer are compared
-        by medians over so many `contexts`, of which all scores hold equally many tokens; 1 compares over all tokens."""
+    def __init__(self, dtype: str, contexts: int, rounded: bool = False) -> None:
+        """`dtype` is the precision of the scores' forward passes, a key of LEAST_NOISE; all scores hold equally many
+        tokens of each of `contexts`; `rounded`: server and trainer hold other weights by design."""
         self.noise = LEAST_NOISE[dtype]
         """Difference of two scores of the same weights, as measured at the start."""
         self._contexts = contexts
+        self._rounded = rounded
         self._proven: tuple[Scores, Scores] | None = None
         self._latest: Scores | None = None
 
@@ -84,7 +86,8 @@ class Drift:
         assert self._proven is not None
         gap = _rms(server - fresh)
         served, trained = server - self._proven[0], trainer - self._proven[1]
-        drift, astray = self._size(trained), self._size(served - trained)
+        drift = self._size(trained)
+        far, moved = self._furthest(served - trained, trained)
         provable = drift > PROVABLE * self.noise
         slope = self._slope(served, trained) if provable else None
         failure = None
@@ -98,10 +101,10 @@ class Drift:
                 f"the trainer's log-probabilities moved by {drift:.3g} nats since the last proven version, and the "
                 f"server's by {slope:.3g} times that: it serves other weights"
             )
-        elif not astray <= ASTRAY * self.noise + 0.5 * drift:
+        elif not far <= ASTRAY * self.noise + 0.5 * moved:
             failure = (
-                f"the server's log-probabilities moved {astray:.3g} nats away from the trainer's, which moved by "
-                f"{drift:.3g}: it serves other weights"
+                f"the server's log-probabilities moved {far:.3g} nats away from the trainer's, which moved by "
+                f"{moved:.3g}: it serves other weights"
             )
         if failure is None:
             self._latest = server
@@ -119,14 +122,26 @@ class Drift:
         return Verdict(provable=True, drift=0.0, cache_gap=gap, failure=failure)
 
     def _size(self, values: Scores) -> float:
-        """Median over the contexts of the root mean square over a context's tokens."""
-        return float(np.median(self._sizes(values)))
+        return float(np.median(self._sizes(values))) if self._rounded else _rms(values)
 
     def _sizes(self, values: Scores) -> Float[np.ndarray, "contexts"]:
+        """Root mean square over each context's tokens."""
         return np.sqrt(np.mean(np.square(values.reshape(self._contexts, -1)), axis=1))
 
+    def _furthest(self, astray: Scores, trained: Scores) -> tuple[float, float]:
+        """How far the server is from the trainer, and the trainer's change: in the context where that is most beside
+        the trainer's change."""
+        if self._rounded:
+            return self._size(astray), self._size(trained)
+        far, moved = self._sizes(astray), self._sizes(trained)
+        worst = np.argmax(far - 0.5 * moved)  # of a figure that is no number, that one
+        return float(far[worst]), float(moved[worst])
+
     def _slope(self, served: Scores, trained: Scores) -> float:
-        """Over the contexts in which the trainer's change is more than noise: at least half of them."""
+        """Where weights are rounded, over the contexts in which the trainer's change is more than noise: at least half
+        of them."""
+        if not self._rounded:
+            return float(served @ trained / (trained @ trained))
         moved = self._sizes(trained) > self.noise
         x, y = (values.reshape(self._contexts, -1)[moved] for values in (trained, served))
         return float(np.median((x * y).sum(1) / (x * x).sum(1)))
