@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+import re
 import sys
 import threading
 from collections.abc import AsyncIterator
@@ -27,6 +28,9 @@ from tools.session import ToolSession
 
 NEW = "/new"
 """Begins a new conversation."""
+_COMMAND = re.compile(r"/\w*(\s|$)")
+"""What a person means as a command; a path such as /etc/hosts is none."""
+_COMMANDS = f"{NEW} begins a new conversation, Ctrl-D ends"
 
 
 def run(options: argparse.Namespace) -> None:
@@ -77,7 +81,7 @@ def _first_row(recipe: Recipe) -> Task:
 async def _converse(runner: ChainRunner, sampling: Sampling, row: Task) -> None:
     """One conversation after the other, until the input ends."""
     tools = ", ".join(spec.name for spec in runner.toolset.specs) or "none"
-    _say(f"its tools: {tools}; {NEW} begins a new conversation, Ctrl-D ends")
+    _say(f"its tools: {tools}; {_COMMANDS}")
     if runner.toolset.environments:
         _say("its environment begins with the first task of the run's data; an empty line asks that task's question")
     lines = _lines()
@@ -144,11 +148,12 @@ class Conversation(Play):
 
     def _show(self) -> None:
         for message in self.trajectory.messages[self._shown :]:
-            _show_message(message)
+            _show_message(message, opening=self.trajectory.turns == 0)
         self._shown = len(self.trajectory.messages)
 
 
-def _show_message(message: Message) -> None:
+def _show_message(message: Message, opening: bool) -> None:
+    """`opening`: the agent has said nothing yet, so that a user's message is the task's, not a tool's answer."""
     content = text_of(message.get("content") or "")
     match message["role"]:
         case "system":
@@ -160,6 +165,8 @@ def _show_message(message: Message) -> None:
                 _say(f"agent> {_indented(content.strip())}")
             for call in message.get("tool_calls") or []:
                 _say(f"  -> {call['function']['name']}({_arguments(call['function']['arguments'])})")
+        case "user" if opening:
+            _say(f"task> {_indented(content)}")
         case _:
             _say(f"  <- {_indented(content)}")
 
@@ -184,14 +191,17 @@ def _say(text: str) -> None:
 
 
 async def _next(lines: AsyncIterator[str]) -> str | None:
-    """The next line, without spaces around it; None at the end of the input."""
+    """The next line, without spaces around it; None at the end of the input. Commands that there are not are told."""
     typed = sys.stdin.isatty()
-    if typed:
-        print("you> ", end="", flush=True)
-    text = await anext(lines, None)
-    if text and not typed:
-        _say(f"you> {text}")
-    return text
+    while True:
+        if typed:
+            print("you> ", end="", flush=True)
+        text = await anext(lines, None)
+        if text and not typed:
+            _say(f"you> {text}")
+        if not text or text == NEW or not _COMMAND.match(text):
+            return text
+        _say(f"  [there is no command {text.split()[0]}: {_COMMANDS}]")
 
 
 async def _lines() -> AsyncIterator[str]:

@@ -1,6 +1,7 @@
 """What can be written behind `agentfactory`: commands, options, and the examples that `--help` shows."""
 
 import argparse
+import difflib
 import importlib.metadata
 import json
 from collections.abc import Sequence
@@ -76,6 +77,8 @@ _HAVE_OVERRIDES = ("doctor", "train", "serve", "rollout", "eval")
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options that `arguments` say. Ends the process, with exit status 2, where they cannot be understood."""
     parser, commands = make_parser("view" in arguments[:1])
+    if arguments and (near := difflib.get_close_matches(arguments[0], commands.choices, 1)) and near[0] != arguments[0]:
+        parser.error(f"there is no command {arguments[0]!r}; did you mean {near[0]}?")
     # argparse leaves overrides that come after an option in the rest
     options, rest = parser.parse_known_args(arguments)
     command = commands.choices[options.command]
@@ -162,7 +165,8 @@ def _add_options(name: str, command: argparse.ArgumentParser, with_viewer: bool)
 def _add_recipe(command: argparse.ArgumentParser, required: bool = True) -> None:
     command.add_argument("recipe", metavar="RECIPE", nargs=None if required else "?", help="a YAML file")
     about = "such as train.learning_rate=1e-5 seed=1 output=DIR"
-    overrides = command.add_argument("overrides", metavar="key=value", nargs="*", help=about)
+    # a default, or else argparse says that they are required
+    overrides = command.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=about)
     overrides.completer = complete_override  # type: ignore[attr-defined]
 
 
@@ -195,10 +199,12 @@ def _add_tools(command: argparse.ArgumentParser) -> None:
         action.add_argument("recipe", metavar="RECIPE", help="a YAML file; it needs no model")
         if name == "call":
             action.add_argument("tool", metavar="TOOL", help="its name, as `list` prints it")
-            action.add_argument("arguments", metavar="ARGUMENT", nargs="*", help="one JSON object, or key=value ...")
+            about = "one JSON object, or key=value ..."
+            action.add_argument("arguments", metavar="ARGUMENT", nargs="*", default=[], help=about)
             action.add_argument("--output", type=Path, metavar="FILE", help="save the image of the result")
         else:
-            action.add_argument("overrides", metavar="key=value", nargs="*", help="such as limits.calls=8")
+            about = "such as limits.calls=8"
+            action.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=about)
         if name == "list":
             action.add_argument("--json", action="store_true", help="as a model is told them")
         else:

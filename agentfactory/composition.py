@@ -94,6 +94,10 @@ def read_mapping(path: Path, source: str, name: str) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise RecipeError(source, name, f"{display(path)}: no such file", "name an existing recipe") from None
+    except IsADirectoryError:
+        own = path / "recipe.yaml"
+        fix = f"name {display(own)}" if own.is_file() else "name a YAML file"
+        raise RecipeError(source, name, f"{display(path)}: is a folder", fix) from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(source, name, f"{display(path)}: cannot be read: {error}", "name a YAML file") from None
     data = _parse(text, display(path), "")

@@ -7,6 +7,7 @@ from typing import Any
 
 from agentfactory.composition import COMMAND_LINE, RecipeError
 from agentfactory.recipe import Recipe, StagedRecipe, stages_of
+from agentfactory.server_commands import check_weights
 from rollout.chain import ChainRunner
 from rollout.chat_chain import check_recipe, open_chat_runner
 from rollout.chat_endpoint import ChatEndpointError
@@ -45,6 +46,7 @@ def named(model: str) -> str | Path:
     """What --model names: a folder, or a model of the hub."""
     folder = Path(model).expanduser()
     if folder.is_dir():
+        check_weights(folder, "--model")
         return folder
     if folder.is_absolute() or model.startswith("."):
         raise RecipeError(COMMAND_LINE, "--model", f"{model}: no such folder", "name a folder, or a model of the hub")

@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from agentfactory.run_folder import ADAPTER, RunFolderError, base_of_adapter, check_free
+from agentfactory.run_folder import ADAPTER, RunFolderError, base_of_adapter, is_free
 from trainers.checkpoint_folder import DIGESTS, INFO, DamagedCheckpointError, read_info, verify
 
 _ADAPTER = (ADAPTER, "adapter_model.safetensors")
@@ -23,9 +23,10 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
     """
     if not (checkpoint / INFO).is_file():
         raise ExportError(f"{checkpoint} is no checkpoint; fix: name one, such as runs/NAME/checkpoints/step-000080")
+    if not is_free(output):
+        raise ExportError(f"--output: {output} is not empty; fix: --output OTHER")
     try:
         verify(checkpoint)
-        check_free(output, overwrite=False)
         is_adapter = (checkpoint / ADAPTER).is_file()
         base = base_of_adapter(checkpoint) if is_adapter and not adapter else None
     except (DamagedCheckpointError, RunFolderError) as error:

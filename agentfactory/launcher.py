@@ -13,7 +13,7 @@ from agentfactory.placement.placed import Placement, may_have_gpu, place
 from agentfactory.processes import POLL_SECONDS, Child, ChildFailed, Children, python
 from agentfactory.recipe import Recipe, StagedRecipe, stages_of
 from agentfactory.resume import Part, State, plan, rewind
-from agentfactory.run_folder import RunFolder, RunFolderError, check_free
+from agentfactory.run_folder import Hold, RunFolder, RunFolderError, check_free
 from rollout import serving
 
 _SAY_EVERY_SECONDS = 10.0
@@ -26,6 +26,12 @@ Say = Callable[[str], None]
 def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, say: Say) -> None:
     """Run every stage; leaves a run folder. `resume` goes on with the one that is there, from this checkpoint or AUTO.
     Raises ChildFailed, RunFolderError, RecipeError, KeyboardInterrupt."""
+    with Hold(recipe.output) as hold:
+        hold.take()
+        _train(recipe, overwrite, resume, say, hold)
+
+
+def _train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, say: Say, hold: Hold) -> None:
     text = recipe.to_yaml()
     if overwrite and "${output}/" in text:
         raise RunFolderError(
@@ -45,9 +51,15 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
         expected = placement or Placement(mode=stage.placement.mode, on_gpu=may_have_gpu())
         if _refusal(expected, stage) is not None:
             settle(expected, stage, say)
+    # one that began meanwhile
+    hold.take()
+    if overwrite:
+        # NFS cannot delete a folder with an open file in it
+        hold.release()
     folder = (
         RunFolder.create(recipe.output, text, overwrite) if resume is None else RunFolder.reopen(recipe.output, text)
     )
+    hold.take(make=True)
     try:
         with Children() as children:
             prepare(recipe, children, say)

@@ -1,5 +1,6 @@
 """What a run leaves on disk: recipe.yaml, metrics.jsonl, trajectories/, checkpoints/, logs/, summary.json."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -160,12 +161,65 @@ def _cut(path: Path, size: int) -> None:
         file.truncate(0)
 
 
+class Hold:
+    """Keeps every other launcher from the run in `path`, by a lock on a file in it. Children do not inherit the lock,
+    and the kernel frees it when this process ends, however it does."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file = path / ".lock"
+        self._held: int | None = None
+
+    def __enter__(self) -> "Hold":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let others have it."""
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+
+    def take(self, make: bool = False) -> None:
+        """Hold the run that is there; `make` the file where it is not. Raises RunFolderError where a run is alive
+        there."""
+        if self._held is not None:
+            return
+        try:
+            opened = os.open(self._file, os.O_RDWR | (os.O_CREAT if make else 0), 0o644)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            alive = f"a run is alive there (pid {os.pread(opened, 20, 0).decode()})"
+            os.close(opened)
+            fix = "wait for it, end it, or output=OTHER"
+            raise RunFolderError(f"output: {self._path}: {alive}; fix: {fix}") from None
+        except OSError:
+            # a filesystem without locks: nobody can hold one there, and training goes on as it would without
+            os.close(opened)
+            return
+        self._held = opened
+        os.ftruncate(opened, 0)
+        os.pwrite(opened, str(os.getpid()).encode(), 0)
+
+
+def is_free(path: Path) -> bool:
+    """Whether nothing, or an empty folder, is there."""
+    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
+
+
 def check_free(path: Path, overwrite: bool) -> None:
     """Raise RunFolderError unless a run may be written to `path`."""
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+    if is_free(path):
         return
     if not overwrite:
-        raise RunFolderError(f"output: {path} is not empty; fix: output=OTHER, or --overwrite to delete it")
+        is_run = (path / RECIPE).is_file() and RunFolder(path).checkpoints.is_dir()
+        resume = "--resume to go on with it, " if is_run else ""
+        raise RunFolderError(f"output: {path} is not empty; fix: {resume}output=OTHER, or --overwrite to delete it")
     if not (path / RECIPE).is_file():
         # deleting a folder on a slip of the hand must not be possible
         raise RunFolderError(f"output: {path} is not a run folder, so --overwrite leaves it alone; fix: output=OTHER")

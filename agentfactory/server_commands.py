@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from rollout.chain import ChainRunner
     from rollout.evaluate import Evaluation
 
+_NAMED = 8
+"""Of the checkpoints near a wrong path, how many a message names, the last ones."""
+
 
 def serve(recipe: Recipe | StagedRecipe, say: Say) -> None:
     """Serve the recipe's model until the server or this process is ended; of a staged recipe, its last checkpoint.
@@ -157,8 +160,7 @@ def what_is_served(recipe: Recipe | StagedRecipe, checkpoint: Path | str | None)
         return Served(_unquantised(stage.with_model(checkpoint)), checkpoint)
     if checkpoint is not None:
         checkpoint = checkpoint.expanduser().resolve()
-        if not checkpoint.is_dir():
-            raise RecipeError(COMMAND_LINE, "--checkpoint", f"{checkpoint}: no such folder", "name a checkpoint")
+        check_weights(checkpoint, "--checkpoint")
     if isinstance(recipe, StagedRecipe):
         path = checkpoint or need_checkpoint(RunFolder(stage.output))
     else:
@@ -169,6 +171,23 @@ def what_is_served(recipe: Recipe | StagedRecipe, checkpoint: Path | str | None)
     if checkpoint is not None or isinstance(recipe, StagedRecipe):
         served = _unquantised(served)
     return Served(served, str(path))
+
+
+def check_weights(folder: Path, option: str) -> None:
+    """Raise RecipeError where `folder`, which `option` names, holds neither a model nor an adapter."""
+    if any((folder / name).is_file() for name in ("config.json", ADAPTER)):
+        return
+    # a run's folder, its checkpoints/, a stage's, or a step that is not there
+    near = {
+        found
+        for place in (folder, folder.parent)
+        for below in ("", "checkpoints/", "*/checkpoints/")
+        for found in place.glob(f"{below}step-*")
+    }
+    named = ", ".join(display(path) for path in sorted(near, key=lambda path: (path.parent, path.name))[-_NAMED:])
+    problem = "neither config.json nor adapter_config.json is there" if folder.is_dir() else "no such folder"
+    fix = f"name one of {named}" if near else "name a checkpoint, such as runs/NAME/checkpoints/step-000080"
+    raise RecipeError(COMMAND_LINE, option, f"{display(folder)}: {problem}", fix)
 
 
 def _unquantised(recipe: Recipe) -> Recipe:

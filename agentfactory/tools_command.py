@@ -23,7 +23,15 @@ from agentfactory.recipe import Recipe, load_recipe, stages_of
 from rollout.data import InvalidData, Task, load_tasks
 from tools.config import ToolsRecipe
 from tools.limits import check_limits
-from tools.messages import Content, ToolCall, ToolInfrastructureError, ToolSpec, text_of
+from tools.messages import (
+    Content,
+    EnvironmentReward,
+    EnvironmentRewardError,
+    ToolCall,
+    ToolInfrastructureError,
+    ToolSpec,
+    text_of,
+)
 from tools.toolset import open_toolset
 
 SLOW_SECONDS = 3.0
@@ -85,6 +93,8 @@ async def _open(part: ToolsRecipe, find_task: _FindTask | None) -> _Server:
         async with open_toolset(part, Path.cwd()) as toolset:
             server.opened, server.seconds = True, time.perf_counter() - started
             server.specs = toolset.specs
+            if toolset.environments and not server.specs:
+                server.problems.append("an environment without a tool: no model can act on it; mark methods with @tool")
             if find_task is None:
                 return server
             task: Task | None = await find_task() if toolset.environments else {}
@@ -94,11 +104,21 @@ async def _open(part: ToolsRecipe, find_task: _FindTask | None) -> _Server:
                     seconds = time.perf_counter() - started
                     if toolset.environments:
                         says = f", says {_short(text_of(session.opening))}" if session.opening else ""
-                        judge = "judges" if toolset.judges else "does not judge"
-                        server.environment = f"an environment: reset in {seconds:.2f} s{says}; {judge}"
+                        server.environment = f"an environment: reset in {seconds:.2f} s{says}"
+                        # what fails here fails every chain that ends without a call
+                        verdict = await session.reward()
+                        judge = f"judges what nobody touched with {_figures(verdict)}" if verdict else "does not judge"
+                        server.environment += f"; {judge}"
+    except EnvironmentRewardError as error:
+        server.environment += "; cannot judge"
+        server.problems.append(f"{error} (right after reset; a chain may end without a call)")
     except (ToolInfrastructureError, ValueError, TypeError) as error:
         server.problems.append(str(error))
     return server
+
+
+def _figures(verdict: EnvironmentReward) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in {"reward": verdict.reward, **verdict.metrics}.items())
 
 
 async def _list(recipe: Recipe, as_json: bool) -> None:

@@ -17,6 +17,7 @@ from rollout.data import Task
 from rollout.play import Play
 from rollout.renderer import Renderer
 from rollout.rewards import Rewards
+from rollout.tool_errors import ToolErrors
 from rollout.trajectory import Group, Outcome, Span, StopReason, Trajectory
 from tools.limits import Rates, check_limits
 from tools.messages import EnvironmentRewardError, ToolInfrastructureError
@@ -93,6 +94,7 @@ class ChainRunner:
         check_context(self.config)
         renderer.encode(self.config.assistant_prefix)  # a prefix that does not fit the template is refused at once
         self.rates = Rates(recipe.limits.calls_per_second)
+        self.tool_errors = ToolErrors()
         limit = recipe.rollout.concurrency
         self.places = Places(recipe.server.max_num_seqs if limit == "auto" else limit)
 

@@ -199,6 +199,9 @@ class WorkerProcess:
             self._send("restored", url=url, proven=self._restore(url))
         elif message["kind"] == "evaluation":
             self._evaluations.append(message["figures"])
+        elif message["kind"] == "warning":
+            # what the worker logs stands in a file; here Python writes it to the terminal
+            logger.warning("%s", message["text"])
         else:
             raise WorkerDiedError(f"the worker sent an unknown message {message['kind']!r}")
 

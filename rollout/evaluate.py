@@ -14,6 +14,7 @@ from rollout.chain import ChainRunner, Sampling
 from rollout.client import InferenceClient
 from rollout.config import OutcomePolicy, RolloutRecipe
 from rollout.data import Task
+from rollout.filter import commonest_ending
 from rollout.renderer import load_renderer
 from rollout.rewards import Rewards
 from rollout.statistics import Estimate, by_source, estimates, sample_figures
@@ -58,15 +59,24 @@ async def evaluate(
     folder: Path,
     name: str,
     cache_salt: str | None = None,
-) -> dict[str, float]:
+) -> tuple[dict[str, float], list[str]]:
     """Run `recipe.eval` on `tasks` with the weights called `model`; trajectories go to `folder`. For `cache_salt` see
     Sampling.
 
     Returns means over the chains that did not fail, by `sampled/...` and `greedy/...`: `reward`, every metric of
     the trajectories, and `failed`, the share of chains that broke; and with several samples per task, avg@k and pass@k.
+    Beside them a warning for each mode of which no chain has a reward.
     """
     played = await _play(runner, recipe, tasks, model, folder, name, cache_salt)
-    return _means(recipe, played)
+    warnings = [_failure(mode, groups) for mode, groups in played.items() if mean_figures(groups)["failed"] == 1.0]
+    return _means(recipe, played), warnings
+
+
+def _failure(mode: str, groups: list[Group]) -> str:
+    """What became of a mode's chains, all of which failed."""
+    chains = [chain for group in groups for chain in group.trajectories]
+    endings = Counter((chain.outcome.value, chain.error or "") for chain in chains)
+    return f"held-out tasks, {mode}: {commonest_ending(endings, len(chains))}"
 
 
 async def _play(

@@ -44,6 +44,19 @@ def worth(chains: Sequence[Trajectory], config: RolloutConfig) -> Worth:
     return Worth.TEACHES if differ else Worth.EQUAL
 
 
+def commonest_ending(endings: Counter[tuple[str, str]], chains: int) -> str:
+    """How most of `endings`, (outcome, error) of some of so many `chains`, came about, with the commonest error."""
+    outcomes: Counter[str] = Counter()
+    for (outcome, _), count in endings.items():
+        outcomes[outcome] += count
+    [(most, ended)] = outcomes.most_common(1)
+    error = max((found for found in endings if found[0] == most), key=endings.__getitem__)[1]
+    line = " ".join(error.split())
+    # an error may hold a page that a server sent
+    such = f", such as: {line if len(line) <= 300 else line[:297] + '...'}" if line else ""
+    return f"{ended} of {chains} chains ended as {most}{such}"
+
+
 @dataclass
 class GroupFilter:
     """Judges complete groups by the recipe, counts those that are left out, and knows when there is no hope.
@@ -57,6 +70,10 @@ class GroupFilter:
     _equal: Counter[float] = field(default_factory=Counter)
     """Reward -> groups in a row that had no other."""
     _figures: Counter[str] = field(default_factory=Counter)
+    _endings: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(Outcome, error) -> chains of the lost groups in a row that ended so and are not trained."""
+    _chains: int = 0
+    """All chains of those groups."""
 
     def judge(self, chains: Sequence[Trajectory]) -> Worth:
         """What is to become of a complete group: TEACHES, so that it is trained; LOST; or EQUAL, where
@@ -66,17 +83,30 @@ class GroupFilter:
             found = Worth.TEACHES
         match found:
             case Worth.LOST:
-                self._lost += 1
+                self._note_lost(chains)
             case Worth.EQUAL:
-                self._lost = 0
+                self._forget_lost()
                 self._figures["filtered/groups"] += 1
                 reward = counted(chains, self.config)[0].reward
                 assert reward is not None
                 self._equal[reward] += 1
             case Worth.TEACHES:
-                self._lost = 0
+                self._forget_lost()
                 self._equal.clear()
         return found
+
+    def _note_lost(self, chains: Sequence[Trajectory]) -> None:
+        self._lost += 1
+        self._chains += len(chains)
+        self._endings.update(
+            (chain.outcome.value, chain.error or "")
+            for chain in chains
+            if chain.reward is None or self.config.outcome_policy(chain.outcome) is not OutcomePolicy.KEEP
+        )
+
+    def _forget_lost(self) -> None:
+        self._lost = self._chains = 0
+        self._endings.clear()
 
     def ended(self, chain: Trajectory) -> None:
         """A chain of a group ended."""
@@ -88,7 +118,7 @@ class GroupFilter:
         if self._lost >= MAX_LOST_IN_A_ROW:
             return (
                 f"{self._lost} groups in a row had fewer than two chains that count, or none that may be trained "
-                "(rollout.on_outcome)"
+                f"(rollout.on_outcome); {commonest_ending(self._endings, self._chains)}"
             )
         equal = self._equal.total()
         if equal >= max(MAX_EQUAL_IN_A_ROW, 4 * self.at_once):

@@ -148,6 +148,7 @@ class Play:
         for call, result in zip(calls, results, strict=True):
             self.counts[f"tool/{call.name}/calls"] += 1
             self.seconds[call.name] += result.seconds
+            self.runner.tool_errors.note(call.name, result)
             if result.error is not None:
                 self.counts[result.error] += 1
                 self.counts[f"tool/{call.name}/errors"] += 1

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ class Worker:
                 admission,
                 Published(version, first["model"]),
                 saved,
-                self._deliver,
+                partial(self._deliver, runner),
                 self._resume(saved, version) if saved.exists() else None,
             )
             async with asyncio.TaskGroup() as tasks:
@@ -140,7 +141,11 @@ class Worker:
 
     async def _evaluate(self, runner: ChainRunner, published: Published, cache_salt: str | None) -> None:
         name, folder = f"{published.version:06d}", self.trajectories / "eval"
-        figures = await evaluate(runner, self.recipe, self.held_out, published.model, folder, name, cache_salt)
+        figures, warnings = await evaluate(
+            runner, self.recipe, self.held_out, published.model, folder, name, cache_salt
+        )
+        for warning in warnings:
+            await self._send("warning", text=warning)
         await self._send("evaluation", figures=figures)
 
     async def _restore(self, url: str) -> bool:
@@ -149,7 +154,9 @@ class Worker:
         await self._send("restore", url=url)
         return await restored
 
-    async def _deliver(self, batch: list[Group], figures: dict[str, float]) -> None:
+    async def _deliver(self, runner: ChainRunner, batch: list[Group], figures: dict[str, float]) -> None:
+        for warning in runner.tool_errors.take_warnings():
+            await self._send("warning", text=warning)
         for group in batch:
             await self._send("group", group=asdict(group))
         await self._send("batch", figures=figures)

@@ -55,7 +55,8 @@ def export(folders: Sequence[Path], file: Path) -> str:
     total = sum(run["chains"] for run in state["runs"])
     size, problems = file.stat().st_size / 1e6, sum(len(run.problems) for run in follower.runs)
     unread = f"; the page names {problems} files or lines that cannot be read" if problems else ""
-    return f"{file}: {len(follower.runs)} runs, {len(pages)} of {total} trajectories, {size:.1f} MB{unread}"
+    runs = f"{len(follower.runs)} run{'s' if len(follower.runs) > 1 else ''}"
+    return f"{file}: {runs}, {len(pages)} of {total} trajectories, {size:.1f} MB{unread}"
 
 
 def _page(data: dict[str, Any]) -> str:

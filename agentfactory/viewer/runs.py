@@ -116,6 +116,9 @@ class Run:
             except ValueError as error:
                 self.note_line(self.metrics_file.path, offset, error)
                 continue
+            # an evaluation by itself, which knows no step, stands where its checkpoint does
+            if "step" not in metrics and (step := self._checkpoint_step()) is not None:
+                metrics["step"] = step
             self.lines.append(metrics)
         return bool(taken.lines) or taken.restarted
 
@@ -153,6 +156,11 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """summary.json; empty until the run has ended."""
         return _read_json(self.folder.summary)
+
+    def _checkpoint_step(self) -> int | None:
+        """The step of the checkpoint that the summary names."""
+        named = _CHECKPOINT.fullmatch(Path(str(self.summary().get("checkpoint"))).name)
+        return int(named[0].removeprefix("step-")) if named else None
 
     def recipe(self) -> str:
         """The resolved recipe as YAML."""
@@ -210,12 +218,22 @@ def _parts(root: Path) -> list[Path]:
 
 def _check_run(root: Path) -> None:
     if (root / RECIPE).is_file():
+        if not any(map(_has_begun, [root, *_parts(root)])):
+            fix = "name the `output` folder of a run, such as runs/NAME"
+            raise ViewError(f"{root} has a {RECIPE}, but nothing that a run has written; fix: {fix}")
         return
     if not root.is_dir():
         raise ViewError(f"{root}: no such folder; fix: name the folder of a run, such as runs/NAME")
     inside = sorted(path.parent.name for path in root.glob(f"*/{RECIPE}"))[:3]
     fix = f"name a run in it, such as {root / inside[0]}" if inside else "name the `output` folder of a run"
     raise ViewError(f"{root} is no run folder, for it has no {RECIPE}; fix: {fix}")
+
+
+def _has_begun(path: Path) -> bool:
+    """Whether a run has made this folder: a task's own folder has a recipe, too."""
+    folder = RunFolder(path)
+    written = (folder.metrics, folder.trajectories, folder.checkpoints, folder.logs, folder.summary)
+    return any(part.exists() for part in written)
 
 
 def _labels(roots: Sequence[Path]) -> dict[Path, str]:

@@ -18,7 +18,7 @@ from tests.forked import COMMAND, Forked
 
 def test_a_conversation_with_tools(quickstart_run: Path, tmp_path: Path) -> None:
     typed, log, errors = (tmp_path / name for name in ("typed", "log", "errors"))
-    typed.write_text("\nthank you\n/new\nHello there")
+    typed.write_text("\nthank you\n/quit\n/new\nHello there")
     status = Forked(COMMAND, "chat", str(quickstart_run), log=log, errors=errors, typed=typed).wait()
     assert status == 0, errors.read_text()
     assert "Traceback" not in errors.read_text()
@@ -27,9 +27,10 @@ def test_a_conversation_with_tools(quickstart_run: Path, tmp_path: Path) -> None
     assert starting == f"starting the embedded server on {last}"
     assert tools.startswith("its tools: move;")
     text = "\n".join(said)
+    assert "you> /quit\n  [there is no command /quit: /new begins a new conversation, Ctrl-D ends]\nyou> /new\n" in text
     first, second = text.split("you> /new")
     # the task's own question, the agent's calls, and what the environment answered
-    assert re.search(r"  <- The treasure lies [a-z-]+\.\n +You stand in row \d, column \d", first)
+    assert re.search(r"task> The treasure lies [a-z-]+\.\n +You stand in row \d, column \d", first)
     assert re.search(r"  -> move\(direction='(north|east|south|west)'\)\n  <- ", first)
     # the conversation went on after the answer, in the same environment
     before, after = first.split("you> thank you")
@@ -67,6 +68,21 @@ def test_only_environments_need_the_data(
     said = capsys.readouterr().out
     assert said.startswith("its tools: search;")
     assert "you> Hello\n" in said
+
+
+def test_only_a_word_behind_a_slash_is_taken_for_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    async def lines() -> AsyncIterator[str]:
+        for line in ("/help me", "/", "/etc/hosts is a file", "", "/new"):
+            yield line
+
+    async def read() -> list[str | None]:
+        typed = lines()
+        return [await chat._next(typed) for _ in range(4)]
+
+    assert asyncio.run(read()) == ["/etc/hosts is a file", "", "/new", None]
+    said = capsys.readouterr().out
+    assert said.startswith("you> /help me\n  [there is no command /help: /new begins")
+    assert said.count("there is no command") == 2
 
 
 def test_what_cannot_be_talked_to_is_told(project: Path) -> None:

@@ -145,6 +145,15 @@ def test_a_recipe_that_is_not_there(project: Path, agentfactory: Command) -> Non
     assert "recipes.yaml: no such file" in result.stderr
 
 
+def test_a_folder_for_a_recipe_is_told_what_is_in_it(project: Path, agentfactory: Command) -> None:
+    (project / "runs" / "mine").mkdir(parents=True)
+    assert "recipe: runs/mine: is a folder; fix: name a YAML file" in agentfactory("eval", "runs/mine").stderr
+    (project / "runs" / "mine" / "recipe.yaml").touch()
+    result = agentfactory("eval", "runs/mine")
+    assert result.returncode == 2
+    assert result.stderr == "agentfactory: recipe: runs/mine: is a folder; fix: name runs/mine/recipe.yaml\n"
+
+
 def test_dry_run_prints_the_resolved_recipe_and_writes_nothing(project: Path, agentfactory: Command) -> None:
     before = everything_in(project)
     result = agentfactory("train", "recipe.yaml", "--dry-run", "train.steps=3", "output=elsewhere")

@@ -95,7 +95,7 @@ def test_a_full_model_by_the_command(make_checkpoint: Make, agentfactory: Comman
     assert (output / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
     result = agentfactory("export", str(checkpoint), "--output", str(output))
     assert result.returncode == 2
-    assert "is not empty" in result.stderr
+    assert result.stderr == f"agentfactory: --output: {output} is not empty; fix: --output OTHER\n"
 
 
 def test_an_upload_that_fails_is_told(make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

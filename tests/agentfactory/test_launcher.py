@@ -136,8 +136,7 @@ def test_a_failed_prepare_leaves_nothing_that_looks_prepared(staged: Path) -> No
     assert not (staged / "prepared").exists()
 
 
-@pytest.mark.parametrize(("number", "by"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
-def test_an_interrupted_run_says_so(staged: Path, number: signal.Signals, by: str) -> None:
+def begin_long_training() -> subprocess.Popen[str]:
     launcher = subprocess.Popen(
         command("train", "both.yaml", "train.max_grad_norm=60.0"),
         stdout=subprocess.PIPE,
@@ -148,11 +147,44 @@ def test_an_interrupted_run_says_so(staged: Path, number: signal.Signals, by: st
     while "training" not in launcher.stdout.readline():
         assert launcher.poll() is None
         time.sleep(0.01)
+    return launcher
+
+
+@pytest.mark.parametrize(("number", "by"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_an_interrupted_run_says_so(staged: Path, number: signal.Signals, by: str) -> None:
+    launcher = begin_long_training()
     os.kill(launcher.pid, number)
     _, said = launcher.communicate(timeout=20)
     assert launcher.returncode == 130
     assert said.splitlines()[-1] == f"agentfactory: interrupted by {by}; run folder runs/both; go on with --resume"
     assert json.loads((staged / "summary.json").read_text())["status"] == "interrupted"
+
+
+def test_a_run_that_is_alive_is_left_alone(staged: Path) -> None:
+    launcher = begin_long_training()
+
+    def state() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in staged.rglob("*") if path.is_file()}
+
+    before = state()
+    fix = "fix: wait for it, end it, or output=OTHER"
+    for option in ("--resume", "--overwrite"):
+        result = run("train", "both.yaml", "train.max_grad_norm=60.0", option)
+        assert result.returncode == 2
+        assert result.stderr == f"agentfactory: output: {staged}: a run is alive there (pid {launcher.pid}); {fix}\n"
+    assert state() == before
+    assert launcher.poll() is None
+    trainer = int(Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text())
+    launcher.kill()
+    launcher.wait(timeout=20)
+    try:
+        os.kill(trainer, 0)
+        result = run("train", "both.yaml", "--overwrite")
+    finally:
+        os.kill(trainer, signal.SIGKILL)
+        launcher.communicate(timeout=20)
+    assert result.returncode == 0, f"a child keeps the lock of a launcher that was killed: {result.stderr}"
+    assert run("train", "both.yaml", "second.train.steps=4", "--resume").returncode == 0
 
 
 def test_a_staged_run_goes_on_in_the_stage_that_broke(staged: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def test_only_a_run_is_overwritten_and_only_when_asked(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.mkdir()
     RunFolder.create(path, "first")
-    with pytest.raises(RunFolderError, match=r"--overwrite"):
+    with pytest.raises(RunFolderError, match=r"fix: --resume to go on with it, output=OTHER, or --overwrite to delete"):
         RunFolder.create(path, "second")
     (path / "metrics.jsonl").write_text("{}\n")
     assert RunFolder.create(path, "second", overwrite=True).recipe.read_text() == "second"

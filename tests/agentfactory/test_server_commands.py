@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from agentfactory import progress
+from agentfactory.evaluated import named
 from agentfactory.progress import follow_groups
-from agentfactory.recipe import load_recipe
+from agentfactory.recipe import RecipeError, load_recipe
 from agentfactory.run_folder import RunFolderError
 from agentfactory.server_commands import what_is_served
 from rollout.trajectory import read_groups
@@ -26,6 +27,24 @@ def test_an_adapter_is_served_beside_its_base(project: Path) -> None:
     config.write_text(json.dumps({"base_model_name_or_path": str(project / "elsewhere")}))
     with pytest.raises(RunFolderError, match=r"adapter for .*elsewhere, which is not there; fix: move"):
         what_is_served(recipe, adapter)
+
+
+def test_a_folder_without_weights_is_refused_and_the_checkpoints_near_it_are_named(project: Path) -> None:
+    recipe = load_recipe("recipe.yaml")
+    steps = [f"runs/mine/grpo/checkpoints/step-{step:06d}" for step in (40, 80)]
+    for step in steps:
+        (project / step).mkdir(parents=True)
+        (project / step / "config.json").touch()
+    (project / "empty").mkdir()
+    assert what_is_served(recipe, Path(steps[0])).label == str(project / steps[0])
+    fix = f"; fix: name one of {', '.join(steps)}"
+    for path in ("runs/mine", "runs/mine/grpo", "runs/mine/grpo/checkpoints", "runs/mine/grpo/checkpoints/step-000120"):
+        with pytest.raises(RecipeError, match=f"--checkpoint: {path}: n.*{fix}$"):
+            what_is_served(recipe, Path(path))
+    with pytest.raises(RecipeError, match=r"empty: neither config\.json nor .*; fix: name a checkpoint, such as"):
+        what_is_served(recipe, Path("empty"))
+    with pytest.raises(RecipeError, match="--model: runs/mine: neither"):
+        named("runs/mine")
 
 
 def test_chains_are_run_saved_and_told(

@@ -54,8 +54,29 @@ class World(Environment):
         return f"{name} is {self.at}"
 
     def reward(self):
-        return 1.0
+        return {"reward": 1.0, "success": self.at == "there"}
 '''
+UNFIT = """
+from agentfactory import Environment, tool
+
+
+class Idle(Environment):
+    def reset(self, **task):
+        pass
+
+
+class Wrong(Environment):
+    def reset(self, **task):
+        pass
+
+    @tool
+    def look(self) -> str:
+        '''Look.'''
+        return "here"
+
+    def reward(self):
+        return {}["lft"]
+"""
 SCHEMA = """
 import mcp_types
 from mcp.server import Server
@@ -196,7 +217,7 @@ def test_check_opens_and_resets(recipe: Path, capsys: Output, monkeypatch: pytes
     assert lines[0].startswith("add: opened in 0.")
     assert lines[0].endswith(" s; its tools: add")
     assert lines[2].startswith("    an environment: reset in 0.")
-    assert lines[2].endswith(" s, says 'You are at home.'; judges")
+    assert lines[2].endswith(" s, says 'You are at home.'; judges what nobody touched with reward 1, success 0")
     assert lines[-2:] == ["task: the first row of data", "all right"]
     monkeypatch.setattr(tools_command, "SLOW_SECONDS", 0.0)
     assert tools("check", recipe, "--task", '{"start": "there"}') == 0
@@ -224,6 +245,19 @@ def test_check_says_what_is_wrong_with_each_server(recipe: Path, capsys: Output)
         "twice: another server has a tool add too",
     ):
         assert reason in captured.err
+
+
+def test_check_of_environments_that_cannot_teach(recipe: Path, capsys: Output) -> None:
+    (recipe.parent / "unfit.py").write_text(UNFIT)
+    assert tools("check", recipe, "tools=[unfit.py:Idle, unfit.py:Wrong]") == 1
+    captured = capsys.readouterr()
+    assert captured.out.count("; cannot judge") == 1
+    assert "all right" not in captured.out
+    idle, wrong = captured.err.splitlines()
+    assert "Idle: an environment without a tool: no model can act on it" in idle
+    assert "Wrong: environment Wrong: reward: " in wrong
+    assert "'lft'" in wrong
+    assert "right after reset" in wrong
 
 
 def test_check_of_limits_and_data(recipe: Path, capsys: Output) -> None:

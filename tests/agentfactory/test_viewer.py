@@ -868,6 +868,17 @@ def test_figures_of_a_file_that_begins_anew_are_not_mixed_with_those_before(
     assert (generation, page) == (1, [{"step": 9}])
 
 
+def test_an_evaluation_by_itself_stands_at_the_step_of_its_checkpoint(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "eval", "")
+    run.log({"eval/sampled/reward": 1.0})
+    run.log({"step": 0, "reward": 0.5})
+    for checkpoint, step in {"checkpoints/step-000120": 120, "policy at http://127.0.0.1:8000": None}.items():
+        run.write_summary({"checkpoint": checkpoint})
+        follower, _ = asking(run.path)
+        follower.read_all()
+        assert [line.get("step") for line in follower.runs[0].lines] == [step, 0]
+
+
 # ---- what is never run, and never told to others
 
 
@@ -1111,11 +1122,16 @@ def test_errors_are_one_line_that_says_what_to_do(
     tmp_path: Path, viewer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunFolder.create(tmp_path / "runs" / "mine", "name: mine\n")
+    task = tmp_path / "task"
+    (task / "tiny").mkdir(parents=True)
+    for recipe in (task / "recipe.yaml", task / "tiny" / "recipe.yaml"):
+        recipe.write_text("name: mine\n")
     port = str(urlsplit(viewer).port)
     for arguments, said in {
         (str(tmp_path / "none"),): "no such folder; fix: name the folder of a run",
         (str(run.path.parent),): f"has no recipe.yaml; fix: name a run in it, such as {run.path}",
         (str(run.logs),): "has no recipe.yaml; fix: name the `output` folder of a run",
+        (str(task), "--export", str(tmp_path / "page.html")): "but nothing that a run has written; fix: name the",
         (str(run.path), "--port", port): f"--port {port}: Address already in use; fix: --port 0 takes a free one",
         (str(run.path), "--export", str(tmp_path / "no" / "file.html")): "is no folder; fix: make it first",
     }.items():
@@ -1123,3 +1139,6 @@ def test_errors_are_one_line_that_says_what_to_do(
         told = capsys.readouterr().err
         assert len(told.splitlines()) == 1
         assert said in told
+    # a run that has just begun can be looked at
+    assert main((str(run.path), "--export", str(tmp_path / "page.html"))) == 0
+    assert "page.html: 1 run, 0 of 0 trajectories" in capsys.readouterr().out

@@ -1,10 +1,11 @@
 """What rank 0 takes from its worker, and what it refuses."""
 
+import io
 from collections import deque
 
 import pytest
 
-from rollout.delivery import WorkerDiedError, WorkerProcess
+from rollout.delivery import WorkerDiedError, WorkerProcess, encode
 from rollout.trajectory import Group
 
 
@@ -38,3 +39,16 @@ def test_a_batch_is_short_only_where_groups_are_dropped() -> None:
     for end in (worker(["g000001"]), worker(["a", "b", "c", "d"], may_be_short=True), worker([], may_be_short=True)):
         with pytest.raises(WorkerDiedError, match="groups where 3 were due"):
             end.next_batch(3)
+
+
+def test_the_workers_warnings_are_logged_where_a_person_sees_them(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = worker()
+    end._evaluates, end._evaluations = True, deque()
+    monkeypatch.setattr(end, "_send", lambda kind: None)
+    text = "held-out tasks, sampled: 8 of 8 chains ended as reward_error"
+    lines = io.BytesIO(encode("warning", text=text) + encode("evaluation", figures={"sampled/failed": 1.0}))
+    monkeypatch.setattr(end, "_lines", lines, raising=False)
+    assert end.evaluate() == {"eval/sampled/failed": 1.0}
+    assert caplog.messages == [text]

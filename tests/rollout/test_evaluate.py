@@ -9,7 +9,7 @@ import pytest
 
 from rollout.config import DataConfig, RolloutRecipe
 from rollout.data import load_tasks
-from rollout.evaluate import open_runner, run_eval, run_rollout
+from rollout.evaluate import evaluate, open_runner, run_eval, run_rollout
 from rollout.trajectory import Outcome, read_groups
 from tests.conftest import QUICKSTART
 from tools.messages import ToolInfrastructureError
@@ -129,6 +129,27 @@ def test_an_environment_that_cannot_be_had_is_told_before_any_chain_runs(
     with pytest.raises(ToolInfrastructureError, match="seconds: got -1"):
         run_eval(recipe, tasks, tmp_path, lambda record: None, open_runner(recipe, tmp_path, warm_server))
     assert not list(tmp_path.glob("*rollout*"))
+
+
+async def test_a_mode_without_a_reward_gives_a_warning_with_the_commonest_error(
+    warm_server: str, warm_start: Path, tmp_path: Path
+) -> None:
+    source = "from agentfactory import reward\n\n\n@reward\ndef right(prediction):\n    return {}['lft']\n"
+    (tmp_path / "users.py").write_text(source)
+    recipe = RolloutRecipe.model_validate(
+        {
+            "model": {"path": str(warm_start), "dtype": "float32"},
+            "rewards": ["users.py:right"],
+            "rollout": {"max_turns": 1, "max_tokens": 2},
+            "server": {"engine": "embedded"},
+        }
+    )
+    async with open_runner(recipe, tmp_path, warm_server) as runner:
+        figures, warnings = await evaluate(runner, recipe, [{"question": "go"}], "policy", tmp_path, "000000")
+    assert figures == {"sampled/failed": 1.0, "greedy/failed": 1.0}
+    for mode, warning in zip(("sampled", "greedy"), warnings, strict=True):
+        assert warning.startswith(f"held-out tasks, {mode}: 1 of 1 chains ended as reward_error, such as: ")
+        assert warning.endswith("right raised KeyError: 'lft'")
 
 
 def test_several_samples_give_pass_at_k_intervals_and_a_table_per_source(

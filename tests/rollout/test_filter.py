@@ -90,7 +90,18 @@ def test_there_is_no_hope_when_all_groups_are_lost() -> None:
     assert groups.no_hope() is None, "not in a row"
     for _ in range(MAX_LOST_IN_A_ROW - 1):
         groups.judge([BROKEN, WON])
-    assert "64 groups in a row had fewer than two chains that count" in (groups.no_hope() or "")
+    reason = groups.no_hope() or ""
+    assert "64 groups in a row had fewer than two chains that count" in reason
+    assert reason.endswith("; 64 of 128 chains ended as inference_error"), "only of the groups in a row"
+
+
+def test_where_there_is_no_hope_the_commonest_error_is_named() -> None:
+    groups = GroupFilter(RolloutConfig(), at_once=4)
+    bug, page = "RewardError: shaped raised KeyError: 'lft'", "x\n" * 1000
+    for number in range(MAX_LOST_IN_A_ROW):
+        wrong = Trajectory("c", [], [], Outcome.REWARD_ERROR, error=bug if number % 4 else f"{number} {page}")
+        groups.judge([wrong, BROKEN if number % 8 else wrong])
+    assert (groups.no_hope() or "").endswith(f"; 72 of 128 chains ended as reward_error, such as: {bug}")
 
 
 def test_there_is_no_hope_when_all_rewards_are_equal() -> None:
