@@ -82,7 +82,7 @@ class Terminal:
 def terminal(tmp_path_factory: pytest.TempPathFactory) -> Terminal:
     installed, setup = Path(sys.prefix) / ".installed", REPOSITORY / "setup.py"
     if not installed.exists() or installed.stat().st_mtime < setup.stat().st_mtime:
-        pytest.skip("`make quickstart` would install this folder's links; fix: run `make setup` first")
+        pytest.fail("`make quickstart` would install this folder's links; fix: run `make setup` first")
     folder = tmp_path_factory.mktemp("clone")
     for name in ("Makefile", "setup.py", "train.py", "recipes"):
         (folder / name).symlink_to(REPOSITORY / name)
