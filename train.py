@@ -96,6 +96,10 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | None:
             folder, opened[0] = open_folder(recipe, resumed)
             progress = Progress(train.steps, "sft" if train.algorithm == "sft" else "grpo")
             stack.callback(progress.close)
+            stack.enter_context(progress.warnings("agentfactory", "rollout", "tools", "trainers"))
+            if RunFolder.attached(recipe.output):
+                # the launcher shows what goes to stdout, and keeps what goes to stderr
+                logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
             stack.callback(folder.note_stopped)
         checkpoint: Path | None = broadcast_object_list(opened)[0]
         stop = Stop()

@@ -20,7 +20,7 @@ class RecipeError(Exception):
 
     def __init__(self, source: str, name: str, problem: str, fix: str):
         super().__init__(": ".join(part for part in (source, name, problem) if part) + (f"; fix: {fix}" if fix else ""))
-        self.field = name
+        self.source, self.field, self.problem, self.fix = source, name, problem, fix
 
 
 @dataclass

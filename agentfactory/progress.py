@@ -1,6 +1,7 @@
 """Progress that a person likes to watch: of training a live table and a bar on a terminal, plain lines elsewhere; of
 groups of chains, lines."""
 
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -74,6 +75,19 @@ class Progress:
         """A line of its own, which stays."""
         self._print(text)
 
+    @contextmanager
+    def warnings(self, *packages: str) -> Iterator[None]:
+        """While inside, what these packages' loggers warn of is noted, too."""
+        handler = _Notes(self)
+        loggers = [logging.getLogger(package) for package in packages]
+        for logger in loggers:
+            logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            for logger in loggers:
+                logger.removeHandler(handler)
+
     def close(self) -> None:
         """Leave the terminal as it was; what was shown stays."""
         if self._live:
@@ -109,6 +123,15 @@ class Progress:
         done = f"{self._step}/{self.total}"
         bar.add_row(ProgressBar(total=self.total, completed=self._step, width=40), done, self._eta())
         return Group(table, bar) if self._rows else Group(bar)
+
+
+class _Notes(logging.Handler):
+    def __init__(self, progress: Progress):
+        super().__init__(logging.WARNING)
+        self._progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._progress.note(f"{record.levelname.lower()}: {record.getMessage()}")
 
 
 @contextmanager

@@ -143,13 +143,20 @@ def _load_staged(
     previous: str | None = None
     for name, stage in stages.items():
         _give_to_stage(whole, name, stage, previous)
-        recipe = _validate(Recipe, stage, str(prepared))
         if whole.stages and whole.stages[-1].model.lora is not None:
             problem = f"stage {name!r} follows a stage that trains an adapter, which it cannot continue"
             raise RecipeError(composed.source, "stages", problem, f"set {previous}.model.lora=null, or put it last")
         # the other commands use the last stage
         stage_purpose = purpose if purpose == "tools" or name == [*stages][-1] else "train"
-        check(recipe, stage_purpose, stage, prepared if whole.prepare else None, previous, lacks)
+        try:
+            recipe = _validate(Recipe, stage, str(prepared))
+            check(recipe, stage_purpose, stage, prepared if whole.prepare else None, previous, lacks)
+        except RecipeError as error:
+            if error.source in (COMMAND_LINE, composed.source):
+                field = ".".join(filter(None, (name, error.field)))
+                raise RecipeError(error.source, field, error.problem, error.fix) from None
+            # a stage's own file has the field as it stands
+            raise
         whole.stages.append(recipe)
         previous = name
     return whole

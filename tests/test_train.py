@@ -1,5 +1,6 @@
 """`train.py` as users and launchers call it."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -27,3 +28,40 @@ def test_what_train_py_cannot_do_is_told_with_the_command_that_can(
     assert words in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+FAULTS = """
+from agentfactory import reward
+
+@reward
+def half(trajectory, answer) -> float:
+    if "test" in answer:
+        raise KeyError("lft")
+    return float(len(trajectory.rows[0].token_ids) % 2)
+"""
+
+
+def test_what_goes_wrong_on_the_way_is_told_where_a_person_looks(tmp_path: Path, warm_start: Path) -> None:
+    """In the terminal, and in the trainer's log for later: a reward that raises on each held-out task."""
+    (tmp_path / "faults.py").write_text(FAULTS)
+    for name in ("train", "test"):
+        rows = [{"question": f"Question {index}?", "answer": name} for index in range(4)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    recipe = {
+        "model": {"path": str(warm_start), "dtype": "float32"},
+        "data": {"path": "train.jsonl"},
+        "eval": {"data": {"path": "test.jsonl"}},
+        "rewards": ["faults.py:half"],
+        "rollout": {"group_size": 2, "max_tokens": 8, "max_total_tokens": 512},
+        "server": {"engine": "embedded", "max_model_len": 512},
+        "train": {"steps": 1, "batch_size": 1},
+        "output": "run",
+    }
+    # JSON is YAML
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    command = [sys.executable, "-P", "-m", "agentfactory", "train", "recipe.yaml"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    told = "held-out tasks, sampled: 4 of 4 chains ended as reward_error, such as: RewardError"
+    assert f"warning: {told}" in result.stdout
+    assert told in (tmp_path / "run" / "logs" / "train.log").read_text()

@@ -205,6 +205,24 @@ def test_broken_stages(stages: Path, project: Path, text: str, field: str) -> No
     assert caught.value.field == field
 
 
+def test_a_fault_in_a_stage_is_named_as_whoever_set_it_would(stages: Path, project: Path) -> None:
+    for setting, named in (
+        ("rl.train.steps=many", "command line: rl.train.steps: got 'many'"),
+        ("warm.train.steps=0", "command line: warm.train.steps: got 0"),
+        ("rl.data.path=none.jsonl", "command line: rl.data.path: "),
+    ):
+        with pytest.raises(RecipeError, match=f"^{named}"):
+            load_recipe(stages, [setting])
+    inline = {**yaml.safe_load((project / "warm.yaml").read_text()), "name": "warm", "train": {"algorithm": "sft"}}
+    whole = write(project / "inline.yaml", yaml.safe_dump({"prepare": "make.py:make", "stages": [inline]}))
+    with pytest.raises(RecipeError, match=r"^inline\.yaml: warm\.train\.steps: missing"):
+        load_recipe(whole)
+    text = (project / "warm.yaml").read_text()
+    write(project / "warm.yaml", text.replace("steps: 5", "steps: -5"))
+    with pytest.raises(RecipeError, match=r"^warm\.yaml: train\.steps: got -5"):
+        load_recipe(stages)
+
+
 def test_a_stage_cannot_continue_an_adapter(stages: Path) -> None:
     with pytest.raises(RecipeError, match=r"warm\.model\.lora"):
         load_recipe(stages, ["warm.model.lora.rank=4"])
