@@ -5,14 +5,16 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agentfactory.composition import COMMAND_LINE, RecipeError, display
 from agentfactory.launcher import Say, need_checkpoint, placed, prepare, settle, start_server
 from agentfactory.processes import ChildFailed, Children
 from agentfactory.recipe import Recipe, StagedRecipe, stages_of
 from agentfactory.run_folder import ADAPTER, RunFolder, base_of_adapter, next_free
+from trainers.checkpoint_folder import INFO, read_info
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -67,7 +69,7 @@ def evaluate(
         from rollout.evaluate import open_runner
 
         opened = open_runner(served.recipe, folder.path, urls)
-        found = _run_eval(served.recipe, folder, opened, served.name, say)
+        found = _run_eval(served.recipe, folder, opened, served.name, say, served.step)
     _report(found, served.recipe, served.label, folder, say)
 
 
@@ -99,7 +101,12 @@ def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say
 
 
 def _run_eval(
-    recipe: Recipe, folder: RunFolder, opened: "AbstractAsyncContextManager[ChainRunner]", model: str, say: Say
+    recipe: Recipe,
+    folder: RunFolder,
+    opened: "AbstractAsyncContextManager[ChainRunner]",
+    model: str,
+    say: Say,
+    step: int | None = None,
 ) -> "Evaluation":
     from agentfactory.progress import follow_groups
     from rollout.data import load_tasks
@@ -109,7 +116,7 @@ def _run_eval(
     tasks, samples, greedy = load_tasks(recipe.eval.data), recipe.eval.samples, recipe.eval.greedy
     say(f"evaluating {len(tasks)} tasks, each by {samples} sampled {'and 1 greedy ' if greedy else ''}chains")
     with follow_groups(folder.trajectories, len(tasks) * (1 + greedy), say):
-        return run_eval(recipe, tasks, folder.trajectories, folder.log, opened, model)
+        return run_eval(recipe, tasks, folder.trajectories, partial(_log, folder, step), opened, model)
 
 
 def _report(found: "Evaluation", recipe: Recipe, label: str, folder: RunFolder, say: Say) -> None:
@@ -134,7 +141,8 @@ def roll_out(recipe: Recipe | StagedRecipe, say: Say) -> None:
         tasks = load_tasks(acting.data)
         say(f"running {len(tasks)} tasks, each by {acting.rollout.group_size} chains")
         with follow_groups(folder.trajectories, len(tasks), say):
-            figures = run_rollout(acting, tasks, folder.path, urls, folder.trajectories, folder.log, served.name)
+            log = partial(_log, folder, served.step)
+            figures = run_rollout(acting, tasks, folder.path, urls, folder.trajectories, log, served.name)
         folder.write_summary({"checkpoint": served.label, "seed": recipe.seed, **figures})
     told = [f"{name} {figures[name]:.4f}" for name in ("reward", "success", "failed") if name in figures]
     say(f"means over chains: {', '.join(told)}; every figure: {display(folder.summary)}")
@@ -145,12 +153,13 @@ def roll_out(recipe: Recipe | StagedRecipe, say: Say) -> None:
 @dataclass
 class Served:
     """What a server is to serve: the recipe with the base model's path, adapters, the name that requests use. `label`
-    is what people call it."""
+    is what people call it, `step` the training step of a checkpoint."""
 
     recipe: Recipe
     label: str
     name: str = "policy"
     adapters: dict[str, Path] = field(default_factory=dict)
+    step: int | None = None
 
 
 def what_is_served(recipe: Recipe | StagedRecipe, checkpoint: Path | str | None) -> Served:
@@ -165,12 +174,14 @@ def what_is_served(recipe: Recipe | StagedRecipe, checkpoint: Path | str | None)
         path = checkpoint or need_checkpoint(RunFolder(stage.output))
     else:
         path = checkpoint or Path(stage.model.path)
+    step = int(read_info(path)["step"]) if (path / INFO).is_file() else None
     if (path / ADAPTER).is_file():
-        return Served(stage.with_model(base_of_adapter(path)), str(path), "checkpoint", {"checkpoint": path})
+        served = stage.with_model(base_of_adapter(path))
+        return Served(served, str(path), "checkpoint", {"checkpoint": path}, step)
     served = stage.with_model(str(path))
     if checkpoint is not None or isinstance(recipe, StagedRecipe):
         served = _unquantised(served)
-    return Served(served, str(path))
+    return Served(served, str(path), step=step)
 
 
 def check_weights(folder: Path, option: str) -> None:
@@ -201,6 +212,11 @@ def _run_folder(command: str, recipe: Recipe | StagedRecipe, acting: Recipe) -> 
     return RunFolder.create(path, acting.model_copy(update={"output": path, "prepare": None}).to_yaml())
 
 
+def _log(folder: RunFolder, step: int | None, metrics: dict[str, Any]) -> None:
+    """Figures of chains on the weights of `step`, as training logs its own."""
+    folder.log(metrics if step is None else {"step": step, **metrics})
+
+
 def _log_to(folder: RunFolder, command: str) -> None:
     logging.basicConfig(filename=folder.logs / f"{command}.log", level=logging.INFO)
 
@@ -218,7 +234,8 @@ def _acting(
         try:
             if urls:
                 asyncio.run(_check_routes(served.recipe))
-                served = replace(served, label=f"{served.name} at {', '.join(urls)}")
+                # whose weights are its own
+                served = replace(served, label=f"{served.name} at {', '.join(urls)}", step=None)
             prepare(recipe, children, say)
             folder = _run_folder(command, recipe, served.recipe)
             _log_to(folder, command)

@@ -116,9 +116,6 @@ class Run:
             except ValueError as error:
                 self.note_line(self.metrics_file.path, offset, error)
                 continue
-            # an evaluation by itself, which knows no step, stands where its checkpoint does
-            if "step" not in metrics and (step := self._checkpoint_step()) is not None:
-                metrics["step"] = step
             self.lines.append(metrics)
         return bool(taken.lines) or taken.restarted
 
@@ -156,11 +153,6 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """summary.json; empty until the run has ended."""
         return _read_json(self.folder.summary)
-
-    def _checkpoint_step(self) -> int | None:
-        """The step of the checkpoint that the summary names."""
-        named = _CHECKPOINT.fullmatch(Path(str(self.summary().get("checkpoint"))).name)
-        return int(named[0].removeprefix("step-")) if named else None
 
     def recipe(self) -> str:
         """The resolved recipe as YAML."""

@@ -48,6 +48,7 @@ def test_a_checkpoint_evaluates_to_what_training_logged(
     assert {name: found[name] for name in names} == {name: logged[name] for name in names}
     summary = json.loads((whole / "eval" / "summary.json").read_text())
     assert summary["checkpoint"] == str(checkpoint)
+    assert found.pop("step") == logged["step"], "so that curves show both at one place"
     assert all(summary[name.removeprefix("eval/")] == found[name] for name in found)
     low, high = found["eval/sampled/reward/low"], found["eval/sampled/reward/high"]
     told = f"{found['eval/sampled/reward']:.4f} │ {low:.4f} to {high:.4f}"
@@ -73,6 +74,7 @@ def test_any_chat_endpoint_is_a_baseline(
     result = agentfactory("eval", recipe, *small, "--url", warm_server)
     assert result.returncode == 0, result.stderr
     assert f"asking policy at {warm_server} by token ids" in result.stdout
+    assert "step" not in figures(whole / "eval-2"), "nobody knows it of a server's own weights"
     by_messages, by_ids = figures(whole / "eval"), figures(whole / "eval-2")
     assert by_messages["eval/greedy/reward"] == by_ids["eval/greedy/reward"]
 

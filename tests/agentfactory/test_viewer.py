@@ -868,17 +868,6 @@ def test_figures_of_a_file_that_begins_anew_are_not_mixed_with_those_before(
     assert (generation, page) == (1, [{"step": 9}])
 
 
-def test_an_evaluation_by_itself_stands_at_the_step_of_its_checkpoint(tmp_path: Path) -> None:
-    run = RunFolder.create(tmp_path / "eval", "")
-    run.log({"eval/sampled/reward": 1.0})
-    run.log({"step": 0, "reward": 0.5})
-    for checkpoint, step in {"checkpoints/step-000120": 120, "policy at http://127.0.0.1:8000": None}.items():
-        run.write_summary({"checkpoint": checkpoint})
-        follower, _ = asking(run.path)
-        follower.read_all()
-        assert [line.get("step") for line in follower.runs[0].lines] == [step, 0]
-
-
 # ---- what is never run, and never told to others
 
 
