@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,13 @@ def texts_of(task: dict[str, Any], chain: dict[str, Any]) -> Iterator[str]:
 
 
 def task_text(group: dict[str, Any]) -> str:
-    """What a group's chains are asked: the first user's message, or the task as it is."""
+    """What a group's chains are asked: the question and what an environment's reset says, or the task as it is."""
+    asked = []
     for chain in group["trajectories"][:1]:
-        for message in chain["messages"]:
+        for message in takewhile(lambda message: message.get("role") != "assistant", chain["messages"]):
             if message.get("role") == "user":
-                return _said(message)
-    return json.dumps(group["task"], ensure_ascii=False)
+                asked.append(_said(message))
+    return "\n".join(asked) if asked else json.dumps(group["task"], ensure_ascii=False)
 
 
 def _said(message: dict[str, Any]) -> str:

@@ -402,6 +402,7 @@ def test_fifty_turns_with_images_open_within_a_second(
     all_read(viewer)
     took = []
     row = api(viewer, f"/api/trajectories?text={LONG_CHAIN}&run={run_id(viewer, 'show<b>')}")["rows"][0]
+    assert row["preview"] == "Look around.\nYou are on a hill.", "the question, and what reset said"
     address = f"#/trajectory/{row['run']}/train.jsonl/{row['byte']}/0"
     for _ in range(3):
         page.goto("about:blank")
@@ -1002,7 +1003,7 @@ def test_an_image_is_known_by_what_it_shows(folders: list[Path]) -> None:
     _, client = asking(folders[1])
     row = client.get("/api/trajectories", params={"text": LONG_CHAIN}).json()["rows"][0]
     page = client.get("/api/trajectory", params={name: row[name] for name in ("run", "file", "byte", "place")}).json()
-    address = f"/{page['messages'][2]['parts'][1]['image']}"
+    address = f"/{page['messages'][3]['parts'][1]['image']}"
     first = client.get(address)
     assert (first.headers["content-type"], first.content) == ("image/png", image(0))
     # another run's image may come to stand at the same address

@@ -124,7 +124,7 @@ def _said(text: str) -> list[Message]:
 
 
 def _long(ids: Tokenizer) -> Group:
-    messages: list[Message] = [{"role": "user", "content": "Look around."}]
+    messages: list[Message] = [{"role": "user", "content": said} for said in ("Look around.", "You are on a hill.")]
     for number in range(IMAGES):
         picture = Image(data=image(number), format="png")
         messages += called(number, "look", {"code": f"x = {number}\nlook(x)"}, [f"view {number}", picture])
