@@ -78,6 +78,8 @@ def _train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, s
     folder.write_summary(summary)
     curve = draw_curve(last.read_metrics(), folder.path / "curve.png", recipe.name)
     say(_conclusion(recipe.name, summary, folder.path, curve))
+    if (figure := _not_risen(summary)) is not None:
+        say(f"{figure} has not risen: causes are in docs/troubleshooting.md, 'The run goes on, and learns nothing'")
     say(f"look at it: agentfactory view {display(folder.path)}")
 
 
@@ -251,3 +253,12 @@ def _conclusion(name: str, summary: dict[str, Any], folder: Path, curve: Path | 
     places += [f"curve {display(curve)}"] if curve else []
     places.append(f"run folder {display(folder)}")
     return f"{name}: " + "; ".join([*([", ".join(figures)] if figures else []), *places])
+
+
+def _not_risen(summary: dict[str, Any]) -> str | None:
+    """`success` (where tasks have none, `reward`), unless training has raised it or could not."""
+    for figure, highest in (("success", 1.0), ("reward", None)):
+        before, after = summary.get(f"{figure}_before"), summary.get(f"{figure}_after")
+        if before is not None and after is not None:
+            return figure if after <= before != highest else None
+    return None

@@ -48,7 +48,7 @@ for step in range(first + 1, recipe.train.steps + 1):
     if step == recipe.train.checkpoint_every + 1 > 1 and os.environ.get("CRASH"):
         raise ValueError("crashed")
 assert os.environ["OMP_WAIT_POLICY"] == "passive"
-summary = {"status": "completed", "steps": step, "seed": recipe.seed}
+summary = {"status": "completed", "steps": step, "seed": recipe.seed, **json.loads(os.environ.get("FIGURES", "{}"))}
 folder.write_summary({**summary, "checkpoint": str(folder.last_checkpoint())})
 """
 
@@ -85,8 +85,9 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-P", "-c", COMMAND, *arguments]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60)
+def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **env}
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60, env=environment)
 
 
 def test_stages_run_in_order_each_from_the_last_ones_checkpoint(staged: Path) -> None:
@@ -114,6 +115,22 @@ def test_stages_run_in_order_each_from_the_last_ones_checkpoint(staged: Path) ->
     assert run("train", str(staged / "recipe.yaml"), "--overwrite").returncode == 0
     assert run("train", str(staged / "recipe.yaml"), "output=again").returncode == 0
     assert (staged.parents[1] / "again" / "prepared").is_dir()
+
+
+def test_a_run_that_has_learned_nothing_says_so(staged: Path) -> None:
+    figures = {
+        "{}": None,
+        '{"success_before": 0.5, "success_after": 0.5, "reward_before": 0, "reward_after": 1}': "success has not risen",
+        '{"success_before": 0.5, "success_after": 0.75}': None,
+        '{"success_before": 1.0, "success_after": 1.0}': None,
+        '{"reward_before": 2.5, "reward_after": 2.25}': "reward has not risen",
+        '{"reward_before": -1.0, "reward_after": 0.0}': None,
+    }
+    for text, said in figures.items():
+        result = run("train", "both.yaml", "--overwrite", FIGURES=text)
+        assert result.returncode == 0, result.stderr
+        told = [line for line in result.stdout.splitlines() if "has not risen" in line]
+        assert [line.partition(":")[0] for line in told] == ([said] if said else [])
 
 
 def test_a_failed_trainer_is_told_and_the_folder_says_so(staged: Path) -> None:
