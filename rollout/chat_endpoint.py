@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,6 +28,8 @@ _TRIAL_TOKENS = 16
 """Some endpoints refuse less."""
 _LIMIT_REACHED = "max_tokens or model output limit was reached"
 """OpenAI's status 400 where a model has reasoned up to the limit and said nothing."""
+_NO_CREDIT = "insufficient_quota"
+"""OpenAI's status 429 that does not heal: what was paid for is used up."""
 
 
 class ChatEndpointError(ValueError):
@@ -148,11 +151,13 @@ class ChatEndpoint(InferenceClient):
             raise _denied(url, status, text)
         no_tools = tools and "tool" in text.lower()
         # what can heal may have healed when chains run; llama.cpp answers 500 where it takes no tools
-        final = 400 <= status < 500 and status != 429 and _LIMIT_REACHED not in text
+        final = 400 <= status < 500 and not _heals(status, text) and _LIMIT_REACHED not in text
         if final or (status == 500 and no_tools):
             fix = "set eval.request to what it takes, such as {reasoning_effort: low}"
             if "temperature" in text:
                 fix = "leave it to the model: eval.request={temperature: null} eval.greedy=false"
+            elif _NO_CREDIT in text:
+                fix = "pay for more, or use the key of another account"
             elif no_tools:
                 fix = (
                     "the endpoint has to take tools: vLLM with --enable-auto-tool-choice --tool-call-parser NAME, "
@@ -186,7 +191,7 @@ class ChatEndpoint(InferenceClient):
                 if status == 400 and _LIMIT_REACHED in text:
                     return ChatAnswer({"role": "assistant", "content": ""}, True, max_tokens, None)
                 refused = refusal(status, text)
-                if (status != 429 and status < 500) or isinstance(refused, ContextOverflowError):
+                if not _heals(status, text) or isinstance(refused, ContextOverflowError):
                     raise refused
                 problem = f"the endpoint answered {status}: {text[:500]}"
                 asked = _seconds(headers.get("Retry-After", ""))
@@ -205,6 +210,10 @@ class ChatEndpoint(InferenceClient):
             **self._fields,
         }
         return {key: value for key, value in whole.items() if value is not None}
+
+
+def _heals(status: int, text: str) -> bool:
+    return status >= 500 or (status == 429 and _NO_CREDIT not in text)
 
 
 def _denied(url: str, status: int, text: str) -> ChatEndpointError:
@@ -256,9 +265,13 @@ def _count(tokens: Any) -> int | None:
 
 
 def _seconds(retry_after: str) -> float:
-    """The seconds of a Retry-After header; 0 without one, or where it is a date."""
+    """Of a Retry-After header, from now: it has a number of them, or a date (RFC 9110, 10.2.3). 0 without one."""
     try:
         return max(0.0, float(retry_after))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
     except ValueError:
         return 0.0
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -254,12 +255,30 @@ async def test_a_conversation_that_is_too_long(tmp_path: Path, status: int, prob
 
 
 async def test_an_endpoint_is_left_alone_for_as_long_as_it_asks(tmp_path: Path) -> None:
-    asked = (429, "slow down", {"Retry-After": "1"})
-    with serve_chat(script(asked, said("so"))) as server:
-        begun = time.monotonic()
+    # a date has whole seconds
+    soon = formatdate(time.time() + 2.5, usegmt=True)
+    for retry_after, least in ((soon, 1.0), ("1", 1.0), ("Thu, 01 Jan 1970 00:00:00 GMT", 0.0), ("soon", 0.0)):
+        asked = (429, "slow down", {"Retry-After": retry_after})
+        with serve_chat(script(asked, said("so"))) as server:
+            begun = time.monotonic()
+            chain = await play(recipe(tmp_path), tmp_path, server.url)
+            assert time.monotonic() - begun > least
+        assert chain.outcome is Outcome.COMPLETED
+
+
+async def test_what_heals_by_no_waiting_is_told_at_once(tmp_path: Path) -> None:
+    spent = (429, "You exceeded your current quota, please check your plan (code: insufficient_quota).")
+
+    async def out_of_credit(_: dict[str, Any]) -> tuple[int, str]:
+        return spent
+
+    with serve_chat(out_of_credit) as server, pytest.raises(ChatEndpointError, match=r"429 .*; pay for more, or"):
+        await play(recipe(tmp_path), tmp_path, server.url)
+    # or in the middle of an evaluation
+    with serve_chat(script(spent)) as server:
         chain = await play(recipe(tmp_path), tmp_path, server.url)
-        assert time.monotonic() - begun > 1.0
-    assert chain.outcome is Outcome.COMPLETED
+    assert chain.outcome is Outcome.INFERENCE_ERROR
+    assert "insufficient_quota" in str(chain.error)
     no_tools = (500, "tools param requires --jinja flag")
 
     async def refusing(_: dict[str, Any]) -> tuple[int, str]:
