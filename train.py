@@ -73,7 +73,7 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | None:
     from rollout.renderer import load_renderer
     from rollout.trajectory import Group
     from trainers.checkpoints import Checkpoints
-    from trainers.launch import make_accelerator
+    from trainers.launch import check_same_recipe, make_accelerator
     from trainers.rl import train_rl
     from trainers.server_control import SLEEP_ROUTES, ServerControl
     from trainers.sft import conversation_rows, saved_rows, train_sft
@@ -88,6 +88,7 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | None:
     # bars of loading and writing would run through our own progress
     transformers.utils.logging.disable_progress_bar()
     accelerator = make_accelerator(recipe.train)
+    check_same_recipe(recipe)
     train, main = recipe.train, accelerator.is_main_process
     folder = RunFolder(recipe.output)
     opened: list[Any] = [None]

@@ -10,9 +10,10 @@ from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
+    gather_object,
 )
 
-from trainers.config import TrainConfig
+from trainers.config import TrainConfig, TrainRecipe
 
 # ranks wait in a collective call while rank 0 waits for rollouts, which may take longer than torch's 10 minutes; a rank
 # that dies is noticed by the launcher
@@ -36,6 +37,15 @@ _FSDP_SETTINGS = {
     ),
 }
 """What a launcher's configuration may ask of FSDP: variable -> name, the one value that is done, and why."""
+
+_SAME: dict[str, Any] = {
+    **dict.fromkeys(("seed", "model", "train", "placement", "sync"), True),
+    # the longest sequence
+    "rollout": {"max_total_tokens"},
+    "server": {"max_model_len"},
+}
+_APART: dict[str, Any] = {"model": {"path", "chat_template"}, "train": {"from_trajectories"}}
+"""What all processes compute with, and of it the paths, which machines may have apart."""
 
 
 class LaunchError(Exception):
@@ -105,6 +115,21 @@ def check_launch(train: TrainConfig, accelerator: Accelerator) -> None:
         raise LaunchError(f"{asked}, but the launcher's configuration asks for DeepSpeed. {fix}")
     if accelerator.num_processes != train.processes or accelerator.distributed_type not in _STRATEGIES[train.strategy]:
         raise LaunchError(f"{asked}, but {got}. {fix}")
+
+
+def check_same_recipe(recipe: TrainRecipe) -> None:
+    """Compares the recipes of all processes: each machine has read its own. Raises LaunchError in every process."""
+    told = recipe.model_dump(mode="json", include=_SAME, exclude=_APART)
+    seed = told.pop("seed")
+    own = {f"{section}.{name}": value for section, fields in told.items() for name, value in fields.items()}
+    first, *others = gather_object([{"seed": seed, **own}])
+    for number, other in enumerate(others, 1):
+        for name, value in first.items():
+            if other[name] != value:
+                raise LaunchError(
+                    f"process {number} has {name}={other[name]!r}, and process 0 has {value!r}: "
+                    "start train.py with the same recipe and overrides on all machines"
+                )
 
 
 def launch_command(train: TrainConfig, device: str) -> str:

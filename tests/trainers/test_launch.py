@@ -44,15 +44,15 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def launch(flags: list[str], arguments: list[str], cpu_by_environment: bool) -> list[str]:
-    """What `accelerate launch FLAGS launched.py ARGUMENTS` prints, as a user types it; the port is a free
+def launch(flags: list[str], arguments: list[str], cpu_by_environment: bool, script: Path = SCRIPT) -> list[str]:
+    """What `accelerate launch FLAGS SCRIPT ARGUMENTS` prints, as a user types it; the port is a free
     one. Ends the test where the exit status is neither 0 nor that of refusals."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     if cpu_by_environment:
         environment["ACCELERATE_USE_CPU"] = "true"
     launcher = ["-m", "accelerate.commands.launch", *flags, "--main_process_port", "0"]
-    command = [sys.executable, *launcher, str(SCRIPT), *arguments]
+    command = [sys.executable, *launcher, str(script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     lines = done.stdout.splitlines()
     assert done.returncode == 0 or any("refused" in line for line in lines), done.stderr
@@ -203,6 +203,51 @@ def test_what_accelerate_does_not_set_up_is_refused(
     fix = "ACCELERATE_USE_CPU=true accelerate launch --config_file recipes/accelerate/ddp.yaml --num_processes 2"
     assert all(fix in line for line in refusals)
     assert not (tmp_path / "out").exists()
+
+
+RECIPE_OF_ITS_OWN = """
+import json, os, sys
+from trainers.config import TrainRecipe
+from trainers.launch import LaunchError, check_same_recipe, make_accelerator
+
+rank = int(os.environ["RANK"])
+recipe = TrainRecipe.model_validate(json.loads(sys.argv[1 + rank]))
+make_accelerator(recipe.train)
+try:
+    check_same_recipe(recipe)
+    said = "goes on"
+except LaunchError as error:
+    said = f"refused: {error}"
+# whole lines: both processes write at once
+os.write(1, f"rank {rank} {said}\\n".encode())
+# as train.py leaves
+os._exit(0)
+"""
+
+
+def test_machines_with_unlike_recipes_are_refused(make_recipe: Callable[..., TrainRecipe], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(RECIPE_OF_ITS_OWN)
+
+    def lines(**fields: Any) -> list[str]:
+        one = make_recipe(processes=2, strategy="ddp").model_dump(mode="json")
+        other = json.loads(json.dumps(one))
+        for name, value in fields.items():
+            section, _, field = name.partition("__")
+            if field:
+                other[section][field] = value
+            else:
+                other[section] = value
+        return sorted(launch(TWO_PROCESSES["ddp"], [json.dumps(one), json.dumps(other)], True, script))
+
+    assert lines(model__path="elsewhere", server__url="http://h:1") == ["rank 0 goes on", "rank 1 goes on"]
+    for fields, named in (
+        ({"seed": 7}, "process 1 has seed=7, and process 0 has 0: start train.py with the same recipe"),
+        ({"train__learning_rate": 0.25}, "process 1 has train.learning_rate=0.25, and process 0 has "),
+    ):
+        refused = lines(**fields)
+        assert [line.split(":")[0] for line in refused] == ["rank 0 refused", "rank 1 refused"]
+        assert all(named in line for line in refused)
 
 
 def test_one_process_where_the_recipe_asks_for_two(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
