@@ -14,11 +14,11 @@ from agentfactory.composition import Composed, RecipeError, display, short
 from agentfactory.train_checks import Lack, Refuse, check_placement, check_training
 from rollout.config import Inflight
 from rollout.context import check_context
-from rollout.data import InvalidData, load_tasks
+from rollout.data import InvalidData, Task, load_tasks
 from rollout.parsers import load_parser
 from rollout.rewards import InvalidReward, Rewards
 from rollout.serving import missing_from
-from tools.environment import Environment
+from tools.environment import Environment, reset_schema
 from tools.prebuilt import PREBUILT
 from tools.tool import is_tool
 from tools.user_code import UserCodeError, load_object
@@ -150,6 +150,23 @@ def _check_rows(recipe: "Recipe", refuse: Refuse, purpose: Purpose, prepared: Pa
                 Rewards.load(recipe.rewards, Path.cwd()).check(first)
             except InvalidReward as error:
                 refuse(error.field, f"{error.problem}, in the first row of {section}", error.fix)
+            _check_resets(recipe, refuse, first, section)
+
+
+def _check_resets(recipe: "Recipe", refuse: Refuse, row: Task, section: str) -> None:
+    modules = {f"tools.{index}": reference for index, reference in enumerate(recipe.tools)}
+    modules |= {
+        f"mcp_servers.{key}.module": server.module for key, server in recipe.mcp_servers.items() if server.module
+    }
+    for name, reference in modules.items():
+        found = _load(reference, name, refuse, PREBUILT)
+        needed = reset_schema(found)["required"] if _is_environment(found) else []
+        if missing := [field for field in needed if field not in row]:
+            problem = (
+                f"the reset of {_shown(reference)} needs {', '.join(missing)}, which is no field of the data "
+                f"({', '.join(row)}), in the first row of {section}"
+            )
+            refuse(name, problem, f"give it a default, or rename a field by {section}.columns")
 
 
 def _check_programs(recipe: "Recipe", refuse: Refuse, lack: Lack, prepared: Path | None) -> None:

@@ -1,5 +1,6 @@
 """`Environment`: a world with state that one chain acts on."""
 
+import inspect
 from typing import Any
 
 
@@ -42,3 +43,15 @@ class Environment:
     def close(self, *args: Any, **kwargs: Any) -> Any:
         """Let go of what the instance holds. Called once, when no further chain will get it."""
         return None
+
+
+def reset_schema(environment: type[Environment]) -> dict[str, Any]:
+    """JSON schema of the task fields that reset() takes; any JSON value goes, because rows hold any."""
+    parameters = list(inspect.signature(environment.reset).parameters.values())[1:]
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return {
+        "type": "object",
+        "properties": {p.name: {} for p in named},
+        "required": [p.name for p in named if p.default is p.empty],
+        "additionalProperties": any(p.kind is p.VAR_KEYWORD for p in parameters),
+    }

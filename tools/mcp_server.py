@@ -23,7 +23,7 @@ from mcp_types import (
 )
 
 from tools.config import PoolConfig
-from tools.environment import Environment
+from tools.environment import Environment, reset_schema
 from tools.environment_host import EnvironmentHost, NoState, gives_reward, is_async
 from tools.messages import CallError, EnvironmentReward, ToolInfrastructureError, ToolSpec
 from tools.results import failure, result_of
@@ -124,7 +124,7 @@ class _ToolHost:
                 raise TypeError(f"{environment.__name__}.{method.spec.name} is not for the model: take @tool off it")
             self._methods[method.spec.name] = (attribute, method)
             self._list(method.spec, "tool")
-        self._list(ToolSpec("reset", "Begins a chain's task.", _reset_schema(environment)), "reset")
+        self._list(ToolSpec("reset", "Begins a chain's task.", reset_schema(environment)), "reset")
         if gives_reward(environment):
             self._list(ToolSpec("reward", "Judges the finished chain.", _NO_ARGUMENTS), "reward")
         self._list(ToolSpec("close", "Lets go of the chain's state.", _NO_ARGUMENTS), "close")
@@ -219,15 +219,3 @@ def _structured(answer: dict[str, Any]) -> CallToolResult:
 
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
-
-
-def _reset_schema(environment: type[Environment]) -> dict[str, Any]:
-    """Names of the task fields that reset() takes; any JSON value goes, because rows hold any."""
-    parameters = list(inspect.signature(environment.reset).parameters.values())[1:]
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return {
-        "type": "object",
-        "properties": {p.name: {} for p in named},
-        "required": [p.name for p in named if p.default is p.empty],
-        "additionalProperties": any(p.kind is p.VAR_KEYWORD for p in parameters),
-    }

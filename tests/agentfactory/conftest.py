@@ -24,6 +24,9 @@ def exact(prediction: str, answer: str) -> float:
 
 
 class World(Environment):
+    def reset(self, answer, size=3):
+        self.answer = answer
+
     def reward(self):
         return 1.0
 
