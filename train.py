@@ -20,7 +20,7 @@ from agentfactory import resume
 from agentfactory.command_line import add_resume_option, settle_resume
 from agentfactory.progress import Progress
 from agentfactory.recipe import Recipe, RecipeError, StagedRecipe, load_recipe
-from agentfactory.run_folder import RunFolder, RunFolderError
+from agentfactory.run_folder import Hold, RunFolder, RunFolderError
 from tools import lifeline
 
 
@@ -47,17 +47,21 @@ def load(arguments: list[str]) -> tuple[Recipe, str | None]:
     return recipe, options.resume
 
 
-def open_folder(recipe: Recipe, resumed: str | None) -> tuple[RunFolder, Path | None]:
+def open_folder(recipe: Recipe, resumed: str | None, hold: Hold) -> tuple[RunFolder, Path | None]:
     """The run folder, and the checkpoint to go on from; for rank 0. Raises RunFolderError and RecipeError."""
     folder, text = RunFolder(recipe.output), recipe.to_yaml()
     if RunFolder.attached(recipe.output):
-        # the launcher has made or rewound it, and has checked the checkpoint
+        # the launcher has made or rewound it, holds it, and has checked the checkpoint
         return folder, Path(resumed) if resumed else None
+    hold.take()
     if resumed is None:
-        return RunFolder.create(recipe.output, text), None
-    checkpoint = resume.plan([recipe], resumed)[0].checkpoint
-    RunFolder.reopen(recipe.output, text)
-    resume.rewind(folder, checkpoint, lambda line: print(line, flush=True))
+        folder, checkpoint = RunFolder.create(recipe.output, text), None
+    else:
+        checkpoint = resume.plan([recipe], resumed)[0].checkpoint
+        RunFolder.reopen(recipe.output, text)
+    hold.take(make=True)
+    if resumed is not None:
+        resume.rewind(folder, checkpoint, lambda line: print(line, flush=True))
     return folder, checkpoint
 
 
@@ -94,7 +98,8 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | None:
     opened: list[Any] = [None]
     with ExitStack() as stack:
         if main:
-            folder, opened[0] = open_folder(recipe, resumed)
+            hold = stack.enter_context(Hold(recipe.output))
+            folder, opened[0] = open_folder(recipe, resumed, hold)
             progress = Progress(train.steps, "sft" if train.algorithm == "sft" else "grpo")
             stack.callback(progress.close)
             stack.enter_context(progress.warnings("agentfactory", "rollout", "tools", "trainers"))

@@ -162,8 +162,8 @@ def _cut(path: Path, size: int) -> None:
 
 
 class Hold:
-    """Keeps every other launcher from the run in `path`, by a lock on a file in it. Children do not inherit the lock,
-    and the kernel frees it when this process ends, however it does."""
+    """Keeps every other launcher and trainer from the run in `path`, by a lock on a file in it. Children do not inherit
+    the lock, and the kernel frees it when this process ends, however it does."""
 
     def __init__(self, path: Path):
         self._path = path

@@ -1,12 +1,14 @@
 """`train.py` as users and launchers call it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from agentfactory.run_folder import Hold, RunFolder
 from tests.conftest import QUICKSTART, REPOSITORY
 
 TRAIN = str(REPOSITORY / "train.py")
@@ -28,6 +30,23 @@ def test_what_train_py_cannot_do_is_told_with_the_command_that_can(
     assert words in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_is_alive_is_left_alone(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    settings = {"model.path": "model", "data.path": "rows.jsonl", "rewards": "[exact_match]", "train.steps": "1"}
+    settings |= {"server.engine": "embedded", "server.url": "http://127.0.0.1:9", "output": "run"}
+    (tmp_path / "recipe.yaml").write_text("name: mine\n")
+    command = [sys.executable, TRAIN, "recipe.yaml", *(f"{name}={value}" for name, value in settings.items())]
+    with Hold(folder.path) as hold:
+        hold.take(make=True)
+        result = subprocess.run([*command, "--resume"], capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 2
+    told = f"output: {folder.path}: a run is alive there (pid {os.getpid()}); fix: wait for it, end it, or output=OTHER"
+    assert result.stderr.splitlines()[-1] == told
+    assert folder.recipe.read_text() == ""
 
 
 FAULTS = """
