@@ -134,6 +134,8 @@ def _show(recipe: "Recipe | StagedRecipe", command: str, lacks: Sequence[str]) -
     refused: RecipeError | None = None
     for stage, placement in zip(stages, placements, strict=True):
         said = placement.table if placement else f"its memory is planned once {stage.model.path} is there"
+        if placement and placement.warning:
+            said += f"\nwarning: {placement.warning}"
         if said:
             print("".join(f"# {line}\n" for line in f"{stage.name}: {said}".splitlines()), end="", flush=True)
         if placement and placement.refused and refused is None:

@@ -209,6 +209,8 @@ def settle(placement: Placement, recipe: Recipe, say: Say) -> Placement:
     """Say where the processes go. Raises RecipeError where they cannot."""
     if placement.table:
         say(placement.table)
+    if placement.warning is not None:
+        say(f"warning: {placement.warning}")
     if (refusal := _refusal(placement, recipe)) is not None:
         raise refusal
     return placement

@@ -229,6 +229,9 @@ class PlacementConfig(Section):
     gpu_memory_gib: float | None = Field(default=None, gt=0)
     """Memory of one GPU to plan for, in GiB; null is that of the GPUs here. With it a recipe's memory table can be had,
     and is held to it, on any machine."""
+    on_misfit: Literal["refuse", "warn"] = "refuse"
+    """What becomes of a recipe that does not fit by the memory table, some of whose figures are assumptions: it is
+    refused, or tried with a warning."""
 
 
 class TrackConfig(Section):

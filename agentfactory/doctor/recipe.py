@@ -84,6 +84,8 @@ def check_fit(recipe: Recipe, room: int) -> Iterator[Finding]:
     elif planned.refused:
         name, text, fix = planned.refused
         yield problem("memory", f"{name}: {text}", fix)
+    elif planned.warning:
+        yield warning("memory", planned.warning, "nothing, if the table is wrong: --dry-run prints it")
     elif planned.table:
         yield ok("memory", f"it fits ({planned.mode}); --dry-run prints the table")
     elif weights := _weights(recipe.model.path):

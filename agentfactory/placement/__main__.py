@@ -103,11 +103,16 @@ def place(recipe: Recipe, machine: Machine, estimates: Estimates) -> dict[str, A
         tried = choose(recipe, machine, estimates)
         plan = tried[-1]
         answer |= {"mode": plan.mode, "table": table(plan, recipe)}
+        settings = _settings(recipe, plan, bool(machine.gpus))
         if not plan.fits:
-            raise refusal(recipe, tried, machine, estimates)
+            unfit = refusal(recipe, tried, machine, estimates)
+            if recipe.placement.on_misfit == "refuse":
+                fix = f"{unfit.fix}; or placement.on_misfit=warn, which tries it"
+                raise Refused(unfit.field, unfit.problem, fix)
+            settings |= {"warning": f"{unfit.problem}; what would: {unfit.fix}", "trainer_bytes": 0}
     except Refused as refused:
         return answer | {"refused": (refused.field, refused.problem, refused.fix)}
-    return answer | _settings(recipe, plan, bool(machine.gpus))
+    return answer | settings
 
 
 def _settings(recipe: Recipe, plan: Plan, on_gpu: bool) -> dict[str, Any]:

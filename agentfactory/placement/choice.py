@@ -242,6 +242,6 @@ def _fill(recipe: Recipe, server: ServerMemory, usable: int, room: _Room, is_rea
         )
         raise Refused("server.gpu_memory_utilization", problem, "raise it, or remove it: placement sets what fits")
     cache = max(usable - _parts(server), server.least_cache)
-    # cut, not rounded: vLLM refuses to start where a byte is missing
-    told = int((_parts(server) + cache) / room.shared * 1e4) / 1e4 if is_real and share is None else None
-    return cache, told
+    # cut, not rounded: vLLM refuses to start where a byte is missing. What is more than free is tried with less
+    told = min(_parts(server) + cache, room.free)
+    return cache, int(told / room.shared * 1e4) / 1e4 if is_real and share is None else None

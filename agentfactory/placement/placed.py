@@ -36,6 +36,8 @@ class Placement:
     """What has to be free on the trainer's GPU once the server is ready."""
     refused: tuple[str, str, str] | None = None
     """Field, problem and fix of a recipe that cannot be placed."""
+    warning: str | None = None
+    """Why it may not fit, where it is tried all the same."""
 
     def for_server(self, recipe: Recipe) -> Recipe:
         """`recipe` with what the server is told of the placement."""

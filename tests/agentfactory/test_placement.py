@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from agentfactory import launcher
+from agentfactory.placement.__main__ import place as plan_for
 from agentfactory.placement.changes import refusal
 from agentfactory.placement.choice import MARGIN, Refused, choose
 from agentfactory.placement.machine import Gpu, Machine
@@ -288,6 +289,26 @@ def test_refused_whatever_devices_there_are(project: Path, case: str, monkeypatc
     assert caught.value.field == field
 
 
+def test_what_may_not_fit_is_tried_where_the_recipe_says_so() -> None:
+    split = {"mode": "split", "gpu_memory_gib": None}
+    refused = plan_for(recipe(placement=split), gpus(18), estimate())
+    _, problem, fix = refused["refused"]
+    assert fix.endswith(" GiB; or placement.on_misfit=warn, which tries it")
+    assert "gpu_memory_utilization" not in refused
+    asked = recipe(placement={**split, "on_misfit": "warn"})
+    tried = plan_for(asked, gpus(18), estimate())
+    assert "refused" not in tried
+    assert tried["warning"].startswith(f"{problem}; what would: ")
+    assert tried["trainer_bytes"] == 0, "nothing is held to a table that is not believed"
+    assert tried["gpu_memory_utilization"] == pytest.approx(8.5 / 24, abs=1e-4), "the smallest cache"
+    huge = plan_for(asked, gpus(18), estimate(weights=40))
+    assert huge["gpu_memory_utilization"] == 0.75, "what is free"
+    assert "warning" not in plan_for(asked, gpus(24), estimate())
+    said: list[str] = []
+    launcher.settle(Placement(table="the table", on_gpu=True, warning="does not fit"), asked, said.append)
+    assert said == ["the table", "warning: does not fit"]
+
+
 def test_nothing_is_planned_where_nothing_was_asked(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentfactory.placement.placed.GPU_DRIVERS", ())
     monkeypatch.setattr("agentfactory.placement.placed._ask", lambda *_: pytest.fail("a child would import torch"))
@@ -328,7 +349,7 @@ def test_a_dry_run_ends_with_the_tables_and_what_does_not_fit_is_refused(shaped:
     small = ["recipe.placement={mode: split, gpu_memory_gib: 3.2}", "recipe.train.gradient_checkpointing=true"]
     result = agentfactory("train", "both.yaml", "--dry-run", *small)
     assert result.returncode == 2
-    assert yaml.safe_load(result.stdout)["stages"][0]["placement"] == {"mode": "auto", "gpu_memory_gib": 24.0}
+    assert yaml.safe_load(result.stdout)["stages"][0]["placement"]["gpu_memory_gib"] == 24.0
     said = [line for line in result.stdout.splitlines() if line.startswith("#")]
     assert said[0] == "# first: memory by estimate, split: a GPU of 24.0 GiB"
     assert "# recipe: memory by estimate, split: a GPU of 3.2 GiB" in said
@@ -340,6 +361,9 @@ def test_a_dry_run_ends_with_the_tables_and_what_does_not_fit_is_refused(shaped:
     assert "of 3.20 GiB together; fix: server.max_num_seqs=" in result.stderr
     assert result.stderr.count("\n") == 1
     assert sorted(shaped.rglob("*")) == before
+    result = agentfactory("train", "both.yaml", "--dry-run", *small, "recipe.placement.on_misfit=warn")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1].startswith("# warning: does not fit, split: a GPU of 3.2 GiB: trainer ")
 
 
 def test_a_model_that_is_not_there_yet_is_planned_later(shaped: Path, agentfactory: Command) -> None:
