@@ -22,8 +22,7 @@ import yaml
 from agentfactory import cli
 from agentfactory.command_line import make_parser, parse
 from agentfactory.composition import read_mapping
-from agentfactory.placement.changes import refusal as does_not_fit
-from agentfactory.placement.choice import choose
+from agentfactory.placement.__main__ import place as plan_for
 from agentfactory.placement.machine import Machine
 from agentfactory.placement.table import GIB, Need
 from agentfactory.recipe import Recipe, RecipeError
@@ -458,6 +457,4 @@ def refused_placement() -> RecipeError:
     placement = {"placement": {"mode": "split", "gpu_memory_gib": 24}}
     asked = Recipe(**{**LEAST, **sizes, **placement, "train": {"steps": 1, "token_budget": 16384}})
     asked.model.lora = LoraConfig(rank=8)
-    machine = Machine((), 64 * GIB, 60 * GIB)
-    refused = does_not_fit(asked, choose(asked, machine, estimate), machine, estimate)
-    return RecipeError("recipe", refused.field, refused.problem, refused.fix)
+    return RecipeError("recipe", *plan_for(asked, Machine((), 64 * GIB, 60 * GIB), estimate)["refused"])

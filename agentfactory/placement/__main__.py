@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from agentfactory.checks import runs_chains
 from agentfactory.placement.changes import refusal
-from agentfactory.placement.choice import Device, Refused, choose
+from agentfactory.placement.choice import Device, Estimate, Refused, choose
 from agentfactory.placement.machine import Machine, see_machine
 from agentfactory.placement.model_config import NoConfigError, load_config
 from agentfactory.placement.table import Need, Plan, table
@@ -96,7 +96,7 @@ def _padding_note(recipe: Recipe, config: PreTrainedConfig) -> list[str]:
     return [f"rows are padded: {recipe.model.path} has layers of {', '.join(sorted(kinds))}"]
 
 
-def place(recipe: Recipe, machine: Machine, estimates: Estimates) -> dict[str, Any]:
+def place(recipe: Recipe, machine: Machine, estimates: Estimate) -> dict[str, Any]:
     """The fields of a Placement."""
     answer: dict[str, Any] = {"on_gpu": bool(machine.gpus)}
     try:
