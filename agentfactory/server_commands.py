@@ -13,7 +13,7 @@ from agentfactory.composition import COMMAND_LINE, RecipeError, display
 from agentfactory.launcher import Say, need_checkpoint, placed, prepare, settle, start_server
 from agentfactory.processes import ChildFailed, Children
 from agentfactory.recipe import Recipe, StagedRecipe, stages_of
-from agentfactory.run_folder import ADAPTER, RunFolder, base_of_adapter, next_free
+from agentfactory.run_folder import ADAPTER, RunFolder, RunFolderError, base_of_adapter, next_free
 from trainers.checkpoint_folder import INFO, read_info
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def what_is_served(recipe: Recipe | StagedRecipe, checkpoint: Path | str | None)
         path = checkpoint or need_checkpoint(RunFolder(stage.output))
     else:
         path = checkpoint or Path(stage.model.path)
-    step = int(read_info(path)["step"]) if (path / INFO).is_file() else None
+    step = _step_of(path)
     if (path / ADAPTER).is_file():
         served = stage.with_model(base_of_adapter(path))
         return Served(served, str(path), "checkpoint", {"checkpoint": path}, step)
@@ -182,6 +182,16 @@ def what_is_served(recipe: Recipe | StagedRecipe, checkpoint: Path | str | None)
     if checkpoint is not None or isinstance(recipe, StagedRecipe):
         served = _unquantised(served)
     return Served(served, str(path), step=step)
+
+
+def _step_of(path: Path) -> int | None:
+    """The training step of a checkpoint; None of any other model."""
+    if not (path / INFO).is_file():
+        return None
+    try:
+        return int(read_info(path)["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(f"{path / INFO} cannot be read: {error!r}; fix: name another checkpoint") from error
 
 
 def check_weights(folder: Path, option: str) -> None:

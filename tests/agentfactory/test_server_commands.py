@@ -29,6 +29,19 @@ def test_an_adapter_is_served_beside_its_base(project: Path) -> None:
         what_is_served(recipe, adapter)
 
 
+def test_a_checkpoint_has_its_step_and_other_models_have_none(project: Path) -> None:
+    recipe, checkpoint = load_recipe("recipe.yaml"), project / "step-000007"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").touch()
+    assert what_is_served(recipe, checkpoint).step is None
+    info = checkpoint / "trainer_state.json"
+    info.write_text('{"step": 7}')
+    assert what_is_served(recipe, checkpoint).step == 7
+    info.write_text('{"st')
+    with pytest.raises(RunFolderError, match=r"trainer_state\.json cannot be read: .*; fix: name another checkpoint"):
+        what_is_served(recipe, checkpoint)
+
+
 def test_a_folder_without_weights_is_refused_and_the_checkpoints_near_it_are_named(project: Path) -> None:
     recipe = load_recipe("recipe.yaml")
     steps = [f"runs/mine/grpo/checkpoints/step-{step:06d}" for step in (40, 80)]
