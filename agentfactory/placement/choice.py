@@ -72,7 +72,11 @@ def _modes(recipe: Recipe, machine: Machine, need: Need) -> list[str]:
         needed = for_trainer or for_server
         if here and needed > here:
             field = "train.processes" if for_trainer else "server.tensor_parallel_size"
-            raise Refused(field, f"needs {needed} GPUs, and there are {here} here", "use fewer, or another machine")
+            raise Refused(
+                field,
+                f"needs {needed} GPUs, and there are {here} here",
+                "use fewer, or several machines (docs/multi-node.md)",
+            )
         return ["separate"]
     if mode in ("split", "time_share"):
         return [mode]
