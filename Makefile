@@ -64,6 +64,6 @@ docs: $(VENV)/.installed-dev
 # The learning runs: the quickstart per seed, with an adapter, on rounded weights, and by other algorithms; the code
 # interpreter and what `agentfactory new` writes per seed. Then the tests that take too long for `make test`.
 learn: $(VENV)/.installed-dev
-	SEEDS="$(SEEDS)" $(BIN)/python -m pytest -v --timeout 1800 tests/learn/learn_quickstart.py \
-		tests/learn/learn_quantised.py tests/learn/learn_code_interpreter.py tests/learn/learn_new.py $(ARGS)
+	SEEDS="$(SEEDS)" OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile -v \
+		--timeout 1800 tests/learn/learn_*.py $(ARGS)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m long -n 2 --dist loadfile tests

@@ -18,6 +18,7 @@ REPOSITORY = Path(__file__).parent.parent
 QUICKSTART = REPOSITORY / "recipes" / "quickstart"
 
 SLOW = (
+    *("learn/learn_algorithms.py", "learn/learn_quickstart.py", "learn/learn_quantised.py"),
     *("trainers/test_launch.py", "test_async_training.py", "agentfactory/test_hygiene.py", "rollout/test_faults.py"),
     *("test_resume.py", "test_invariance.py", "tools/test_isolation.py", "trainers/test_sabotage.py"),
     *("tools/test_sandbox.py", "agentfactory/test_agent.py", "tools/test_third_party.py", "trainers/test_memory.py"),

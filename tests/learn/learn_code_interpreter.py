@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.learn.learn_quickstart import SEEDS, train
+from tests.learn.runs import SEEDS, train
 
 RECIPE = str(REPOSITORY / "recipes" / "code_interpreter" / "code_interpreter.yaml")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.learn.learn_quickstart import SEEDS, read_json
+from tests.learn.runs import SEEDS, read_json
 
 WITHIN = 180.0
 """Seconds, from the empty folder to the printed figures."""

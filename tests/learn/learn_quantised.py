@@ -10,7 +10,7 @@ from statistics import mean
 
 import pytest
 
-from tests.learn.learn_quickstart import SEEDS, habit, train  # noqa: F401
+from tests.learn.runs import SEEDS, train
 
 ROUNDED = {
     "int8": ["server.quantization=int8"],
@@ -27,7 +27,7 @@ Figures = Callable[[str], dict[str, float]]
 
 
 @pytest.fixture(scope="module")
-def figures(tmp_path_factory: pytest.TempPathFactory, habit: Path) -> Figures:  # noqa: F811
+def figures(tmp_path_factory: pytest.TempPathFactory, habit: Path) -> Figures:
     """`figures(kind)`: success after training, and early means of what tells server and trainer apart; trained once."""
     known: dict[str, dict[str, float]] = {}
 
