@@ -96,11 +96,11 @@ def prepared(quickstart_run: Path) -> Path:
 @pytest.mark.parametrize(
     ("victim", "number", "last_words"),
     [
-        ("launcher", signal.SIGINT, "interrupted by Ctrl-C"),
+        pytest.param("launcher", signal.SIGINT, "interrupted by Ctrl-C", marks=pytest.mark.long),
         ("launcher", signal.SIGTERM, "interrupted by SIGTERM"),
         ("trainer", signal.SIGKILL, "the trainer was ended by signal 9"),
         ("worker", signal.SIGKILL, "the rollout worker was killed by signal 9"),
-        ("server", signal.SIGKILL, "the server was ended by signal 9"),
+        pytest.param("server", signal.SIGKILL, "the server was ended by signal 9", marks=pytest.mark.long),
     ],
 )
 def test_a_death_ends_the_whole_run(
@@ -134,6 +134,7 @@ def check_folder(output: Path) -> None:
     assert (output / "recipe.yaml").exists()
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_by_the_same_command_and_outlives_its_tool_server(
     tmp_path: Path, warm_start: Path, prepared: Path
 ) -> None:

@@ -12,7 +12,7 @@ import yaml
 from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
-from agentfactory import launcher
+from agentfactory import cli, launcher
 from agentfactory.placement.__main__ import place as plan_for
 from agentfactory.placement.changes import refusal
 from agentfactory.placement.choice import MARGIN, Refused, choose
@@ -304,9 +304,19 @@ def test_what_may_not_fit_is_tried_where_the_recipe_says_so() -> None:
     huge = plan_for(asked, gpus(18), estimate(weights=40))
     assert huge["gpu_memory_utilization"] == 0.75, "what is free"
     assert "warning" not in plan_for(asked, gpus(24), estimate())
-    said: list[str] = []
-    launcher.settle(Placement(table="the table", on_gpu=True, warning="does not fit"), asked, said.append)
+
+
+def test_what_may_not_fit_is_told(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placement, said = Placement(table="the table", warning="does not fit"), []
+    asked = load_recipe("recipe.yaml")
+    assert isinstance(asked, Recipe)
+    launcher.settle(placement, asked, said.append)
     assert said == ["the table", "warning: does not fit"]
+    monkeypatch.setattr("agentfactory.placement.placed.place", lambda recipes, purpose: [placement])
+    assert cli.main(["train", "recipe.yaml", "--dry-run"]) == 0
+    assert capsys.readouterr().out.endswith("# recipe: the table\n# warning: does not fit\n")
 
 
 def test_nothing_is_planned_where_nothing_was_asked(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,9 +371,6 @@ def test_a_dry_run_ends_with_the_tables_and_what_does_not_fit_is_refused(shaped:
     assert "of 3.20 GiB together; fix: server.max_num_seqs=" in result.stderr
     assert result.stderr.count("\n") == 1
     assert sorted(shaped.rglob("*")) == before
-    result = agentfactory("train", "both.yaml", "--dry-run", *small, "recipe.placement.on_misfit=warn")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1].startswith("# warning: does not fit, split: a GPU of 3.2 GiB: trainer ")
 
 
 def test_a_model_that_is_not_there_yet_is_planned_later(shaped: Path, agentfactory: Command) -> None:

@@ -148,7 +148,7 @@ def tasks(quickstart_run: Path) -> Path:
     return quickstart_run / "prepared" / "train.jsonl"
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+@pytest.mark.parametrize("lora", [None, pytest.param({"rank": 4}, marks=pytest.mark.long)])
 async def test_a_server_that_is_killed_comes_back_with_the_current_weights(
     tmp_path: Path, warm_start: Path, tasks: Path, lora: dict[str, int] | None
 ) -> None:
@@ -173,6 +173,7 @@ async def test_of_two_servers_one_is_enough(tmp_path: Path, warm_start: Path, ta
         assert f"server {first.url} is lost" in (run.output / "logs" / "worker.log").read_text()
 
 
+@pytest.mark.long
 async def test_ten_seconds_of_errors_are_waited_out(tmp_path: Path, warm_start: Path, tasks: Path) -> None:
     with servers(tmp_path, warm_start) as (server,):
         async with record(server.url) as proxy:

@@ -105,6 +105,7 @@ def test_the_base_takes_four_bits_and_its_rounding_shows(make_recipe: Make) -> N
         assert 0.05 < (score(quantised) - score(plain)).abs().mean() < 2
 
 
+@pytest.mark.long
 def test_two_processes_equal_one(
     make_recipe: Make, make_groups: MakeGroups, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
