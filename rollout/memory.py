@@ -164,7 +164,7 @@ def _workspace(
     if server.engine == "embedded":
         keys = -(-server.max_model_len // 16) * 16
         ratio = text.num_attention_heads // (getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-        # padded queries may double them, or idle slots between busy ones; that both do is left to the margin
+        # padded queries and idle slots between busy ones may double them
         masks = 2 * min(MASK_ELEMENTS, PREFILL_TOKENS * keys) * (ratio * dtype.itemsize + 1)
         # what captured steps leave their logits in is one more copy of them
         graphs = CUDA_GRAPHS + logits * dtype.itemsize if device == "cuda" else 0

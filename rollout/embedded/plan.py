@@ -87,7 +87,9 @@ class Planner:
         queries = int(count.max())
         keys = min(self.length, -(-int(end.max()) // 16) * 16)
         first, last = int(slots.min()), int(slots.max()) + 1
-        viewed = 2 * len(slots) >= last - first  # reading a few idle slots is cheaper than copying the busy ones
+        # reading a few idle slots is cheaper than copying the busy ones; they and padded queries together at most
+        # double the mask
+        viewed = (last - first) * queries <= 2 * int(count.sum())
         place = slots - first if viewed else np.arange(len(slots))
         n = last - first if viewed else len(slots)
         # [n, queries] -> token; a padded query repeats its request's last token, an idle slot takes token 0
