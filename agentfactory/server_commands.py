@@ -116,7 +116,7 @@ def _run_eval(
     tasks, samples, greedy = load_tasks(recipe.eval.data), recipe.eval.samples, recipe.eval.greedy
     say(f"evaluating {len(tasks)} tasks, each by {samples} sampled {'and 1 greedy ' if greedy else ''}chains")
     with follow_groups(folder.trajectories, len(tasks) * (1 + greedy), say):
-        return run_eval(recipe, tasks, folder.trajectories, partial(_log, folder, step), opened, model)
+        return run_eval(recipe, tasks, folder.trajectories, partial(_log_figures, folder, step), opened, model)
 
 
 def _report(found: "Evaluation", recipe: Recipe, label: str, folder: RunFolder, say: Say) -> None:
@@ -141,7 +141,7 @@ def roll_out(recipe: Recipe | StagedRecipe, say: Say) -> None:
         tasks = load_tasks(acting.data)
         say(f"running {len(tasks)} tasks, each by {acting.rollout.group_size} chains")
         with follow_groups(folder.trajectories, len(tasks), say):
-            log = partial(_log, folder, served.step)
+            log = partial(_log_figures, folder, served.step)
             figures = run_rollout(acting, tasks, folder.path, urls, folder.trajectories, log, served.name)
         folder.write_summary({"checkpoint": served.label, "seed": recipe.seed, **figures})
     told = [f"{name} {figures[name]:.4f}" for name in ("reward", "success", "failed") if name in figures]
@@ -222,7 +222,7 @@ def _run_folder(command: str, recipe: Recipe | StagedRecipe, acting: Recipe) -> 
     return RunFolder.create(path, acting.model_copy(update={"output": path, "prepare": None}).to_yaml())
 
 
-def _log(folder: RunFolder, step: int | None, metrics: dict[str, Any]) -> None:
+def _log_figures(folder: RunFolder, step: int | None, metrics: dict[str, Any]) -> None:
     """Figures of chains on the weights of `step`, as training logs its own."""
     folder.log(metrics if step is None else {"step": step, **metrics})
 

@@ -200,7 +200,7 @@ class WorkerProcess:
         elif message["kind"] == "evaluation":
             self._evaluations.append(message["figures"])
         elif message["kind"] == "warning":
-            # beside the trainer's own words, which people read first: its log, or where train.py was started by hand
+            # the trainer's words reach people, the worker's only its log
             logger.warning("%s", message["text"])
         else:
             raise WorkerDiedError(f"the worker sent an unknown message {message['kind']!r}")

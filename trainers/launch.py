@@ -44,8 +44,7 @@ _SAME: dict[str, Any] = {
     "rollout": {"max_total_tokens"},
     "server": {"max_model_len"},
 }
-_APART: dict[str, Any] = {"model": {"path", "chat_template"}, "train": {"from_trajectories"}}
-"""What all processes compute with, and of it the paths, which machines may have apart."""
+"""What all processes compute with; the rest of a recipe is rank 0's."""
 
 
 class LaunchError(Exception):
@@ -119,7 +118,7 @@ def check_launch(train: TrainConfig, accelerator: Accelerator) -> None:
 
 def check_same_recipe(recipe: TrainRecipe) -> None:
     """Compares the recipes of all processes: each machine has read its own. Raises LaunchError in every process."""
-    told = recipe.model_dump(mode="json", include=_SAME, exclude=_APART)
+    told = recipe.model_dump(mode="json", include=_SAME)
     seed = told.pop("seed")
     own = {f"{section}.{name}": value for section, fields in told.items() for name, value in fields.items()}
     first, *others = gather_object([{"seed": seed, **own}])

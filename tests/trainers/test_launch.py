@@ -234,10 +234,10 @@ def test_machines_with_unlike_recipes_are_refused(make_recipe: Callable[..., Tra
         other = one | {name: one[name] | fields for name, fields in sections.items()}
         return sorted(launch(TWO_PROCESSES["ddp"], [json.dumps(one), json.dumps(other)], True, script))
 
-    assert lines(model={"path": "elsewhere"}, server={"url": "http://h:1"}) == ["rank 0 goes on", "rank 1 goes on"]
-    refused = lines(train={"learning_rate": 0.25})
+    assert lines(server={"url": "http://h:1"}) == ["rank 0 goes on", "rank 1 goes on"]
+    refused = lines(model={"path": "elsewhere"})
     assert [line.split(":")[0] for line in refused] == ["rank 0 refused", "rank 1 refused"]
-    assert all("process 1 has train.learning_rate=0.25, and process 0 has " in line for line in refused)
+    assert all("process 1 has model.path='elsewhere', and process 0 has " in line for line in refused)
 
 
 def test_one_process_where_the_recipe_asks_for_two(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
