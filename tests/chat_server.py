@@ -101,7 +101,7 @@ def serve_chat(answer: Answer, key: str | None = None, models: Sequence[Any] = (
 
     thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     try:
         yield server
     finally:

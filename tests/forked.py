@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from tools import lifeline
@@ -58,7 +59,9 @@ class Forked:
     def kill(self, number: signal.Signals = signal.SIGKILL) -> int:
         """Send a signal, and wait for the end that it brings: the exit status."""
         if self.is_running():
-            os.kill(self.pid, number)
+            # it may end in between
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
         return self.wait()
 
     def wait(self) -> int:
@@ -101,13 +104,23 @@ def _run(
     os._exit(status or 0)
 
 
+def reserved_port() -> int:
+    """A port that the kernel gives to nobody else for a minute, and on which a server can listen: a connection of it
+    is in TIME_WAIT."""
+    with socket.socket() as listening, socket.socket() as client:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        client.connect(listening.getsockname())
+        # who closes first waits
+        listening.accept()[0].close()
+        return listening.getsockname()[1]
+
+
 def start_ranks(program: str, *arguments: str, log: Path, strategy: str) -> list[Forked]:
     """Two processes of a command on the CPU, with what accelerate's launcher gives each of them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    given = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    given |= {"ACCELERATE_USE_CPU": "true"}
+    given = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"}
+    given |= {"MASTER_PORT": str(reserved_port())}
     given |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if strategy == "fsdp2" else {}
     return [Forked(program, *arguments, log=log, RANK=rank, LOCAL_RANK=rank, **given) for rank in ("0", "1")]
 

@@ -1,5 +1,6 @@
 """Inference servers for tests: the engine's own command from a recipe, started, awaited and ended."""
 
+import asyncio
 import os
 import subprocess
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout import serving
+from rollout.client import InferenceClient
 from rollout.config import RolloutRecipe
 from tools import lifeline
 
@@ -40,3 +42,10 @@ def serve(recipe: dict[str, Any], folder: Path, weight_transfer: str | None = No
         except subprocess.TimeoutExpired:  # vLLM waits for requests that a pause holds
             server.kill()
             server.wait()
+
+
+async def busy(url: str, running: int = 1, api_key_env: str | None = None) -> None:
+    """Waits until a server decodes so many requests."""
+    async with InferenceClient(url, api_key_env) as client, asyncio.timeout(30):
+        while (await client.load()).running < running:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

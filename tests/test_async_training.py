@@ -27,6 +27,33 @@ from trainers.sync import FileSync, SyncReport, WeightSync, make_sync
 STEPS, BATCH = 6, 4
 LATENCY = {"median": 0.02, "sigma": 0.5, "tail": 0.01, "factor": 20.0}
 
+HUNT = f'''
+import asyncio
+from pathlib import Path
+from typing import Any, Literal
+
+from agentfactory import tool
+from tools.user_code import load_object
+
+SlowTreasureHunt = load_object("slow_treasure_hunt.py:SlowTreasureHunt", Path("{REPOSITORY / "benchmarks"}"))
+
+
+class HeldTreasureHunt(SlowTreasureHunt):
+    """A slow hunt in which nobody moves while the trainer is at work: its chains span the update that comes then,
+    however fast they are beside it."""
+
+    def reset(self, busy: str, **task: Any) -> None:
+        super().reset(**task)
+        self.busy = Path(busy)
+
+    @tool
+    async def move(self, direction: Literal["north", "east", "south", "west"]) -> str:
+        """Take one step."""
+        while self.busy.exists():
+            await asyncio.sleep(0.005)
+        return await super().move(direction)
+'''
+
 
 @pytest.fixture(scope="module")
 def server(warm_start: Path) -> Iterator[str]:
@@ -46,6 +73,11 @@ class Played:
     weights: list[dict[str, Tensor]] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def busy(self) -> Path:
+        """A file that is there while the trainer is at work, from a batch to its update."""
+        return self.folder / "busy"
 
     def rows(self) -> Iterator[tuple[int, Row]]:
         """The version that trained a row, and the row."""
@@ -105,12 +137,16 @@ class RecordingSource:
 
     def __init__(self, worker: WorkerProcess, played: Played):
         self.worker, self.played = worker, played
-        self.published, self.figures = worker.published, worker.figures
-        self.acknowledge, self.evaluate = worker.acknowledge, worker.evaluate
+        self.figures, self.acknowledge, self.evaluate = worker.figures, worker.acknowledge, worker.evaluate
 
     def next_batch(self, groups: int) -> list[Group]:
         self.played.batches.append(self.worker.next_batch(groups))
+        self.played.busy.touch()
         return self.played.batches[-1]
+
+    def published(self, version: int, model: str) -> None:
+        self.worker.published(version, model)
+        self.played.busy.unlink(missing_ok=True)
 
 
 def play(
@@ -126,12 +162,14 @@ def play(
     """A short training run on slow tools. The recipe understates what the server decodes at a time."""
     folder.mkdir()
     rows = [json.loads(line) for line in tasks.read_text().splitlines()[:40]]
-    (folder / "tasks.jsonl").write_text("".join(json.dumps({**row, "latency": latency}) + "\n" for row in rows))
+    more = {"latency": latency, "busy": str(folder / "busy")}
+    (folder / "tasks.jsonl").write_text("".join(json.dumps({**row, **more}) + "\n" for row in rows))
+    (folder / "hunt.py").write_text(HUNT)
     recipe = TrainRecipe.model_validate(
         {
             "model": {"path": str(model), "dtype": "float32", "lora": {"rank": 4} if lora else None},
             "data": {"path": str(folder / "tasks.jsonl")},
-            "tools": [str(REPOSITORY / "benchmarks" / "slow_treasure_hunt.py:SlowTreasureHunt")],
+            "tools": [str(folder / "hunt.py:HeldTreasureHunt")],
             "rollout": {"group_size": 4, "max_turns": 6, "max_tokens": 32, "max_total_tokens": 400, **rollout},
             "server": {"engine": "embedded", "url": url, "max_num_seqs": 8},
             "train": {"steps": steps, "batch_size": BATCH, "learning_rate": 1e-2 if lora else 1e-3},

@@ -16,6 +16,7 @@ import yaml
 
 from agentfactory.recipe import Recipe, load_recipe
 from tests.conftest import QUICKSTART, REPOSITORY
+from tests.forked import reserved_port
 from trainers.config import TrainConfig
 from trainers.launch import launch_command
 
@@ -63,13 +64,10 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
-    with socket.socket() as one, socket.socket() as two:
-        one.bind(("", 0))
-        two.bind(("", 0))
-        ports = {"MAIN_PORT": str(one.getsockname()[1]), "SERVER_PORT": str(two.getsockname()[1])}
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE")},
-        **ports,
+        "MAIN_PORT": str(reserved_port()),
+        "SERVER_PORT": str(reserved_port()),
         "PATH": f"{commands}:{os.environ['PATH']}",
         "SLURM_SUBMIT_DIR": str(REPOSITORY),
         "SLURM_JOB_ID": "7",
@@ -105,7 +103,7 @@ def test_two_machines_train_against_the_server_of_a_third(
         without_key = ["curl", "--silent", "--noproxy", "*", "--data", "{}", f"http://{address}/pause"]
         assert json.loads(subprocess.check_output(without_key)) == {"error": "Unauthorized"}
         batch.send_signal(signal.SIGTERM)
-        output, _ = batch.communicate(timeout=60)
+        output, _ = batch.communicate(timeout=120)
     assert "the trainers ended with status" in output, output
 
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

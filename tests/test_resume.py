@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -27,6 +28,8 @@ from trainers.checkpoint_folder import checkpoints, read_info, verify
 from trainers.lineage import expand
 
 KILLS = int(os.environ.get("AGENTFACTORY_KILLS", "10"))
+UNENDING = {"steps": 1000 + 20 * KILLS, "schedule": "constant"}
+"""Of a run that is to be killed, however late: how many steps it has in the end is said then, and changes no rate."""
 
 
 def start(recipe: Path, output: Path, *arguments: str) -> Forked:
@@ -48,11 +51,22 @@ def newest_step(output: Path) -> int:
 
 
 def wait_until(condition: Callable[[], Any], trainer: Forked, pause: float = 0.002) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not condition():
         assert trainer.is_running(), trainer.log.read_text()
         assert time.monotonic() < deadline
         time.sleep(pause)
+
+
+def is_held_in_write(trainer: Forked, output: Path) -> bool:
+    """Holds the trainer for a look; it goes on unless it is writing a checkpoint."""
+    os.kill(trainer.pid, signal.SIGSTOP)
+    while psutil.Process(trainer.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.0002)
+    if any((output / "checkpoints").glob(".step-*.partial")):
+        return True
+    os.kill(trainer.pid, signal.SIGCONT)
+    return False
 
 
 def training_state(checkpoint: Path) -> dict[str, Any]:
@@ -110,40 +124,44 @@ def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole
     return lambda train: run(train is ADAPTERS)
 
 
+def last_checkpoints(recipe: Path, broken: Path) -> list[Path]:
+    """Of a broken run, which goes on for ten steps, and of one as long that was never broken: they are the same."""
+    total, whole = f"train.steps={newest_step(broken) + 10}", broken.with_name("whole")
+    for trainer in (start(recipe, broken, "--resume", total), start(recipe, whole, total)):
+        assert trainer.wait() == 0, trainer.log.read_text()
+    assert steps(broken) == steps(whole)
+    assert [line["step"] for line in steps(broken)] == list(range(1, newest_step(broken) + 1))
+    last = [checkpoints(output / "checkpoints")[-1] for output in (whole, broken)]
+    assert same(*map(training_state, last))
+    return last
+
+
 def test_kill_9_at_random_moments_changes_nothing(model_folder: Path, tmp_path: Path) -> None:  # noqa: F811
     # with dropout, random numbers matter
-    total = 6 * KILLS + 20
-    recipe = recorded_recipe(tmp_path, model_folder, ADAPTERS | {"steps": total}, dropout=0.2)
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert start(recipe, whole).wait() == 0
-    draw, in_write = random.Random(time.time_ns()), 0
+    recipe = recorded_recipe(tmp_path, model_folder, ADAPTERS | UNENDING, dropout=0.2)
+    broken, draw = tmp_path / "broken", random.Random(time.time_ns())
     trainer = start(recipe, broken)
-    for number, step in enumerate(sorted(draw.sample(range(1, total - 12), KILLS))):
+    for number in range(KILLS):
+        step = newest_step(broken) + draw.randint(1, 10)
         wait_until(lambda step=step: newest_step(broken) >= step, trainer)
-        if number % 3 == 2:
-            # in the middle of writing a checkpoint
-            wait_until(lambda: any((broken / "checkpoints").glob(".step-*.partial")), trainer, pause=0.0002)
-            time.sleep(draw.uniform(0, 0.005))
+        in_write = number % 3 == 2
+        if in_write:
+            wait_until(lambda trainer=trainer: is_held_in_write(trainer, broken), trainer, pause=0.001)
         else:
             time.sleep(draw.uniform(0, 0.03))
         assert trainer.kill() == -signal.SIGKILL
-        in_write += any((broken / "checkpoints").glob(".step-*.partial"))
+        assert not in_write or any((broken / "checkpoints").glob(".step-*.partial"))
         trainer = start(recipe, broken, "--resume")
         wait_until(lambda number=number: broken.with_suffix(".log").read_text().count(RESUMED) > number, trainer)
-    assert trainer.wait() == 0, trainer.log.read_text()
-    assert in_write, "no kill hit a checkpoint that was being written"
-    assert steps(broken) == steps(whole)
-    assert [line["step"] for line in steps(broken)] == list(range(1, total + 1))
-    last = [checkpoints(output / "checkpoints")[-1] for output in (whole, broken)]
-    assert same(*map(training_state, last))
+    trainer.kill()
+    last = last_checkpoints(recipe, broken)
     assert same(*(load_file(path / "adapter_model.safetensors") for path in last))
     for path in checkpoints(broken / "checkpoints"):
         verify(path)
 
 
-def test_sigterm_ends_the_running_step_and_saves_it(whole: Whole, tmp_path: Path) -> None:
-    recipe, uninterrupted = whole(FULL)
-    output = tmp_path / "run"
+def test_sigterm_ends_the_running_step_and_saves_it(model_folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    recipe, output = recorded_recipe(tmp_path, model_folder, FULL | UNENDING), tmp_path / "run"
     trainer = start(recipe, output)
     wait_until(lambda: len(steps(output)) >= 7, trainer)
     assert trainer.kill(signal.SIGTERM) == 128 + signal.SIGTERM
@@ -153,10 +171,7 @@ def test_sigterm_ends_the_running_step_and_saves_it(whole: Whole, tmp_path: Path
     summary = json.loads((output / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("interrupted", done)
     assert not (output / ".stopping").exists()
-    assert start(recipe, output, "--resume").wait() == 0
-    assert steps(output) == steps(uninterrupted)
-    last = [checkpoints(path / "checkpoints")[-1] for path in (uninterrupted, output)]
-    assert same(*map(training_state, last))
+    last_checkpoints(recipe, output)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +234,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_goes_on(whole: Whole
 # --- live: a worker that samples from an embedded server
 
 
-LIVE = {"steps": 9, "batch_size": 3, "checkpoint_every": 2}
+LIVE = {"batch_size": 3, "checkpoint_every": 2}
 
 
 SLOW = REPOSITORY / "benchmarks" / "slow_treasure_hunt.py:SlowTreasureHunt"
@@ -234,7 +249,7 @@ def live_recipe(folder: Path, model: Path, tasks: Path, url: str, k: int, lora: 
         "tools": [str(FAST if k else SLOW)],
         "rollout": {"group_size": 3, "max_turns": 5, "max_tokens": 32, "max_total_tokens": 400, "max_staleness": k},
         "server": {"engine": "embedded", "url": url, "max_model_len": 512},
-        "train": {**LIVE, "learning_rate": 1e-3},
+        "train": {**LIVE, "steps": 250, "learning_rate": 1e-3},
     }
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
     return folder / "recipe.yaml"
@@ -247,7 +262,7 @@ def live_recipe(folder: Path, model: Path, tasks: Path, url: str, k: int, lora: 
 def test_live_every_task_is_trained_once_whatever_is_killed(
     warm_start: Path, quickstart_run: Path, tmp_path: Path, k: int, lora: bool
 ) -> None:
-    rows = [json.loads(line) for line in (quickstart_run / "prepared" / "train.jsonl").read_text().splitlines()[:40]]
+    rows = [json.loads(line) for line in (quickstart_run / "prepared" / "train.jsonl").read_text().splitlines()]
     latency = {"median": 0.02, "sigma": 0.5, "tail": 0.0, "factor": 1.0}
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({**row, "latency": latency}) + "\n" for row in rows))
     output = tmp_path / "run"
@@ -265,14 +280,17 @@ def test_live_every_task_is_trained_once_whatever_is_killed(
                 # also while it waits for groups; the last step is saved
                 assert status == 128 + signal.SIGTERM, log.read_text()
                 assert checkpoints(output / "checkpoints")[-1].name == f"step-{newest_step(output):06d}"
-            trainer = start(recipe, output, "--resume")
+            # in the end, all that any attempt has begun is trained
+            total = newest_step(output) + k + 3
+            end = [f"train.steps={total}"] if number == 3 else []
+            trainer = start(recipe, output, "--resume", *end)
             wait_until(lambda number=number: log.read_text().count(RESUMED) == number, trainer)
         assert trainer.wait() == 0, log.read_text()
-    assert [line["step"] for line in steps(output) if "loss" in line] == list(range(1, LIVE["steps"] + 1))
+    assert [line["step"] for line in steps(output) if "loss" in line] == list(range(1, total + 1))
     line = checkpoints(output / "checkpoints")
-    assert [int(path.name[-6:]) for path in line[-1:]] == [LIVE["steps"]]
+    assert [int(path.name[-6:]) for path in line[-1:]] == [total]
     trained = [group for path in line for group in read_info(path)["groups"]]
-    assert len(trained) == len(set(trained)) == LIVE["steps"] * LIVE["batch_size"]
+    assert len(trained) == len(set(trained)) == total * LIVE["batch_size"]
     assert sorted(expand(read_info(line[-1])["trained"])) == sorted(trained)
     positions = sorted(Place.of(group_id).position for group_id in trained)
     assert positions == list(range(len(trained))), "each task, and once"

@@ -27,6 +27,7 @@ from agentfactory.run_folder import RunFolder
 from rollout.trajectory import Group, Outcome, Trajectory, read_groups
 from tests.conftest import QUICKSTART
 from tests.forked import TRAINER, Forked
+from tests.waiting import wait_for
 from trainers.config import TrackConfig
 from trainers.policy import load_policy
 from trainers.tracking import COLUMNS, MOST_CHARACTERS, Tracking, TrackingError, chosen, conversation
@@ -93,10 +94,12 @@ def tracked(
         "track": {"trackers": TRACKERS, "project": "tests"},
     }
     file.write_text(json.dumps(recipe))
-    for extra in ([], ["--resume", str(output / "checkpoints" / "step-000002"), f"train.steps={LAST}"]):
+    resumed = ["--resume", str(output / "checkpoints" / "step-000002"), f"train.steps={LAST}"]
+    for ends, extra in enumerate(([], resumed), 1):
         arguments = [str(file), *extra, f"output={output}"]
         trainer = Forked(TRAINER, *arguments, log=folder / "train.log", WANDB_MODE="offline")
         assert trainer.wait() == 0, trainer.log.read_text()
+        wait_for(lambda ends=ends: len(wandb_ends(output)) == ends)
     return Tracked(output, groups)
 
 
@@ -117,20 +120,28 @@ def show(chain: Trajectory, image: bytes) -> None:
 
 
 def wandb_records(output: Path) -> Iterator[Any]:
-    """What wandb's offline files hold, oldest first: records in the framing of a LevelDB log, in blocks of 32 KiB."""
+    """What wandb's offline files hold, oldest first: records in the framing of a LevelDB log, in blocks of 32 KiB. A
+    process of wandb's own writes them."""
     for file in sorted(output.glob("wandb/offline-run-*/*.wandb")):
         data, place, record = file.read_bytes(), 7, b""
-        assert data.startswith(b":W&B")
+        assert b":W&B".startswith(data[:4])
         while place + 7 <= len(data):
             if (left := 32768 - place % 32768) < 7:
                 place += left
                 continue
             _, length, kind = struct.unpack("<IHB", data[place : place + 7])
+            if place + 7 + length > len(data):
+                break
             record += data[place + 7 : place + 7 + length]
             place += 7 + length
             if kind in (1, 4):
                 yield wandb_internal_pb2.Record.FromString(record)
                 record = b""
+
+
+def wandb_ends(output: Path) -> list[int]:
+    """The exit status of each attempt, which is the last that is written of it."""
+    return [record.exit.exit_code for record in wandb_records(output) if record.HasField("exit")]
 
 
 def wandb_rows(output: Path) -> list[dict[str, Any]]:
@@ -295,10 +306,11 @@ def test_what_started_before_one_that_does_not_is_ended_and_goes_on_in_the_next_
     (tmp_path / "tensorboard").write_text("in the way")
     with pytest.raises(TrackingError, match="tensorboard does not start"):
         Tracking(config, "run", tmp_path, {})
-    assert [record.exit.exit_code for record in wandb_records(tmp_path) if record.HasField("exit")] == [1]
+    assert wait_for(lambda: wandb_ends(tmp_path)) == [1]
     (tmp_path / "tensorboard").unlink()
     with Tracking(config, "run", tmp_path, {}):
         pass
+    wait_for(lambda: wandb_ends(tmp_path)[-1:] == [0])
     assert len({record.run.run_id for record in wandb_records(tmp_path) if record.HasField("run")}) == 1
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import signal
 import subprocess
@@ -123,7 +124,8 @@ async def test_a_model_gets_a_server_that_ends_with_the_agent(warm_start: Path) 
     agent = Agent(warm_start, engine="embedded", server={**server, "retry_seconds": 1.0})
     async with agent:
         (pid,) = children() - before
-        psutil.Process(pid).kill()
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.to_thread(os.waitid, os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         with pytest.raises(ChildFailed, match="the server was ended by signal 9"):
             await agent.run("go")
 
@@ -140,7 +142,7 @@ async def main():
     agent = Agent(sys.argv[1], engine="embedded", server={"max_model_len": 512})
     result = await agent.run("go", max_turns=1)
     print(result.trajectories[0].outcome, flush=True)
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)
 
 asyncio.run(main())
 """
@@ -154,7 +156,7 @@ def test_a_killed_script_leaves_no_server(warm_start: Path, tmp_path: Path) -> N
         assert script.stdout.readline().strip() in [*Outcome]
         (server,) = psutil.Process(script.pid).children()
         script.send_signal(signal.SIGKILL)
-    _, alive = psutil.wait_procs([server], timeout=10)
+    _, alive = psutil.wait_procs([server], timeout=60)
     assert not alive
 
 

@@ -68,6 +68,14 @@ def answering(answers: dict[str, object], key: str | None = None) -> Iterator[st
         server.server_close()
 
 
+@contextmanager
+def refusing() -> Iterator[str]:
+    """An address at which nobody listens, nor can."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{closed.getsockname()[1]}"
+
+
 def described(model: str, routes: Iterable[str] = NEEDED_ROUTES, max_model_len: int = 8192) -> dict[str, object]:
     """What an inference server says of itself."""
     card = {"id": "policy", "root": model, "parent": None, "max_model_len": max_model_len}
@@ -166,9 +174,7 @@ def test_a_taken_port(project: Path) -> None:
 
 
 def test_a_server_that_is_not_there(project: Path) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    with refusing() as url:
         said = the_problem(doctor_recipe.check_servers(load(f"server.url={url}")))
     assert said == f"server: {url} does not answer: Connection refused; start it, or correct server.url"
 
@@ -269,8 +275,9 @@ def test_a_hub_without_the_model_or_out_of_reach(project: Path, monkeypatch: pyt
         misspelt = load("model.path=an-organisation/a-modle")
         said = the_problem(doctor_recipe.check_hub(misspelt))
         assert said.startswith("hub: model.path: an-organisation/a-modle")
-    # nobody listens there any more
-    said = the_problem(doctor_recipe.check_hub(recipe))
+    with refusing() as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        said = the_problem(doctor_recipe.check_hub(recipe))
     assert f"{url} cannot be reached" in said
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE is set" in the_problem(doctor_recipe.check_hub(recipe))

@@ -16,11 +16,8 @@ import pytest
 from rollout.trajectory import read_groups
 from tests.conftest import QUICKSTART
 
-GONE_WITHIN = 10.0
-"""Seconds after which no process of a broken run may be left."""
-
-STEPS = 10
-"""Of a run that is to end by itself."""
+GONE_WITHIN = 60.0
+"""Seconds after which no process of a broken run may be left: many times what it takes, far less than the run does."""
 
 MARKS = {"trainer": "train.py", "worker": "rollout.worker", "server": "rollout.embedded", "tool server": "tools.serve"}
 """Process -> what its command line has and no other's."""
@@ -139,23 +136,24 @@ def test_a_killed_run_goes_on_by_the_same_command_and_outlives_its_tool_server(
     tmp_path: Path, warm_start: Path, prepared: Path
 ) -> None:
     """Of the first attempt the launcher is killed, of the second the tool server, for which no chain is blamed."""
-    with start_run(tmp_path, warm_start, prepared, STEPS) as run:
+    with start_run(tmp_path, warm_start, prepared, steps=1000) as run:
         run.wait_for_steps(3)
         run.find("launcher").kill()
         assert run.left_after(GONE_WITHIN) == []
     check_folder(run.output)
     done = len(logged(run.output))
-    assert 3 <= done < STEPS - 2
-    with start_run(tmp_path, warm_start, prepared, STEPS, "--resume") as run:
+    assert done >= 3
+    steps = done + 20
+    with start_run(tmp_path, warm_start, prepared, steps, "--resume") as run:
         # as many are there once this attempt has trained one that the first had not
         run.wait_for_steps(done + 1)
         run.find("tool server").kill()
         said, _ = run.process.communicate()
         assert run.process.returncode == 0, said
         assert run.left_after(GONE_WITHIN) == []
-    assert logged(run.output) == list(range(1, STEPS + 1))
+    assert logged(run.output) == list(range(1, steps + 1))
     summary = json.loads((run.output / "summary.json").read_text())
-    assert (summary["status"], summary["steps"]) == ("completed", STEPS)
+    assert (summary["status"], summary["steps"]) == ("completed", steps)
     chains = [t for group in read_groups(run.output / "trajectories") for t in group.trajectories]
     failed = [t for t in chains if t.outcome.failed]
     assert {t.outcome.value for t in failed} <= {"tool_infrastructure"}

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -15,6 +16,7 @@ import pytest
 
 from agentfactory import processes
 from agentfactory.processes import Child, ChildFailed, Children
+from tests.waiting import wait_for
 
 
 def apart(test: Callable[..., None]) -> Callable[..., None]:
@@ -43,13 +45,12 @@ def start(children: Children, folder: Path, name: str, code: str, *arguments: st
     return children.start(name, [sys.executable, "-c", code, *arguments], folder / f"{name}.log")
 
 
-def wait_for(path: Path) -> str:
-    while not path.exists() or not path.read_text():
-        time.sleep(0.05)
-    return path.read_text()
+def written(path: Path) -> str:
+    """What a child writes there, once it does."""
+    return wait_for(lambda: path.exists() and path.read_text())
 
 
-def gone(pid: int) -> bool:
+def is_gone(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -61,13 +62,13 @@ def gone(pid: int) -> bool:
 def test_leaving_ends_grandchildren_too(tmp_path: Path, first: signal.Signals | None) -> None:
     with Children() as children:
         child = start(children, tmp_path, "family", FAMILY, str(tmp_path / "pid"))
-        grandchild = int(wait_for(tmp_path / "pid"))
+        grandchild = int(written(tmp_path / "pid"))
         if first:
             # its parent dies first, so that only this process can still find it
             child.process.send_signal(first)
             child.process.wait()
     assert child.process.poll() is not None
-    assert gone(grandchild)
+    wait_for(lambda: is_gone(grandchild))
 
 
 @apart
@@ -77,19 +78,18 @@ def test_a_stubborn_child_is_killed(tmp_path: Path) -> None:
     )
     with Children() as children:
         child = start(children, tmp_path, "stubborn", code, str(tmp_path / "up"))
-        wait_for(tmp_path / "up")
+        written(tmp_path / "up")
     assert child.process.returncode == -signal.SIGKILL
 
 
-# says that it is at work for some seconds after it was told to end, and ends half a second later
+# says that it is at work after it was told to end, until a file lets it, and ends half a second later
 FINISHER = """
 import pathlib, signal, sys, time
 at_work = pathlib.Path(sys.argv[1])
 signal.signal(15, lambda *_: at_work.touch())
 pathlib.Path(sys.argv[1] + ".up").write_text("x")
-while not at_work.exists():
+while not at_work.exists() or not pathlib.Path(sys.argv[1] + ".enough").exists():
     time.sleep(0.01)
-time.sleep(float(sys.argv[2]))
 at_work.unlink()
 time.sleep(0.5)
 """
@@ -97,12 +97,21 @@ time.sleep(0.5)
 
 @apart
 def test_a_child_that_finishes_something_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_TERM_SECONDS", 2.0)
-    at_work = tmp_path / "at-work"
+    at_work, seconds = tmp_path / "at-work", 0.0
+
+    def sleep(pause: float) -> None:
+        """Time passes while the child is at work, and only then."""
+        nonlocal seconds
+        time.sleep(pause)
+        seconds += at_work.exists()
+        if seconds > 4 * processes._TERM_SECONDS:
+            (tmp_path / "at-work.enough").touch()
+
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: seconds, sleep=sleep))
     with Children() as children:
-        command = [sys.executable, "-c", FINISHER, str(at_work), "3.0"]
+        command = [sys.executable, "-c", FINISHER, str(at_work)]
         child = children.start("trainer", command, tmp_path / "log", is_finishing=at_work.exists)
-        wait_for(tmp_path / "at-work.up")
+        written(tmp_path / "at-work.up")
     assert child.process.returncode == 0
 
 
@@ -115,22 +124,24 @@ processes._TERM_SECONDS = 0.3
 at_work = Path(sys.argv[1])
 try:
     with processes.Children() as children:
-        command = [sys.executable, "-c", {FINISHER!r}, sys.argv[1], "60"]
-        child = children.start("trainer", command, Path(sys.argv[1] + ".log"), is_finishing=at_work.exists)
+        command = [sys.executable, "-c", {FINISHER!r}, sys.argv[1]]
+        # also before it has heard of the first signal, however long that takes
+        child = children.start("trainer", command, Path(sys.argv[1] + ".log"), is_finishing=lambda: True)
+        at_work.with_suffix(".started").touch()
         children.wait(child)
 except KeyboardInterrupt:
     raise SystemExit(130 if child.process.returncode == -9 else 1)
 """
     at_work = tmp_path / "at-work"
     launcher = subprocess.Popen([sys.executable, "-c", code, str(at_work)])
-    wait_for(tmp_path / "at-work.up")
+    written(tmp_path / "at-work.up")
+    wait_for(at_work.with_suffix(".started").exists)
     launcher.send_signal(signal.SIGINT)
-    while not at_work.exists():
-        time.sleep(0.01)
+    wait_for(at_work.exists)
     with pytest.raises(subprocess.TimeoutExpired):
         launcher.wait(1.0)
     launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(10) == 130
+    assert launcher.wait(30) == 130
 
 
 @apart
@@ -187,7 +198,7 @@ except KeyboardInterrupt as error:
 """
     pid = tmp_path / "pid"
     launcher = subprocess.Popen([sys.executable, "-c", code, str(pid)])
-    grandchild = int(wait_for(pid))
+    grandchild = int(written(pid))
     launcher.send_signal(number)
-    assert launcher.wait(timeout=20) == 130
-    assert gone(grandchild)
+    assert launcher.wait(timeout=30) == 130
+    wait_for(lambda: is_gone(grandchild))

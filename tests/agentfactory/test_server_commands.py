@@ -1,7 +1,6 @@
 """What the commands that need a server take for it, and what `agentfactory rollout` says and leaves."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from agentfactory.run_folder import RunFolderError
 from agentfactory.server_commands import what_is_served
 from rollout.trajectory import read_groups
 from tests.agentfactory.conftest import Command
+from tests.waiting import wait_for
 
 
 def test_an_adapter_is_served_beside_its_base(project: Path) -> None:
@@ -83,8 +83,7 @@ def test_groups_are_counted_as_they_are_saved(tmp_path: Path, monkeypatch: pytes
     def saved(name: str, text: str, count: int) -> None:
         with (tmp_path / name).open("a") as file:
             file.write(text)
-        while not (said and said[-1].startswith(f"{count} of 4 groups of chains have ended, ")):
-            time.sleep(0.01)
+        wait_for(lambda: said and said[-1].startswith(f"{count} of 4 groups of chains have ended, "))
 
     with follow_groups(tmp_path, 4, said.append):
         saved("sampled.jsonl", "{}\n{", 1)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -212,12 +213,12 @@ def test_command_lines_that_cannot_work(recipe: Path, capsys: Output) -> None:
 
 
 def test_check_opens_and_resets(recipe: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools_command, "SLOW_SECONDS", 600.0)
     assert tools("check", recipe) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("add: opened in 0.")
-    assert lines[0].endswith(" s; its tools: add")
-    assert lines[2].startswith("    an environment: reset in 0.")
-    assert lines[2].endswith(" s, says 'You are at home.'; judges what nobody touched with reward 1, success 0")
+    assert re.fullmatch(r"add: opened in \d+\.\d\d s; its tools: add", lines[0])
+    judged = "says 'You are at home.'; judges what nobody touched with reward 1, success 0"
+    assert re.fullmatch(rf"    an environment: reset in \d+\.\d\d s, {judged}", lines[2])
     assert lines[-2:] == ["task: the first row of data", "all right"]
     monkeypatch.setattr(tools_command, "SLOW_SECONDS", 0.0)
     assert tools("check", recipe, "--task", '{"start": "there"}') == 0

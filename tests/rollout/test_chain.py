@@ -212,7 +212,7 @@ async def test_failures_are_typed_and_never_a_reward(tokenizer: PreTrainedTokeni
     assert (trajectory.outcome, trajectory.reward) == (Outcome.REWARD_ERROR, None)
     assert "no verdict" in (trajectory.error or "")
 
-    slow = {"rollout": {"timeout_seconds": 0.3}}
+    slow = {"rollout": {"timeout_seconds": 1}}
     async with open_chains(tokenizer, Script(tokenizer, [call("wait")]), tmp_path, **slow) as (runner, _):
         trajectory = await run_one(runner)
     assert (trajectory.outcome, trajectory.reward, trajectory.turns) == (Outcome.TIMEOUT, None, 1)
@@ -242,7 +242,7 @@ async def test_the_recipe_says_what_is_scored(tokenizer: PreTrainedTokenizerFast
         trajectory = await play([write, "word " * 50], "max_tokens", policy, max_tokens=40)
         assert (trajectory.outcome, trajectory.reward) == (Outcome.MAX_TOKENS, reward)
         # time runs out in a call, and the verdict has its own
-        trajectory = await play([write, call("wait")], "timeout", policy, timeout_seconds=0.4)
+        trajectory = await play([write, call("wait")], "timeout", policy, timeout_seconds=1)
         assert (trajectory.outcome, trajectory.reward, trajectory.turns) == (Outcome.TIMEOUT, reward, 2)
         assert len(trajectory.turn_spans()) == 2
     slow = {"timeout_seconds": 0.3, "on_outcome": {"timeout": "keep"}}

@@ -18,6 +18,7 @@ from rollout.client import (
     InferenceError,
     ServerUnreachableError,
 )
+from tests.waiting import until
 
 PROMPT = [1, 2, 3]
 SAMPLING = {"max_tokens": 4}
@@ -142,9 +143,10 @@ async def test_what_holds_requests_back_is_waited_for_beyond_the_limit(cut: Answ
     # before and after it, a turn may fail for as long as ever
     server = Server(refuse(500), cut, refuse(500), turn)
     server.held = state
-    async with connected(server, retry_seconds=0.3) as client:
+    async with connected(server, retry_seconds=1.0) as client:
         asking = asyncio.create_task(ask(client))
-        await asyncio.sleep(0.8)
+        await until(lambda: len(server.prompts) == 2)
+        await asyncio.sleep(1.2)
         assert server.prompts == [PROMPT] * 2, "nothing is sent meanwhile"
         server.held = None
         assert (await asking).token_ids == [7]
@@ -158,7 +160,7 @@ async def test_a_request_that_always_fails_is_given_up_and_a_server_that_always_
         return web.Response(status=500, text="NaN") if server.prompts[-1] == poison else turn()
 
     server = Server(judge)
-    async with connected(server, retry_seconds=0.5) as client:
+    async with connected(server, retry_seconds=1.5) as client:
 
         async def others() -> None:
             while True:
@@ -169,7 +171,7 @@ async def test_a_request_that_always_fails_is_given_up_and_a_server_that_always_
         with pytest.raises(InferenceError, match="500: NaN"):
             await ask(client, prompt=poison)
         going_on.cancel()
-        with pytest.raises(ServerUnreachableError, match=r"no server completed a request for 0.5 s.*NaN"):
+        with pytest.raises(ServerUnreachableError, match=r"no server completed a request for 1.5 s.*NaN"):
             await ask(client, prompt=poison)
 
 
@@ -207,7 +209,7 @@ async def test_a_server_that_comes_back_is_used_again_and_silence_ends_the_run()
         started = time.monotonic()
         with pytest.raises(ServerUnreachableError, match=r"no server answers at http://127.* for 2 s: .*[Cc]onnect"):
             await ask(client)
-        assert 1.5 < time.monotonic() - started < 4
+        assert 1.5 < time.monotonic() - started < 20
 
 
 @asynccontextmanager
@@ -311,5 +313,5 @@ async def test_routes_are_checked_on_every_server_and_the_switch_is_named() -> N
         started = time.monotonic()
         with pytest.raises(ServerUnreachableError, match=f"no server answers at {bad.url}"):
             await client.check_routes()
-        assert time.monotonic() - started < 2, "a wrong address is told at once"
+        assert time.monotonic() - started < 4, "a wrong address is told at once"
         await bad.start()

@@ -29,6 +29,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests.served import busy
+
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -350,7 +352,7 @@ async def test_a_salt_keeps_requests_from_caches_of_others(client: Client, tmp_p
 
 async def test_what_cannot_be_done_while_requests_run_is_refused(client: Client) -> None:
     running = asyncio.create_task(client.generate(some_ids(30), max_tokens=1500))
-    await asyncio.sleep(0.1)
+    await busy(client.server.url)
     assert "POST /pause first" in (await client.post("/start_weight_update", status=409))["error"]["message"]
     refusal = await client.post("/pause?mode=soon", status=400)
     assert "'soon' is not one of abort, wait, keep" in refusal["error"]["message"]
@@ -360,7 +362,7 @@ async def test_what_cannot_be_done_while_requests_run_is_refused(client: Client)
 
 async def test_a_client_that_leaves_frees_its_slot(client: Client) -> None:
     running = [asyncio.create_task(client.generate(some_ids(9, i), max_tokens=1900)) for i in range(20)]
-    await asyncio.sleep(0.2)
+    await busy(client.server.url, 12)
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
@@ -407,8 +409,8 @@ async def test_adapters_and_base_in_one_batch(client: Client, tmp_path: Path) ->
     assert "already been loaded" in await refused("run-1", paths["run-2"])
     assert "raise --max-loras" in await refused("run-3", paths["run-2"])
     # unloading takes the name away at once; a request in flight finishes with its adapter
-    running = asyncio.create_task(client.generate(prompt, model="run-2", max_tokens=400))
-    await asyncio.sleep(0.1)
+    running = asyncio.create_task(client.generate(prompt, model="run-2", max_tokens=1500))
+    await busy(client.server.url)
     await client.post("/v1/unload_lora_adapter", {"lora_name": "run-2"})
     assert "does not exist" in await client.generate(prompt, model="run-2", status=404)
     check_logprobs(references["run-2"], prompt, await running)
@@ -434,7 +436,7 @@ async def test_sleep_and_wake(client: Client) -> None:
     prompt = some_ids(40)
     before = await client.generate(prompt, temperature=0)
     running = asyncio.create_task(client.generate(prompt, temperature=0, max_tokens=1000))
-    await asyncio.sleep(0.1)
+    await busy(client.server.url)
     assert "requests are running" in (await client.post("/sleep?level=1", status=409))["error"]["message"]
     await client.post("/sleep?level=1&mode=keep")
     assert await client.get("/is_sleeping") == {"is_sleeping": True}
@@ -449,7 +451,7 @@ async def test_sleep_and_wake(client: Client) -> None:
 
 async def test_kept_requests_are_not_waited_for_while_anything_is_asleep(client: Client) -> None:
     running = asyncio.create_task(client.generate(some_ids(40), max_tokens=1000))
-    await asyncio.sleep(0.1)
+    await busy(client.server.url)
     await client.post("/sleep?mode=keep")
     await client.post("/wake_up?tags=weights")
     for route in ("/sleep?mode=wait", "/pause?mode=wait"):
@@ -462,7 +464,7 @@ async def test_kept_requests_are_not_waited_for_while_anything_is_asleep(client:
 
 async def test_a_client_that_leaves_while_it_waits_for_sleep_pauses_nobody(client: Client) -> None:
     running = asyncio.create_task(client.generate(some_ids(40), max_tokens=1900))
-    await asyncio.sleep(0.1)
+    await busy(client.server.url)
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(client.post("/sleep?mode=wait"), 0.1)
     await client.generate(some_ids(5))

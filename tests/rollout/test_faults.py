@@ -77,7 +77,7 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         path = self.output / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []  # the last may not be whole yet
         return [entry for entry in map(json.loads, lines) if "loss" in entry]
 
     async def steps(self, number: int) -> None:
@@ -107,7 +107,7 @@ def training(folder: Path, start: Path, tasks: Path, urls: list[str], **fields: 
         | fields.pop("rollout", {}),
         "server": {"engine": "embedded", "max_model_len": 512, "url": urls, **fields.pop("server", {})},
         # large steps: what other weights sampled is far from what the trainer computes
-        "train": {"steps": STEPS, "batch_size": BATCH, "learning_rate": 1e-3},
+        "train": {"steps": STEPS, "batch_size": BATCH, "learning_rate": 1e-3, **fields.pop("train", {})},
         **fields,
     }
     # JSON is YAML
@@ -155,7 +155,7 @@ async def test_a_server_that_is_killed_comes_back_with_the_current_weights(
     """Its supervisor starts it again from the first weights, at the same port, twice."""
     with servers(tmp_path, warm_start, supervised=True) as (server,):
         with training(tmp_path, warm_start, tasks, [server.url], model={"lora": lora}) as run:
-            for step in (2, 4):
+            for step in (1, 3):
                 await run.steps(step)
                 server.kill()
             await check_whole(run)
@@ -167,7 +167,7 @@ async def test_a_server_that_is_killed_comes_back_with_the_current_weights(
 async def test_of_two_servers_one_is_enough(tmp_path: Path, warm_start: Path, tasks: Path) -> None:
     with servers(tmp_path, warm_start, 2) as (first, second):
         with training(tmp_path, warm_start, tasks, [first.url, second.url]) as run:
-            await run.steps(3)
+            await run.steps(2)
             first.kill()
             await check_whole(run)
         assert f"server {first.url} is lost" in (run.output / "logs" / "worker.log").read_text()
@@ -207,15 +207,16 @@ async def test_a_chain_over_the_servers_context_ends_there(tmp_path: Path, warm_
 
 
 async def test_when_no_server_is_left_the_run_stops_and_says_so(tmp_path: Path, warm_start: Path, tasks: Path) -> None:
+    fields = {"server": {"retry_seconds": 3}, "train": {"steps": 500}}
     with (
         servers(tmp_path, warm_start) as (server,),
-        training(tmp_path, warm_start, tasks, [server.url], server={"retry_seconds": 3}) as run,
+        training(tmp_path, warm_start, tasks, [server.url], **fields) as run,
     ):
         await run.steps(2)
         killed = time.monotonic()
         server.kill()
         assert await run.end() == 1
-    assert time.monotonic() - killed < 15
+    assert time.monotonic() - killed < 30
     last = run.said().strip().splitlines()[-1]
     assert server.url in last
     assert "for 3 s" in last

@@ -154,7 +154,7 @@ async def test_mathematics_of_gsm8k_and_of_tags() -> None:
 
 
 def test_a_prediction_on_which_sympy_hangs_is_wrong_and_the_next_is_judged() -> None:
-    equal = MathEqual(processes=1, seconds=0.5)
+    equal = MathEqual(processes=1, seconds=1.0)
     for bomb in ("$9^{9^{9^{9}}}$", "$" + "a b " * 100_000 + "$"):
         assert equal(bomb, answer="1") == {"reward": 0.0, "success": 0.0, "math_timeout": 1.0}
     assert equal("it is 42", answer="42") == {"reward": 1.0, "success": 1.0, "math_timeout": 0.0}
@@ -164,13 +164,13 @@ def test_a_prediction_on_which_sympy_hangs_is_wrong_and_the_next_is_judged() -> 
 
 
 def test_an_answer_that_cannot_be_read_is_an_error() -> None:
-    equal = MathEqual(processes=1, seconds=0.5)
+    equal = MathEqual(processes=1, seconds=1.0)
     with pytest.raises(RewardError, match="can read none of the answers"):
         equal("it is 42", answer="")
-    with pytest.raises(RewardError, match=r"took longer than 0\.5 s to read"):
+    with pytest.raises(RewardError, match=r"took longer than 1 s to read"):
         equal("it is 42", answer="a b " * 100_000)
     assert equal("it is 42", answer="42")["reward"] == 1.0
-    time.sleep(0.7)  # the time limit is that of a comparison, not of the process
+    time.sleep(1.2)  # the time limit is that of a comparison, not of the process
     assert equal("it is 42", answer="42")["reward"] == 1.0
     equal.close()
 

@@ -27,7 +27,7 @@ from transformers import (
 
 from rollout.client import ContextOverflowError, InferenceClient, InferenceError
 from tests.chat_tokenizers import make_tokenizer
-from tests.served import VLLM_PYTHON, serve
+from tests.served import VLLM_PYTHON, busy, serve
 from trainers.config import TrainRecipe
 from trainers.policy import load_policy
 from trainers.server_control import ServerControl
@@ -284,11 +284,12 @@ async def test_the_load_is_told(client: Client) -> None:
     async with InferenceClient(client.server.url) as ours:
         idle = await ours.load()
         running = [asyncio.create_task(client.generate(some_ids(30, i), max_tokens=1500)) for i in range(14)]
-        await asyncio.sleep(0.5)
-        busy = await ours.load()
-        assert (idle.running, idle.waiting) == (0, 0)
         # the server decodes twelve at a time
-        assert (busy.running, busy.waiting) == (12, 2)
+        async with asyncio.timeout(30):
+            while (load := await ours.load()).running < 12 or load.waiting != 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (idle.running, idle.waiting) == (0, 0)
+        assert load.running == 12
         await client.post("/pause")
         await asyncio.gather(*running)
 
@@ -385,7 +386,7 @@ async def test_an_update_in_mid_generation(client: Client, tmp_path: Path, recom
     prompt, count = some_ids(300), 1500
     await client.update(client.server.model / "model.safetensors", "0")
     running = asyncio.create_task(client.generate(prompt, temperature=0, max_tokens=count))
-    await asyncio.sleep(0.3)
+    await busy(client.server.url)
     await client.post("/pause?mode=keep&clear_cache=false")
     assert await client.get("/is_paused") == {"is_paused": True}
     held = asyncio.create_task(client.generate(some_ids(5)))
@@ -415,14 +416,14 @@ async def test_an_update_in_mid_generation(client: Client, tmp_path: Path, recom
 
 async def test_pause_aborts_or_waits(client: Client) -> None:
     running = asyncio.create_task(client.generate(some_ids(30), max_tokens=1500))
-    await asyncio.sleep(0.2)
+    await busy(client.server.url)
     await client.post("/pause")
     choice = await running
     assert choice["finish_reason"] == "abort"
     assert len(choice["token_ids"]) < 1500
     await client.post("/resume")
-    running = asyncio.create_task(client.generate(some_ids(30), max_tokens=200))
-    await asyncio.sleep(0.05)
+    running = asyncio.create_task(client.generate(some_ids(30), max_tokens=1500))
+    await busy(client.server.url)
     await client.post("/pause?mode=wait")
     assert (await running)["finish_reason"] == "length"
 
@@ -461,8 +462,8 @@ async def test_adapters_are_loaded_by_name_and_share_a_batch(adapting: Served, t
         # a name stands for one set of weights
         await client.post("/v1/load_lora_adapter", {"lora_name": "run-1", "lora_path": str(paths["run-2"])}, 400)
         # a request keeps the adapter that it began with
-        running = asyncio.create_task(client.generate(prompt, model="run-2", max_tokens=300))
-        await asyncio.sleep(0.1)
+        running = asyncio.create_task(client.generate(prompt, model="run-2", max_tokens=1500))
+        await busy(adapting.url, api_key_env=KEY_VARIABLE)
         await client.post("/v1/unload_lora_adapter", {"lora_name": "run-2"})
         assert "run-2" not in {card["id"] for card in (await client.get("/v1/models"))["data"]}
         check_logprobs(models["run-2"], prompt, await running)

@@ -1,5 +1,6 @@
 """The objects of scratchpad.py, served over each transport."""
 
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tools import environment_host, tool_server
 from tools.config import ToolsRecipe
 
 FOLDER = Path(__file__).parent
@@ -17,6 +19,13 @@ OBJECTS = [f"scratchpad.py:{name}" for name in ("Scratchpad", "add", "shout", "f
 @pytest.fixture
 def folder() -> Path:
     return FOLDER
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow machine must not make gauges empty, nor instances go without their close()."""
+    monkeypatch.setattr(tool_server, "_GAUGE_SECONDS", 60.0)
+    monkeypatch.setattr(environment_host, "_CLOSE_SECONDS", 60.0)
 
 
 def stdio_server(*objects: str, **fields: object) -> dict[str, object]:
@@ -42,6 +51,15 @@ def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             yield process, line.split()[1]
         finally:
             process.terminate()
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port for servers that follow each other: meanwhile nobody else is given it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do, which may then bind it too
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from tools.environment import Environment
@@ -35,8 +36,18 @@ def fail(reason: str) -> str:
 @tool
 async def wait(seconds: float) -> str:
     """Answer late."""
+    WAITS.append(seconds)
     await asyncio.sleep(seconds)
     return "awake"
+
+
+WAITS: list[float] = []
+
+
+@tool
+def waits() -> int:
+    """Tell how many calls of `wait` have begun."""
+    return len(WAITS)
 
 
 @tool
@@ -52,8 +63,9 @@ def die() -> str:
 
 
 @tool
-async def block() -> str:
-    """Block the event loop for a minute."""
+async def block(path: str) -> str:
+    """Make a file, then block the event loop for a minute."""
+    Path(path).touch()
     time.sleep(60)  # noqa: ASYNC251
     return "late"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import pass_time, until
 from tools.code_interpreter import CodeInterpreter
 from tools.config import ToolsRecipe
 from tools.messages import ToolCall
@@ -16,7 +17,7 @@ from tools.toolset import open_toolset
 
 @pytest.fixture
 async def interpreter() -> AsyncIterator[CodeInterpreter]:
-    made = CodeInterpreter(seconds=0.5, memory_mb=128, disk_mb=4, output_characters=1000)
+    made = CodeInterpreter(seconds=60, memory_mb=128, disk_mb=4, output_characters=1000)
     await made.reset()
     yield made
     await made.close()
@@ -25,6 +26,13 @@ async def interpreter() -> AsyncIterator[CodeInterpreter]:
 async def _run(interpreter: CodeInterpreter, code: str) -> str:
     result = await interpreter.python(code)
     return result if isinstance(result, str) else result["observation"]
+
+
+async def _get_stuck(interpreter: CodeInterpreter) -> "asyncio.Task[str]":
+    """A cell that nothing interrupts, when it is under way."""
+    call = asyncio.create_task(_run(interpreter, "print('so far')\nsum(iter(int, 1))"))
+    await until(lambda: interpreter._sandbox is not None and interpreter._sandbox._process.said())
+    return call
 
 
 CELLS = {
@@ -77,19 +85,26 @@ async def test_traceback_shows_the_users_frames_only(interpreter: CodeInterprete
     assert syntax.endswith("SyntaxError: invalid syntax")
 
 
-async def test_a_slow_cell_keeps_its_variables_and_a_stuck_one_loses_them(interpreter: CodeInterpreter) -> None:
-    assert "TimeoutError" in await _run(interpreter, "x = 1\nwhile True: pass")
+async def test_a_slow_cell_keeps_its_variables_and_a_stuck_one_loses_them(
+    interpreter: CodeInterpreter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await _run(interpreter, "x = 1")
+    with monkeypatch.context() as slow:
+        slow.setattr(interpreter, "_seconds", 0.2)
+        slow.setattr("tools.sandbox.session._GRACE_SECONDS", 30.0)
+        assert "TimeoutError" in await _run(interpreter, "while True: pass")
     assert await _run(interpreter, "x") == "1"
-    assert await _run(interpreter, "print('so far')\nsum(iter(int, 1))") == (
-        "so far\n[The interpreter was restarted: it ran for more than 0.5 s. Variables and files made so far are lost.]"
+    stuck = await _get_stuck(interpreter)
+    pass_time(61)
+    assert await stuck == (
+        "so far\n[The interpreter was restarted: it ran for more than 60 s. Variables and files made so far are lost.]"
     )
     assert "NameError" in await _run(interpreter, "x")
 
 
 async def test_a_call_that_was_cancelled_costs_the_variables(interpreter: CodeInterpreter) -> None:
     await _run(interpreter, "x = 1")
-    call = asyncio.create_task(interpreter.python("sum(iter(int, 1))"))
-    await asyncio.sleep(0.1)
+    call = await _get_stuck(interpreter)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
@@ -120,13 +135,15 @@ async def test_an_instance_that_no_cell_used_is_kept(interpreter: CodeInterprete
 async def test_files_of_the_row_are_copied_in(tmp_path: Path) -> None:
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "a.csv").write_text("1,2")
-    interpreter = CodeInterpreter(files=str(tmp_path), seconds=0.3, disk_mb=1)
+    interpreter = CodeInterpreter(files=str(tmp_path), seconds=60, disk_mb=1)
     read = "[open(name, 'rb').read() for name in sorted(files)]"
     try:
         await interpreter.reset(files={"b.txt": "text", "c/d.bin": {"base64": base64.b64encode(b"\xff").decode()}})
         assert await _run(interpreter, "files = ['b.txt', 'c/d.bin']\n" + read) == "[b'text', b'\\xff']"
         # they are there again after a restart
-        await _run(interpreter, "sum(iter(int, 1))")
+        stuck = await _get_stuck(interpreter)
+        pass_time(61)
+        assert "restarted" in await stuck
         assert await _run(interpreter, "open('b.txt').read()") == "'text'"
         await interpreter.reset(files=["tables/a.csv"], question="?")
         assert await _run(interpreter, "open('tables/a.csv').read()") == "'1,2'"

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.tools.conftest import http_server, running
+from tests.waiting import until
 from tools.config import ToolsRecipe
 from tools.messages import CallError, ToolCall, ToolInfrastructureError
 from tools.session import ToolSession
@@ -120,7 +121,7 @@ async def test_a_thousand_chains_over_sixteen_instances(kind: str, chains: int, 
                 await asyncio.gather(*(hold(number) for number in range(INSTANCES)))
             gauges = await at_rest(toolset)
             assert gauges["environments/pad/idle"] <= INSTANCES
-    assert set(children()) == before
+    assert set(children()) <= before
 
 
 async def test_a_stateful_process_serves_one_chain(folder: Path) -> None:
@@ -156,7 +157,7 @@ async def test_a_process_at_work_on_a_call_that_was_given_up_is_replaced(folder:
     entry = {**NOTEBOOK, "environment": ROLES, "pool": {"capacity": 1}}
     async with open_toolset(recipe_of(pad=entry), folder) as toolset:
         async with toolset.chain("a", {"word": "a"}) as session:
-            late = await session.call(ToolCall("1", "read", {"seconds": 5}), timeout_seconds=0.05)
+            late = await session.call(ToolCall("1", "read", {"seconds": 60}), timeout_seconds=0.05)
             assert (late.content, late.error) == ("read did not answer within 0.05 s.", CallError.TIMEOUT)
         async with toolset.chain("b", {"word": "b"}) as session:
             assert await session.reward() is not None
@@ -184,11 +185,13 @@ async def test_a_process_that_dies_ends_its_chain_alone(folder: Path) -> None:
 async def test_idle_processes_that_died_are_replaced(folder: Path) -> None:
     entry = {**NOTEBOOK, "environment": ROLES, "pool": {"warm": 2}}
     before = set(children())
-    async with open_toolset(recipe_of(pad=entry), folder) as toolset:
+    log: list[dict[str, Any]] = []
+    async with open_toolset(recipe_of(pad=entry), folder, log.append) as toolset:
         while (await toolset.gauges())["environments/pad/idle"] < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         for process in set(children()) - before:
             process.kill()
+        await until(lambda: len(log) == 2)  # both are known to be lost: the chain is not served sooner by a new one
         async with toolset.chain("a", {"word": "a"}) as session:
             assert await ask(session, "read") == "a"
         assert (await at_rest(toolset))["environments/pad/broken"] == 2
@@ -204,9 +207,9 @@ async def test_the_wait_for_an_instance_is_bounded(folder: Path) -> None:
 
 
 async def test_chains_that_need_two_scarce_servers_never_block_each_other(folder: Path) -> None:
-    one = {**NOTEBOOK, "environment": ROLES, "pool": {"capacity": 2, "wait_seconds": 20}}
-    two = {**one, "prefix": "second_", "pool": {"capacity": 1, "wait_seconds": 20}}
-    pads = {"module": "scratchpad.py:Scratchpad", "prefix": "third_", "pool": {"capacity": 1, "wait_seconds": 20}}
+    one = {**NOTEBOOK, "environment": ROLES, "pool": {"capacity": 2, "wait_seconds": 60}}
+    two = {**one, "prefix": "second_", "pool": {"capacity": 1, "wait_seconds": 60}}
+    pads = {"module": "scratchpad.py:Scratchpad", "prefix": "third_", "pool": {"capacity": 1, "wait_seconds": 60}}
     async with open_toolset(recipe_of(one=one, pad=pads, two=two), folder) as toolset:
 
         async def live(number: int) -> None:
@@ -227,7 +230,7 @@ async def test_nothing_stays_where_one_server_does_not_start(folder: Path) -> No
     with pytest.raises(ToolInfrastructureError, match="no-such-program"):
         async with open_toolset(recipe_of(**servers), folder):
             pass
-    assert set(children()) == before
+    assert set(children()) <= before
 
 
 async def test_a_server_without_sessions_is_refused(folder: Path) -> None:
@@ -238,8 +241,8 @@ async def test_a_server_without_sessions_is_refused(folder: Path) -> None:
                 pass
 
 
-async def test_sessions_of_a_server_that_was_started_anew_are_replaced(folder: Path) -> None:
-    with running("-P", "sessions.py", "0") as (process, url):
+async def test_sessions_of_a_server_that_was_started_anew_are_replaced(folder: Path, port: int) -> None:
+    with running("-P", "sessions.py", str(port)) as (process, url):
         roles = {"reset": "write", "reward": None, "close": None}
         entry = {"url": url, "isolation": "session", "environment": roles, "pool": {"capacity": 1}}
         async with open_toolset(recipe_of(pad=entry), folder) as toolset:
@@ -247,7 +250,7 @@ async def test_sessions_of_a_server_that_was_started_anew_are_replaced(folder: P
                 assert await ask(session, "read") == "x"
             process.kill()
             process.wait()
-            with running("-P", "sessions.py", url.split(":")[2].split("/")[0]):
+            with running("-P", "sessions.py", str(port)):
                 async with toolset.chain("b", {"word": "y"}) as session:
                     assert await ask(session, "read") == "y"
                 assert (await at_rest(toolset))["environments/pad/broken"] == 1

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.waiting import pass_time
 from tools import limits
 from tools.config import Limit, LimitsConfig
 from tools.limits import ChainAccount, ChainLimits, Rates, check_limits
@@ -286,6 +288,14 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
+def stop_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time passes but by `pass_time`."""
+    loop = asyncio.get_running_loop()
+    now = loop.time()
+    loop.time = lambda: now  # type: ignore[method-assign]
+    monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: loop.time()))
+
+
 class Tools:
     """`call` answers with the tool's name; it waits until `gates[name]` is set, where that tool has a gate."""
 
@@ -358,12 +368,16 @@ async def test_a_stop_refuses_what_has_not_begun_and_lets_finish_what_runs() -> 
     assert breached(chain) == {"limits/calls_per_tool": 1}
 
 
-async def test_time_over_cuts_the_calls_that_run() -> None:
+async def test_time_over_cuts_the_calls_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_clock(monkeypatch)
     chain, tools = runner(tool_seconds=0.05), Tools("slow", "slower")
-    first, second, third = await chain.run(calls("slow", "slower", "quick"), tools.call)
+    running = asyncio.create_task(chain.run(calls("slow", "slower", "quick"), tools.call))
+    await settled()
+    pass_time(0.05)
+    first, second, third = await running
     assert (first.error, second.error, third.content) == (CallError.LIMIT, CallError.LIMIT, "quick")
     assert str(first.content).startswith("Stopped: the limit of 0.05 s for all calls")
-    assert first.seconds >= 0.05
+    assert first.seconds == pytest.approx(0.05)
     assert sorted(tools.cancelled) == ["slow", "slower"]
     assert breached(chain) == {"limits/tool_seconds": 2}
     [result] = await chain.run(calls("quick"), tools.call)
@@ -371,21 +385,33 @@ async def test_time_over_cuts_the_calls_that_run() -> None:
     assert tools.begun == ["slow", "slower", "quick"]
 
 
-async def test_a_call_that_waits_for_its_time_keeps_its_place_and_may_come_too_late() -> None:
-    """`slow` uses up the seconds while the second call of `rare` waits."""
+async def test_a_call_that_waits_for_its_time_keeps_its_place_and_may_come_too_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`slow` uses up the seconds while the last call of `rare` waits."""
+    stop_clock(monkeypatch)
     chain = runner(calls_per_second={"rare": 10}, tool_seconds=0.05, parallel_calls=12)
     tools = Tools("slow")
-    results = await chain.run(calls("slow", *["rare"] * 11), tools.call)
+    running = asyncio.create_task(chain.run(calls("slow", *["rare"] * 11), tools.call))
+    await settled()
+    pass_time(0.05)
+    await settled()
+    pass_time(0.95)
+    results = await running
     assert [result.content for result in results[1:11]] == ["rare"] * 10
     assert str(results[11].content).startswith("Not run: the limit of 0.05 s")
     assert tools.begun.count("rare") == 10
-    assert 0 < chain.metrics()["tool_wait_seconds"] <= 1
+    assert chain.metrics()["tool_wait_seconds"] == pytest.approx(1)
 
-    chain = runner(calls_per_second={"rare": 20})
-    loop = asyncio.get_running_loop()
-    started = loop.time()
-    await chain.run(calls(*["rare"] * 21), tools.call)
-    assert loop.time() - started >= 0.99, "the 21st waited until a second after the first"
+    chain, tools = runner(calls_per_second={"rare": 20}), Tools()
+    running = asyncio.create_task(chain.run(calls(*["rare"] * 21), tools.call))
+    await settled()
+    pass_time(0.99)
+    await settled()
+    assert len(tools.begun) == 20, "the 21st waits until a second after the first"
+    pass_time(0.01)
+    await running
+    assert len(tools.begun) == 21
 
 
 async def test_a_timeout_that_is_not_ours_goes_on() -> None:

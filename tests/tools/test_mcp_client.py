@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.tools.conftest import http_server, stdio_server
+from tests.tools.conftest import OBJECTS, http_server, stdio_server
+from tests.waiting import until
 from tools import containers, mcp_client
 from tools.config import ToolsRecipe
 from tools.messages import ToolCall, ToolInfrastructureError
@@ -30,13 +31,23 @@ async def ask(session: ToolSession, name: str, /, **arguments: Any) -> str:
     return result.content
 
 
+async def until_waits(toolset: Toolset, number: int) -> None:
+    """Until so many calls of `wait` have arrived at the server."""
+    async with asyncio.timeout(30), toolset.chain("observer", {"word": "any"}) as session:
+        while int(await ask(session, "waits")) < number:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+SERVED = [*OBJECTS, "scratchpad.py:waits"]
+
+
 async def test_a_killed_child_fails_its_chains_and_comes_back(folder: Path) -> None:
     log: list[dict[str, Any]] = []
-    async with open_toolset(recipe_of(pad=stdio_server()), folder, log.append) as toolset:
+    async with open_toolset(recipe_of(pad=stdio_server(*SERVED)), folder, log.append) as toolset:
         async with toolset.chain("old", {"word": "old"}) as old, toolset.chain("too", {"word": "too"}) as too:
             process = int(await ask(old, "process_id"))
             calls = [asyncio.create_task(ask(session, "wait", seconds=30)) for session in (old, too)]
-            await asyncio.sleep(0.1)
+            await until_waits(toolset, 2)
             os.kill(process, signal.SIGKILL)
             for call in calls:
                 with pytest.raises(ToolInfrastructureError, match="tool server pad died during a call of wait"):
@@ -50,8 +61,7 @@ async def test_a_killed_child_fails_its_chains_and_comes_back(folder: Path) -> N
             assert again != process
 
         os.kill(again, signal.SIGKILL)  # while nobody calls
-        while log[-1]["event"] != "tool_server_lost":  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: log[-1]["event"] == "tool_server_lost")
         async with toolset.chain("newer", {"word": "newer"}) as newer:
             assert await ask(newer, "read") == "newer"
     assert [record["event"] for record in log] == ["tool_server_opened", "tool_server_lost"] * 2 + [
@@ -107,17 +117,16 @@ async def test_a_server_that_keeps_dying_is_given_up(folder: Path, monkeypatch: 
             await ask(session, "die")
 
 
-async def test_a_dead_http_server(folder: Path) -> None:
-    with http_server() as (process, url):
+async def test_a_dead_http_server(folder: Path, port: int) -> None:
+    with http_server(*SERVED, port=port) as (process, url):
         async with open_toolset(recipe_of(pad={"url": url}), folder) as toolset:
             async with toolset.chain("old", {"word": "old"}) as old:
                 call = asyncio.create_task(ask(old, "wait", seconds=30))
-                await asyncio.sleep(0.1)
+                await until_waits(toolset, 1)
                 process.kill()
                 with pytest.raises(ToolInfrastructureError, match="tool server pad died during a call of wait"):
                     await call
             process.wait()
-            port = int(url.split(":")[2].split("/")[0])
             with http_server(port=port) as (again, _):
                 async with toolset.chain("new", {"word": "new"}) as new:
                     assert await ask(new, "read") == "new"

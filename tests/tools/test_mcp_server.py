@@ -1,9 +1,9 @@
 """What may be served together, what a server says of it, and how it lends out its environments."""
 
 import asyncio
+import itertools
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import PIL.Image
@@ -11,6 +11,7 @@ import pytest
 from mcp import Client, MCPError
 from mcp.server.mcpserver import MCPServer
 
+from tests.waiting import pass_time, until
 from tools.config import PoolConfig
 from tools.environment import Environment
 from tools.mcp_server import CHAIN_KEY, ROLE_KEY, build_server
@@ -233,17 +234,18 @@ async def test_methods_of_an_instance() -> None:
 
 
 class Room(Environment):
-    """Writes down what happens to each instance."""
+    """Writes down what happens to each instance. Who makes one waits for `gate`, who naps in one for `wake`."""
 
     log: ClassVar[list[str]] = []
-    numbers: ClassVar[list[int]] = []
+    numbers: ClassVar[Iterator[int]]
+    wake: ClassVar[threading.Event]
 
-    def __init__(self, name: str = "room", seconds: float = 0.0) -> None:
-        time.sleep(seconds)
-        self.numbers.append(len(self.numbers))
-        self.name = f"{name}{self.numbers[-1]}"
+    def __init__(self, name: str = "room", gate: threading.Event | None = None) -> None:
+        if gate is not None:
+            self.log.append("at the gate")
+            gate.wait(60)
+        self.name = f"{name}{next(self.numbers)}"
         self.word = ""
-        self.thread = threading.current_thread().name
         self.log.append(f"make {self.name}")
 
     async def reset(self, word: str = "", fault: str = "") -> str:
@@ -251,6 +253,7 @@ class Room(Environment):
         if fault == "reset":
             raise ValueError("no way in")
         if fault == "slow":
+            self.log.append(f"slow {self.name}")
             await asyncio.sleep(60)
         before, self.word = self.word, word
         return before
@@ -261,9 +264,10 @@ class Room(Environment):
         return self.word
 
     @tool
-    def nap(self, seconds: float) -> str:
+    def nap(self) -> str:
         """Sleep."""
-        time.sleep(seconds)
+        self.log.append(f"asleep in {self.name}")
+        self.wake.wait(60)
         self.log.append(f"slept in {self.name}")
         return "awake"
 
@@ -287,14 +291,8 @@ class Room(Environment):
 @pytest.fixture
 def log() -> list[str]:
     Room.log.clear()
-    Room.numbers.clear()
+    Room.numbers, Room.wake = itertools.count(), threading.Event()
     return Room.log
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def gauges(client: Client) -> Any:
@@ -334,23 +332,29 @@ async def test_instances_that_are_not_used_again(log: list[str]) -> None:
 async def test_a_call_that_was_given_up_keeps_its_instance(log: list[str]) -> None:
     async with Client(build_server([Room], pool=PoolConfig(capacity=1))) as client:
         await call(client, "reset", "a", word="a")
-        nap = asyncio.create_task(call(client, "nap", "a", seconds=0.3))
-        await asyncio.sleep(0.05)
+        nap = asyncio.create_task(call(client, "nap", "a"))
+        await until(lambda: "asleep in room0" in log)
         nap.cancel()
         closing = asyncio.create_task(call(client, "close", "a"))
-        assert await call(client, "reset", "b", word="b") == ("a", None)
+        following = asyncio.create_task(call(client, "reset", "b", word="b"))
+        await until_waiting(client)
+        Room.wake.set()
+        assert await following == ("a", None)
         assert await call(client, "read", "b") == ("b", None)
         await closing
-    assert log == ["make room0", "slept in room0", "release room0", "close room0"]
+    assert log == ["make room0", "asleep in room0", "slept in room0", "release room0", "close room0"]
 
 
 async def test_waiting_for_an_instance(log: list[str]) -> None:
-    async with Client(build_server([Room], pool=PoolConfig(capacity=1, wait_seconds=0.2))) as client:
+    async with Client(build_server([Room], pool=PoolConfig(capacity=1, wait_seconds=60))) as client:
         await call(client, "reset", "a")
+        late = asyncio.create_task(call(client, "reset", "b"))
+        await until_waiting(client)
+        pass_time(60)
         with pytest.raises(
-            MCPError, match=r"agentfactory: no instance within 0.2 s .* all 1 \(pool.capacity\) are taken"
+            MCPError, match=r"agentfactory: no instance within 60 s .* all 1 \(pool.capacity\) are taken"
         ):
-            await call(client, "reset", "b")
+            await late
         gone = asyncio.create_task(call(client, "reset", "c"))
         await until_waiting(client)
         await call(client, "close", "c")
@@ -362,42 +366,45 @@ async def test_waiting_for_an_instance(log: list[str]) -> None:
         cancelled = asyncio.create_task(call(client, "reset", "e"))
         await until_waiting(client)
         cancelled.cancel()
+        await until_waiting(client, 0)
         await call(client, "close", "d")
         assert await call(client, "reset", "f") == ("", None)
         await call(client, "close", "f")
         assert await gauges(client) == {"in_use": 0, "idle": 1, "waiting": 0, "made": 1, "recycled": 0, "broken": 0}
 
 
-async def until_waiting(client: Client) -> None:
-    async with asyncio.timeout(20):
-        while not (await gauges(client))["waiting"]:  # noqa: ASYNC110
+async def until_waiting(client: Client, number: int = 1) -> None:
+    async with asyncio.timeout(30):
+        while (await gauges(client))["waiting"] != number:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
 
 async def test_warm_instances_are_made_in_threads_before_anybody_asks(log: list[str]) -> None:
-    async with Client(build_server([Room], pool=PoolConfig(warm=3), options={"seconds": 0.1})):
-        await until(lambda: len(log) == 3)
-        assert set(log) == {"make room0", "make room1", "make room2"}
+    async with Client(build_server([Room], pool=PoolConfig(warm=3), options={"gate": (gate := threading.Event())})):
+        await until(lambda: log == ["at the gate"] * 3)
+        gate.set()
+        await until(lambda: len(log) == 6)
+        assert set(log[3:]) == {"make room0", "make room1", "make room2"}
     assert len([line for line in log if line.startswith("close")]) == 3
 
 
 async def test_a_reset_that_was_given_up(log: list[str]) -> None:
     async with Client(build_server([Room], pool=PoolConfig(capacity=1))) as client:
         begun = asyncio.create_task(call(client, "reset", "a", fault="slow"))
-        await until(lambda: log == ["make room0"])
-        await asyncio.sleep(0.05)
+        await until(lambda: "slow room0" in log)
         begun.cancel()
         await call(client, "close", "a")
         assert await call(client, "reset", "b") == ("", None)
         assert (await gauges(client))["broken"] == 1
-    assert log == ["make room0", "close room0", "make room1", "close room1"]
+    assert log == ["make room0", "slow room0", "close room0", "make room1", "close room1"]
 
 
 async def test_a_server_that_ends_while_an_instance_is_made(log: list[str]) -> None:
-    async with Client(build_server([Room], pool=PoolConfig(warm=1), options={"seconds": 0.2})):
-        await asyncio.sleep(0.05)
-    assert log == []
-    await until(lambda: log == ["make room0", "close room0"])
+    async with Client(build_server([Room], pool=PoolConfig(warm=1), options={"gate": (gate := threading.Event())})):
+        await until(lambda: log == ["at the gate"])
+    assert log == ["at the gate"]
+    gate.set()
+    await until(lambda: log == ["at the gate", "make room0", "close room0"])
 
 
 async def test_a_constructor_that_raises() -> None:
@@ -430,13 +437,17 @@ async def test_a_class_that_cannot_forget_is_made_anew() -> None:
 
 
 async def test_a_chain_that_calls_nothing_any_more_loses_its_instance(log: list[str]) -> None:
-    async with Client(build_server([Room], pool=PoolConfig(capacity=1), idle_seconds=0.4)) as client:
+    pool = PoolConfig(capacity=1, wait_seconds=80)
+    async with Client(build_server([Room], pool=pool, idle_seconds=60)) as client:
         await call(client, "reset", "a", word="a")
         for _ in range(5):  # longer than the limit in all, never at a time
-            await asyncio.sleep(0.1)
+            pass_time(20)
             assert await call(client, "read", "a") == ("a", None)
-        assert await call(client, "reset", "b", word="b") == ("a", None)
-        with pytest.raises(MCPError, match=r"holds no state of this chain: .* it called nothing for 0.4 s"):
+        following = asyncio.create_task(call(client, "reset", "b", word="b"))
+        await until_waiting(client)
+        pass_time(60)
+        assert await following == ("a", None)
+        with pytest.raises(MCPError, match=r"holds no state of this chain: .* it called nothing for 60 s"):
             await call(client, "read", "a")
         assert await call(client, "read", "b") == ("b", None)
 
@@ -487,7 +498,7 @@ def test_options_that_do_not_fit() -> None:
     @tool
     def add(number: int) -> int: ...
 
-    with pytest.raises(TypeError, match=r"options\.colour: Room has no such argument; it takes name, seconds"):
+    with pytest.raises(TypeError, match=r"options\.colour: Room has no such argument; it takes name, gate"):
         build_server([Room], options={"colour": "red", "name": "x"})
     with pytest.raises(TypeError, match=r"options\.size: Counter has no such argument; it takes none"):
         build_server([Counter], options={"size": 1})

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.waiting import pass_time, until
 from tools import pool as pool_module
 from tools.config import PoolConfig
 from tools.messages import ToolInfrastructureError
@@ -133,8 +134,7 @@ async def test_waiting_is_bounded() -> None:
     pool = factory.pool(wait_seconds=0.01)
     with pytest.raises(ToolInfrastructureError, match=r"no instance within .*pool.warm|making an instance took over"):
         await pool.acquire()
-    while factory.existing:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    await until(lambda: not factory.existing)
     await pool.close()
 
 
@@ -210,9 +210,10 @@ async def test_age_counts_from_the_making() -> None:
 
 async def test_idle_instances_age_too() -> None:
     factory = Factory()
-    pool = factory.pool(max_seconds=0.02)
+    pool = factory.pool(max_seconds=60)
     await (await pool.acquire()).release()
-    await asyncio.sleep(0.03)
+    assert counts(pool) == (0, 1, 0)
+    pass_time(60)
     assert (await pool.acquire()).value.number == 1
     await pool.close()
 

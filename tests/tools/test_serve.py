@@ -31,9 +31,11 @@ servers = {
 async def main():
     async with open_toolset(ToolsRecipe.model_validate({"mcp_servers": servers}), Path(sys.argv[1])) as toolset:
         async with toolset.chain("a", {}) as session:
-            stuck = asyncio.create_task(session.call(ToolCall("1", "block", {})))
+            blocking = Path(sys.argv[2])
+            stuck = asyncio.create_task(session.call(ToolCall("1", "block", {"path": str(blocking)})))
             await session.call(ToolCall("2", "process_id", {}))
-            await asyncio.sleep(0.2)
+            while not blocking.exists():
+                await asyncio.sleep(0.01)
             print("ready", flush=True)
             await stuck
 
@@ -41,14 +43,15 @@ asyncio.run(main())
 """
 
 
-def test_children_end_when_their_parent_is_killed(folder: Path) -> None:
-    with subprocess.Popen([sys.executable, "-P", "-c", PARENT, folder], stdout=subprocess.PIPE, text=True) as parent:
+def test_children_end_when_their_parent_is_killed(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-c", PARENT, str(folder), str(tmp_path / "blocking")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "ready\n"
         children = psutil.Process(parent.pid).children(recursive=True)
         assert len(children) == 2
         os.kill(parent.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive
 
 
@@ -171,7 +174,7 @@ async def test_a_whole_file_over_stdio(tmp_path: Path) -> None:
 
 async def test_a_client_that_vanished_does_not_keep_its_instance(tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(SHOP)
-    options = ["--option", "owner=Ada", "--capacity", "1", "--idle-seconds", "0.3"]
+    options = ["--option", "owner=Ada", "--capacity", "1", "--idle-seconds", "3"]
     command = [sys.executable, "-P", "-m", "tools.serve", "shop.py:Shop", *options, "--http", "0"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:  # noqa: ASYNC220
         try:

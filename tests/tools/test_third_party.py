@@ -136,16 +136,18 @@ async def test_state_is_shared_or_a_chains_own(
             )
 
 
-async def test_a_server_that_was_started_anew_between_two_calls(everything: dict[str, Any], tmp_path: Path) -> None:
+async def test_a_server_that_was_started_anew_between_two_calls(
+    everything: dict[str, Any], tmp_path: Path, port: int
+) -> None:
     """It answers, and knows nothing of our session: one call is lost, the next has a new session."""
-    with everything_over_http(everything) as url:
+    with everything_over_http(everything, port) as url:
         toolset = await (stack := AsyncExitStack()).enter_async_context(
             open_toolset(recipe_of(all={"url": url}), tmp_path)
         )
         session = await stack.enter_async_context(toolset.chain("a", {}))
         assert await ask(session, "echo", message="one") == "Echo: one"
     async with stack:
-        with everything_over_http(everything, int(url.split(":")[2].split("/")[0])):
+        with everything_over_http(everything, port):
             with pytest.raises(ToolInfrastructureError, match="tool server all died during a call of echo"):
                 await ask(session, "echo", message="two")
             assert await ask(session, "echo", message="three") == "Echo: three"

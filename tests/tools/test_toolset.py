@@ -9,6 +9,7 @@ import pytest
 from mcp.server.mcpserver import MCPServer
 
 from tests.tools.conftest import stdio_server
+from tests.waiting import pass_time, until
 from tools.config import ToolsRecipe
 from tools.messages import (
     CallError,
@@ -179,21 +180,24 @@ async def test_a_timeout_is_told_and_disturbs_nobody(http_url: str, folder: Path
         toolset.chain("quick", {"word": "x"}) as neighbour,
     ):
         late, quick = await asyncio.gather(
-            session.call(make("wait", seconds=30)), neighbour.call(make("wait", seconds=0.01))
+            session.call(make("wait", seconds=30)), neighbour.call(make("wait", seconds=0.01), 60)
         )
         assert (late.content, late.error) == ("wait did not answer within 1.5 s.", CallError.TIMEOUT)
         assert late.seconds >= 1.5
         assert (quick.content, quick.error) == ("awake", None)
-        assert (await session.call(make("wait", seconds=0))).content == "awake"
+        assert (await session.call(make("wait", seconds=0), 60)).content == "awake"
 
 
 async def test_environments_are_let_go_of_whatever_happens(folder: Path) -> None:
     released = load_object("scratchpad.py:Scratchpad", folder).released
     async with open_toolset(ToolsRecipe(tools=["scratchpad.py:Scratchpad", "scratchpad.py:wait"]), folder) as toolset:
+        hangs = asyncio.Event()
 
         async def live(word: str, act: str) -> None:
             async with toolset.chain(word, {"word": word}) as session:
                 await session.call(make("write", word=word))
+                if act == "hang":
+                    hangs.set()
                 if act == "raise":
                     raise KeyError(word)
                 await session.call(make("wait", seconds=30 if act == "hang" else 0))
@@ -203,6 +207,7 @@ async def test_environments_are_let_go_of_whatever_happens(folder: Path) -> None
         with pytest.raises(KeyError):
             await live("raised", "raise")
         await live("ended", "end")
+        await hangs.wait()
         hanging.cancel()
         with pytest.raises(asyncio.CancelledError):
             await hanging
@@ -297,11 +302,13 @@ from tools.environment import Environment
 from tools.tool import finish, tool
 
 calls = []
+gate = asyncio.Event()
 
 @tool
 async def look_up(key: str, pages: int = 1) -> str:
     calls.append(key)
-    await asyncio.sleep(0.02)
+    if key in ("c", "d"):
+        await gate.wait()
     if key == "bad":
         raise ValueError("no such key")
     return f"{key} {len(calls)}"
@@ -349,14 +356,14 @@ async def test_openings_with_images_and_environments_that_do_not_judge(tmp_path:
 
 async def test_the_cache(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OPEN_HANDED)
-    entry = {"module": "mine.py:look_up", "cache": 2, "timeout_seconds": 5}
+    entry = {"module": "mine.py:look_up", "cache": 2}
     recipe = ToolsRecipe.model_validate({"mcp_servers": {"x": entry}})
     async with open_toolset(recipe, tmp_path) as toolset, toolset.chain("a", {}) as one, toolset.chain("b", {}) as two:
 
         async def ask(session: ToolSession, key: str, **more: Any) -> Any:
             return (await session.call(make("look_up", key=key, **more))).content
 
-        calls = load_object("mine.py:calls", tmp_path)
+        calls, gate = (load_object(f"mine.py:{name}", tmp_path) for name in ("calls", "gate"))
         assert [await ask(session, "a") for session in (one, two, one)] == ["a 1"] * 3
         same = await asyncio.gather(ask(one, "b", pages=1), ask(two, "b", pages=1))
         assert same == ["b 2"] * 2
@@ -368,11 +375,17 @@ async def test_the_cache(tmp_path: Path) -> None:
 
         # equal calls at a time are one, which goes on as long as anybody waits for it
         first, second = (asyncio.create_task(ask(session, "c")) for session in (one, two))
-        await asyncio.sleep(0.005)
+        await until(lambda: "c" in calls)
         first.cancel()
+        gate.set()
         assert await second == "c 7"
-        late = await one.call(make("look_up", key="d"), timeout_seconds=0.001)
-        assert (late.content, late.error) == ("look_up did not answer within 0.001 s.", CallError.TIMEOUT)
+        gate.clear()
+        giving_up = asyncio.create_task(one.call(make("look_up", key="d"), timeout_seconds=30))
+        await until(lambda: "d" in calls)
+        pass_time(30)
+        late = await giving_up
+        assert (late.content, late.error) == ("look_up did not answer within 30 s.", CallError.TIMEOUT)
+        gate.set()
         assert await ask(one, "d") == "d 9"
 
 
@@ -427,7 +440,7 @@ async def test_letting_go_survives_a_second_cancellation(folder: Path) -> None:
             chain.cancel()
             with suppress(asyncio.CancelledError):
                 await chain
-            async with asyncio.timeout(5), toolset.chain("b", {"word": "again"}) as session:
+            async with asyncio.timeout(60), toolset.chain("b", {"word": "again"}) as session:
                 assert session.opening == "The pad says again."
 
 

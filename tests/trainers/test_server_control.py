@@ -64,7 +64,7 @@ def test_a_version_waits_for_a_server_as_long_as_the_recipe_says(make_recipe: Ca
     started = time.monotonic()
     with pytest.raises(ServerGoneError, match=r"127.0.0.1:9/health.*no server answered for 0.6 s"):
         PatientSync(Sleeper(answers_from=99), CANARY, patience_seconds=0.6).push(3, policy, {})
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
 
 
 def test_a_server_that_is_gone_again_is_not_proven() -> None:

@@ -8,6 +8,7 @@ import http.client
 import json
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +25,9 @@ from transformers import AutoTokenizer
 from rollout.client import InferenceClient
 from rollout.trajectory import Group
 from tests.forked import start_engine
+from tests.served import busy
 from tests.trainers.test_rl import LiveSource, unlisted
+from tests.waiting import until
 from trainers import time_share
 from trainers.checkpoints import Checkpoints
 from trainers.config import TrainRecipe
@@ -288,12 +291,16 @@ def test_a_refusal_stops_the_run(
 @pytest.mark.parametrize("call", [SLEEP[0], UPDATE[0]])
 def test_a_server_that_is_away_for_a_moment_is_asked_again(train: Train, recorder: Recorder, call: str) -> None:
     recorder.answers[call.split("?")[0]] = (503, "starting")
-    back = threading.Timer(0.7, recorder.answers.clear)
-    back.start()
+
+    def come_back() -> None:
+        while recorder.calls.count(call) < 2:
+            time.sleep(0.01)
+        recorder.answers.clear()
+
+    threading.Thread(target=come_back, daemon=True).start()
     check_metrics(train())
-    back.join()
     first = recorder.calls[: recorder.calls.index("canary") + 1]
-    assert first.count(call) >= 2
+    assert first.count(call) > 2
     assert first[-len(UPDATE) :] == UPDATE
 
 
@@ -322,9 +329,10 @@ async def cut_by_sleep(recorder: Recorder, tokens: int) -> None:
     sampling = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
     async with InferenceClient(recorder.url, retry_seconds=0.2) as client:
         asking = asyncio.create_task(client.generate([5, 9, 12], "policy", sampling))
-        await asyncio.sleep(0.15)
+        await busy(recorder.upstream)
         await asyncio.to_thread(server.sleep)
-        await asyncio.sleep(0.5)
+        await until(lambda: len(recorder.calls) > 2)
+        await asyncio.sleep(0.3)
         assert recorder.calls[:2] == ["turn", SLEEP[0]]
         assert set(recorder.calls[2:]) == {"/is_sleeping"}, "a server that sleeps gets no turn"
         assert not asking.done()
