@@ -140,7 +140,7 @@ def look(terminal: Terminal, line: str) -> str:
 
 
 def awaited(process: subprocess.Popen[bytes], log: Path, pattern: str) -> str:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (found := re.search(pattern, log.read_text())):
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()
@@ -149,7 +149,7 @@ def awaited(process: subprocess.Popen[bytes], log: Path, pattern: str) -> str:
 
 
 def fetch(address: str) -> bytes:
-    with urllib.request.urlopen(address, timeout=10) as answer:
+    with urllib.request.urlopen(address, timeout=30) as answer:
         body: bytes = answer.read()
     return body
 

@@ -16,7 +16,7 @@ import pytest
 from tests.rollout.test_server_contract import make_model
 from tests.served import VLLM_PYTHON
 
-GONE_WITHIN = 10.0
+GONE_WITHIN = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def ready(process: subprocess.Popen[str]) -> str:
 @pytest.mark.parametrize("victim", ["launcher", "API server"])
 def test_kill_leaves_no_process(recipe: Path, victim: str) -> None:
     with serving(recipe) as launcher:
-        with urllib.request.urlopen(ready(launcher) + "/weight_info", timeout=5) as answer:
+        with urllib.request.urlopen(ready(launcher) + "/weight_info", timeout=30) as answer:
             assert json.load(answer) == {"weight_version": "default"}
         processes = psutil.Process(launcher.pid).children(recursive=True)
         assert len(processes) >= 3, "an API server, an engine, a worker"
@@ -79,7 +79,7 @@ def test_a_failed_start_is_explained_in_one_line(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     command = [sys.executable, "-P", "-m", "agentfactory", "serve", str(recipe), override]
-    result = subprocess.run(command, cwd=recipe.parent, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=recipe.parent, capture_output=True, text=True, timeout=300)
     assert result.returncode == 1
     last = result.stderr.splitlines()[-1]
     assert said in last
