@@ -18,7 +18,7 @@ import yaml
 
 from agentfactory import resume
 from agentfactory.command_line import add_resume_option, settle_resume
-from agentfactory.progress import Progress
+from agentfactory.progress import Progress, tell_warnings
 from agentfactory.recipe import Recipe, RecipeError, StagedRecipe, load_recipe
 from agentfactory.run_folder import Hold, RunFolder, RunFolderError
 from tools import lifeline
@@ -102,7 +102,7 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | None:
             folder, opened[0] = open_folder(recipe, resumed, hold)
             progress = Progress(train.steps, "sft" if train.algorithm == "sft" else "grpo")
             stack.callback(progress.close)
-            stack.enter_context(progress.warnings("agentfactory", "rollout", "tools", "trainers"))
+            stack.enter_context(tell_warnings(progress.note))
             if RunFolder.attached(recipe.output):
                 # the launcher shows what goes to stdout, and keeps what goes to stderr
                 logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -75,19 +75,6 @@ class Progress:
         """A line of its own, which stays."""
         self._print(text)
 
-    @contextmanager
-    def warnings(self, *packages: str) -> Iterator[None]:
-        """While inside, what these packages' loggers warn of is noted, too."""
-        handler = _Notes(self)
-        loggers = [logging.getLogger(package) for package in packages]
-        for logger in loggers:
-            logger.addHandler(handler)
-        try:
-            yield
-        finally:
-            for logger in loggers:
-                logger.removeHandler(handler)
-
     def close(self) -> None:
         """Leave the terminal as it was; what was shown stays."""
         if self._live:
@@ -125,13 +112,27 @@ class Progress:
         return Group(table, bar) if self._rows else Group(bar)
 
 
-class _Notes(logging.Handler):
-    def __init__(self, progress: Progress):
+@contextmanager
+def tell_warnings(say: Callable[[str], None]) -> Iterator[None]:
+    """While inside, `say` gets a line for whatever our packages' loggers warn of."""
+    handler = _Warnings(say)
+    loggers = [logging.getLogger(package) for package in ("agentfactory", "rollout", "tools", "trainers")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+
+
+class _Warnings(logging.Handler):
+    def __init__(self, say: Callable[[str], None]):
         super().__init__(logging.WARNING)
-        self._progress = progress
+        self._say = say
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._progress.note(f"{record.levelname.lower()}: {record.getMessage()}")
+        self._say(f"{record.levelname.lower()}: {record.getMessage()}")
 
 
 @contextmanager

@@ -108,14 +108,14 @@ def _run_eval(
     say: Say,
     step: int | None = None,
 ) -> "Evaluation":
-    from agentfactory.progress import follow_groups
+    from agentfactory.progress import follow_groups, tell_warnings
     from rollout.data import load_tasks
     from rollout.evaluate import run_eval
 
     assert recipe.eval.data is not None  # load_recipe has seen to it
     tasks, samples, greedy = load_tasks(recipe.eval.data), recipe.eval.samples, recipe.eval.greedy
     say(f"evaluating {len(tasks)} tasks, each by {samples} sampled {'and 1 greedy ' if greedy else ''}chains")
-    with follow_groups(folder.trajectories, len(tasks) * (1 + greedy), say):
+    with tell_warnings(say), follow_groups(folder.trajectories, len(tasks) * (1 + greedy), say):
         return run_eval(recipe, tasks, folder.trajectories, partial(_log_figures, folder, step), opened, model)
 
 
@@ -132,7 +132,7 @@ def _report(found: "Evaluation", recipe: Recipe, label: str, folder: RunFolder, 
 def roll_out(recipe: Recipe | StagedRecipe, say: Say) -> None:
     """Run one group of chains for every task of `data` and save them into `<output>/rollout`, rollout-2, ..."""
     with _acting("rollout", recipe, None, say) as (served, folder, urls):
-        from agentfactory.progress import follow_groups
+        from agentfactory.progress import follow_groups, tell_warnings
         from rollout.data import load_tasks
         from rollout.evaluate import run_rollout
 
@@ -140,7 +140,7 @@ def roll_out(recipe: Recipe | StagedRecipe, say: Say) -> None:
         assert acting.data is not None  # load_recipe has seen to it
         tasks = load_tasks(acting.data)
         say(f"running {len(tasks)} tasks, each by {acting.rollout.group_size} chains")
-        with follow_groups(folder.trajectories, len(tasks), say):
+        with tell_warnings(say), follow_groups(folder.trajectories, len(tasks), say):
             log = partial(_log_figures, folder, served.step)
             figures = run_rollout(acting, tasks, folder.path, urls, folder.trajectories, log, served.name)
         folder.write_summary({"checkpoint": served.label, "seed": recipe.seed, **figures})

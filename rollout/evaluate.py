@@ -182,7 +182,9 @@ def run_eval(
     async def run() -> dict[str, list[Group]]:
         async with opened as runner:
             await runner.check(tasks[0])
-            return await _play(runner, recipe, tasks, model, folder, "final")
+            played = await _play(runner, recipe, tasks, model, folder, "final")
+            _warn_of_tools(runner)
+            return played
 
     played = asyncio.run(run())
     chains = [chain for groups in played.values() for group in groups for chain in group.trajectories]
@@ -194,6 +196,11 @@ def run_eval(
     )
     log({f"eval/{key}": value for key, value in found.figures().items()})
     return found
+
+
+def _warn_of_tools(runner: ChainRunner) -> None:
+    for warning in runner.tool_errors.take_warnings():
+        logger.warning(warning)
 
 
 def _estimates(recipe: RolloutRecipe, mode: str, groups: list[Group]) -> dict[str, dict[str, Estimate]]:
@@ -233,7 +240,9 @@ def run_rollout(
     async def run() -> list[Group]:
         async with open_runner(recipe, base, urls) as runner:
             await runner.check(tasks[0])
-            return list(await asyncio.gather(*(run_group(runner, number) for number in range(len(tasks)))))
+            groups = await asyncio.gather(*(run_group(runner, number) for number in range(len(tasks))))
+            _warn_of_tools(runner)
+            return list(groups)
 
     figures = mean_figures(asyncio.run(run()))
     log({f"rollout/{key}": value for key, value in figures.items()})

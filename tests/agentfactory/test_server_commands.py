@@ -1,6 +1,7 @@
 """What the commands that need a server take for it, and what `agentfactory rollout` says and leaves."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from agentfactory.run_folder import RunFolderError
 from agentfactory.server_commands import what_is_served
 from rollout.trajectory import read_groups
 from tests.agentfactory.conftest import Command
+from tests.conftest import QUICKSTART
 from tests.waiting import wait_for
 
 
@@ -74,6 +76,34 @@ def test_chains_are_run_saved_and_told(
     assert lines[-2].startswith(f"means over chains: {means}; ")
     assert summary["checkpoint"] == f"policy at {warm_server}", "the server's weights, whatever model.path says"
     assert [len(group.trajectories) for group in read_groups(tmp_path / "rollout" / "trajectories")] == [3, 3]
+
+
+BROKEN = f"""
+from agentfactory import tool
+from tools.user_code import load_object
+
+TreasureHunt = load_object("treasure_hunt.py:TreasureHunt", __import__("pathlib").Path({str(QUICKSTART)!r}))
+
+
+class Broken(TreasureHunt):
+    @tool
+    async def move(self, direction: str) -> str:
+        \"\"\"Take one step.\"\"\"
+        raise ValueError("no legs")
+"""
+
+
+@pytest.mark.parametrize("command", ["rollout", "eval"])
+def test_a_tool_that_raises_at_most_of_its_calls_is_told(
+    agentfactory: Command, quickstart_run: Path, tmp_path: Path, warm_server: str, warm_start: Path, command: str
+) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    overrides = [f"output={tmp_path}", f"server.url={warm_server}", f"model.path={warm_start}"]
+    overrides += [f"tools=[{tmp_path}/broken.py:Broken]", "data.limit=4", "eval.data.limit=4", "eval.samples=4"]
+    result = agentfactory(command, str(quickstart_run / "grpo" / "recipe.yaml"), *overrides)
+    assert result.returncode == 0, result.stderr
+    (told,) = [line for line in result.stdout.splitlines() if line.startswith("warning: ")]
+    assert re.fullmatch(r"warning: tool move: (\d+) of \1 calls raised, such as: ValueError: no legs", told)
 
 
 def test_groups_are_counted_as_they_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
