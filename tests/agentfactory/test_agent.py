@@ -156,7 +156,7 @@ def test_a_killed_script_leaves_no_server(warm_start: Path, tmp_path: Path) -> N
         assert script.stdout.readline().strip() in [*Outcome]
         (server,) = psutil.Process(script.pid).children()
         script.send_signal(signal.SIGKILL)
-    _, alive = psutil.wait_procs([server], timeout=60)
+    _, alive = psutil.wait_procs([server], timeout=10)
     assert not alive
 
 

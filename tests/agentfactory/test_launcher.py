@@ -169,7 +169,7 @@ def begin_long_training() -> subprocess.Popen[str]:
 def test_an_interrupted_run_says_so(staged: Path, number: signal.Signals, by: str) -> None:
     launcher = begin_long_training()
     os.kill(launcher.pid, number)
-    _, said = launcher.communicate(timeout=60)
+    _, said = launcher.communicate(timeout=20)
     assert launcher.returncode == 130
     assert said.splitlines()[-1] == f"agentfactory: interrupted by {by}; run folder runs/both; go on with --resume"
     assert json.loads((staged / "summary.json").read_text())["status"] == "interrupted"

@@ -141,7 +141,7 @@ except KeyboardInterrupt:
     with pytest.raises(subprocess.TimeoutExpired):
         launcher.wait(1.0)
     launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(30) == 130
+    assert launcher.wait(10) == 130
 
 
 @apart
@@ -200,5 +200,5 @@ except KeyboardInterrupt as error:
     launcher = subprocess.Popen([sys.executable, "-c", code, str(pid)])
     grandchild = int(written(pid))
     launcher.send_signal(number)
-    assert launcher.wait(timeout=30) == 130
+    assert launcher.wait(timeout=20) == 130
     wait_for(lambda: is_gone(grandchild))

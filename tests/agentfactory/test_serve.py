@@ -38,7 +38,7 @@ def test_a_server_runs_until_it_is_ended(recipe: Path) -> None:
     assert (folder / "recipe.yaml").exists()
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=15)
     assert process.returncode == 130
     assert "interrupted by SIGTERM" in said
     assert not [child for child in children if child.is_running()]

@@ -209,7 +209,7 @@ async def test_a_server_that_comes_back_is_used_again_and_silence_ends_the_run()
         started = time.monotonic()
         with pytest.raises(ServerUnreachableError, match=r"no server answers at http://127.* for 2 s: .*[Cc]onnect"):
             await ask(client)
-        assert 1.5 < time.monotonic() - started < 20
+        assert 1.5 < time.monotonic() - started < 8
 
 
 @asynccontextmanager
@@ -313,5 +313,5 @@ async def test_routes_are_checked_on_every_server_and_the_switch_is_named() -> N
         started = time.monotonic()
         with pytest.raises(ServerUnreachableError, match=f"no server answers at {bad.url}"):
             await client.check_routes()
-        assert time.monotonic() - started < 4, "a wrong address is told at once"
+        assert time.monotonic() - started < 2, "a wrong address is told at once"
         await bad.start()

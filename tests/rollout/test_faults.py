@@ -216,7 +216,7 @@ async def test_when_no_server_is_left_the_run_stops_and_says_so(tmp_path: Path, 
         killed = time.monotonic()
         server.kill()
         assert await run.end() == 1
-    assert time.monotonic() - killed < 30
+    assert time.monotonic() - killed < 15
     last = run.said().strip().splitlines()[-1]
     assert server.url in last
     assert "for 3 s" in last

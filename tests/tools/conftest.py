@@ -1,6 +1,5 @@
 """The objects of scratchpad.py, served over each transport."""
 
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -51,15 +50,6 @@ def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             yield process, line.split()[1]
         finally:
             process.terminate()
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    """A port for servers that follow each other: meanwhile nobody else is given it."""
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do, which may then bind it too
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

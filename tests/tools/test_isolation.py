@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.forked import reserved_port
 from tests.tools.conftest import http_server, running
 from tests.waiting import until
 from tools.config import ToolsRecipe
@@ -241,7 +242,8 @@ async def test_a_server_without_sessions_is_refused(folder: Path) -> None:
                 pass
 
 
-async def test_sessions_of_a_server_that_was_started_anew_are_replaced(folder: Path, port: int) -> None:
+async def test_sessions_of_a_server_that_was_started_anew_are_replaced(folder: Path) -> None:
+    port = reserved_port()
     with running("-P", "sessions.py", str(port)) as (process, url):
         roles = {"reset": "write", "reward": None, "close": None}
         entry = {"url": url, "isolation": "session", "environment": roles, "pool": {"capacity": 1}}

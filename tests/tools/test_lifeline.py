@@ -44,7 +44,7 @@ def test_a_follower_ends_when_its_parent_is_killed(tmp_path: Path, kind: str) ->
     finally:
         parent.kill()
         parent.wait()
-    _, alive = psutil.wait_procs(family, timeout=30)
+    _, alive = psutil.wait_procs(family, timeout=10)
     assert not alive
 
 

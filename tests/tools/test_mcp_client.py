@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.forked import reserved_port
 from tests.tools.conftest import OBJECTS, http_server, stdio_server
 from tests.waiting import until
 from tools import containers, mcp_client
@@ -117,7 +118,8 @@ async def test_a_server_that_keeps_dying_is_given_up(folder: Path, monkeypatch: 
             await ask(session, "die")
 
 
-async def test_a_dead_http_server(folder: Path, port: int) -> None:
+async def test_a_dead_http_server(folder: Path) -> None:
+    port = reserved_port()
     with http_server(*SERVED, port=port) as (process, url):
         async with open_toolset(recipe_of(pad={"url": url}), folder) as toolset:
             async with toolset.chain("old", {"word": "old"}) as old:

@@ -147,7 +147,7 @@ async def test_nothing_is_left_of_a_sandbox_that_was_closed(kind: SandboxKind) -
     await until(sandbox._process.said)
     sandbox.close()
     task.cancel()
-    assert psutil.wait_procs(family, timeout=30)[1] == []
+    assert psutil.wait_procs(family, timeout=10)[1] == []
     await until(lambda: folder is None or not os.path.exists(folder))
 
 
@@ -170,7 +170,7 @@ asyncio.run(main())
         first = psutil.Process(int(parent.stdout.readline()))
         family = [first, *first.children(recursive=True)]
         parent.send_signal(signal.SIGKILL)
-    assert psutil.wait_procs(family, timeout=30)[1] == []
+    assert psutil.wait_procs(family, timeout=10)[1] == []
 
 
 def test_none_stays_behind_when_a_process_is_killed_while_it_starts_them() -> None:
@@ -225,7 +225,7 @@ async def test_one_that_nobody_waits_for_is_ended() -> None:
         await waiting
     if not starting.cancelled():
         started = (await asyncio.wrap_future(starting)).popen
-        assert await asyncio.to_thread(started.wait, 30) == -signal.SIGKILL
+        assert await asyncio.to_thread(started.wait, 10) == -signal.SIGKILL
 
 
 def test_a_refusal_of_the_kernel_names_reason_and_fix() -> None:

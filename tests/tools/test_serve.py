@@ -51,7 +51,7 @@ def test_children_end_when_their_parent_is_killed(folder: Path, tmp_path: Path) 
         children = psutil.Process(parent.pid).children(recursive=True)
         assert len(children) == 2
         os.kill(parent.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(children, timeout=30)
+    _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.forked import reserved_port
 from tests.third_party_servers import everything, everything_over_http, time_server
 from tools.config import ToolsRecipe
 from tools.messages import CallError, Content, ToolCall, ToolInfrastructureError, ToolResult
@@ -136,10 +137,9 @@ async def test_state_is_shared_or_a_chains_own(
             )
 
 
-async def test_a_server_that_was_started_anew_between_two_calls(
-    everything: dict[str, Any], tmp_path: Path, port: int
-) -> None:
+async def test_a_server_that_was_started_anew_between_two_calls(everything: dict[str, Any], tmp_path: Path) -> None:
     """It answers, and knows nothing of our session: one call is lost, the next has a new session."""
+    port = reserved_port()
     with everything_over_http(everything, port) as url:
         toolset = await (stack := AsyncExitStack()).enter_async_context(
             open_toolset(recipe_of(all={"url": url}), tmp_path)

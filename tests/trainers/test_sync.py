@@ -1,6 +1,5 @@
 """Weight sync against the embedded engine, over HTTP: new weights arrive, and what did not arrive is found."""
 
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from tests.conftest import embedded_server
+from tests.forked import reserved_port
 from trainers.config import TrainRecipe
 from trainers.policy import Policy, load_policy
 from trainers.server_control import ServerControl, ServerGoneError, SyncError
@@ -138,10 +138,8 @@ def test_a_server_that_is_started_again_gets_the_last_version_back(
     policy = load_policy(make_recipe(lora))
     rows = canary_rows(range(VOCABULARY), longest=63)
     flags = ["--max-model-len", "64"]
-    with embedded_server(model_folder, *flags) as staying, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
+    with embedded_server(model_folder, *flags) as staying:
+        port = reserved_port()
         servers = [ServerControl(staying), ServerControl(f"http://127.0.0.1:{port}")]
         with embedded_server(model_folder, *flags, "--port", str(port)):
             sync: WeightSync = LoraSync(servers, tmp_path, "run", 1, 2) if lora else FileSync(servers, tmp_path)

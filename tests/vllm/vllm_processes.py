@@ -16,7 +16,7 @@ import pytest
 from tests.rollout.test_server_contract import make_model
 from tests.served import VLLM_PYTHON
 
-GONE_WITHIN = 30.0
+GONE_WITHIN = 10.0
 
 
 @pytest.fixture(scope="module")
