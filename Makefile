@@ -58,7 +58,7 @@ lint: $(VENV)/.installed-dev
 
 # The made pages anew, and the site in build/site.
 docs: $(VENV)/.installed-dev
-	$(BIN)/python -P -m agentfactory.reference docs
+	$(BIN)/python -m agentfactory.reference docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # The learning runs: the quickstart per seed, with an adapter, on rounded weights, and by other algorithms; the code

@@ -47,19 +47,19 @@ setup(
         "agentfactory",
         "agentfactory.doctor",
         "agentfactory.placement",
+        "agentfactory.rollout",
+        "agentfactory.rollout.embedded",
+        "agentfactory.rollout.parsers",
+        "agentfactory.rollout.rewards",
+        "agentfactory.tools",
+        "agentfactory.tools.sandbox",
+        "agentfactory.trainers",
+        "agentfactory.trainers.sync",
         "agentfactory.viewer",
-        "trainers",
-        "trainers.sync",
-        "rollout",
-        "rollout.embedded",
-        "rollout.parsers",
-        "rollout.rewards",
-        "tools",
-        "tools.sandbox",
     ],
     package_data={
-        # what `agentfactory new` writes
-        "agentfactory": ["templates/*", "templates/tiny/*"],
+        # what `agentfactory new` writes; the recipes, by a link to the folder at the root
+        "agentfactory": ["templates/*", "templates/tiny/*", "recipes/*/*"],
         # configurations by which memory is planned where the hub cannot be reached
         "agentfactory.placement": ["shapes/*.json"],
         "agentfactory.viewer": ["page/*"],
@@ -102,6 +102,6 @@ setup(
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": ["agentfactory=agentfactory.cli:main"],
-        "vllm.general_plugins": ["agentfactory=rollout.vllm_plugin:register"],
+        "vllm.general_plugins": ["agentfactory=agentfactory.rollout.vllm_plugin:register"],
     },
 )

@@ -1,5 +1,9 @@
 """`python -m agentfactory` is the `agentfactory` command."""
 
+from agentfactory.tools import import_path
+
+import_path.start_folder_last()
+
 from agentfactory.cli import main
 
 raise SystemExit(main())

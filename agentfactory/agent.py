@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any, Self
 
 from agentfactory.processes import Child
+from agentfactory.rollout.agent import AgentHooks
+from agentfactory.rollout.chain import ENDINGS, ChainRunner, Sampling
+from agentfactory.rollout.client import InferenceClient, ServerUnreachableError
+from agentfactory.rollout.config import RewardConfig, RolloutRecipe
+from agentfactory.rollout.data import Task
+from agentfactory.rollout.evaluate import open_runner
+from agentfactory.rollout.renderer import load_tokenizer
+from agentfactory.rollout.rewards import Rewards, prediction_of
+from agentfactory.rollout.serving import missing_from
+from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.run_folder import ADAPTER, base_of_adapter
 from agentfactory.served import serve
-from rollout.agent import AgentHooks
-from rollout.chain import ENDINGS, ChainRunner, Sampling
-from rollout.client import InferenceClient, ServerUnreachableError
-from rollout.config import RewardConfig, RolloutRecipe
-from rollout.data import Task
-from rollout.evaluate import open_runner
-from rollout.renderer import load_tokenizer
-from rollout.rewards import Rewards, prediction_of
-from rollout.serving import missing_from
-from rollout.trajectory import Trajectory
-from tools.messages import Message
+from agentfactory.tools.messages import Message
 
 _Reward = Callable[..., Any] | RewardConfig | str
 _RETRY_SECONDS = 30.0

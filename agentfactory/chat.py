@@ -12,19 +12,19 @@ from typing import Any
 
 from agentfactory.composition import COMMAND_LINE, RecipeError
 from agentfactory.recipe import Recipe, load_recipe, stages_of
+from agentfactory.rollout.chain import ChainRunner, Sampling, begin
+from agentfactory.rollout.client import Completion, ContextOverflowError, InferenceError, ServerUnreachableError
+from agentfactory.rollout.data import Task, load_tasks
+from agentfactory.rollout.evaluate import open_runner
+from agentfactory.rollout.play import Play
+from agentfactory.rollout.renderer import Parsed
+from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.trajectory import StopReason
 from agentfactory.run_folder import RECIPE, RunFolder, RunFolderError
 from agentfactory.served import serve
 from agentfactory.server_commands import Served, what_is_served
-from rollout.chain import ChainRunner, Sampling, begin
-from rollout.client import Completion, ContextOverflowError, InferenceError, ServerUnreachableError
-from rollout.data import Task, load_tasks
-from rollout.evaluate import open_runner
-from rollout.play import Play
-from rollout.renderer import Parsed
-from rollout.rewards import Rewards
-from rollout.trajectory import StopReason
-from tools.messages import Message, ToolInfrastructureError, text_of
-from tools.session import ToolSession
+from agentfactory.tools.messages import Message, ToolInfrastructureError, text_of
+from agentfactory.tools.session import ToolSession
 
 NEW = "/new"
 """Begins a new conversation."""

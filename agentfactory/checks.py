@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
 from agentfactory.composition import Composed, RecipeError, display, short
+from agentfactory.rollout.config import Inflight
+from agentfactory.rollout.context import check_context
+from agentfactory.rollout.data import InvalidData, Task, load_tasks
+from agentfactory.rollout.parsers import load_parser
+from agentfactory.rollout.rewards import InvalidReward, Rewards
+from agentfactory.rollout.serving import missing_from
+from agentfactory.tools.environment import Environment, reset_schema
+from agentfactory.tools.prebuilt import PREBUILT
+from agentfactory.tools.tool import is_tool
+from agentfactory.tools.user_code import UserCodeError, load_object
 from agentfactory.train_checks import Lack, Refuse, check_placement, check_training
-from rollout.config import Inflight
-from rollout.context import check_context
-from rollout.data import InvalidData, Task, load_tasks
-from rollout.parsers import load_parser
-from rollout.rewards import InvalidReward, Rewards
-from rollout.serving import missing_from
-from tools.environment import Environment, reset_schema
-from tools.prebuilt import PREBUILT
-from tools.tool import is_tool
-from tools.user_code import UserCodeError, load_object
 
 if TYPE_CHECKING:
     from agentfactory.recipe import Recipe
@@ -210,7 +210,7 @@ def _load_tools(recipe: "Recipe", refuse: Refuse) -> None:
         if server.module is not None:
             found = _load(server.module, f"mcp_servers.{key}.module", refuse, PREBUILT)
             # not above: the MCP SDK is slow to import, and few recipes need it here
-            from tools.mcp_server import build_server
+            from agentfactory.tools.mcp_server import build_server
 
             try:
                 build_server([found], key, server.pool, server.options)
@@ -230,7 +230,7 @@ def _load_user_code(recipe: "Recipe", refuse: Refuse) -> None:
     if recipe.rollout.agent is not None:
         _load(recipe.rollout.agent, "rollout.agent", refuse)
         # not above: it imports transformers
-        from rollout.agent import load_agent
+        from agentfactory.rollout.agent import load_agent
 
         try:
             load_agent(recipe.rollout.agent, Path.cwd())

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentfactory import check_own_packages, completion
+from agentfactory import completion
 from agentfactory.command_line import parse
 
 if TYPE_CHECKING:
@@ -28,10 +28,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     if "_ARGCOMPLETE" in os.environ:
         completion.answer()
-    try:
-        check_own_packages()
-    except ImportError as error:
-        return _refuse(error)
     given = sys.argv[1:] if arguments is None else [*arguments]
     if given[:2] == ["tools", "serve"]:
         return _serve_tools(given[2:])
@@ -68,7 +64,7 @@ def _terminable() -> Iterator[None]:
 
 
 def _run(options: argparse.Namespace) -> int:
-    # the schema is imported after the check, and without torch
+    # without torch
     from agentfactory.recipe import RecipeError, load_recipe
 
     if options.command == "eval" and options.url is not None:
@@ -197,7 +193,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _serve_tools(arguments: Sequence[str]) -> int:
-    from tools import serve
+    from agentfactory.tools import serve
 
     serve.main(arguments, "agentfactory tools serve")
     return OK

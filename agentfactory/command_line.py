@@ -195,7 +195,7 @@ def _add_tools(command: argparse.ArgumentParser) -> None:
     for name, text in _TOOLS.items():
         action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
         if name == "serve":
-            continue  # its options are parsed by tools.serve
+            continue  # its options are parsed by agentfactory.tools.serve
         action.add_argument("recipe", metavar="RECIPE", help="a YAML file; it needs no model")
         if name == "call":
             action.add_argument("tool", metavar="TOOL", help="its name, as `list` prints it")

@@ -11,6 +11,8 @@ from typing import Any
 import yaml
 
 COMMAND_LINE = "command line"
+RECIPES = Path(__file__).parent / "recipes"
+"""The recipes that come with AgentFactory."""
 _PLACEHOLDERS = ("${prepared}", "${output}")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -25,11 +27,13 @@ class RecipeError(Exception):
 
 @dataclass
 class Composed:
-    """A recipe's mapping before validation. `origins` holds, per dotted leaf, which file or command line set it."""
+    """A recipe's mapping before validation. `origins` holds, per dotted leaf, which file or command line set it;
+    `folders` are those of its files."""
 
     source: str
     data: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
+    folders: list[Path] = field(default_factory=list)
 
     def merge(self, data: dict[str, Any], source: str) -> None:
         """Lay `data` over this mapping: mappings merge, everything else replaces."""
@@ -88,6 +92,13 @@ def _parse(text: str, source: str, name: str) -> Any:
         raise RecipeError(source, name, f"not YAML: {problem}", "correct it") from None
 
 
+def recipe_file(name: str | Path, base: Path) -> Path:
+    """The file that `name` means, a path relative to `base`; where there is none, one of the recipes that come with
+    AgentFactory, such as recipes/quickstart/quickstart.yaml."""
+    path, own = (base / Path(name).expanduser()).resolve(), RECIPES.parent / name
+    return own.resolve() if Path(name).parts[:1] == (RECIPES.name,) and own.is_file() and not path.exists() else path
+
+
 def read_mapping(path: Path, source: str, name: str) -> dict[str, Any]:
     """The YAML mapping in the file `path`; `source` and `name` say who asked for it."""
     try:
@@ -119,12 +130,13 @@ def compose(data: dict[str, Any], file: Path, ancestors: tuple[Path, ...] = ()) 
     if parent is not None:
         if not isinstance(parent, str):
             raise RecipeError(source, "extends", f"got {short(parent)}", "name one recipe file")
-        path = (file.parent / parent).resolve()
+        path = recipe_file(parent, file.parent)
         if path in (file, *ancestors):
             raise RecipeError(source, "extends", f"{parent} extends this file in turn", "break the circle")
         inherited = compose(read_mapping(path, source, "extends"), path, (file, *ancestors))
         inherited.data.pop("name", None)
-        composed.data, composed.origins = inherited.data, inherited.origins
+        composed.data, composed.origins, composed.folders = inherited.data, inherited.origins, inherited.folders
+    composed.folders.insert(0, file.parent)
     composed.merge(anchor(data, file.parent), source)
     return composed
 
@@ -194,6 +206,7 @@ def _reference(value: str, base: Path) -> str:
 
 
 _PATH_FIELDS: dict[str, Callable[..., str]] = {
+    "import_path.*": _absolute,
     "prepare": _reference,
     "tools.*": _reference,
     "rewards.*": _reference,

@@ -5,8 +5,8 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from rollout.evaluate import Evaluation
-from rollout.statistics import Estimate
+from agentfactory.rollout.evaluate import Evaluation
+from agentfactory.rollout.statistics import Estimate
 
 _BESIDE = ("failed", "tool_calls", "sampled_tokens")
 """Means that stand below the estimates, of all tasks together."""

@@ -7,13 +7,13 @@ from typing import Any
 
 from agentfactory.composition import COMMAND_LINE, RecipeError
 from agentfactory.recipe import Recipe, StagedRecipe, stages_of
+from agentfactory.rollout.chain import ChainRunner
+from agentfactory.rollout.chat_chain import check_recipe, open_chat_runner
+from agentfactory.rollout.chat_endpoint import ChatEndpointError
+from agentfactory.rollout.chat_endpoint import look_at as ask_what_it_is
+from agentfactory.rollout.evaluate import open_runner
+from agentfactory.rollout.renderer import load_tokenizer
 from agentfactory.server_commands import check_weights
-from rollout.chain import ChainRunner
-from rollout.chat_chain import check_recipe, open_chat_runner
-from rollout.chat_endpoint import ChatEndpointError
-from rollout.chat_endpoint import look_at as ask_what_it_is
-from rollout.evaluate import open_runner
-from rollout.renderer import load_tokenizer
 
 __all__ = ["ChatEndpointError", "There", "check", "look_at", "named", "open_runner_at", "with_samples"]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agentfactory.run_folder import ADAPTER, RunFolderError, base_of_adapter, is_free
-from trainers.checkpoint_folder import DIGESTS, INFO, DamagedCheckpointError, read_info, verify
+from agentfactory.trainers.checkpoint_folder import DIGESTS, INFO, DamagedCheckpointError, read_info, verify
 
 _ADAPTER = (ADAPTER, "adapter_model.safetensors")
 _ONLY_FOR_TRAINING = (INFO, DIGESTS, "training_state.pt")

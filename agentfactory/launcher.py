@@ -10,15 +10,15 @@ from agentfactory.checks import runs_chains
 from agentfactory.composition import RecipeError, display
 from agentfactory.curve import draw_curve
 from agentfactory.placement.placed import Placement, may_have_gpu, place
-from agentfactory.processes import POLL_SECONDS, Child, ChildFailed, Children, python
+from agentfactory.processes import POLL_SECONDS, Child, ChildFailed, Children
 from agentfactory.recipe import Recipe, StagedRecipe, stages_of
 from agentfactory.resume import Part, State, plan, rewind
+from agentfactory.rollout import serving
 from agentfactory.run_folder import Hold, RunFolder, RunFolderError, check_free
-from rollout import serving
+from agentfactory.tools.import_path import own_python
+from agentfactory.trainers.config import ACCELERATE
 
 _SAY_EVERY_SECONDS = 10.0
-TRAIN_SCRIPT = Path(__file__).resolve().parent.parent / "train.py"
-ACCELERATE = TRAIN_SCRIPT.parent / "recipes" / "accelerate"
 
 Say = Callable[[str], None]
 
@@ -128,11 +128,12 @@ def _train_one(
 def _trainer_command(recipe: Recipe) -> list[str]:
     if recipe.train.processes == 1:
         # what `accelerate launch` would do for one process, without the seconds that it takes to import torch
-        return python(str(TRAIN_SCRIPT))
+        return own_python("-m", "agentfactory.train")
     configuration = ACCELERATE / f"{recipe.train.strategy}.yaml"
-    return python(
+    return own_python(
         *("-m", "accelerate.commands.launch", "--config_file", str(configuration)),
-        *("--num_processes", str(recipe.train.processes), "--main_process_port", "0", str(TRAIN_SCRIPT)),
+        *("--num_processes", str(recipe.train.processes), "--main_process_port", "0"),
+        *("-m", "agentfactory.train"),
     )
 
 
@@ -150,7 +151,7 @@ def _trainer_env(recipe: Recipe, folder: RunFolder) -> dict[str, str]:
 def _has_gpu() -> bool:
     # asked in a child: torch stays out of the launcher, and no CUDA context stays behind
     code = "import torch; raise SystemExit(0 if torch.cuda.is_available() else 3)"
-    status = subprocess.run(python("-c", code), check=False).returncode
+    status = subprocess.run(own_python("-c", code), check=False).returncode
     if status not in (0, 3):
         raise ChildFailed(f"torch could not be asked for GPUs: exit status {status}")
     return status == 0
@@ -162,8 +163,9 @@ def prepare(recipe: Recipe | StagedRecipe, children: Children, say: Say) -> None
     if recipe.prepare is None or folder.exists():
         return
     say(f"preparing {display(folder)}")
-    arguments = ("-m", "agentfactory.prepare", recipe.prepare, str(folder), str(recipe.seed))
-    children.wait(children.start("prepare function", python(*arguments), recipe.output / "logs" / "prepare.log"))
+    command = own_python("-m", "agentfactory.prepare", recipe.prepare, str(folder), str(recipe.seed))
+    command += map(str, recipe.import_path)
+    children.wait(children.start("prepare function", command, recipe.output / "logs" / "prepare.log"))
 
 
 def start_server(

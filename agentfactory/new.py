@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agentfactory.composition import display
+from agentfactory.composition import RECIPES, display
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_QUICKSTART = Path(__file__).parent.parent / "recipes" / "quickstart"
+_QUICKSTART = RECIPES / "quickstart"
 _NAME = "my_task"
 """What the task is called in the templates and in the names of their files."""
 _FILES = ("README.md", "my_task.py", "test_my_task.py", "recipe.yaml", "tiny/recipe.yaml", "tiny/prepare.py")
@@ -72,7 +72,7 @@ def _check_name(task: str) -> None:
     fix = "choose another name, such as word_problems"
     if not re.fullmatch(r"[a-z][a-z0-9_]*", task) or keyword.iskeyword(task):
         raise NewError(f"TASK: got {task!r}, which is to name a Python file; fix: {fix}: a-z, 0-9 and _")
-    if task in sys.stdlib_module_names or task in ("train", "tiny", "agentfactory", "trainers", "rollout", "tools"):
+    if task in sys.stdlib_module_names or task in ("train", "tiny", "agentfactory"):
         raise NewError(f"TASK: {task!r} is the name of a module of Python's or AgentFactory's; fix: {fix}")
 
 

@@ -1,11 +1,12 @@
-"""`python -P -m agentfactory.prepare FILE.py:NAME FOLDER SEED`: run a recipe's `prepare` in a process of its own."""
+"""`python -m agentfactory.prepare FILE.py:NAME FOLDER SEED [IMPORT_PATH ...]`: run a recipe's `prepare` in a process of
+its own."""
 
 import shutil
 import sys
 from pathlib import Path
 
-from tools import lifeline
-from tools.user_code import load_object
+from agentfactory.tools import import_path, lifeline
+from agentfactory.tools.user_code import load_object
 
 
 def prepare(reference: str, folder: Path, seed: int) -> None:
@@ -21,4 +22,5 @@ def prepare(reference: str, folder: Path, seed: int) -> None:
 
 if __name__ == "__main__":
     lifeline.follow_parent()
+    import_path.append_folders(map(Path, sys.argv[4:]))
     prepare(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

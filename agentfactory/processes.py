@@ -15,7 +15,7 @@ from typing import Self
 
 import psutil
 
-from tools import lifeline
+from agentfactory.tools import lifeline
 
 POLL_SECONDS = 0.1
 _TERM_SECONDS = 5.0
@@ -30,11 +30,6 @@ class ChildFailed(Exception):
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM or SIGHUP came; like Ctrl-C it unwinds everything."""
-
-
-def python(*arguments: str) -> list[str]:
-    """A command that runs this Python without the current folder on its path, where a user's tools.py may lie."""
-    return [sys.executable, "-P", *arguments]
 
 
 @dataclass
@@ -73,7 +68,7 @@ class Children:
 
     A terminal's Ctrl-C reaches only this process, which then ends the others in order: each child leads a session of
     its own. Descendants whose parent died come to this process, so that they are found (Linux); children of ours also
-    end by themselves when this process is killed (`tools.lifeline`).
+    end by themselves when this process is killed (`agentfactory.tools.lifeline`).
     """
 
     def __enter__(self) -> Self:

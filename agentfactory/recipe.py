@@ -20,10 +20,12 @@ from agentfactory.composition import (
     override,
     parse_overrides,
     read_mapping,
+    recipe_file,
     short,
 )
-from tools.config import Section
-from trainers.config import TrainRecipe
+from agentfactory.tools.config import Section
+from agentfactory.tools.import_path import append_folders
+from agentfactory.trainers.config import TrainRecipe
 
 __all__ = ["Recipe", "RecipeError", "StagedRecipe", "load_recipe", "stages_of"]
 
@@ -59,6 +61,9 @@ class StagedRecipe(Section):
     """Folder of all stages; default: runs/<name> in the current folder."""
     prepare: str | None = None
     """`FILE.py:NAME` of a function (folder, seed) that runs once before and fills `${prepared}`."""
+    import_path: list[Path] = []
+    """Folders that user code of every stage imports from, behind all that is installed; default: the folders of the
+    files of the recipe and its stages."""
     seed: int = Field(default=0, ge=0)
     """Seed of every stage."""
     stages: list[Recipe] = []
@@ -69,7 +74,7 @@ class StagedRecipe(Section):
         data = self.model_dump(mode="json")
         for index, stage in enumerate(data["stages"]):
             # what the whole gives to its stages is not theirs to say
-            for name in ("output", "seed", "prepare"):
+            for name in ("output", "seed", "prepare", "import_path"):
                 del stage[name]
             if index:
                 del stage["model"]["path"]
@@ -93,7 +98,7 @@ def load_recipe(
 
     Raises RecipeError, whose text names the file, the field, the value and the fix.
     """
-    file = Path(path).expanduser().resolve()
+    file = recipe_file(path, Path.cwd())
     composed = compose(read_mapping(file, "", "recipe"), file)
     composed.data.setdefault("name", file.stem)
     settings = parse_overrides(overrides)
@@ -103,8 +108,10 @@ def load_recipe(
         override(composed, name, value)
     if purpose == "tools":
         composed.data = _NOT_FOR_TOOLS | composed.data
+    _set_import_path(composed)
     _set_output(composed)
     recipe = _validate(Recipe, composed, f"{composed.data['output']}/prepared")
+    append_folders(recipe.import_path)
     check_prepare(recipe.prepare, composed)
     check(recipe, purpose, composed, recipe.output / "prepared" if recipe.prepare else None, lacks=lacks)
     return recipe
@@ -136,8 +143,10 @@ def _load_staged(
         else:
             fix = _did_you_mean(first, [*stages, *Recipe.model_fields], Recipe)
             raise RecipeError(COMMAND_LINE, name, f"unknown key {first!r}", fix)
+    _set_import_path(composed, *stages.values())
     _set_output(composed)
     whole = _validate(StagedRecipe, composed, "")
+    append_folders(whole.import_path)
     check_prepare(whole.prepare, composed)
     prepared = whole.output / "prepared"
     previous: str | None = None
@@ -164,7 +173,7 @@ def _load_staged(
 
 def _compose_stage(entry: Any, field: str, source: str, file: Path) -> Composed:
     if isinstance(entry, str):
-        path = (file.parent / Path(entry).expanduser()).resolve()
+        path = recipe_file(entry, file.parent)
         stage = compose(read_mapping(path, source, field), path)
         stage.data.setdefault("name", path.stem)
     elif isinstance(entry, dict) and "name" in entry:
@@ -182,7 +191,7 @@ def _compose_stage(entry: Any, field: str, source: str, file: Path) -> Composed:
 
 
 def _give_to_stage(whole: StagedRecipe, name: str, stage: Composed, previous: str | None) -> None:
-    """Seed, output and model that a stage gets from the whole; its own are for running it alone."""
+    """Seed, output, import path and model that a stage gets from the whole; its own are for running it alone."""
     prepare = stage.data.pop("prepare", None)
     if prepare not in (None, whole.prepare):
         raise RecipeError(
@@ -191,11 +200,21 @@ def _give_to_stage(whole: StagedRecipe, name: str, stage: Composed, previous: st
             f"got {prepare!r}",
             f"stages share one: name it in the {whole.name} recipe",
         )
-    stage.data |= {"seed": whole.seed, "output": f"{whole.output}/{name}"}
+    given = {"seed": whole.seed, "output": f"{whole.output}/{name}", "import_path": whole.import_path}
+    stage.data |= given
     if previous is not None:
         model = stage.data.setdefault("model", {})
         if isinstance(model, dict):
             model["path"] = f"{whole.output}/{previous}/checkpoints"
+
+
+def _set_import_path(composed: Composed, *stages: Composed) -> None:
+    """Where nothing says another: the folders of the files; of a stage that says one, its own."""
+    folders = list(composed.folders)
+    for stage in stages:
+        said = stage.data.get("import_path")
+        folders += map(Path, said) if isinstance(said, list) else stage.folders
+    composed.data.setdefault("import_path", list(dict.fromkeys(folders)))
 
 
 def _set_output(composed: Composed) -> None:
@@ -294,6 +313,6 @@ def _replace(value: Any, prefixes: dict[str, str]) -> Any:
 
 def _dump(data: dict[str, Any], output: Path) -> str:
     """YAML with the run's identity on top, and its own folder as a placeholder, so that another `output` takes over."""
-    top = {name: data.pop(name) for name in ("name", "output", "prepare", "seed")}
+    top = {name: data.pop(name) for name in ("name", "output", "prepare", "import_path", "seed")}
     body = _replace(data, {f"{output}/prepared": "${prepared}", str(output): "${output}"})
     return yaml.safe_dump(top | body, sort_keys=False, allow_unicode=True, width=120)

@@ -1,4 +1,4 @@
-"""Pages of docs/ that are made: every field of a recipe, and every metric. `python -P -m agentfactory.reference DOCS`
+"""Pages of docs/ that are made: every field of a recipe, and every metric. `python -m agentfactory.reference DOCS`
 writes them below the lines that people wrote."""
 
 import ast
@@ -16,11 +16,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from agentfactory.recipe import Recipe, StagedRecipe
-from rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
-from trainers.config import ALGORITHMS
-from trainers.metrics import METRICS
+from agentfactory.rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
+from agentfactory.trainers.config import ALGORITHMS
+from agentfactory.trainers.metrics import METRICS
 
-MARKER = "<!-- What follows is made by `python -P -m agentfactory.reference docs`: change it there. -->"
+MARKER = "<!-- What follows is made by `python -m agentfactory.reference docs`: change it there. -->"
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", Any: "anything"}
 _OF_A_CHAIN = """\
 Trajectories hold these under their bare names. `metrics.jsonl` has their means: over a step's batch as

@@ -12,7 +12,7 @@ import yaml
 from agentfactory.composition import COMMAND_LINE, RecipeError, display, short
 from agentfactory.recipe import Recipe
 from agentfactory.run_folder import RunFolder, RunFolderError, next_free
-from trainers.checkpoint_folder import (
+from agentfactory.trainers.checkpoint_folder import (
     DamagedCheckpointError,
     checkpoints,
     newest_whole,
@@ -26,7 +26,7 @@ AUTO = "auto"
 
 _MAY_DIFFER = (
     # where and how fast it runs, and how it is watched: these change what is learnt by rounding at most
-    *("name", "output", "server", "sync", "placement", "eval", "track"),
+    *("name", "output", "import_path", "server", "sync", "placement", "eval", "track"),
     *("rollout.concurrency", "rollout.timeout_seconds"),
     *("train.processes", "train.strategy", "train.batching", "train.token_budget", "train.attention"),
     *("train.gradient_checkpointing", "train.activation_offload", "train.liger", "train.compile"),

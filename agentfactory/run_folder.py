@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from rollout.trajectory import CREDIT_FILE
-from trainers.checkpoint_folder import checkpoints
+from agentfactory.rollout.trajectory import CREDIT_FILE
+from agentfactory.trainers.checkpoint_folder import checkpoints
 
 RECIPE = "recipe.yaml"
 ADAPTER = "adapter_config.json"

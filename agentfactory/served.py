@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 
 from agentfactory.processes import POLL_SECONDS, Child, ChildFailed
-from rollout import serving
-from rollout.config import RolloutRecipe
-from tools import lifeline
+from agentfactory.rollout import serving
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.tools import lifeline
 
 _END_SECONDS = 10.0
 

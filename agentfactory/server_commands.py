@@ -14,13 +14,13 @@ from agentfactory.launcher import Say, need_checkpoint, placed, prepare, settle,
 from agentfactory.processes import ChildFailed, Children
 from agentfactory.recipe import Recipe, StagedRecipe, stages_of
 from agentfactory.run_folder import ADAPTER, RunFolder, RunFolderError, base_of_adapter, next_free
-from trainers.checkpoint_folder import INFO, read_info
+from agentfactory.trainers.checkpoint_folder import INFO, read_info
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
-    from rollout.chain import ChainRunner
-    from rollout.evaluate import Evaluation
+    from agentfactory.rollout.chain import ChainRunner
+    from agentfactory.rollout.evaluate import Evaluation
 
 _NAMED = 8
 """Of the checkpoints near a wrong path, how many a message names, the last ones."""
@@ -66,7 +66,7 @@ def evaluate(
         _evaluate_at(recipe, url, model, say)
         return
     with _acting("eval", recipe, evaluated.named(model) if model else checkpoint, say) as (served, folder, urls):
-        from rollout.evaluate import open_runner
+        from agentfactory.rollout.evaluate import open_runner
 
         opened = open_runner(served.recipe, folder.path, urls)
         found = _run_eval(served.recipe, folder, opened, served.name, say, served.step)
@@ -76,7 +76,7 @@ def evaluate(
 def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say: Say) -> None:
     """Evaluate whoever answers at `url`."""
     from agentfactory import evaluated
-    from rollout.client import ServerUnreachableError
+    from agentfactory.rollout.client import ServerUnreachableError
 
     # the model of a later stage is a checkpoint that may not be there
     stages = stages_of(recipe)
@@ -109,8 +109,8 @@ def _run_eval(
     step: int | None = None,
 ) -> "Evaluation":
     from agentfactory.progress import follow_groups, tell_warnings
-    from rollout.data import load_tasks
-    from rollout.evaluate import run_eval
+    from agentfactory.rollout.data import load_tasks
+    from agentfactory.rollout.evaluate import run_eval
 
     assert recipe.eval.data is not None  # load_recipe has seen to it
     tasks, samples, greedy = load_tasks(recipe.eval.data), recipe.eval.samples, recipe.eval.greedy
@@ -133,8 +133,8 @@ def roll_out(recipe: Recipe | StagedRecipe, say: Say) -> None:
     """Run one group of chains for every task of `data` and save them into `<output>/rollout`, rollout-2, ..."""
     with _acting("rollout", recipe, None, say) as (served, folder, urls):
         from agentfactory.progress import follow_groups, tell_warnings
-        from rollout.data import load_tasks
-        from rollout.evaluate import run_rollout
+        from agentfactory.rollout.data import load_tasks
+        from agentfactory.rollout.evaluate import run_rollout
 
         acting = served.recipe
         assert acting.data is not None  # load_recipe has seen to it
@@ -236,7 +236,7 @@ def _acting(
     command: str, recipe: Recipe | StagedRecipe, checkpoint: Path | str | None, say: Say
 ) -> Iterator[tuple[Served, RunFolder, list[str]]]:
     """A run folder, and the addresses of servers for `command`. Raises ChildFailed where none answers any more."""
-    from rollout.client import ServerUnreachableError
+    from agentfactory.rollout.client import ServerUnreachableError
 
     with Children() as children:
         served, server = what_is_served(recipe, checkpoint), None
@@ -263,7 +263,7 @@ def _acting(
 
 
 async def _check_routes(recipe: Recipe) -> None:
-    from rollout.client import InferenceClient
+    from agentfactory.rollout.client import InferenceClient
 
     async with InferenceClient(recipe.server.urls, recipe.server.api_key_env) as client:
         await client.check_routes()

@@ -20,10 +20,10 @@ from jsonschema.validators import validator_for
 from agentfactory.command_line import json_object
 from agentfactory.composition import display
 from agentfactory.recipe import Recipe, load_recipe, stages_of
-from rollout.data import InvalidData, Task, load_tasks
-from tools.config import ToolsRecipe
-from tools.limits import check_limits
-from tools.messages import (
+from agentfactory.rollout.data import InvalidData, Task, load_tasks
+from agentfactory.tools.config import ToolsRecipe
+from agentfactory.tools.limits import check_limits
+from agentfactory.tools.messages import (
     Content,
     EnvironmentReward,
     EnvironmentRewardError,
@@ -32,7 +32,7 @@ from tools.messages import (
     ToolSpec,
     text_of,
 )
-from tools.toolset import open_toolset
+from agentfactory.tools.toolset import open_toolset
 
 SLOW_SECONDS = 3.0
 """Opening a server for longer than this is named by `check`."""

@@ -1,13 +1,13 @@
 """What a recipe's training fields must agree on with each other and with the server that is to take the weights."""
 
-import importlib.util
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from agentfactory.composition import short
-from rollout.config import EqualRewards
-from trainers.metrics import METRICS
+from agentfactory.rollout.config import EqualRewards
+from agentfactory.tools.import_path import is_installed
+from agentfactory.trainers.metrics import METRICS
 
 if TYPE_CHECKING:
     from agentfactory.recipe import Recipe
@@ -84,13 +84,13 @@ def _check_network(recipe: "Recipe", refuse: Refuse, lack: Lack) -> None:
         "train.attention": ("flash_attn", train.attention == "flash_attention_2"),
     }
     for name, (package, asked) in needed.items():
-        if asked and importlib.util.find_spec(package) is None:
+        if asked and not is_installed(package):
             lack(name, f"needs {package}, which is not installed", f"pip install {package.replace('_', '-')}")
 
 
 def _check_trackers(recipe: "Recipe", lack: Lack) -> None:
     for name in recipe.track.trackers:
-        if importlib.util.find_spec(name) is None:
+        if not is_installed(name):
             lack("track.trackers", f"got {name!r}, which is not installed", f"pip install {name}, or leave it out")
 
 

@@ -24,14 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# the rollout.py of this folder would be taken for the package
-sys.path = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
+import yaml
 
-import yaml  # noqa: E402
-
-from rollout.scheduler import Admission, BatchChoice, Candidate  # noqa: E402
-from rollout.trajectory import Trajectory, read_groups  # noqa: E402
-from tools.user_code import load_object  # noqa: E402
+from agentfactory.rollout.scheduler import Admission, BatchChoice, Candidate
+from agentfactory.rollout.trajectory import Trajectory, read_groups
+from agentfactory.tools.user_code import load_object
 
 draw_latency = load_object("slow_treasure_hunt.py:draw_latency", Path(__file__).parent)
 
@@ -45,7 +42,7 @@ WARM_UP = 3
 
 def agentfactory(*arguments: str) -> None:
     """Run a command; raises CalledProcessError where it fails."""
-    subprocess.run([sys.executable, "-P", "-m", "agentfactory", *arguments], check=True)
+    subprocess.run([sys.executable, "-m", "agentfactory", *arguments], check=True)
 
 
 def write_tasks(source: Path, target: Path, latency: dict[str, float]) -> Path:

@@ -86,7 +86,16 @@ def main() -> None:
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(folder)
-        command = [sys.executable, "-P", "-m", "rollout.embedded", folder, "--port", "0", "--max-model-len", "512"]
+        command = [
+            sys.executable,
+            "-m",
+            "agentfactory.rollout.embedded",
+            folder,
+            "--port",
+            "0",
+            "--max-model-len",
+            "512",
+        ]
         server = subprocess.Popen(
             [*command, "--max-num-seqs", str(REQUESTS)],
             stdout=subprocess.PIPE,

@@ -31,13 +31,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# the rollout.py of this folder would be taken for the package
-sys.path = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
+import torch
+import yaml
 
-import torch  # noqa: E402
-import yaml  # noqa: E402
-
-from tools.user_code import load_object  # noqa: E402
+from agentfactory.tools.user_code import load_object
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart"
 GROUP = 8
@@ -158,7 +155,7 @@ def write_recipe(size: Size, folder: Path, steps: int) -> Path:
 def run_steps(recipe: Path, mode: str, lora: bool, folder: Path) -> dict[str, float]:
     """Means of the steps' seconds after the first, by what they went into."""
     output = folder / f"{mode}-{'lora' if lora else 'full'}"
-    command = [sys.executable, "-P", "-m", "agentfactory", "train", str(recipe), f"output={output}"]
+    command = [sys.executable, "-m", "agentfactory", "train", str(recipe), f"output={output}"]
     command += [f"placement.mode={mode}", *(["model.lora.rank=16"] if lora else [])]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
@@ -190,10 +187,10 @@ def measure_update(size: Size, folder: Path, lora: bool) -> dict[str, float]:
     from transformers import AutoConfig
     from trl.trainer.utils import adjusted_mfu, compute_flops_per_token, compute_mfu, get_peak_flops
 
-    from trainers.batch import TrainingRow
-    from trainers.config import TrainRecipe
-    from trainers.learner import Learner
-    from trainers.policy_update import update_policy
+    from agentfactory.trainers.batch import TrainingRow
+    from agentfactory.trainers.config import TrainRecipe
+    from agentfactory.trainers.learner import Learner
+    from agentfactory.trainers.policy_update import update_policy
 
     model = {"path": str(folder / "model"), "dtype": dtype(), "lora": {"rank": 16} if lora else None}
     budget = 16 * size.length
@@ -228,7 +225,7 @@ def measure_decode(size: Size, folder: Path, static: bool) -> dict[str, float]:
     """Tokens a second of the embedded engine with all its slots busy, and its peak memory."""
     from transformers import AutoModelForCausalLM
 
-    from rollout.embedded.engine import Engine, Request
+    from agentfactory.rollout.embedded.engine import Engine, Request
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=getattr(torch, dtype()))
     length = 2 * size.length
@@ -264,7 +261,7 @@ PARTS = {"update": measure_update, "decode": measure_decode}
 
 def measure(part: str, size: Size, folder: Path, flag: bool, label: str) -> dict[str, float]:
     """What a part returns, from a process of its own."""
-    command = [sys.executable, "-P", __file__, "--part", part, json.dumps(asdict(size)), str(folder), str(int(flag))]
+    command = [sys.executable, __file__, "--part", part, json.dumps(asdict(size)), str(folder), str(int(flag))]
     done = subprocess.run(command, capture_output=True, text=True, env={"OMP_WAIT_POLICY": "passive", **os.environ})
     if done.returncode != 0:
         raise SystemExit(f"{part} failed:\n{done.stderr[-3000:]}")

@@ -171,12 +171,12 @@ async def serve_stub() -> None:
 
 def run_ours(url: str, workload: str, run: str) -> tuple[float, float]:
     """ChainRunner, as the rollout worker uses it."""
-    from rollout.chain import ChainRunner, Sampling
-    from rollout.client import InferenceClient
-    from rollout.config import RolloutRecipe
-    from rollout.renderer import make_renderer
-    from rollout.rewards import Rewards
-    from tools.toolset import open_toolset
+    from agentfactory.rollout.chain import ChainRunner, Sampling
+    from agentfactory.rollout.client import InferenceClient
+    from agentfactory.rollout.config import RolloutRecipe
+    from agentfactory.rollout.renderer import make_renderer
+    from agentfactory.rollout.rewards import Rewards
+    from agentfactory.tools.toolset import open_toolset
 
     async def measure() -> tuple[float, float]:
         fields = {"max_turns": 64, "max_tokens": 128, "max_total_tokens": 8192, "concurrency": 2048}
@@ -362,7 +362,7 @@ SIDES = {"ours": run_ours, "trl": run_trl, "trl-async": run_trl_async}
 def measure(side: str, url: str, workload: str, run: str) -> tuple[float, float]:
     """Wall and CPU seconds of one side, in a process of its own."""
     # -P: this script is not the package of its name
-    command = [sys.executable, "-P", __file__, "--side", side, "--url", url, "--workload", workload, "--run", run]
+    command = [sys.executable, __file__, "--side", side, "--url", url, "--workload", workload, "--run", run]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"{side} on {workload} failed:\n{done.stderr[-3000:]}")
@@ -373,9 +373,7 @@ def measure(side: str, url: str, workload: str, run: str) -> tuple[float, float]
 def compare(repetitions: int, quick: bool) -> None:
     """Everything, and the summary."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    stub = subprocess.Popen(
-        [sys.executable, "-P", __file__, "--stub"], stdout=subprocess.PIPE, text=True, env=environment
-    )
+    stub = subprocess.Popen([sys.executable, __file__, "--stub"], stdout=subprocess.PIPE, text=True, env=environment)
     assert stub.stdout is not None
     walls: dict[tuple[str, str], float] = {}
     try:

@@ -13,17 +13,12 @@ import asyncio
 import json
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
-# this folder's tools.py is not the package
-sys.path = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
-
-from tools.code_interpreter import CodeInterpreter  # noqa: E402
-from tools.sandbox import Sandbox, SandboxSettings, run_script  # noqa: E402
-from tools.sandbox.interpreter import find_interpreter  # noqa: E402
+from agentfactory.tools.code_interpreter import CodeInterpreter
+from agentfactory.tools.sandbox import Sandbox, SandboxSettings, run_script
+from agentfactory.tools.sandbox.interpreter import find_interpreter
 
 CELL_SECONDS, START_SECONDS, SANDBOXES = 0.002, 1.0, 16
 

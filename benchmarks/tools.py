@@ -23,7 +23,6 @@ call of the SDK takes a ninth of a millisecond, so that a ratio would say little
 import argparse
 import asyncio
 import json
-import os
 import socket
 import statistics
 import subprocess
@@ -99,7 +98,7 @@ def make_cut() -> Callable[[str, int], str | None]:
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from rollout.encoding import Encoder
+    from agentfactory.rollout.encoding import Encoder
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -129,10 +128,10 @@ async def bare_sdk(target: Any) -> AsyncIterator[Call]:
 @asynccontextmanager
 async def our_side(folder: Path, **fields: Any) -> AsyncIterator[Call]:
     """Chains of a recipe with `fields` that say where the tool is served."""
-    from tools.config import ToolsRecipe
-    from tools.limits import ChainLimits, Rates
-    from tools.messages import ToolCall
-    from tools.toolset import open_toolset
+    from agentfactory.tools.config import ToolsRecipe
+    from agentfactory.tools.limits import ChainLimits, Rates
+    from agentfactory.tools.messages import ToolCall
+    from agentfactory.tools.toolset import open_toolset
 
     recipe = ToolsRecipe.model_validate({**fields, "limits": every_limit()})
     rates, cut = Rates(recipe.limits.calls_per_second), make_cut()
@@ -177,12 +176,11 @@ async def sides(transport: str, folder: Path) -> AsyncIterator[dict[str, Call]]:
     """Open all three sides over `transport`."""
     from mcp import StdioServerParameters
 
-    python = [sys.executable, "-P"]
-    served = [*python, "-m", "tools.serve", "served.py:ours"]
+    served = [sys.executable, "-m", "agentfactory.tools.serve", "served.py:ours"]
     theirs: Any
     async with AsyncExitStack() as stack:
         if transport == "in_process":
-            from tools.user_code import load_object
+            from agentfactory.tools.user_code import load_object
 
             theirs = load_object("served.py:theirs", folder)
             fields: tuple[dict[str, Any], ...] = (
@@ -191,15 +189,15 @@ async def sides(transport: str, folder: Path) -> AsyncIterator[dict[str, Call]]:
             )
         elif transport == "stdio":
             theirs = StdioServerParameters(
-                command=sys.executable, args=["-P", "served.py", "stdio"], cwd=folder, env={"OMP_NUM_THREADS": "1"}
+                command=sys.executable, args=["served.py", "stdio"], cwd=folder, env={"OMP_NUM_THREADS": "1"}
             )
             fields = tuple(
                 {"mcp_servers": {"tool": {"command": "python", "args": args}}}
-                for args in (served[1:], ["-P", "served.py", "stdio"])
+                for args in (served[1:], ["served.py", "stdio"])
             )
         else:
             ports = free_port(), free_port()
-            commands = [*served, "--http", str(ports[0])], [*python, "served.py", str(ports[1])]
+            commands = [*served, "--http", str(ports[0])], [sys.executable, "served.py", str(ports[1])]
             for command, port in zip(commands, ports, strict=True):
                 stack.callback(end, start_http(command, folder, port))
             urls = [f"http://127.0.0.1:{port}/mcp" for port in ports]
@@ -269,9 +267,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="21 blocks in place of 90")
     options = parser.parse_args()
-    if not sys.flags.safe_path:
-        # this script is not the package of its name
-        os.execv(sys.executable, [sys.executable, "-P", *sys.argv])
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "served.py").write_text(TOOL_FILE)

@@ -10,7 +10,7 @@ The workload is that of an agent with tools: groups of 8 chains on one prompt (3
 descriptions, question); a chain has 1 to 6 turns of 24 to 96 sampled tokens with 32 to 160 tokens of tool results
 between them.
 
-- ours: `Learner.update` on `make_batches(..., "tree")` with the clipped loss of trainers.losses.
+- ours: `Learner.update` on `make_batches(..., "tree")` with the clipped loss of agentfactory.trainers.losses.
 - TRL: `GRPOTrainer.train` with its loop, accumulation, loss (dapo, which divides as we do) and optimiser; only the
   generation is replaced by the given tokens. Micro-batches are of 8 chains, padded as it pads them: all as wide as the
   batch's longest prompt and completion. On a CPU its head scores every position; on a GPU, where Triton compacts
@@ -37,9 +37,6 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-
-# the rollout.py of this folder would be taken for the package
-sys.path = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
 
 SMALL, LARGE = 2048, 151_936
 """Vocabularies."""
@@ -174,10 +171,10 @@ def run_ours(folder: Path, rows: list[dict[str, Any]], updates: int, batching: s
     """Learner.update."""
     from accelerate import Accelerator
 
-    from trainers.batch import MicroBatch, TrainingRow
-    from trainers.config import TrainRecipe
-    from trainers.learner import Learner, Targets, Terms
-    from trainers.losses import policy_loss
+    from agentfactory.trainers.batch import MicroBatch, TrainingRow
+    from agentfactory.trainers.config import TrainRecipe
+    from agentfactory.trainers.learner import Learner, Targets, Terms
+    from agentfactory.trainers.losses import policy_loss
 
     train = {"steps": 1, "learning_rate": 1e-6, "batching": batching, "token_budget": budget}
     recipe = TrainRecipe.model_validate({"model": {"path": str(folder), "dtype": "float32"}, "train": train})
@@ -291,7 +288,7 @@ def measure(
 ) -> dict[str, Any]:
     """What the side returns, from a process of its own."""
     # -P: this folder's rollout.py is not the package
-    command = [sys.executable, "-P", __file__, "--side", side, str(folder), str(vocabulary), workload]
+    command = [sys.executable, __file__, "--side", side, str(folder), str(vocabulary), workload]
     command += [str(size), str(updates), batching, str(budget)]
     threads = str(len(os.sched_getaffinity(0)))
     # threads that wait for others are not to burn the time that is measured

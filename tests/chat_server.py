@@ -13,10 +13,10 @@ from typing import Any
 
 from aiohttp import web
 
-from rollout.client import InferenceClient
-from rollout.config import ModelConfig
-from rollout.renderer import load_renderer
-from tools.messages import ToolSpec
+from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.config import ModelConfig
+from agentfactory.rollout.renderer import load_renderer
+from agentfactory.tools.messages import ToolSpec
 
 Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | tuple[int, str] | tuple[int, str, dict[str, str]]]]
 """A request -> a choice with `usage` in it, or a status and a text, and headers where there are any."""

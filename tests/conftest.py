@@ -59,7 +59,7 @@ def quickstart_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _train_quickstart(output: Path) -> None:
-    command = [sys.executable, "-P", "-m", "agentfactory", "train", str(QUICKSTART / "quickstart.yaml")]
+    command = [sys.executable, "-m", "agentfactory", "train", str(QUICKSTART / "quickstart.yaml")]
     overrides = [
         "sft.train.steps=120",
         "grpo.train.steps=2",

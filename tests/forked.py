@@ -15,17 +15,28 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from tools import lifeline
+from agentfactory.tools import lifeline
 
 IMPORTED = [
     *("accelerate", "aiohttp.web", "peft", "torch", "transformers", "trl.chat_template_utils"),
-    *("agentfactory.cli", "agentfactory.launcher", "rollout.delivery", "rollout.renderer", "rollout.embedded.server"),
-    *("trainers.checkpoints", "trainers.rl", "trainers.sft", "trainers.sync.patient"),
+    *(
+        "agentfactory.cli",
+        "agentfactory.launcher",
+        "agentfactory.rollout.delivery",
+        "agentfactory.rollout.renderer",
+        "agentfactory.rollout.embedded.server",
+    ),
+    *(
+        "agentfactory.trainers.checkpoints",
+        "agentfactory.trainers.rl",
+        "agentfactory.trainers.sft",
+        "agentfactory.trainers.sync.patient",
+    ),
     # the tests' own main module, which multiprocessing imports in each process
     "pytest",
 ]
 COMMAND = "agentfactory.cli"
-ENGINE, TRAINER = "rollout.embedded.__main__", "train"
+ENGINE, TRAINER = "agentfactory.rollout.embedded.__main__", "train"
 READY_WITHIN = 120.0
 """Seconds that an engine may take to start."""
 

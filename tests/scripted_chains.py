@@ -10,16 +10,16 @@ from typing import Any
 from aiohttp import web
 from transformers import PreTrainedTokenizerFast
 
-from rollout.agent import AgentHooks
-from rollout.chain import ChainRunner, Sampling
-from rollout.client import InferenceClient
-from rollout.config import RolloutRecipe
-from rollout.renderer import make_renderer
-from rollout.rewards import Rewards
-from rollout.trajectory import Trajectory
+from agentfactory.rollout.agent import AgentHooks
+from agentfactory.rollout.chain import ChainRunner, Sampling
+from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.renderer import make_renderer
+from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.trajectory import Trajectory
+from agentfactory.tools.toolset import open_toolset
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.scripted_server import ScriptedServer, serve_script
-from tools.toolset import open_toolset
 
 NOTES = '''
 from agentfactory import reward, tool

@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rollout.client import NEEDED_ROUTES
+from agentfactory.rollout.client import NEEDED_ROUTES
 
 Script = Callable[[list[int]], list[int]]
 """Prompt ids -> the ids that are 'sampled' after them."""

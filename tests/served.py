@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rollout import serving
-from rollout.client import InferenceClient
-from rollout.config import RolloutRecipe
-from tools import lifeline
+from agentfactory.rollout import serving
+from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.tools import lifeline
 
 VLLM_PYTHON = os.environ.get("AGENTFACTORY_VLLM_PYTHON")
 """A Python that has vLLM: `make test-vllm` names it."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rollout.trajectory import read_groups
+from agentfactory.rollout.trajectory import read_groups
 from tests.conftest import QUICKSTART
 
 pytestmark = pytest.mark.long
@@ -44,7 +44,7 @@ def test_server_and_trainer_agree(warm_start: Path, quickstart_run: Path, tmp_pa
         "server": {"engine": "embedded", "max_model_len": 512},
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    command = [sys.executable, "-P", "-m", "agentfactory", "train", str(tmp_path / "recipe.yaml")]
+    command = [sys.executable, "-m", "agentfactory", "train", str(tmp_path / "recipe.yaml")]
     subprocess.run(command, check=True)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]

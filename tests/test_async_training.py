@@ -14,15 +14,15 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from rollout.delivery import WorkerProcess
-from rollout.trajectory import Group, Row, read_groups
+from agentfactory.rollout.delivery import WorkerProcess
+from agentfactory.rollout.trajectory import Group, Row, read_groups
+from agentfactory.trainers.checkpoints import Checkpoints
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.policy import Policy, load_policy
+from agentfactory.trainers.rl import train_rl
+from agentfactory.trainers.server_control import ServerControl
+from agentfactory.trainers.sync import FileSync, SyncReport, WeightSync, make_sync
 from tests.conftest import REPOSITORY, embedded_server
-from trainers.checkpoints import Checkpoints
-from trainers.config import TrainRecipe
-from trainers.policy import Policy, load_policy
-from trainers.rl import train_rl
-from trainers.server_control import ServerControl
-from trainers.sync import FileSync, SyncReport, WeightSync, make_sync
 
 STEPS, BATCH = 6, 4
 LATENCY = {"median": 0.02, "sigma": 0.5, "tail": 0.01, "factor": 20.0}
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentfactory import tool
-from tools.user_code import load_object
+from agentfactory.tools.user_code import load_object
 
 SlowTreasureHunt = load_object("slow_treasure_hunt.py:SlowTreasureHunt", Path("{REPOSITORY / "benchmarks"}"))
 

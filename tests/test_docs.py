@@ -27,30 +27,30 @@ from agentfactory.placement.machine import Machine
 from agentfactory.placement.table import GIB, Need
 from agentfactory.recipe import Recipe, RecipeError
 from agentfactory.reference import PAGES, meaning, renewed, sections
-from rollout.client import missing_routes
-from rollout.config import DataConfig, LoraConfig
-from rollout.data import load_tasks
-from rollout.evaluate import Evaluation, mean_figures
-from rollout.memory import ServerMemory
-from rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
-from rollout.parsers import load_parser
-from rollout.probing import choose_template
-from rollout.renderer import load_renderer
-from rollout.rewards import Rewards
-from rollout.serving import explain
-from rollout.statistics import by_source, estimates, sample_figures
-from rollout.templates import RenderError
-from rollout.trajectory import Group, Outcome, Trajectory
+from agentfactory.rollout.client import missing_routes
+from agentfactory.rollout.config import DataConfig, LoraConfig
+from agentfactory.rollout.data import load_tasks
+from agentfactory.rollout.evaluate import Evaluation, mean_figures
+from agentfactory.rollout.memory import ServerMemory
+from agentfactory.rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
+from agentfactory.rollout.parsers import load_parser
+from agentfactory.rollout.probing import choose_template
+from agentfactory.rollout.renderer import load_renderer
+from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.serving import explain
+from agentfactory.rollout.statistics import by_source, estimates, sample_figures
+from agentfactory.rollout.templates import RenderError
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
+from agentfactory.tools.config import McpServerConfig, ToolsRecipe
+from agentfactory.tools.messages import ToolCall
+from agentfactory.tools.sandbox.bubblewrap import refusal as no_sandbox
+from agentfactory.tools.serve import command_line as serve_command_line
+from agentfactory.tools.toolset import open_toolset
+from agentfactory.trainers.metrics import METRICS
+from agentfactory.trainers.sft import conversation_rows
+from agentfactory.trainers.sync.drift import Drift
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.conftest import REPOSITORY
-from tools.config import McpServerConfig, ToolsRecipe
-from tools.messages import ToolCall
-from tools.sandbox.bubblewrap import refusal as no_sandbox
-from tools.serve import command_line as serve_command_line
-from tools.toolset import open_toolset
-from trainers.metrics import METRICS
-from trainers.sft import conversation_rows
-from trainers.sync.drift import Drift
 
 DOCS = REPOSITORY / "docs"
 SHOWN = [*sorted(DOCS.glob("*.md")), REPOSITORY / "README.md"]

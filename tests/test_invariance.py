@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollout.trajectory import Group, read_groups
+from agentfactory.rollout.trajectory import Group, read_groups
 from tests.conftest import QUICKSTART
 from tests.forked import TRAINER, Forked
 
@@ -69,7 +69,7 @@ def train(groups: list[Group], model: Path, output: Path, command: bool = False,
     file = output.parent / f"{output.name}.yaml"
     file.write_text(json.dumps(recipe))
     if command or "processes" in settings:
-        arguments = [sys.executable, "-P", "-m", "agentfactory", "train", str(file), f"output={output}"]
+        arguments = [sys.executable, "-m", "agentfactory", "train", str(file), f"output={output}"]
         subprocess.run(arguments, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     else:
         trainer = Forked(TRAINER, str(file), f"output={output}", log=output.with_suffix(".log"))

@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from agentfactory.recipe import Recipe, load_recipe
+from agentfactory.trainers.config import TrainConfig
+from agentfactory.trainers.launch import launch_command
 from tests.conftest import QUICKSTART, REPOSITORY
 from tests.forked import reserved_port
-from trainers.config import TrainConfig
-from trainers.launch import launch_command
 
 FOLDER = REPOSITORY / "recipes" / "multi-node"
 SCRIPT = FOLDER / "slurm.sh"

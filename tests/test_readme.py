@@ -16,7 +16,7 @@ def test_the_readmes_task_and_recipe_pass_the_dry_run(tmp_path: Path) -> None:
     for name, text in blocks.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "tasks.jsonl").write_text('{"question": "How many km are 3 miles?", "answer": "4.83"}\n')
-    command = [sys.executable, "-P", "-m", "agentfactory", "train", "my_recipe.yaml", "--dry-run"]
+    command = [sys.executable, "-m", "agentfactory", "train", "my_recipe.yaml", "--dry-run"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "my_task.py:convert" in result.stdout

@@ -20,12 +20,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollout.data import Place
+from agentfactory.rollout.data import Place
+from agentfactory.trainers.checkpoint_folder import checkpoints, read_info, verify
+from agentfactory.trainers.lineage import expand
 from tests.conftest import QUICKSTART, REPOSITORY, embedded_server
 from tests.forked import TRAINER, Forked, start_ranks
 from tests.trainers.conftest import make_groups, model_folder  # noqa: F401
-from trainers.checkpoint_folder import checkpoints, read_info, verify
-from trainers.lineage import expand
 
 KILLS = int(os.environ.get("AGENTFACTORY_KILLS", "10"))
 UNENDING = {"steps": 1000 + 20 * KILLS, "schedule": "constant"}

@@ -12,14 +12,14 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from rollout.trajectory import Trajectory, read_groups
+from agentfactory.rollout.trajectory import Trajectory, read_groups
+from agentfactory.tools.config import ToolsRecipe
+from agentfactory.tools.messages import Message, ToolCall, text_of
+from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.user_code import load_object
 from tests.conftest import QUICKSTART, embedded_server
 from tests.forked import TRAINER, Forked
 from tests.third_party_servers import everything, time_server
-from tools.config import ToolsRecipe
-from tools.messages import Message, ToolCall, text_of
-from tools.toolset import open_toolset
-from tools.user_code import load_object
 
 pytestmark = pytest.mark.long
 

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from agentfactory.trainers.server_control import ServerControl
 from tests.conftest import QUICKSTART
 from tests.forked import TRAINER, Forked, start_engine
-from trainers.server_control import ServerControl
 
 
 def lines(output: Path) -> list[dict[str, Any]]:

@@ -23,14 +23,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto import wandb_internal_pb2
 
 from agentfactory.recipe import Recipe, RecipeError, load_recipe
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory, read_groups
 from agentfactory.run_folder import RunFolder
-from rollout.trajectory import Group, Outcome, Trajectory, read_groups
+from agentfactory.trainers.config import TrackConfig
+from agentfactory.trainers.policy import load_policy
+from agentfactory.trainers.tracking import COLUMNS, MOST_CHARACTERS, Tracking, TrackingError, chosen, conversation
 from tests.conftest import QUICKSTART
 from tests.forked import TRAINER, Forked
 from tests.waiting import wait_for
-from trainers.config import TrackConfig
-from trainers.policy import load_policy
-from trainers.tracking import COLUMNS, MOST_CHARACTERS, Tracking, TrackingError, chosen, conversation
 
 TRACKERS = ["wandb", "tensorboard", "trackio"]
 BATCH = 2

@@ -78,7 +78,7 @@ def test_what_goes_wrong_on_the_way_is_told_where_a_person_looks(tmp_path: Path,
     }
     # JSON is YAML
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
-    command = [sys.executable, "-P", "-m", "agentfactory", "train", "recipe.yaml"]
+    command = [sys.executable, "-m", "agentfactory", "train", "recipe.yaml"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     told = "held-out tasks, sampled: 4 of 4 chains ended as reward_error, such as: RewardError"

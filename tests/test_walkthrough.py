@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.tools.config import ToolsRecipe
+from agentfactory.tools.toolset import open_toolset
 from tests.conftest import REPOSITORY
 from tests.test_docs import DOCS, FENCE, blocks
-from tools.config import ToolsRecipe
-from tools.toolset import open_toolset
 
 FOLLOWED = {"README", "quickstart", "evaluation", "commands", "viewer", "placement", "environments", "tools"}
 ELSEWHERE = {"make test"}

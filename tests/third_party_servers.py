@@ -53,4 +53,4 @@ def everything_over_http(entry: dict[str, Any], port: int = 0) -> Iterator[str]:
 
 def time_server() -> dict[str, Any]:
     """The `mcp_servers` entry of mcp-server-time, which pip installed beside us."""
-    return {"command": sys.executable, "args": ["-P", "-m", "mcp_server_time", "--local-timezone", "UTC"]}
+    return {"command": sys.executable, "args": ["-m", "mcp_server_time", "--local-timezone", "UTC"]}

@@ -1,13 +1,13 @@
-"""`python -P -m agentfactory.doctor.devices`: what torch sees on this machine, as JSON; torch stays out of who asks."""
+"""`python -m agentfactory.doctor.devices`: what torch sees on this machine, as JSON; torch stays out of who asks."""
 
-import importlib.util
 import json
 from typing import Any
 
 import torch
 
 from agentfactory.placement.machine import see_machine
-from tools import lifeline
+from agentfactory.tools import lifeline
+from agentfactory.tools.import_path import is_installed
 
 
 def see_devices() -> dict[str, Any]:
@@ -33,7 +33,7 @@ def see_devices() -> dict[str, Any]:
 
 
 def _torchvision_error() -> str:
-    if importlib.util.find_spec("torchvision") is None:
+    if not is_installed("torchvision"):
         return ""
     try:
         import torchvision  # noqa: F401

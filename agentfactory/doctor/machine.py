@@ -17,10 +17,10 @@ from packaging.requirements import Requirement
 
 from agentfactory.doctor.finding import Finding, gib, ok, problem, warning
 from agentfactory.placement.placed import GPU_DRIVERS
-from agentfactory.processes import python
-from tools import lifeline
-from tools.sandbox.session import Sandbox
-from tools.sandbox.settings import SandboxSettings, SandboxUnavailable
+from agentfactory.tools import lifeline
+from agentfactory.tools.import_path import own_python
+from agentfactory.tools.sandbox.session import Sandbox
+from agentfactory.tools.sandbox.settings import SandboxSettings, SandboxUnavailable
 
 _LITTLE_MEMORY = 3 * 2**30
 """Bytes that the quickstart's processes take, with room."""
@@ -57,7 +57,7 @@ def see_devices() -> dict[str, Any]:
     """What torch sees; see agentfactory.doctor.devices. Raises RuntimeError where torch cannot be asked."""
     env = {**os.environ, **lifeline.environment()}
     asked = subprocess.run(
-        python("-m", "agentfactory.doctor.devices"), capture_output=True, text=True, check=False, env=env
+        own_python("-m", "agentfactory.doctor.devices"), capture_output=True, text=True, check=False, env=env
     )
     if asked.returncode != 0:
         lines = [line for line in asked.stderr.splitlines() if line.strip()]

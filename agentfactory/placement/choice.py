@@ -7,7 +7,7 @@ from typing import Literal
 from agentfactory.placement.machine import Gpu, Machine
 from agentfactory.placement.table import GIB, PARKED, STAYS_ON_GPU, Need, Plan, Sum, gib
 from agentfactory.recipe import Recipe
-from rollout.memory import ServerMemory
+from agentfactory.rollout.memory import ServerMemory
 
 MARGIN = 0.05
 """Share of a device that is left free: allocators keep memory in pieces, some of which are too small for what comes."""

@@ -1,4 +1,4 @@
-"""What this machine has for trainer and server. `python -P -m agentfactory.placement.machine` prints the free bytes of
+"""What this machine has for trainer and server. `python -m agentfactory.placement.machine` prints the free bytes of
 each GPU that it sees, as a JSON list. (Untested on a GPU.)"""
 
 import json
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from tools import lifeline
+from agentfactory.tools import lifeline
 
 _OWN_CONTEXT = 400 * 2**20
 """What the CUDA context of this process takes of each GPU, in bytes, before anything is computed. Assumed, and not

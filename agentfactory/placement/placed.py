@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from agentfactory.processes import ChildFailed, python
+from agentfactory.processes import ChildFailed
 from agentfactory.recipe import Recipe
-from tools import lifeline
+from agentfactory.tools import lifeline
+from agentfactory.tools.import_path import own_python
 
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Files of drivers that torch can compute with: NVIDIA's, AMD's, and NVIDIA's under WSL."""
@@ -129,7 +130,7 @@ def _is_there(model: str) -> bool:
 
 def _ask(module: str, said: str, env: dict[str, str] | None = None) -> Any:
     env = {**os.environ, **lifeline.environment(), **(env or {})}
-    done = subprocess.run(python("-m", module), input=said, capture_output=True, text=True, check=False, env=env)
+    done = subprocess.run(own_python("-m", module), input=said, capture_output=True, text=True, check=False, env=env)
     if done.returncode != 0:
         last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "nothing said")
         raise ChildFailed(f"the placement could not be planned: exit status {done.returncode}: {last.strip()}")

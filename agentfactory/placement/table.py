@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from agentfactory.recipe import Recipe
-from rollout.memory import ServerMemory
+from agentfactory.rollout.memory import ServerMemory
 
 GIB = 2**30
 

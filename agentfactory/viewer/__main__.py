@@ -1,4 +1,4 @@
-"""`python -P -m agentfactory.viewer RUN [RUN ...]`: the same as `agentfactory view`."""
+"""`python -m agentfactory.viewer RUN [RUN ...]`: the same as `agentfactory view`."""
 
 import argparse
 import sys

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainers.checkpoint_folder import read_info, step_of
+from agentfactory.trainers.checkpoint_folder import read_info, step_of
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
-from trainers.metrics import METRICS
+from agentfactory.rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
+from agentfactory.trainers.metrics import METRICS
 
 _OWN = "The task's own figures"
 _SECTIONS = {

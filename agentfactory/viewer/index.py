@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentfactory.tools.messages import CallError
 from agentfactory.viewer.query import Query
 from agentfactory.viewer.saved_groups import calls_of, outline, task_text
-from tools.messages import CallError
 
 _PREVIEW = 240
 _FACETS = 200

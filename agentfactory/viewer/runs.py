@@ -11,10 +11,10 @@ from typing import Any
 import yaml
 from pydantic_core import from_json
 
+from agentfactory.rollout.trajectory import CREDIT_FILE
 from agentfactory.run_folder import RECIPE, RunFolder
 from agentfactory.viewer.best_checkpoint import BestCheckpoint, find_best
 from agentfactory.viewer.growing_file import GrowingFile
-from rollout.trajectory import CREDIT_FILE
 
 _CHECKPOINT = re.compile(r"step-\d+")
 _MOST_PROBLEMS = 20

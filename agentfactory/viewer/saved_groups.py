@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from tools.messages import text_of
+from agentfactory.tools.messages import text_of
 
 # a quote within a string is escaped, so that no text of a message can match
 _STREAM = re.compile(

@@ -5,9 +5,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tools.code_interpreter import CodeInterpreter
-from tools.messages import Message
-from tools.user_code import load_object
+from agentfactory.tools.code_interpreter import CodeInterpreter
+from agentfactory.tools.messages import Message
+from agentfactory.tools.user_code import load_object
 
 HERE = Path(__file__).parent
 OPERATORS, make_task = (load_object(f"arithmetic.py:{name}", HERE) for name in ("OPERATORS", "make_task"))

@@ -50,7 +50,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 
 # On each server machine, with the overrides of the command line.
 serve_here() {
-    exec "$python" -P -m agentfactory serve "$recipe" "$@" server.url=null server.host=0.0.0.0 \
+    exec "$python" -m agentfactory serve "$recipe" "$@" server.url=null server.host=0.0.0.0 \
         "server.port=$server_port" server.api_key_env=AGENTFACTORY_SERVER_KEY "output=$logs/server-$SLURM_PROCID"
 }
 
@@ -77,7 +77,7 @@ join() {
 }
 
 # told now, and not once the servers have loaded
-resolved=$("$python" -P -m agentfactory serve "$recipe" "$@" server.url=null "output=$logs/check" --dry-run) || exit 2
+resolved=$("$python" -m agentfactory serve "$recipe" "$@" server.url=null "output=$logs/check" --dry-run) || exit 2
 if grep -qE '^(stages:|prepare: [^n])' <<<"$resolved"; then
     fail "$recipe has several stages or a \`prepare\`, which only \`agentfactory train\` runs; fix: prepare on one machine, \
 and give this script the recipe of one stage, with model.path, data.path and prepare=null"

@@ -5,15 +5,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tools.messages import Message
-from tools.user_code import load_object
+from tiny_model import make_model, write_jsonl
+from treasure_hunt import SIZE, STEPS, TreasureHunt, compass, distance, opening
 
-HERE = Path(__file__).parent
-TreasureHunt = load_object("treasure_hunt.py:TreasureHunt", HERE)
-SIZE, STEPS, compass, distance, opening = (
-    load_object(f"treasure_hunt.py:{name}", HERE) for name in ("SIZE", "STEPS", "compass", "distance", "opening")
-)
-make_model, write_jsonl = (load_object(f"tiny_model.py:{name}", HERE) for name in ("make_model", "write_jsonl"))
+from agentfactory.tools.messages import Message
 
 HELD_OUT = 200
 FINAL_ANSWER = "The hunt is over."

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from tools.messages import Message
+from agentfactory.tools.messages import Message
 
 CHAT_TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 

@@ -17,14 +17,14 @@ import yaml
 
 from agentfactory import Agent, Outcome, reward, tool
 from agentfactory.processes import ChildFailed
+from agentfactory.rollout.agent import Turn, load_agent
+from agentfactory.rollout.client import Completion
+from agentfactory.rollout.config import RolloutConfig
+from agentfactory.rollout.context import check_context
+from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.run_folder import RunFolderError
-from rollout.agent import Turn, load_agent
-from rollout.client import Completion
-from rollout.config import RolloutConfig
-from rollout.context import check_context
-from rollout.trajectory import Trajectory
+from agentfactory.tools.user_code import load_object
 from tests.conftest import QUICKSTART
-from tools.user_code import load_object
 
 TreasureHunt = load_object("treasure_hunt.py:TreasureHunt", QUICKSTART)
 
@@ -150,7 +150,7 @@ asyncio.run(main())
 
 def test_a_killed_script_leaves_no_server(warm_start: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-P", str(tmp_path / "script.py"), str(warm_start)]
+    command = [sys.executable, str(tmp_path / "script.py"), str(warm_start)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as script:
         assert script.stdout is not None
         assert script.stdout.readline().strip() in [*Outcome]

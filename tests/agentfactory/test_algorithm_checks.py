@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from agentfactory.recipe import RecipeError, load_recipe
-from trainers.config import ALGORITHMS
+from agentfactory.trainers.config import ALGORITHMS
 
 REFUSED = {
     "k1 in the loss": (

@@ -202,7 +202,7 @@ def test_other_commands_check_what_they_need(project: Path, agentfactory: Comman
 
 def imported_by(code: str, cwd: Path) -> set[str]:
     code += "\nimport sys; print('\\n'.join(sys.modules))"
-    result = subprocess.run([sys.executable, "-P", "-c", code], cwd=cwd, capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=True)
     return set(result.stdout.split())
 
 
@@ -394,6 +394,6 @@ def test_a_defect_is_told_on_one_screen(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_a_reader_that_leaves_is_no_defect(project: Path) -> None:
-    command = f"{sys.executable} -P -m agentfactory train recipe.yaml --dry-run"
+    command = f"{sys.executable} -m agentfactory train recipe.yaml --dry-run"
     pipe = subprocess.run(f"{command} | true", shell=True, capture_output=True, text=True)
     assert pipe.stderr == ""

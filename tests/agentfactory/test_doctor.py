@@ -18,7 +18,7 @@ from agentfactory.doctor import machine as doctor_machine
 from agentfactory.doctor import recipe as doctor_recipe
 from agentfactory.doctor.finding import Finding, Level
 from agentfactory.recipe import Recipe, load_recipe
-from rollout.client import NEEDED_ROUTES
+from agentfactory.rollout.client import NEEDED_ROUTES
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -158,7 +158,7 @@ def test_a_torchvision_of_another_torch(tmp_path: Path) -> None:
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     code = "import agentfactory.doctor.machine as d; print(*d.check_devices(d.see_devices()), sep='\\n')"
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    said = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=True)
+    said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert "operator torchvision::nms does not exist" in said.stdout
     assert "pip uninstall torchvision" in said.stdout
 
@@ -243,7 +243,7 @@ def test_a_vllm_of_another_version(project: Path) -> None:
 
 def test_no_bubblewrap(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert levels(doctor_machine.check_sandbox(used=True)) == {Level.OK}
-    from tools.sandbox import bubblewrap
+    from agentfactory.tools.sandbox import bubblewrap
 
     (project / "bwrap").write_text("#!/bin/sh\necho bubblewrap 0.4.1\n")
     (project / "bwrap").chmod(0o755)

@@ -11,9 +11,9 @@ import pytest
 from agentfactory import evaluated
 from agentfactory.eval_table import tables
 from agentfactory.recipe import Recipe, RecipeError, load_recipe
-from rollout.evaluate import Evaluation
-from rollout.statistics import Estimate
-from rollout.trajectory import read_groups
+from agentfactory.rollout.evaluate import Evaluation
+from agentfactory.rollout.statistics import Estimate
+from agentfactory.rollout.trajectory import read_groups
 from tests.agentfactory.conftest import Command
 from tests.chat_server import model_behind, serve_chat
 

@@ -12,11 +12,11 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.export import ExportError, export
+from agentfactory.trainers.checkpoint import save_checkpoint
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.learner import Learner
 from tests.agentfactory.conftest import Command
 from tests.trainers.conftest import accelerator, model_folder, tokenizer  # noqa: F401
-from trainers.checkpoint import save_checkpoint
-from trainers.config import TrainRecipe
-from trainers.learner import Learner
 
 TEMPLATE = "{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}"
 IDS = torch.arange(3, 15)[None]

@@ -13,13 +13,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout.trajectory import read_groups
+from agentfactory.rollout.trajectory import read_groups
 from tests.conftest import QUICKSTART
 
 GONE_WITHIN = 10.0
 """Seconds after which no process of a broken run may be left."""
 
-MARKS = {"trainer": "train.py", "worker": "rollout.worker", "server": "rollout.embedded", "tool server": "tools.serve"}
+MARKS = {
+    "trainer": "train.py",
+    "worker": "agentfactory.rollout.worker",
+    "server": "agentfactory.rollout.embedded",
+    "tool server": "agentfactory.tools.serve",
+}
 """Process -> what its command line has and no other's."""
 
 
@@ -56,7 +61,10 @@ class Run:
 @contextmanager
 def start_run(folder: Path, warm_start: Path, prepared: Path, steps: int, *options: str) -> Iterator[Run]:
     """Train the treasure hunt over a stdio tool server: five processes. `options` end the command line."""
-    hunt = {"command": "python", "args": ["-P", "-m", "tools.serve", str(QUICKSTART / "treasure_hunt.py:TreasureHunt")]}
+    hunt = {
+        "command": "python",
+        "args": ["-m", "agentfactory.tools.serve", str(QUICKSTART / "treasure_hunt.py:TreasureHunt")],
+    }
     recipe = {
         "model": {"path": str(warm_start), "dtype": "float32"},
         "data": {"path": str(prepared / "train.jsonl")},
@@ -68,7 +76,7 @@ def start_run(folder: Path, warm_start: Path, prepared: Path, steps: int, *optio
     # JSON is YAML
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
     output = folder / "run"
-    command = [sys.executable, "-P", "-m", "agentfactory", "train", str(folder / "recipe.yaml"), f"output={output}"]
+    command = [sys.executable, "-m", "agentfactory", "train", str(folder / "recipe.yaml"), f"output={output}"]
     with subprocess.Popen(
         [*command, *options],
         stdout=subprocess.PIPE,

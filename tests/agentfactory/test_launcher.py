@@ -27,7 +27,7 @@ import json, os, sys, time
 import yaml
 from agentfactory.recipe import load_recipe
 from agentfactory.run_folder import RunFolder
-from trainers.checkpoint_folder import checkpoint_path, written_aside
+from agentfactory.trainers.checkpoint_folder import checkpoint_path, written_aside
 resumed = sys.argv[sys.argv.index("--resume") + 1] if "--resume" in sys.argv else None
 recipe = load_recipe(sys.argv[1], [argument for argument in sys.argv[2:] if "=" in argument])
 assert RunFolder.attached(recipe.output)
@@ -82,7 +82,7 @@ def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-P", "-c", COMMAND, *arguments]
+    return [sys.executable, "-c", COMMAND, *arguments]
 
 
 def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:

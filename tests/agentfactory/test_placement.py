@@ -21,7 +21,7 @@ from agentfactory.placement.model_config import SHAPES, NoConfigError, load_conf
 from agentfactory.placement.placed import Placement, place
 from agentfactory.placement.table import GIB, Need, Plan, rows, table
 from agentfactory.recipe import Recipe, RecipeError, StagedRecipe, load_recipe
-from rollout.memory import ServerMemory
+from agentfactory.rollout.memory import ServerMemory
 from tests.conftest import QUICKSTART
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -444,7 +444,7 @@ def test_the_launcher_plans_once_the_model_is_there_and_tells_the_trainer(
     made = quickstart_run / "prepared"
     (tmp_path / "make.py").write_text(COPY.format(made=made))
     settings = ["prepare=make.py:make", f"output={tmp_path / 'run'}", "placement.gpu_memory_gib=4"]
-    command = [sys.executable, "-P", "-c", LAUNCH, "train", str(QUICKSTART / "grpo.yaml"), *settings]
+    command = [sys.executable, "-c", LAUNCH, "train", str(QUICKSTART / "grpo.yaml"), *settings]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     lines = result.stdout.splitlines()
     events = ("preparing ", "memory by estimate, split: a GPU of 4.0 GiB", "starting the embedded server", "trainer [")

@@ -9,7 +9,7 @@ import yaml
 from agentfactory.recipe import Recipe, RecipeError, load_recipe
 from agentfactory.resume import State, plan, rewind
 from agentfactory.run_folder import RunFolder, RunFolderError
-from trainers.checkpoint_folder import checkpoint_path, checkpoints, written_aside
+from agentfactory.trainers.checkpoint_folder import checkpoint_path, checkpoints, written_aside
 
 
 def recipe_of(*overrides: str) -> Recipe:

@@ -27,7 +27,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_server_runs_until_it_is_ended(recipe: Path) -> None:
-    command = [sys.executable, "-P", "-m", "agentfactory", "serve", str(recipe)]
+    command = [sys.executable, "-m", "agentfactory", "serve", str(recipe)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     ready = next(line for line in process.stdout if line.startswith("ready "))

@@ -10,9 +10,9 @@ from agentfactory import progress
 from agentfactory.evaluated import named
 from agentfactory.progress import follow_groups
 from agentfactory.recipe import RecipeError, load_recipe
+from agentfactory.rollout.trajectory import read_groups
 from agentfactory.run_folder import RunFolderError
 from agentfactory.server_commands import what_is_served
-from rollout.trajectory import read_groups
 from tests.agentfactory.conftest import Command
 from tests.conftest import QUICKSTART
 from tests.waiting import wait_for
@@ -80,7 +80,7 @@ def test_chains_are_run_saved_and_told(
 
 BROKEN = f"""
 from agentfactory import tool
-from tools.user_code import load_object
+from agentfactory.tools.user_code import load_object
 
 TreasureHunt = load_object("treasure_hunt.py:TreasureHunt", __import__("pathlib").Path({str(QUICKSTART)!r}))
 

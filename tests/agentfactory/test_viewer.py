@@ -19,7 +19,9 @@ from urllib.parse import quote, urlsplit
 import pytest
 from starlette.testclient import TestClient
 
+from agentfactory.rollout.trajectory import CREDIT_FILE, Group, read_groups
 from agentfactory.run_folder import RunFolder
+from agentfactory.trainers.metrics import METRICS
 from agentfactory.viewer.__main__ import main
 from agentfactory.viewer.app import make_app
 from agentfactory.viewer.best_checkpoint import find_best
@@ -27,7 +29,6 @@ from agentfactory.viewer.charts import charts
 from agentfactory.viewer.export import export
 from agentfactory.viewer.follower import Follower
 from agentfactory.viewer.growing_file import GrowingFile
-from rollout.trajectory import CREDIT_FILE, Group, read_groups
 from tests.agentfactory.viewer_runs import (
     BEST,
     IMAGES,
@@ -43,7 +44,6 @@ from tests.agentfactory.viewer_runs import (
     write_checkpoint,
 )
 from tests.waiting import wait_for
-from trainers.metrics import METRICS
 
 CHROMIUM = "/usr/bin/chromium"
 FLAGS = (
@@ -61,7 +61,7 @@ except ImportError:
 @contextmanager
 def viewing(*runs: Path) -> Iterator[str]:
     """The address of a viewer of these runs: the command, as a process."""
-    command = [sys.executable, "-P", "-m", "agentfactory.viewer", *map(str, runs), "--port", "0"]
+    command = [sys.executable, "-m", "agentfactory.viewer", *map(str, runs), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -130,7 +130,7 @@ def viewer(folders: list[Path]) -> Iterator[str]:
 def exported(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The same runs as one file, and what the command said."""
     file = tmp_path_factory.mktemp("exported") / "page.html"
-    command = [sys.executable, "-P", "-m", "agentfactory.viewer", *map(str, folders), "--export", str(file)]
+    command = [sys.executable, "-m", "agentfactory.viewer", *map(str, folders), "--export", str(file)]
     before = {path: path.stat().st_mtime_ns for folder in folders for path in folder.rglob("*")}
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     # nothing is written into a run's folder

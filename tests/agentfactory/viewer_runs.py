@@ -9,11 +9,11 @@ from mcp.server.mcpserver import Image
 from PIL import Image as Pillow
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, StopReason, Trajectory
 from agentfactory.run_folder import RunFolder
-from rollout.trajectory import Group, Outcome, Row, Span, StopReason, Trajectory
-from tools.messages import Message, ToolCall, ToolResult
-from tools.results import content_of, result_of
-from trainers.checkpoint_folder import INFO, checkpoint_path
+from agentfactory.tools.messages import Message, ToolCall, ToolResult
+from agentfactory.tools.results import content_of, result_of
+from agentfactory.trainers.checkpoint_folder import INFO, checkpoint_path
 
 NASTY = "<img src=x onerror='window.broken = 1'><script>window.broken = 1</script><b>bold</b>"
 """What a page must show and never run."""

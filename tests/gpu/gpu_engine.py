@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rollout.embedded.engine import Engine, Request
+from agentfactory.rollout.embedded.engine import Engine, Request
+from agentfactory.trainers.policy import load_policy
+from agentfactory.trainers.server_control import ServerControl, SyncError
 from tests.gpu.models import DEVICE, NEEDS_GPU, VOCABULARY, recipe
 from tests.served import serve
-from trainers.policy import load_policy
-from trainers.server_control import ServerControl, SyncError
 
 pytestmark = NEEDS_GPU
 MAX_MODEL_LEN, MAX_NUM_SEQS = 1024, 64

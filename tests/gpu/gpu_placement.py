@@ -12,15 +12,15 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollout.embedded.engine import Engine, Request
-from rollout.memory import server_memory
+from agentfactory.rollout.embedded.engine import Engine, Request
+from agentfactory.rollout.memory import server_memory
+from agentfactory.trainers.batch import TrainingRow
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.learner import Learner
+from agentfactory.trainers.memory import trainer_memory
+from agentfactory.trainers.policy_update import update_policy
 from tests.conftest import QUICKSTART
 from tests.gpu.models import DEVICE, NEEDS_GPU, VOCABULARY, make_model, needs
-from trainers.batch import TrainingRow
-from trainers.config import TrainRecipe
-from trainers.learner import Learner
-from trainers.memory import trainer_memory
-from trainers.policy_update import update_policy
 
 pytestmark = NEEDS_GPU
 LORA = {"rank": 16}
@@ -33,7 +33,7 @@ LENGTH, GROUP = 512, 8
 
 def train(warm_start: Path, output: Path, *overrides: str) -> tuple[list[dict[str, Any]], str]:
     """Three steps of the quickstart's second stage: what each logged, and what the command said."""
-    command = [sys.executable, "-P", "-m", "agentfactory", "train", str(QUICKSTART / "grpo.yaml"), f"output={output}"]
+    command = [sys.executable, "-m", "agentfactory", "train", str(QUICKSTART / "grpo.yaml"), f"output={output}"]
     few = ["train.steps=3", "train.warmup_steps=0", "eval.data.limit=20", f"model.path={warm_start}"]
     done = subprocess.run([*command, *few, *overrides], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr

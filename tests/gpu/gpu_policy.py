@@ -13,12 +13,12 @@ from peft import AutoPeftModelForCausalLM
 from torch import Tensor, nn
 from transformers.models.qwen3 import modeling_qwen3
 
+from agentfactory.trainers.batch import TrainingRow, make_batches
+from agentfactory.trainers.config import TrainConfig, TrainRecipe
+from agentfactory.trainers.network import load_network
+from agentfactory.trainers.optimizer import make_optimizer
+from agentfactory.trainers.policy import Policy, load_policy
 from tests.gpu.models import DEVICE, NEEDS_GPU, VOCABULARY, needs, recipe
-from trainers.batch import TrainingRow, make_batches
-from trainers.config import TrainConfig, TrainRecipe
-from trainers.network import load_network
-from trainers.optimizer import make_optimizer
-from trainers.policy import Policy, load_policy
 
 pytestmark = NEEDS_GPU
 LORA = {"rank": 8}

@@ -8,14 +8,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from agentfactory.trainers.policy import Policy, load_policy
+from agentfactory.trainers.server_control import ServerControl
+from agentfactory.trainers.sync import IpcSync
+from agentfactory.trainers.sync.content import check_content, parameter_digest
 from tests.gpu.models import DEVICE, NEEDS_GPU, recipe
 from tests.served import serve
 from tests.trainers import sabotage
 from tests.trainers.test_sabotage import Run, with_first_weights
-from trainers.policy import Policy, load_policy
-from trainers.server_control import ServerControl
-from trainers.sync import IpcSync
-from trainers.sync.content import check_content, parameter_digest
 
 pytestmark = NEEDS_GPU
 

@@ -29,5 +29,5 @@ def test_a_new_task_learns_within_minutes(tmp_path: Path, seed: int) -> None:
 
 
 def run(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, "-P", "-m", "agentfactory", *arguments]
+    command = [sys.executable, "-m", "agentfactory", *arguments]
     return subprocess.run(command, check=True, cwd=folder, stdout=subprocess.PIPE, text=True).stdout

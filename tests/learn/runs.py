@@ -11,7 +11,7 @@ SEEDS = [int(seed) for seed in os.environ.get("SEEDS", "0").split()]
 
 
 def agentfactory(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-P", "-m", "agentfactory", *arguments], check=True)
+    subprocess.run([sys.executable, "-m", "agentfactory", *arguments], check=True)
 
 
 def read_json(path: Path) -> dict:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from agentfactory.recipe import Recipe, load_recipe
-from rollout.renderer import load_tokenizer
-from rollout.trajectory import Outcome, Trajectory
+from agentfactory.rollout.renderer import load_tokenizer
+from agentfactory.rollout.trajectory import Outcome, Trajectory
+from agentfactory.tools.user_code import load_object
 from tests.conftest import REPOSITORY
-from tools.user_code import load_object
 
 RECIPES = REPOSITORY / "recipes" / "code_interpreter"
 make_task, interpreter_answered = (

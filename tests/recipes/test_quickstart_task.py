@@ -8,9 +8,9 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from trl.chat_template_utils import is_chat_template_prefix_preserving
 
 from agentfactory.recipe import load_recipe
-from rollout.renderer import load_renderer, load_tokenizer
-from tools.tool import InvalidArguments
-from tools.user_code import load_object
+from agentfactory.rollout.renderer import load_renderer, load_tokenizer
+from agentfactory.tools.tool import InvalidArguments
+from agentfactory.tools.user_code import load_object
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart"
 TreasureHunt = load_object("treasure_hunt.py:TreasureHunt", QUICKSTART)

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.chain import ChainRunner, Sampling
-from rollout.client import InferenceClient
-from rollout.config import RolloutRecipe
-from rollout.renderer import TemplateRenderer, make_renderer
-from rollout.rewards import Rewards
-from rollout.trajectory import Outcome, Row
+from agentfactory.rollout.chain import ChainRunner, Sampling
+from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.renderer import TemplateRenderer, make_renderer
+from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.trajectory import Outcome, Row
+from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
+from agentfactory.tools.toolset import open_toolset
 from tests.chat_tokenizers import REORDERS_KEYS, SPECIAL, STRIPS_REASONING, make_tokenizer, trl_template
 from tests.scripted_server import serve_script
-from tools.messages import Message, ToolCall, ToolResult, ToolSpec
-from tools.toolset import open_toolset
 
 SPECS = [
     ToolSpec("search", "Search the web.", {"type": "object", "properties": {"query": {"type": "string"}}}),

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from rollout.agent import AgentHooks, Turn, load_agent
-from rollout.client import Completion
-from rollout.renderer import Parsed
-from rollout.trajectory import Outcome, StopReason
+from agentfactory.rollout.agent import AgentHooks, Turn, load_agent
+from agentfactory.rollout.client import Completion
+from agentfactory.rollout.renderer import Parsed
+from agentfactory.rollout.trajectory import Outcome, StopReason
+from agentfactory.tools.messages import ToolCall
 from tests.chat_tokenizers import STRIPS_REASONING
 from tests.scripted_chains import scripted_chains
-from tools.messages import ToolCall
 
 CALL = '<tool_call>\n{"name": "note", "arguments": {"text": "a"}}\n</tool_call>'
 

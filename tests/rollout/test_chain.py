@@ -13,16 +13,16 @@ import pytest
 from aiohttp import web
 from transformers import PreTrainedTokenizerFast
 
-from rollout.chain import ChainRunner, Sampling
-from rollout.client import InferenceClient, ServerUnreachableError
-from rollout.config import RolloutRecipe
-from rollout.renderer import TemplateRenderer, make_renderer
-from rollout.rewards import Rewards
-from rollout.trajectory import Outcome, StopReason, Trajectory
+from agentfactory.rollout.chain import ChainRunner, Sampling
+from agentfactory.rollout.client import InferenceClient, ServerUnreachableError
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.renderer import TemplateRenderer, make_renderer
+from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
+from agentfactory.tools.toolset import open_toolset
 from tests.conftest import QUICKSTART
 from tests.scripted_chains import scripted_chains
 from tests.scripted_server import ScriptedServer, serve_script
-from tools.toolset import open_toolset
 
 TOOLS = '''
 import asyncio
@@ -256,7 +256,7 @@ async def test_a_dead_tool_server_leaves_a_chain_that_may_be_scored(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     (tmp_path / "fatal.py").write_text(FATAL)
-    serve = {"command": sys.executable, "args": ["-P", "-m", "tools.serve", "fatal.py:die"]}
+    serve = {"command": sys.executable, "args": ["-m", "agentfactory.tools.serve", "fatal.py:die"]}
     turns = [call("die"), "done"]
     for policy, reward in (("keep", 1.0), ("drop", None)):
         fields = {"rewards": ["fatal.py:turns"], "rollout": {"on_outcome": {"tool_infrastructure": policy}}}
@@ -342,7 +342,7 @@ HUNT = str(QUICKSTART / "treasure_hunt.py:TreasureHunt")
 @pytest.fixture
 def hunt_url() -> Iterator[str]:
     """The treasure hunt behind streamable HTTP."""
-    command = [sys.executable, "-P", "-m", "tools.serve", HUNT, "--http", "0"]
+    command = [sys.executable, "-m", "agentfactory.tools.serve", HUNT, "--http", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         yield server.stdout.readline().split()[1]
@@ -354,7 +354,7 @@ async def test_transports_give_identical_transcripts(
 ) -> None:
     lines = (quickstart_run / "prepared" / "train.jsonl").read_text().splitlines()
     tasks = [json.loads(line) for line in lines[:40]]
-    stdio = {"command": "python", "args": ["-P", "-m", "tools.serve", HUNT]}
+    stdio = {"command": "python", "args": ["-m", "agentfactory.tools.serve", HUNT]}
     recipes: dict[str, dict] = {
         "in process": {"tools": [HUNT]},
         "stdio": {"mcp_servers": {"hunt": stdio}},
@@ -386,7 +386,7 @@ async def test_64_chains_never_see_each_others_state(
         said = [call("write", text=f"{mine} page {turn}"), call("read")][turn % 2] if turn < 6 else "done"
         return tokenizer.encode(said + "<|im_end|>", add_special_tokens=False)
 
-    serve = {"command": "python", "args": ["-P", "-m", "tools.serve", "diary.py:Diary"]}
+    serve = {"command": "python", "args": ["-m", "agentfactory.tools.serve", "diary.py:Diary"]}
     fields: dict = {} if transport == "in process" else {"tools": [], "mcp_servers": {"diary": serve}}
     async with open_chains(tokenizer, script, tmp_path, **fields) as (runner, _):
         tasks = [{"question": f"I am chain {i}", "word": f"start {i}"} for i in range(64)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rollout.client import (
+from agentfactory.rollout.client import (
     GENERATE,
     NEEDED_ROUTES,
     Completion,

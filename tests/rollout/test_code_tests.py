@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from rollout.config import RewardConfig
-from rollout.rewards import InvalidReward, Rewards
-from rollout.rewards.code_tests import CodeTests, code_of, read_tests, same_text, same_value
-from rollout.trajectory import Outcome, Trajectory
+from agentfactory.rollout.config import RewardConfig
+from agentfactory.rollout.rewards import InvalidReward, Rewards
+from agentfactory.rollout.rewards.code_tests import CodeTests, code_of, read_tests, same_text, same_value
+from agentfactory.rollout.trajectory import Outcome, Trajectory
 
 ADD = "def add(a, b):\n    return a + b\n"
 CALLS = [{"function": "add", "args": [1, 2], "output": 3}, {"function": "add", "args": [[1], [2]], "output": [1, 2]}]

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollout.concurrency import ConcurrencyControl, Load, Places, parse_load, write_load
+from agentfactory.rollout.concurrency import ConcurrencyControl, Load, Places, parse_load, write_load
 
 
 async def hold(places: Places, alive: list[int], release: asyncio.Event) -> None:

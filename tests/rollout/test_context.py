@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from rollout.config import RolloutConfig
-from rollout.context import Context, check_context, is_long
-from rollout.trajectory import Outcome, Trajectory
+from agentfactory.rollout.config import RolloutConfig
+from agentfactory.rollout.context import Context, check_context, is_long
+from agentfactory.rollout.trajectory import Outcome, Trajectory
+from agentfactory.tools.messages import Message
 from tests.chat_tokenizers import STRIPS_REASONING
 from tests.scripted_chains import Scripted, scripted_chains
-from tools.messages import Message
 
 
 def call(text: str) -> str:

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from rollout.config import CurriculumConfig
-from rollout.curriculum import Curriculum, successes
-from rollout.trajectory import Outcome, Trajectory
+from agentfactory.rollout.config import CurriculumConfig
+from agentfactory.rollout.curriculum import Curriculum, successes
+from agentfactory.rollout.trajectory import Outcome, Trajectory
 
 SOLVED, HOPELESS, MIXED, NEW = range(4)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.config import DataConfig
-from rollout.data import InvalidData, Place, TaskOrder, load_tasks, opening_messages
+from agentfactory.rollout.config import DataConfig
+from agentfactory.rollout.data import InvalidData, Place, TaskOrder, load_tasks, opening_messages
 
 ROWS = [{"question": f"q{i}", "answer": i} for i in range(5)]
 

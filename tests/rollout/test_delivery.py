@@ -5,8 +5,8 @@ from collections import deque
 
 import pytest
 
-from rollout.delivery import WorkerDiedError, WorkerProcess, encode
-from rollout.trajectory import Group
+from agentfactory.rollout.delivery import WorkerDiedError, WorkerProcess, encode
+from agentfactory.rollout.trajectory import Group
 
 
 def worker(*batches: list[str], may_be_short: bool = False, trained: tuple[str, ...] = ()) -> WorkerProcess:

@@ -12,9 +12,9 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from rollout.embedded.engine import PREFILL_TOKENS, Engine, Request, UnsupportedModel
-from rollout.embedded.eviction import Evictable
-from rollout.embedded.lora import Adapter
+from agentfactory.rollout.embedded.engine import PREFILL_TOKENS, Engine, Request, UnsupportedModel
+from agentfactory.rollout.embedded.eviction import Evictable
+from agentfactory.rollout.embedded.lora import Adapter
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

@@ -63,7 +63,7 @@ class Running:
 
     def __init__(self, model: Path, *flags: str, env: dict[str, str] | None = None) -> None:
         self.model = model
-        command = [sys.executable, "-P", "-m", "rollout.embedded", str(model), "--port", "0", *flags]
+        command = [sys.executable, "-m", "agentfactory.rollout.embedded", str(model), "--port", "0", *flags]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
         )
@@ -561,7 +561,7 @@ async def test_api_key_guards_everything_but_health(servers: tuple[Running, Runn
 
 def test_start_up_errors(servers: tuple[Running, Running], tmp_path: Path) -> None:
     def fails(*flags: str) -> str:
-        command = [sys.executable, "-P", "-m", "rollout.embedded", *flags]
+        command = [sys.executable, "-m", "agentfactory.rollout.embedded", *flags]
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
         assert done.returncode == 2
         return done.stderr.strip().splitlines()[-1]

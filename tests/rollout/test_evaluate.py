@@ -7,12 +7,12 @@ from statistics import fmean
 
 import pytest
 
-from rollout.config import DataConfig, RolloutRecipe
-from rollout.data import load_tasks
-from rollout.evaluate import evaluate, open_runner, run_eval, run_rollout
-from rollout.trajectory import Outcome, read_groups
+from agentfactory.rollout.config import DataConfig, RolloutRecipe
+from agentfactory.rollout.data import load_tasks
+from agentfactory.rollout.evaluate import evaluate, open_runner, run_eval, run_rollout
+from agentfactory.rollout.trajectory import Outcome, read_groups
+from agentfactory.tools.messages import ToolInfrastructureError
 from tests.conftest import QUICKSTART
-from tools.messages import ToolInfrastructureError
 
 
 def test_saved_groups_follow_the_recipes_policies(

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from rollout.chain import ChainRunner, Sampling
-from rollout.client import InferenceClient
-from rollout.config import RolloutRecipe
-from rollout.renderer import make_renderer
-from rollout.rewards import Rewards
-from rollout.trajectory import Outcome, StopReason, Trajectory
+from agentfactory.rollout.chain import ChainRunner, Sampling
+from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.renderer import make_renderer
+from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
+from agentfactory.tools.config import Limit
+from agentfactory.tools.messages import CallError
+from agentfactory.tools.toolset import open_toolset
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.scripted_server import ScriptedServer, serve_script
-from tools.config import Limit
-from tools.messages import CallError
-from tools.toolset import open_toolset
 
 TOOLS = '''
 import asyncio

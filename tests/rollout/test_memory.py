@@ -10,10 +10,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qwen3_5TextConfig, Qwen3Config
 
-from rollout.config import RolloutRecipe
-from rollout.embedded.engine import Engine, Request
-from rollout.embedded.plan import Planner
-from rollout.memory import CUDA_GRAPHS, ServerMemory, server_memory
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.embedded.engine import Engine, Request
+from agentfactory.rollout.embedded.plan import Planner
+from agentfactory.rollout.memory import CUDA_GRAPHS, ServerMemory, server_memory
 
 SMALL = {
     "hidden_size": 128,

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rollout.parsers import PARSERS, Call, Parser, Reading, load_parser
-from tools.messages import ToolCall, ToolResult, ToolSpec
+from agentfactory.rollout.parsers import PARSERS, Call, Parser, Reading, load_parser
+from agentfactory.tools.messages import ToolCall, ToolResult, ToolSpec
 
 
 def spec(name: str, required: list[str] | None = None, /, **properties: Any) -> ToolSpec:

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
-from rollout.chain import ChainRunner
-from rollout.client import InferenceClient
-from rollout.config import RolloutConfig, RolloutRecipe
-from rollout.data import Place, TaskOrder
-from rollout.filter import Worth, worth
-from rollout.producer import GroupProducer, Published, RolloutStoppedError
-from rollout.renderer import load_tokenizer, make_renderer
-from rollout.resume import Resumed
-from rollout.rewards import Rewards
-from rollout.scheduler import Admission
-from rollout.trajectory import Group, Outcome, Trajectory, read_groups
+from agentfactory.rollout.chain import ChainRunner
+from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
+from agentfactory.rollout.data import Place, TaskOrder
+from agentfactory.rollout.filter import Worth, worth
+from agentfactory.rollout.producer import GroupProducer, Published, RolloutStoppedError
+from agentfactory.rollout.renderer import load_tokenizer, make_renderer
+from agentfactory.rollout.resume import Resumed
+from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.scheduler import Admission
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory, read_groups
+from agentfactory.tools.toolset import open_toolset
 from tests.scripted_server import ScriptedServer, serve_script
-from tools.toolset import open_toolset
 
 TOOLS = """
 import asyncio
@@ -179,7 +179,7 @@ async def test_a_group_with_too_little_is_queued_again_once_and_a_hopeless_task_
     quickstart_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tasks = [{"name": "slow", "seconds": [0.0, 60.0, 60.0]}, *({"name": f"t{n}", **FAST} for n in range(9))]
-    with caplog.at_level(logging.WARNING, "rollout.producer"):
+    with caplog.at_level(logging.WARNING, "agentfactory.rollout.producer"):
         async with training(quickstart_run, tmp_path, tasks, steps=6, max_staleness=1) as trainer:
             taken, cancelled = [], 0.0
             for version in range(6):
@@ -341,7 +341,7 @@ async def test_equal_rewards_leave_places_empty_but_never_all(quickstart_run: Pa
 async def test_where_all_rewards_are_equal_the_run_stops_and_says_why(
     quickstart_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout.filter.MAX_EQUAL_IN_A_ROW", 20)
+    monkeypatch.setattr("agentfactory.rollout.filter.MAX_EQUAL_IN_A_ROW", 20)
     tasks = [task("a", *EASY), task("b", *HARD), task("c", *HARD)]
     async with training(quickstart_run, tmp_path, tasks, 1, batch=2, equal_rewards="refill") as trainer:
         await asyncio.wait([trainer.running], timeout=20)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from rollout.embedded.engine import UnsupportedModel
-from rollout.embedded.quantization import FULL_WEIGHTS, quantize
+from agentfactory.rollout.embedded.engine import UnsupportedModel
+from agentfactory.rollout.embedded.quantization import FULL_WEIGHTS, quantize
 from tests.conftest import embedded_server
 
 PROMPT = [7 * i % 97 for i in range(40)]
@@ -170,7 +170,7 @@ def test_what_it_does_not_do_is_said(
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": stored, "bits": 4} if stored else {}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, "-P", "-m", "rollout.embedded", str(tmp_path), "--port", "0", *flags]
+    command = [sys.executable, "-m", "agentfactory.rollout.embedded", str(tmp_path), "--port", "0", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert said in done.stderr

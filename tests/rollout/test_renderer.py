@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from rollout.config import ModelConfig
-from rollout.renderer import Parsed, TemplateRenderer, load_renderer, load_tokenizer, make_renderer
-from rollout.trajectory import Row, Span
+from agentfactory.rollout.config import ModelConfig
+from agentfactory.rollout.renderer import Parsed, TemplateRenderer, load_renderer, load_tokenizer, make_renderer
+from agentfactory.rollout.trajectory import Row, Span
+from agentfactory.tools.messages import Message, ToolCall, ToolSpec
 from tests.chat_tokenizers import MERGES_NEWLINE, REORDERS_KEYS, STRIPS_REASONING, make_tokenizer, trl_template
-from tools.messages import Message, ToolCall, ToolSpec
 
 SPECS = [
     ToolSpec("move", "Move.", {"type": "object", "properties": {"to": {"type": "string"}, "by": {"type": "integer"}}}),
@@ -454,9 +454,10 @@ def test_the_light_loader_gives_the_auto_tokenizers_ids(model_folder: Path) -> N
 
 def test_a_worker_renders_without_torch(model_folder: Path) -> None:
     code = (
-        "import sys; from rollout.renderer import load_renderer; from rollout.config import ModelConfig;"
+        "import sys; from agentfactory.rollout.renderer import load_renderer\n"
+        "from agentfactory.rollout.config import ModelConfig\n"
         f"r = load_renderer(ModelConfig(path={str(model_folder)!r}), 'hermes');"
         "assert r.open([{'role': 'user', 'content': 'hi'}], []); print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from rollout.config import RolloutConfig
-from rollout.resume import Resumed
-from rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from agentfactory.rollout.config import RolloutConfig
+from agentfactory.rollout.resume import Resumed
+from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
 
 VERSIONS = {"5": 5, "6": 6, "7": 7, "8": 8}
 

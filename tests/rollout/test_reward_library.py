@@ -18,17 +18,17 @@ import yaml
 from aiohttp import web
 from trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward
 
-from rollout.config import RewardConfig, RolloutRecipe
-from rollout.rewards import PREBUILT, InvalidReward, RewardError, Rewards
-from rollout.rewards.answers import F1, ExactMatch, normalize, token_f1
-from rollout.rewards.judge import Judge
-from rollout.rewards.math_equal import MathEqual
-from rollout.rewards.shape import Format, Length
-from rollout.rewards.text import last_match
-from rollout.trajectory import Outcome, Row, Trajectory
+from agentfactory.rollout.config import RewardConfig, RolloutRecipe
+from agentfactory.rollout.rewards import PREBUILT, InvalidReward, RewardError, Rewards
+from agentfactory.rollout.rewards.answers import F1, ExactMatch, normalize, token_f1
+from agentfactory.rollout.rewards.judge import Judge
+from agentfactory.rollout.rewards.math_equal import MathEqual
+from agentfactory.rollout.rewards.shape import Format, Length
+from agentfactory.rollout.rewards.text import last_match
+from agentfactory.rollout.trajectory import Outcome, Row, Trajectory
+from agentfactory.tools.messages import EnvironmentReward
+from agentfactory.tools.user_code import load_object
 from tests.conftest import REPOSITORY
-from tools.messages import EnvironmentReward
-from tools.user_code import load_object
 
 
 def said(*texts: str, tokens: int = 0, **fields: Any) -> Trajectory:
@@ -158,9 +158,9 @@ def test_a_prediction_on_which_sympy_hangs_is_wrong_and_the_next_is_judged() -> 
     for bomb in ("$9^{9^{9^{9}}}$", "$" + "a b " * 100_000 + "$"):
         assert equal(bomb, answer="1") == {"reward": 0.0, "success": 0.0, "math_timeout": 1.0}
     assert equal("it is 42", answer="42") == {"reward": 1.0, "success": 1.0, "math_timeout": 0.0}
-    assert len(children("rollout.rewards.math_process")) == 1
+    assert len(children("agentfactory.rollout.rewards.math_process")) == 1
     equal.close()
-    assert children("rollout.rewards.math_process") == []
+    assert children("agentfactory.rollout.rewards.math_process") == []
 
 
 def test_an_answer_that_cannot_be_read_is_an_error() -> None:
@@ -185,13 +185,13 @@ async def test_comparing_does_not_hold_up_the_loop_nor_more_processes_than_allow
             ticks += 1
         assert ticks > 3
         assert [one.reward for one in await scoring] == [float(n == 7) for n in range(20)]
-        assert len(children("rollout.rewards.math_process")) <= 2
+        assert len(children("agentfactory.rollout.rewards.math_process")) <= 2
 
 
 def test_nothing_is_left_of_a_worker_that_was_killed() -> None:
-    code = "from rollout.rewards.math_equal import MathEqual; print(0, flush=True)\n"
+    code = "from agentfactory.rollout.rewards.math_equal import MathEqual; print(0, flush=True)\n"
     code += "MathEqual(seconds=2)('$' + 'a b ' * 100_000 + '$', answer='1')"
-    worker = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True)
+    worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert worker.stdout is not None
     worker.stdout.readline()
     process = psutil.Process(worker.pid)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.config import RewardConfig
-from rollout.rewards import InvalidReward, RewardError, Rewards, prediction_of, reward
-from rollout.trajectory import Outcome, Trajectory
-from tools.messages import EnvironmentReward
+from agentfactory.rollout.config import RewardConfig
+from agentfactory.rollout.rewards import InvalidReward, RewardError, Rewards, prediction_of, reward
+from agentfactory.rollout.trajectory import Outcome, Trajectory
+from agentfactory.tools.messages import EnvironmentReward
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "2+2?"},

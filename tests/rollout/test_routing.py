@@ -1,6 +1,6 @@
 """Where requests go, and how long they are tried: the pure parts of the client."""
 
-from rollout.routing import FIRST_DELAY, LONGEST_DELAY, REMEMBERED, Retries, Router, ServerState
+from agentfactory.rollout.routing import FIRST_DELAY, LONGEST_DELAY, REMEMBERED, Retries, Router, ServerState
 
 A, B = "http://a", "http://b"
 

@@ -25,13 +25,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rollout.client import ContextOverflowError, InferenceClient, InferenceError
+from agentfactory.rollout.client import ContextOverflowError, InferenceClient, InferenceError
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.policy import load_policy
+from agentfactory.trainers.server_control import ServerControl
+from agentfactory.trainers.sync import FileSync
 from tests.chat_tokenizers import make_tokenizer
 from tests.served import VLLM_PYTHON, busy, serve
-from trainers.config import TrainRecipe
-from trainers.policy import load_policy
-from trainers.server_control import ServerControl
-from trainers.sync import FileSync
 
 MAX_MODEL_LEN = 2000
 KEY_VARIABLE, KEY = "CONTRACT_TEST_KEY", "s3cret"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollout.config import RolloutRecipe
-from rollout.serving import explain, missing_from, ready_url, server_command, stage
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.serving import explain, missing_from, ready_url, server_command, stage
 
 
 def command(
@@ -22,7 +22,9 @@ def command(
 
 def test_vllm_gets_what_the_recipe_says() -> None:
     text = command("file", python="/v/bin/python", max_model_len=512, max_num_seqs=7)
-    assert text.startswith("/v/bin/python -P -m rollout.vllm_server m --host 127.0.0.1 --port 0 --dtype bfloat16 ")
+    assert text.startswith(
+        "/v/bin/python -m agentfactory.rollout.vllm_server m --host 127.0.0.1 --port 0 --dtype bfloat16 "
+    )
     assert "--max-model-len 512 --max-num-seqs 7" in text
     assert "--logprobs-mode processed_logprobs" in text
     assert '--weight-transfer-config \'{"backend": "file"}\'' in text
@@ -42,7 +44,7 @@ def test_vllm_gets_adapters_of_a_rank_that_it_knows(tmp_path: Path) -> None:
 
 def test_the_embedded_engine_gets_what_it_knows(tmp_path: Path) -> None:
     text = command("file", {"checkpoint": tmp_path}, engine="embedded", api_key_env="KEY")
-    assert " -P -m rollout.embedded m --host 127.0.0.1 --port 0 --dtype bfloat16 " in text
+    assert " -m agentfactory.rollout.embedded m --host 127.0.0.1 --port 0 --dtype bfloat16 " in text
     assert f"--api-key-env KEY --max-loras 4 --adapter checkpoint={tmp_path}" in text
     assert "weight-transfer" not in text
 

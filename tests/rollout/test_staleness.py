@@ -2,8 +2,8 @@
 
 import pytest
 
-from rollout.staleness import Cancellations, WeightVersions
-from rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from agentfactory.rollout.staleness import Cancellations, WeightVersions
+from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
 
 
 def chain(*labels: str, turn: int = 2) -> Trajectory:

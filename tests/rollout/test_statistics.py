@@ -5,8 +5,8 @@ from itertools import combinations
 
 import pytest
 
-from rollout.statistics import bootstrap, by_source, estimates, pass_at_k, powers_of_two, sample_figures
-from rollout.trajectory import Group, Outcome, Trajectory
+from agentfactory.rollout.statistics import bootstrap, by_source, estimates, pass_at_k, powers_of_two, sample_figures
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 8])

@@ -2,9 +2,9 @@ import re
 
 import pytest
 
-from rollout.parsers import load_parser
-from rollout.probing import Choice, choose_template, training_variant
-from rollout.templates import ChatTemplate, RenderError
+from agentfactory.rollout.parsers import load_parser
+from agentfactory.rollout.probing import Choice, choose_template, training_variant
+from agentfactory.rollout.templates import ChatTemplate, RenderError
 from tests.chat_tokenizers import (
     SPECIAL,
     STRIPS_REASONING,

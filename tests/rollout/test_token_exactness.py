@@ -9,19 +9,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout.chain import ChainRunner, Sampling
-from rollout.client import InferenceClient
-from rollout.config import RolloutRecipe
-from rollout.data import load_tasks
-from rollout.evaluate import open_runner
-from rollout.renderer import make_renderer
-from rollout.rewards import Rewards, reward
-from rollout.trajectory import Row, Trajectory
+from agentfactory.rollout.chain import ChainRunner, Sampling
+from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.data import load_tasks
+from agentfactory.rollout.evaluate import open_runner
+from agentfactory.rollout.renderer import make_renderer
+from agentfactory.rollout.rewards import Rewards, reward
+from agentfactory.rollout.trajectory import Row, Trajectory
+from agentfactory.tools.toolset import open_toolset
 from tests.chat_tokenizers import MERGES_NEWLINE, REORDERS_KEYS, STRIPS_REASONING, make_tokenizer
 from tests.conftest import QUICKSTART
 from tests.recording_proxy import Recording, record
 from tests.scripted_server import serve_script
-from tools.toolset import open_toolset
 
 CHAINS = 200
 

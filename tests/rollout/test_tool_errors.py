@@ -1,7 +1,7 @@
 """Which tools a person is warned of."""
 
-from rollout.tool_errors import ToolErrors
-from tools.messages import CallError, ToolResult
+from agentfactory.rollout.tool_errors import ToolErrors
+from agentfactory.tools.messages import CallError, ToolResult
 
 BUG = "AttributeError: 'Ride' object has no attribute 'lft'"
 RAISED, REFUSED = ToolResult(BUG, CallError.TOOL_ERROR), ToolResult("a: 1", CallError.INVALID_ARGUMENTS)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.trajectory import Group, Outcome, Row, Span, Trajectory, read_groups
+from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory, read_groups
 
 
 def example() -> Group:

@@ -1,6 +1,6 @@
 """Attacks on a sandbox, each with what has to come of it, while 15 neighbours go on.
 
-The test modules run them, and `python -P -m tests.tools.attacks` runs all of them and prints their names, for a child
+The test modules run them, and `python -m tests.tools.attacks` runs all of them and prints their names, for a child
 of another user: so nothing but the standard library, waiting.py and the sandbox itself is imported here.
 """
 
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+from agentfactory.tools.sandbox import CellResult, Sandbox, SandboxKind, SandboxSettings, session
 from tests.waiting import pass_time, until
-from tools.sandbox import CellResult, Sandbox, SandboxKind, SandboxSettings, session
 
 NEIGHBOURS = 15
 OUTPUT = 2000

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import environment_host, tool_server
-from tools.config import ToolsRecipe
+from agentfactory.tools import environment_host, tool_server
+from agentfactory.tools.config import ToolsRecipe
 
 FOLDER = Path(__file__).parent
 OBJECTS = [f"scratchpad.py:{name}" for name in ("Scratchpad", "add", "shout", "fail", "wait", "process_id")]
@@ -29,14 +29,14 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stdio_server(*objects: str, **fields: object) -> dict[str, object]:
     """The `mcp_servers` entry of a child that serves `objects`."""
-    return {"command": "python", "args": ["-P", "-m", "tools.serve", *(objects or OBJECTS)], **fields}
+    return {"command": "python", "args": ["-m", "agentfactory.tools.serve", *(objects or OBJECTS)], **fields}
 
 
 def http_server(
     *objects: str, port: int = 0, more: Sequence[str] = ()
 ) -> AbstractContextManager[tuple[subprocess.Popen[str], str]]:
     """A running HTTP server of `objects`: its process and its address."""
-    return running("-P", "-m", "tools.serve", *(objects or OBJECTS), "--http", str(port), *more)
+    return running("-m", "agentfactory.tools.serve", *(objects or OBJECTS), "--http", str(port), *more)
 
 
 @contextmanager

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from tools.environment import Environment
-from tools.tool import tool
+from agentfactory.tools.environment import Environment
+from agentfactory.tools.tool import tool
 
 
 @tool

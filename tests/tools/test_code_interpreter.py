@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from agentfactory.tools.code_interpreter import CodeInterpreter
+from agentfactory.tools.config import ToolsRecipe
+from agentfactory.tools.messages import ToolCall
+from agentfactory.tools.toolset import open_toolset
 from tests.waiting import pass_time, until
-from tools.code_interpreter import CodeInterpreter
-from tools.config import ToolsRecipe
-from tools.messages import ToolCall
-from tools.toolset import open_toolset
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ async def test_a_slow_cell_keeps_its_variables_and_a_stuck_one_loses_them(
     await _run(interpreter, "x = 1")
     with monkeypatch.context() as slow:
         slow.setattr(interpreter, "_seconds", 0.2)
-        slow.setattr("tools.sandbox.session._GRACE_SECONDS", 30.0)
+        slow.setattr("agentfactory.tools.sandbox.session._GRACE_SECONDS", 30.0)
         assert "TimeoutError" in await _run(interpreter, "while True: pass")
     assert await _run(interpreter, "x") == "1"
     stuck = await _get_stuck(interpreter)
@@ -196,7 +196,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
 SERVERS = {
     "in process": {"module": "code_interpreter", "pool": {"capacity": 4, "warm": 2}},
     "none": {"module": "code_interpreter", "options": {"sandbox": "none"}, "pool": {"capacity": 4}},
-    "stdio": {"command": "python", "args": ["-P", "-m", "tools.serve", "code_interpreter"]},
+    "stdio": {"command": "python", "args": ["-m", "agentfactory.tools.serve", "code_interpreter"]},
 }
 
 

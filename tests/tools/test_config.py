@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tools.config import LimitsConfig, McpServerConfig
+from agentfactory.tools.config import LimitsConfig, McpServerConfig
 
 
 def test_the_usual_block_is_taken_as_it_is() -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.tools.containers import find_program
+from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.toolset import open_toolset
 from tests.tools.test_isolation import ask, recipe_of
-from tools.containers import find_program
-from tools.messages import ToolInfrastructureError
-from tools.toolset import open_toolset
 
 PYTHON = Path(sys.executable).resolve()
 

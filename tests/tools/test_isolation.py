@@ -9,13 +9,13 @@ from typing import Any
 import psutil
 import pytest
 
+from agentfactory.tools.config import ToolsRecipe
+from agentfactory.tools.messages import CallError, ToolCall, ToolInfrastructureError
+from agentfactory.tools.session import ToolSession
+from agentfactory.tools.toolset import Toolset, open_toolset
 from tests.forked import reserved_port
 from tests.tools.conftest import http_server, running
 from tests.waiting import until
-from tools.config import ToolsRecipe
-from tools.messages import CallError, ToolCall, ToolInfrastructureError
-from tools.session import ToolSession
-from tools.toolset import Toolset, open_toolset
 
 INSTANCES = 16
 POOL = {"capacity": INSTANCES, "wait_seconds": 120}
@@ -42,7 +42,7 @@ def backend(kind: str) -> Iterator[dict[str, Any]]:
             with http_server("scratchpad.py:Scratchpad", more=["--capacity", str(INSTANCES)]) as (_, url):
                 yield {"url": url, "pool": POOL}
         case "http sessions":
-            with running("-P", "sessions.py", "0") as (_, url):
+            with running("sessions.py", "0") as (_, url):
                 yield {"url": url, "isolation": "session", "pool": {**POOL, "max_uses": 20}}
 
 
@@ -235,7 +235,7 @@ async def test_nothing_stays_where_one_server_does_not_start(folder: Path) -> No
 
 
 async def test_a_server_without_sessions_is_refused(folder: Path) -> None:
-    with running("-P", "sessions.py", "0", "stateless") as (_, url):
+    with running("sessions.py", "0", "stateless") as (_, url):
         reason = r"tool server pad: .*gives its clients no sessions \(Mcp-Session-Id\); use isolation: shared"
         with pytest.raises(ToolInfrastructureError, match=reason):
             async with open_toolset(recipe_of(pad={"url": url, "isolation": "session"}), folder):
@@ -244,7 +244,7 @@ async def test_a_server_without_sessions_is_refused(folder: Path) -> None:
 
 async def test_sessions_of_a_server_that_was_started_anew_are_replaced(folder: Path) -> None:
     port = reserved_port()
-    with running("-P", "sessions.py", str(port)) as (process, url):
+    with running("sessions.py", str(port)) as (process, url):
         roles = {"reset": "write", "reward": None, "close": None}
         entry = {"url": url, "isolation": "session", "environment": roles, "pool": {"capacity": 1}}
         async with open_toolset(recipe_of(pad=entry), folder) as toolset:
@@ -252,14 +252,14 @@ async def test_sessions_of_a_server_that_was_started_anew_are_replaced(folder: P
                 assert await ask(session, "read") == "x"
             process.kill()
             process.wait()
-            with running("-P", "sessions.py", str(port)):
+            with running("sessions.py", str(port)):
                 async with toolset.chain("b", {"word": "y"}) as session:
                     assert await ask(session, "read") == "y"
                 assert (await at_rest(toolset))["environments/pad/broken"] == 1
 
 
 async def test_sessions_keep_chains_apart(folder: Path) -> None:
-    with running("-P", "sessions.py", "0") as (_, url):
+    with running("sessions.py", "0") as (_, url):
         entry = {"url": url, "isolation": "session", "pool": {"capacity": 4}}
         async with open_toolset(recipe_of(pad=entry), folder) as toolset:
 

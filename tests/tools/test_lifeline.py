@@ -8,12 +8,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tools import lifeline
+from agentfactory.tools import lifeline
 
 FOLLOWER = """
 import signal, sys, time
 from pathlib import Path
-from tools import lifeline
+from agentfactory.tools import lifeline
 lifeline.follow_parent()
 if sys.argv[2] == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -24,7 +24,7 @@ time.sleep(60)
 # starts a follower through a shell, which stands between them as accelerate's launcher does
 PARENT = """
 import os, subprocess, sys, time
-from tools import lifeline
+from agentfactory.tools import lifeline
 env = {**os.environ, **lifeline.environment()}
 child = subprocess.Popen(["sh", "-c", '"$0" "$@"; true', sys.executable, "-c", *sys.argv[1:]], env=env)
 time.sleep(60)
@@ -49,7 +49,8 @@ def test_a_follower_ends_when_its_parent_is_killed(tmp_path: Path, kind: str) ->
 
 
 def test_nothing_happens_without_a_parent_to_follow() -> None:
-    code = "import threading; from tools import lifeline; lifeline.follow_parent(); print(threading.active_count())"
+    code = "import threading; from agentfactory.tools.lifeline import follow_parent; follow_parent()"
+    code += "; print(threading.active_count())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "1"
 

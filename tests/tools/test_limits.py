@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from agentfactory.tools import limits
+from agentfactory.tools.config import Limit, LimitsConfig
+from agentfactory.tools.limits import ChainAccount, ChainLimits, Rates, check_limits
+from agentfactory.tools.messages import CallError, Content, ToolCall, ToolInfrastructureError, ToolResult
 from tests.waiting import pass_time
-from tools import limits
-from tools.config import Limit, LimitsConfig
-from tools.limits import ChainAccount, ChainLimits, Rates, check_limits
-from tools.messages import CallError, Content, ToolCall, ToolInfrastructureError, ToolResult
 
 WORDS = "one two three four five six"
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from agentfactory.tools import containers, mcp_client
+from agentfactory.tools.config import ToolsRecipe
+from agentfactory.tools.messages import ToolCall, ToolInfrastructureError
+from agentfactory.tools.session import ToolSession
+from agentfactory.tools.toolset import Toolset, open_toolset
 from tests.forked import reserved_port
 from tests.tools.conftest import OBJECTS, http_server, stdio_server
 from tests.waiting import until
-from tools import containers, mcp_client
-from tools.config import ToolsRecipe
-from tools.messages import ToolCall, ToolInfrastructureError
-from tools.session import ToolSession
-from tools.toolset import Toolset, open_toolset
 
 
 def recipe_of(**servers: Any) -> ToolsRecipe:
@@ -149,7 +149,7 @@ async def test_a_dead_http_server(folder: Path) -> None:
             r"tool server bad: `.*python.* -c .*exit.*` in .*Connection closed; the end of its stderr:\nno key for you",
         ),
         (
-            {"command": "python", "args": ["-P", "-m", "tools.serve", "scratchpad.py:sub"]},
+            {"command": "python", "args": ["-m", "agentfactory.tools.serve", "scratchpad.py:sub"]},
             "scratchpad.py defines no sub",
         ),
         ({"command": "no-such-program", "args": ["x"]}, "`no-such-program x` in .*No such file"),
@@ -186,7 +186,7 @@ async def test_an_http_server_that_speaks_something_else(folder: Path) -> None:
 
 MINE = """
 import os
-from tools.tool import tool
+from agentfactory.tools.tool import tool
 
 @tool
 def look(name: str) -> str:

@@ -11,13 +11,13 @@ import pytest
 from mcp import Client, MCPError
 from mcp.server.mcpserver import MCPServer
 
+from agentfactory.tools.config import PoolConfig
+from agentfactory.tools.environment import Environment
+from agentfactory.tools.mcp_server import CHAIN_KEY, ROLE_KEY, build_server
+from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of
+from agentfactory.tools.tool import finish, tool
 from tests.waiting import pass_time, until
-from tools.config import PoolConfig
-from tools.environment import Environment
-from tools.mcp_server import CHAIN_KEY, ROLE_KEY, build_server
-from tools.messages import ToolInfrastructureError
-from tools.results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of
-from tools.tool import finish, tool
 
 
 class Counter(Environment):

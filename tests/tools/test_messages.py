@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tools.messages import EnvironmentReward
+from agentfactory.tools.messages import EnvironmentReward
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentfactory.tools import pool as pool_module
+from agentfactory.tools.config import PoolConfig
+from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.pool import Pool
+from agentfactory.tools.pool_ledger import Act, Instance, Ledger, Step
 from tests.waiting import pass_time, until
-from tools import pool as pool_module
-from tools.config import PoolConfig
-from tools.messages import ToolInfrastructureError
-from tools.pool import Pool
-from tools.pool_ledger import Act, Instance, Ledger, Step
 
 
 class Thing:

@@ -16,13 +16,21 @@ import packaging
 import psutil
 import pytest
 
+from agentfactory.tools.sandbox import (
+    Sandbox,
+    SandboxKind,
+    SandboxSettings,
+    SandboxUnavailable,
+    bubblewrap,
+    process,
+    run_script,
+)
+from agentfactory.tools.sandbox.interpreter import Interpreter, find_interpreter, package_paths
+from agentfactory.tools.sandbox.session import SandboxLost
 from tests import waiting
 from tests.tools import attacks
 from tests.tools.attacks import ATTACKS, OUTPUT, SECRET, attack, check
 from tests.waiting import pass_time, until
-from tools.sandbox import Sandbox, SandboxKind, SandboxSettings, SandboxUnavailable, bubblewrap, process, run_script
-from tools.sandbox.interpreter import Interpreter, find_interpreter, package_paths
-from tools.sandbox.session import SandboxLost
 
 NOBODY = 65534
 
@@ -39,7 +47,7 @@ async def test_attack_is_contained(name: str) -> None:
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="other machines have no second set of system calls")
 async def test_calls_of_32_bit_programs_do_not_pass_the_filter_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tools.sandbox.session._GRACE_SECONDS", 60.0)
+    monkeypatch.setattr("agentfactory.tools.sandbox.session._GRACE_SECONDS", 60.0)
     code = """
 import ctypes, mmap
 page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
@@ -155,7 +163,7 @@ async def test_nothing_is_left_of_a_sandbox_that_was_closed(kind: SandboxKind) -
 def test_sandboxes_die_with_the_process_that_started_them(kind: SandboxKind, tmp_path: Path) -> None:
     code = f"""
 import asyncio, time
-from tools.sandbox import *
+from agentfactory.tools.sandbox import *
 async def main():
     settings = SandboxSettings(SandboxKind("{kind}"))
     sandbox = await Sandbox.ready(settings, Sandbox.begin(settings))
@@ -177,10 +185,10 @@ def test_none_stays_behind_when_a_process_is_killed_while_it_starts_them() -> No
     """bwrap killed in the midst of a start leaves a child that follows nobody: the warden ends it."""
     code = """
 import sys
-from tools.sandbox import *
+from agentfactory.tools.sandbox import *
 starting = [Sandbox.begin(SandboxSettings()) for _ in range(200)]
 starting[0].result()
-from tools.sandbox import process
+from agentfactory.tools.sandbox import process
 print(process._TOKEN, flush=True)
 for start in starting:
     start.result()
@@ -230,7 +238,7 @@ async def test_one_that_nobody_waits_for_is_ended() -> None:
 
 def test_a_refusal_of_the_kernel_names_reason_and_fix() -> None:
     """Inside of a sandbox in which user namespaces are off, there can be none."""
-    code = "import asyncio\nfrom tools.sandbox import *\nasyncio.run(run_script('print(1)'))"
+    code = "import asyncio\nfrom agentfactory.tools.sandbox import *\nasyncio.run(run_script('print(1)'))"
     outer = [bubblewrap.find_bwrap(None), "--dev-bind", "/", "/", "--unshare-user", "--disable-userns", "--uid", "1000"]
     done = subprocess.run([*outer, "--", sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "SandboxUnavailable: bubblewrap did not start a sandbox" in done.stderr

@@ -21,8 +21,8 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 from typing_extensions import TypedDict
 
-from tools.schemas import inline
-from tools.tool import InvalidArguments, tool
+from agentfactory.tools.schemas import inline
+from agentfactory.tools.tool import InvalidArguments, tool
 
 DRAFT = jsonschema.Draft202012Validator
 

@@ -1,4 +1,4 @@
-"""`python -P -m tools.serve`: its command line, and that it never outlives its parent."""
+"""`python -m agentfactory.tools.serve`: its command line, and that it never outlives its parent."""
 
 import os
 import signal
@@ -11,20 +11,20 @@ import psutil
 import pytest
 from mcp import Client, StdioServerParameters
 
-from tools.mcp_server import CHAIN_KEY
-from tools.results import content_of
-from tools.serve import main, objects_in
-from tools.user_code import UserCodeError
+from agentfactory.tools.mcp_server import CHAIN_KEY
+from agentfactory.tools.results import content_of
+from agentfactory.tools.serve import main, objects_in
+from agentfactory.tools.user_code import UserCodeError
 
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from tools.config import ToolsRecipe
-from tools.messages import ToolCall
-from tools.toolset import open_toolset
+from agentfactory.tools.config import ToolsRecipe
+from agentfactory.tools.messages import ToolCall
+from agentfactory.tools.toolset import open_toolset
 
 servers = {
-    name: {"command": "python", "args": ["-P", "-m", "tools.serve", f"scratchpad.py:{name}"]}
+    name: {"command": "python", "args": ["-m", "agentfactory.tools.serve", f"scratchpad.py:{name}"]}
     for name in ("process_id", "block")
 }
 
@@ -44,7 +44,7 @@ asyncio.run(main())
 
 
 def test_children_end_when_their_parent_is_killed(folder: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-c", PARENT, str(folder), str(tmp_path / "blocking")]
+    command = [sys.executable, "-c", PARENT, str(folder), str(tmp_path / "blocking")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "ready\n"
@@ -86,17 +86,17 @@ def test_command_lines_that_are_wrong(
 
 
 def test_a_wrong_command_line_ends_the_process_with_status_2(folder: Path) -> None:
-    command = [sys.executable, "-P", "-m", "tools.serve", "scratchpad.py:sub"]
+    command = [sys.executable, "-m", "agentfactory.tools.serve", "scratchpad.py:sub"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "usage: python -P -m tools.serve" in done.stderr
+    assert "usage: python -m agentfactory.tools.serve" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 SHOP = """
 from mcp.server.mcpserver import MCPServer
-from tools.environment import Environment
-from tools.tool import tool
+from agentfactory.tools.environment import Environment
+from agentfactory import tool
 
 class Prices:
     @tool
@@ -137,7 +137,7 @@ def test_what_is_served_of_a_file(tmp_path: Path) -> None:
     assert [found.__name__ for found in objects_in(tmp_path / "shop.py")] == ["Shop", "price", "greet"]
     (tmp_path / "server.py").write_text("from mcp.server.mcpserver import MCPServer\nmine = MCPServer('mine')\n")
     assert [found.name for found in objects_in(tmp_path / "server.py")] == ["mine"]
-    (tmp_path / "empty.py").write_text("from tools.environment import Environment\n")
+    (tmp_path / "empty.py").write_text("from agentfactory.tools.environment import Environment\n")
     with pytest.raises(UserCodeError, match=r"empty.py has no @tool function, no Environment class and no MCP server"):
         objects_in(tmp_path / "empty.py")
     with pytest.raises(UserCodeError, match="there is no file"):
@@ -160,7 +160,7 @@ async def test_a_whole_file_over_stdio(tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(SHOP)
     options = ["--option", "owner=Ada", "--option", "shelves=3", "--max-uses", "2", "--capacity", "1"]
     command = StdioServerParameters(
-        command=sys.executable, args=["-P", "-m", "tools.serve", "shop.py", *options], cwd=tmp_path
+        command=sys.executable, args=["-m", "agentfactory.tools.serve", "shop.py", *options], cwd=tmp_path
     )
     async with Client(command) as client:
         names = [tool.name for tool in (await client.list_tools()).tools]
@@ -175,7 +175,7 @@ async def test_a_whole_file_over_stdio(tmp_path: Path) -> None:
 async def test_a_client_that_vanished_does_not_keep_its_instance(tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(SHOP)
     options = ["--option", "owner=Ada", "--capacity", "1", "--idle-seconds", "3"]
-    command = [sys.executable, "-P", "-m", "tools.serve", "shop.py:Shop", *options, "--http", "0"]
+    command = [sys.executable, "-m", "agentfactory.tools.serve", "shop.py:Shop", *options, "--http", "0"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:  # noqa: ASYNC220
         try:
             assert server.stdout is not None
@@ -190,9 +190,9 @@ async def test_a_client_that_vanished_does_not_keep_its_instance(tmp_path: Path)
 
 def test_stdout_belongs_to_the_protocol(tmp_path: Path) -> None:
     (tmp_path / "loud.py").write_text(
-        "from tools.tool import tool\nprint('while loading')\n\n@tool\ndef talk() -> str:\n    return 'x'\n"
+        "from agentfactory.tools.tool import tool\nprint('while loading')\n\n@tool\ndef talk() -> str:\n    return 'x'\n"
     )
-    command = [sys.executable, "-P", "-m", "tools.serve", "loud.py:talk"]
+    command = [sys.executable, "-m", "agentfactory.tools.serve", "loud.py:talk"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=True)
     assert done.stdout == ""
     assert "while loading" in done.stderr

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from agentfactory.tools.config import ToolsRecipe
+from agentfactory.tools.messages import CallError, Content, ToolCall, ToolInfrastructureError, ToolResult
+from agentfactory.tools.session import ToolSession
+from agentfactory.tools.toolset import open_toolset
 from tests.forked import reserved_port
 from tests.third_party_servers import everything, everything_over_http, time_server
-from tools.config import ToolsRecipe
-from tools.messages import CallError, Content, ToolCall, ToolInfrastructureError, ToolResult
-from tools.session import ToolSession
-from tools.toolset import open_toolset
 
 __all__ = ["everything"]  # a fixture
 

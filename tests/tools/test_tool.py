@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 from pydantic import Field
 
-from tools.tool import InvalidArguments, is_tool, tool
-from tools.user_code import load_object
+from agentfactory.tools.tool import InvalidArguments, is_tool, tool
+from agentfactory.tools.user_code import load_object
 
 
 @tool
@@ -177,7 +177,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from tools.tool import tool
+from agentfactory.tools.tool import tool
 
 if TYPE_CHECKING:
     from elsewhere import Answer

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tools.config import ToolsRecipe
-from tools.messages import ToolCall
-from tools.serve import command_line, objects_in
-from tools.toolset import open_toolset
-from tools.user_code import load_object
+from agentfactory.tools.config import ToolsRecipe
+from agentfactory.tools.messages import ToolCall
+from agentfactory.tools.serve import command_line, objects_in
+from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.user_code import load_object
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
 

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 from mcp.server.mcpserver import MCPServer
 
-from tests.tools.conftest import stdio_server
-from tests.waiting import pass_time, until
-from tools.config import ToolsRecipe
-from tools.messages import (
+from agentfactory.tools.config import ToolsRecipe
+from agentfactory.tools.messages import (
     CallError,
     Content,
     EnvironmentReward,
@@ -20,9 +18,11 @@ from tools.messages import (
     ToolInfrastructureError,
     ToolResult,
 )
-from tools.session import ToolSession
-from tools.toolset import Toolset, open_toolset
-from tools.user_code import UserCodeError, load_object
+from agentfactory.tools.session import ToolSession
+from agentfactory.tools.toolset import Toolset, open_toolset
+from agentfactory.tools.user_code import UserCodeError, load_object
+from tests.tools.conftest import stdio_server
+from tests.waiting import pass_time, until
 
 TRANSPORTS = ("in process", "stdio", "http")
 
@@ -298,8 +298,8 @@ async def test_two_environments(theirs: Path, folder: Path) -> None:
 OPEN_HANDED = """
 import asyncio
 from mcp.server.mcpserver import Image
-from tools.environment import Environment
-from tools.tool import finish, tool
+from agentfactory.tools.environment import Environment
+from agentfactory.tools.tool import finish, tool
 
 calls = []
 gate = asyncio.Event()

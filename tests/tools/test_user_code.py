@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.user_code import UserCodeError, load_object
+from agentfactory.tools.user_code import UserCodeError, load_object
 
 
 def test_loads_once_under_a_private_name(tmp_path: Path) -> None:

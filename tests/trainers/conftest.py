@@ -11,10 +11,10 @@ from accelerate import Accelerator
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.server_control import ServerControl
 from tests.conftest import embedded_server
-from trainers.config import TrainRecipe
-from trainers.server_control import ServerControl
 
 VOCABULARY = 64
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from trainers.config import TrainRecipe
-from trainers.launch import LaunchError, make_accelerator
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.launch import LaunchError, make_accelerator
 
 
 def train(recipe: TrainRecipe, accelerator: Accelerator, trajectories: Path, folder: Path) -> None:
@@ -19,10 +19,10 @@ def train(recipe: TrainRecipe, accelerator: Accelerator, trajectories: Path, fol
     # seconds that a refusal needs not wait for
     from transformers import AutoTokenizer
 
-    from trainers.checkpoints import Checkpoints
-    from trainers.rl import train_rl
-    from trainers.source import SavedGroups
-    from trainers.sync.canary import Canary, canary_rows
+    from agentfactory.trainers.checkpoints import Checkpoints
+    from agentfactory.trainers.rl import train_rl
+    from agentfactory.trainers.source import SavedGroups
+    from agentfactory.trainers.sync.canary import Canary, canary_rows
 
     train_rl(
         recipe,

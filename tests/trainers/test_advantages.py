@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainers.trl_oracle import Chains, GrpoOracle, RlooOracle, make_oracle
-from trainers.advantages import (
+from agentfactory.trainers.advantages import (
     gae,
     grpo_advantages,
     overlong_penalty,
@@ -20,6 +19,7 @@ from trainers.advantages import (
     rloo_advantages,
     whiten,
 )
+from tests.trainers.trl_oracle import Chains, GrpoOracle, RlooOracle, make_oracle
 
 NAN = float("nan")
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from rollout.trajectory import Row, Span
-from trainers.batch import Batching, TrainingRow, make_batches, scatter, training_row
-from trainers.config import TrainRecipe
-from trainers.learner import Learner
-from trainers.policy_update import update_policy
+from agentfactory.rollout.trajectory import Row, Span
+from agentfactory.trainers.batch import Batching, TrainingRow, make_batches, scatter, training_row
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.learner import Learner
+from agentfactory.trainers.policy_update import update_policy
 
 Rows = Callable[..., Row]
 BATCHINGS: tuple[Batching, ...] = ("padded", "packed", "tree")

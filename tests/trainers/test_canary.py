@@ -8,13 +8,21 @@ import numpy as np
 import pytest
 import torch
 
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.policy import Policy, load_policy
+from agentfactory.trainers.server_control import ServerControl, SyncError
+from agentfactory.trainers.sync import FileSync, canary
+from agentfactory.trainers.sync.canary import (
+    CANDIDATES,
+    CONTEXTS,
+    Canary,
+    CanaryRow,
+    canary_rows,
+    server_scores,
+    trainer_scores,
+)
+from agentfactory.trainers.sync.protocol import SyncReport
 from tests.conftest import embedded_server
-from trainers.config import TrainRecipe
-from trainers.policy import Policy, load_policy
-from trainers.server_control import ServerControl, SyncError
-from trainers.sync import FileSync, canary
-from trainers.sync.canary import CANDIDATES, CONTEXTS, Canary, CanaryRow, canary_rows, server_scores, trainer_scores
-from trainers.sync.protocol import SyncReport
 
 ROWS = canary_rows(range(64), longest=40)
 BASE = SyncReport(version=0, label="0", model="policy", bytes=0, seconds=0.0, digest="")

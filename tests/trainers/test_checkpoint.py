@@ -12,14 +12,14 @@ from accelerate import Accelerator
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from rollout.trajectory import Group
-from trainers.checkpoint import load_checkpoint, save_checkpoint
-from trainers.checkpoints import Checkpoints
-from trainers.config import TrainRecipe
-from trainers.learner import Learner
-from trainers.rl import train_rl
-from trainers.sft import train_sft
-from trainers.source import SavedGroups
+from agentfactory.rollout.trajectory import Group
+from agentfactory.trainers.checkpoint import load_checkpoint, save_checkpoint
+from agentfactory.trainers.checkpoints import Checkpoints
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.learner import Learner
+from agentfactory.trainers.rl import train_rl
+from agentfactory.trainers.sft import train_sft
+from agentfactory.trainers.source import SavedGroups
 
 Make = Callable[..., TrainRecipe]
 MakeGroups = Callable[..., list[Group]]

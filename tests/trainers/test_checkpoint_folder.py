@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainers.checkpoint_folder import (
+from agentfactory.trainers.checkpoint_folder import (
     DamagedCheckpointError,
     checkpoint_path,
     checkpoints,
@@ -16,7 +16,7 @@ from trainers.checkpoint_folder import (
     verify,
     written_aside,
 )
-from trainers.lineage import Lineage, compact, expand
+from agentfactory.trainers.lineage import Lineage, compact, expand
 
 
 def write(folder: Path, step: int, success: float | None = None) -> Path:

@@ -6,11 +6,11 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from rollout.config import OutcomePolicy
-from rollout.trajectory import Group, Outcome, Row, Span, Trajectory
-from trainers.batch import TrainingRow
-from trainers.config import ALGORITHMS, TrainRecipe
-from trainers.credit import Credit, Credited, needed_scores
+from agentfactory.rollout.config import OutcomePolicy
+from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from agentfactory.trainers.batch import TrainingRow
+from agentfactory.trainers.config import ALGORITHMS, TrainRecipe
+from agentfactory.trainers.credit import Credit, Credited, needed_scores
 
 Make = Callable[..., TrainRecipe]
 

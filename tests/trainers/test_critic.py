@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from transformers import AutoModelForCausalLM
 
+from agentfactory.trainers.adapters import CRITIC_ADAPTER, POLICY_ADAPTER
+from agentfactory.trainers.batch import TrainingRow, make_batches
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.critic import ActorCritic, Role, make_actor_critic, role_of
+from agentfactory.trainers.policy import load_policy
 from tests.forked import start_ranks
 from tests.trainers.launched_roles import exercise
-from trainers.adapters import CRITIC_ADAPTER, POLICY_ADAPTER
-from trainers.batch import TrainingRow, make_batches
-from trainers.config import TrainRecipe
-from trainers.critic import ActorCritic, Role, make_actor_critic, role_of
-from trainers.policy import load_policy
 
 LORA = {"rank": 3}
 IDS = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))

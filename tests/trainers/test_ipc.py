@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rollout.embedded.shared_memory import SharedBuffer, SharedMemoryError
-from rollout.embedded.weights import WeightsError, WeightUpdate
+from agentfactory.rollout.embedded.shared_memory import SharedBuffer, SharedMemoryError
+from agentfactory.rollout.embedded.weights import WeightsError, WeightUpdate
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.policy import Policy, load_policy
+from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
+from agentfactory.trainers.sync import IpcSync, control_routes, make_sync
+from agentfactory.trainers.sync.content import check_content, parameter_digest
+from agentfactory.trainers.sync.ipc import Buffer, description, parts
 from tests.conftest import embedded_server
 from tests.trainers.test_sync import disturb, sampled, scored
-from trainers.config import TrainRecipe
-from trainers.policy import Policy, load_policy
-from trainers.server_control import ServerControl, ServerGoneError, SyncError
-from trainers.sync import IpcSync, control_routes, make_sync
-from trainers.sync.content import check_content, parameter_digest
-from trainers.sync.ipc import Buffer, description, parts
 
 SMALL = 9000
 """A buffer that takes several parts, the largest weight being 8192 bytes."""
@@ -130,7 +130,7 @@ def test_a_part_that_was_left_out_is_found(
     policy: Policy, server: ServerControl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sync = IpcSync([server], device=torch.device("cpu"), buffer_bytes=SMALL)
-    monkeypatch.setattr("trainers.sync.ipc.parts", lambda *given: [*parts(*given)][:-1])
+    monkeypatch.setattr("agentfactory.trainers.sync.ipc.parts", lambda *given: [*parts(*given)][:-1])
     with pytest.raises(SyncError, match=r"/finish_weight_update answered 400: .*the update lacks the tensor"):
         sync.push(7, policy, policy.gather())
     monkeypatch.undo()
@@ -171,7 +171,7 @@ def test_what_cannot_work_is_refused_with_the_way_out(
         with pytest.raises(SyncError, match=r"takes weights from a GPU's memory only.* use sync\.backend: file"):
             IpcSync([server], device=torch.device("cpu"))
     # a trainer on a GPU, a server on the CPU
-    monkeypatch.setattr("trainers.sync.ipc.memory_key", lambda _: "GPU-1")
+    monkeypatch.setattr("agentfactory.trainers.sync.ipc.memory_key", lambda _: "GPU-1")
     with pytest.raises(SyncError, match=r"can read the memory of cpu, and the trainer's is GPU-1"):
         IpcSync([server], device=torch.device("cuda"))
 

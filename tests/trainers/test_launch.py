@@ -15,11 +15,11 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from rollout.trajectory import Group
+from agentfactory.rollout.trajectory import Group
+from agentfactory.trainers.config import TrainConfig, TrainRecipe
+from agentfactory.trainers.launch import LaunchError, check_launch, make_accelerator
+from agentfactory.trainers.server_control import ServerControl
 from tests.forked import Forked
-from trainers.config import TrainConfig, TrainRecipe
-from trainers.launch import LaunchError, check_launch, make_accelerator
-from trainers.server_control import ServerControl
 
 SCRIPT = Path(__file__).with_name("launched.py")
 ROOT = SCRIPT.parents[2]
@@ -207,8 +207,8 @@ def test_what_accelerate_does_not_set_up_is_refused(
 
 RECIPE_OF_ITS_OWN = """
 import json, os, sys
-from trainers.config import TrainRecipe
-from trainers.launch import LaunchError, check_same_recipe, make_accelerator
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.launch import LaunchError, check_same_recipe, make_accelerator
 
 rank = int(os.environ["RANK"])
 recipe = TrainRecipe.model_validate(json.loads(sys.argv[1 + rank]))

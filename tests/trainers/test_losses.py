@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.trajectory import Row, Span
-from trainers.batch import make_batches, training_row
-from trainers.config import LossConfig, MismatchConfig
-from trainers.losses import (
+from agentfactory.rollout.trajectory import Row, Span
+from agentfactory.trainers.batch import make_batches, training_row
+from agentfactory.trainers.config import LossConfig, MismatchConfig
+from agentfactory.trainers.losses import (
     kl,
     mismatch_kl,
     mismatch_weights,

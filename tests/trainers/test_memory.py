@@ -19,14 +19,14 @@ from transformers import (
     Qwen3Config,
 )
 
-from trainers.batch import Batch
-from trainers.config import TrainRecipe
-from trainers.hollow import hollow_model
-from trainers.learner import Learner, Terms
-from trainers.memory import optimizer_state, trainer_memory
-from trainers.memory_trace import _trace, fullest, trace
-from trainers.network import load_network
-from trainers.optimizer import make_optimizer
+from agentfactory.trainers.batch import Batch
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.hollow import hollow_model
+from agentfactory.trainers.learner import Learner, Terms
+from agentfactory.trainers.memory import optimizer_state, trainer_memory
+from agentfactory.trainers.memory_trace import _trace, fullest, trace
+from agentfactory.trainers.network import load_network
+from agentfactory.trainers.optimizer import make_optimizer
 
 MIB = 2**20
 SHAPES: dict[str, PreTrainedConfig] = {
@@ -113,7 +113,7 @@ def test_planned_is_what_updates_allocate(
 ) -> None:
     config = SHAPES[shape]
     # a few chunks, as with real vocabularies
-    monkeypatch.setattr("trainers.policy.LOGITS_PER_CHUNK", 2**22)
+    monkeypatch.setattr("agentfactory.trainers.policy.LOGITS_PER_CHUNK", 2**22)
     # stored in another dtype than they are loaded in: else weights stay in the file's pages, which nobody allocates;
     # and loaded by this thread, which is the one that is watched
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
@@ -167,7 +167,7 @@ def test_all_layers_take_what_a_few_say(config: PreTrainedConfig, checkpointing:
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "sgd", "adamw_8bit", "lion"])
 def test_state_of_an_optimiser(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # bitsandbytes' optimisers run on a CPU too; the recipe keeps them for GPUs
-    monkeypatch.setattr("trainers.optimizer._need_bitsandbytes", lambda name, device: None)
+    monkeypatch.setattr("agentfactory.trainers.optimizer._need_bitsandbytes", lambda name, device: None)
     train = make_recipe(optimizer={"name": name}).train
     model = AutoModelForCausalLM.from_config(SHAPES["llama"], dtype=torch.float32)
     optimizer = make_optimizer(model, train)

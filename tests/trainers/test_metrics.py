@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from rollout.trajectory import Group, Outcome
-from trainers.metrics import group_metrics
+from agentfactory.rollout.trajectory import Group, Outcome
+from agentfactory.trainers.metrics import group_metrics
 
 
 def test_group_metrics_by_hand(make_groups: Callable[..., list[Group]]) -> None:

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainers.config import TrainRecipe
-from trainers.policy import Policy, load_policy
-from trainers.server_control import ServerControl, SyncError
-from trainers.sync import NcclSync
-from trainers.sync.nccl import packed
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.policy import Policy, load_policy
+from agentfactory.trainers.server_control import ServerControl, SyncError
+from agentfactory.trainers.sync import NcclSync
+from agentfactory.trainers.sync.nccl import packed
 
 RECEIVER = Path(__file__).with_name("gloo_receiver.py")
 

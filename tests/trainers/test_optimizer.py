@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from transformers import Adafactor
 
-from trainers.config import TrainConfig, TrainRecipe
-from trainers.critic import Role, make_actor_critic, role_of
-from trainers.optimizer import make_optimizer, make_schedule
-from trainers.policy import Policy, load_policy
+from agentfactory.trainers.config import TrainConfig, TrainRecipe
+from agentfactory.trainers.critic import Role, make_actor_critic, role_of
+from agentfactory.trainers.optimizer import make_optimizer, make_schedule
+from agentfactory.trainers.policy import Policy, load_policy
 
 Make = Callable[..., TrainRecipe]
 

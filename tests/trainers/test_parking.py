@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedTokenizerFast
 
-from rollout.trajectory import Group
-from trainers.checkpoint import load_checkpoint, save_checkpoint
-from trainers.config import TrainRecipe
-from trainers.credit import Credit, needed_scores
-from trainers.learner import Learner
-from trainers.parking import Parking
-from trainers.policy_update import update_policy
+from agentfactory.rollout.trajectory import Group
+from agentfactory.trainers.checkpoint import load_checkpoint, save_checkpoint
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.credit import Credit, needed_scores
+from agentfactory.trainers.learner import Learner
+from agentfactory.trainers.parking import Parking
+from agentfactory.trainers.policy_update import update_policy
 
 Make = Callable[..., TrainRecipe]
 MakeGroups = Callable[..., list[Group]]

@@ -26,11 +26,11 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from trainers import policy as policy_module
-from trainers.attention import BY_RUNS, attention_by_runs
-from trainers.config import TrainConfig, TrainRecipe
-from trainers.layout import resolve_batching
-from trainers.policy import Policy, load_policy
+from agentfactory.trainers import policy as policy_module
+from agentfactory.trainers.attention import BY_RUNS, attention_by_runs
+from agentfactory.trainers.config import TrainConfig, TrainRecipe
+from agentfactory.trainers.layout import resolve_batching
+from agentfactory.trainers.policy import Policy, load_policy
 
 Make = Callable[..., TrainRecipe]
 

@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.export import export
-from rollout.trajectory import Group
+from agentfactory.rollout.trajectory import Group
+from agentfactory.trainers.checkpoints import Checkpoints
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.network import load_network
+from agentfactory.trainers.policy import Policy, load_policy
+from agentfactory.trainers.rl import train_rl
+from agentfactory.trainers.source import SavedGroups
 from tests.trainers.test_launch import TWO_PROCESSES, launch
-from trainers.checkpoints import Checkpoints
-from trainers.config import TrainRecipe
-from trainers.network import load_network
-from trainers.policy import Policy, load_policy
-from trainers.rl import train_rl
-from trainers.source import SavedGroups
 
 Make = Callable[..., TrainRecipe]
 MakeGroups = Callable[..., list[Group]]

@@ -10,11 +10,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
-from trainers import policy as policy_module
-from trainers.config import TrainRecipe
-from trainers.critic import ActorCritic, Role, make_actor_critic
-from trainers.policy import load_policy
-from trainers.reference import Reference, make_reference
+from agentfactory.trainers import policy as policy_module
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.critic import ActorCritic, Role, make_actor_critic
+from agentfactory.trainers.policy import load_policy
+from agentfactory.trainers.reference import Reference, make_reference
 
 IDS = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))
 TARGETS = torch.tensor([3, 4, 9, 10, 12 + 5, 12 + 6, 12 + 7])

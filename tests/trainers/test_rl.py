@@ -11,16 +11,16 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerFast
 
-from rollout.trajectory import Group, Outcome, Row, Span, Trajectory
-from trainers.checkpoints import Checkpoints
-from trainers.config import TrainRecipe
-from trainers.metrics import METRICS
-from trainers.policy import load_policy
-from trainers.rl import TrainResult, train_rl
-from trainers.server_control import ServerControl
-from trainers.source import SavedGroups
-from trainers.sync import FileSync, LoraSync
-from trainers.sync.canary import Canary, canary_rows
+from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from agentfactory.trainers.checkpoints import Checkpoints
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.metrics import METRICS
+from agentfactory.trainers.policy import load_policy
+from agentfactory.trainers.rl import TrainResult, train_rl
+from agentfactory.trainers.server_control import ServerControl
+from agentfactory.trainers.source import SavedGroups
+from agentfactory.trainers.sync import FileSync, LoraSync
+from agentfactory.trainers.sync.canary import Canary, canary_rows
 
 Make = Callable[..., TrainRecipe]
 MakeGroups = Callable[..., list[Group]]

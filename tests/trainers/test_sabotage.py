@@ -15,16 +15,16 @@ import torch
 from accelerate import Accelerator
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from agentfactory.trainers.batch import TrainingRow
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.learner import Learner
+from agentfactory.trainers.policy import load_policy
+from agentfactory.trainers.policy_update import update_policy
+from agentfactory.trainers.server_control import ServerControl, SyncError
+from agentfactory.trainers.sync import FileSync, LoraSync, WeightSync
+from agentfactory.trainers.sync.canary import Canary, canary_rows
 from tests.conftest import embedded_server
 from tests.trainers import sabotage
-from trainers.batch import TrainingRow
-from trainers.config import TrainRecipe
-from trainers.learner import Learner
-from trainers.policy import load_policy
-from trainers.policy_update import update_policy
-from trainers.server_control import ServerControl, SyncError
-from trainers.sync import FileSync, LoraSync, WeightSync
-from trainers.sync.canary import Canary, canary_rows
 
 VOCABULARY = 256
 LEARNING_RATE = 1e-6

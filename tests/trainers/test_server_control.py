@@ -6,13 +6,13 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor
 
-from trainers.config import TrainRecipe
-from trainers.policy import Policy, load_policy
-from trainers.server_control import ServerControl, ServerGoneError, SyncError
-from trainers.sync import control_routes
-from trainers.sync.canary import Canary
-from trainers.sync.patient import PatientSync
-from trainers.sync.protocol import SyncReport
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.policy import Policy, load_policy
+from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
+from agentfactory.trainers.sync import control_routes
+from agentfactory.trainers.sync.canary import Canary
+from agentfactory.trainers.sync.patient import PatientSync
+from agentfactory.trainers.sync.protocol import SyncReport
 
 NOWHERE = ServerControl("http://127.0.0.1:9")
 CANARY = Canary([NOWHERE], [], "float32")

@@ -13,13 +13,13 @@ from accelerate import Accelerator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from rollout.config import ModelConfig
-from rollout.renderer import load_renderer
-from rollout.trajectory import Group, Outcome, Row
-from trainers.checkpoints import Checkpoints
-from trainers.config import TrainRecipe
-from trainers.metrics import METRICS
-from trainers.sft import _shuffled, conversation_rows, saved_rows, train_sft
+from agentfactory.rollout.config import ModelConfig
+from agentfactory.rollout.renderer import load_renderer
+from agentfactory.rollout.trajectory import Group, Outcome, Row
+from agentfactory.trainers.checkpoints import Checkpoints
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.metrics import METRICS
+from agentfactory.trainers.sft import _shuffled, conversation_rows, saved_rows, train_sft
 
 Make = Callable[..., TrainRecipe]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
-from trainers.stopping import Stop
+from agentfactory.trainers.stopping import Stop
 
 Signalled = Callable[..., tuple[str, int]]
 

@@ -8,14 +8,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.policy import Policy, load_policy
+from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
+from agentfactory.trainers.sync import FileSync, LoraSync, WeightSync
+from agentfactory.trainers.sync.canary import Canary, canary_rows
+from agentfactory.trainers.sync.content import check_content, file_digest, parameter_digest
 from tests.conftest import embedded_server
 from tests.forked import reserved_port
-from trainers.config import TrainRecipe
-from trainers.policy import Policy, load_policy
-from trainers.server_control import ServerControl, ServerGoneError, SyncError
-from trainers.sync import FileSync, LoraSync, WeightSync
-from trainers.sync.canary import Canary, canary_rows
-from trainers.sync.content import check_content, file_digest, parameter_digest
 
 VOCABULARY = 64
 PROMPT = [5, 9, 12, 3, 7]

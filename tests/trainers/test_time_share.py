@@ -22,24 +22,24 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoTokenizer
 
-from rollout.client import InferenceClient
-from rollout.trajectory import Group
+from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.trajectory import Group
+from agentfactory.trainers import time_share
+from agentfactory.trainers.checkpoints import Checkpoints
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.parking import Parking
+from agentfactory.trainers.policy import load_policy
+from agentfactory.trainers.rl import train_rl
+from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
+from agentfactory.trainers.stopping import Stop
+from agentfactory.trainers.sync import FileSync, LoraSync, WeightSync
+from agentfactory.trainers.sync.canary import Canary, canary_rows
+from agentfactory.trainers.sync.patient import PatientSync
+from agentfactory.trainers.time_share import TimeShare
 from tests.forked import start_engine
 from tests.served import busy
 from tests.trainers.test_rl import LiveSource, unlisted
 from tests.waiting import until
-from trainers import time_share
-from trainers.checkpoints import Checkpoints
-from trainers.config import TrainRecipe
-from trainers.parking import Parking
-from trainers.policy import load_policy
-from trainers.rl import train_rl
-from trainers.server_control import ServerControl, ServerGoneError, SyncError
-from trainers.stopping import Stop
-from trainers.sync import FileSync, LoraSync, WeightSync
-from trainers.sync.canary import Canary, canary_rows
-from trainers.sync.patient import PatientSync
-from trainers.time_share import TimeShare
 
 Make = Callable[..., TrainRecipe]
 Train = Callable[..., list[dict[str, Any]]]

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from trainers.batch import Batch, Batching, MicroBatch, TrainingRow, make_batches
-from trainers.config import TrainConfig
-from trainers.network import apply_options
-from trainers.policy import Policy
-from trainers.tree import deal, fill, grow, merge
+from agentfactory.trainers.batch import Batch, Batching, MicroBatch, TrainingRow, make_batches
+from agentfactory.trainers.config import TrainConfig
+from agentfactory.trainers.network import apply_options
+from agentfactory.trainers.policy import Policy
+from agentfactory.trainers.tree import deal, fill, grow, merge
 
 BATCHINGS: tuple[Batching, ...] = ("padded", "packed", "tree")
 

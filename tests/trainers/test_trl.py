@@ -14,13 +14,13 @@ from accelerate import Accelerator
 from torch import Tensor
 from trl import GRPOTrainer
 
-from rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from agentfactory.trainers.batch import Batch, make_batches, training_row
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.credit import Credit
+from agentfactory.trainers.learner import Learner, Loss, Terms, Update
+from agentfactory.trainers.policy_update import update_policy
 from tests.trainers.trl_oracle import Chains, GrpoOracle, make_oracle, make_trainer
-from trainers.batch import Batch, make_batches, training_row
-from trainers.config import TrainRecipe
-from trainers.credit import Credit
-from trainers.learner import Learner, Loss, Terms, Update
-from trainers.policy_update import update_policy
 
 GROUP_SIZE = 4
 MAX_TOTAL_TOKENS = 50

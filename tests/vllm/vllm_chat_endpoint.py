@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from rollout.chat_chain import open_chat_runner
-from rollout.chat_endpoint import ChatEndpointError, look_at
-from rollout.config import RolloutRecipe
-from rollout.data import load_tasks
-from rollout.evaluate import open_runner, run_eval
-from rollout.trajectory import read_groups
+from agentfactory.rollout.chat_chain import open_chat_runner
+from agentfactory.rollout.chat_endpoint import ChatEndpointError, look_at
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.data import load_tasks
+from agentfactory.rollout.evaluate import open_runner, run_eval
+from agentfactory.rollout.trajectory import read_groups
 from tests.conftest import QUICKSTART
 from tests.served import VLLM_PYTHON, serve
 

@@ -17,12 +17,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from agentfactory.trainers.server_control import ServerControl, SyncError
+from agentfactory.trainers.sync import IpcSync
+from agentfactory.trainers.sync.content import parameter_digest
+from agentfactory.trainers.sync.ipc import Buffer, description, parts
 from tests.rollout.test_server_contract import make_model
 from tests.served import VLLM_PYTHON, serve
-from trainers.server_control import ServerControl, SyncError
-from trainers.sync import IpcSync
-from trainers.sync.content import parameter_digest
-from trainers.sync.ipc import Buffer, description, parts
 
 WORKER = Path(__file__).with_name("ipc_worker.py")
 KEY = "s3cret"

@@ -32,7 +32,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def serving(recipe: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-P", "-m", "agentfactory", "serve", str(recipe), *overrides]
+    command = [sys.executable, "-m", "agentfactory", "serve", str(recipe), *overrides]
     process = subprocess.Popen(command, cwd=recipe.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         yield process
@@ -78,7 +78,7 @@ def test_a_failed_start_is_explained_in_one_line(
     recipe: Path, override: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    command = [sys.executable, "-P", "-m", "agentfactory", "serve", str(recipe), override]
+    command = [sys.executable, "-m", "agentfactory", "serve", str(recipe), override]
     result = subprocess.run(command, cwd=recipe.parent, capture_output=True, text=True, timeout=300)
     assert result.returncode == 1
     last = result.stderr.splitlines()[-1]

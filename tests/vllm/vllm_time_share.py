@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.server_control import SLEEP_ROUTES, ServerControl
 from tests.rollout.test_server_contract import make_model
 from tests.served import VLLM_PYTHON, serve
 from tests.trainers.test_time_share import (
@@ -22,8 +24,6 @@ from tests.trainers.test_time_share import (
     recording,
     take_turns,
 )
-from trainers.config import TrainRecipe
-from trainers.server_control import SLEEP_ROUTES, ServerControl
 
 
 @pytest.fixture(scope="module")

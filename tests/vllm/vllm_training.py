@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.trajectory import read_groups
+from agentfactory.rollout.trajectory import read_groups
 from tests.conftest import QUICKSTART
 from tests.rollout.test_token_exactness import check_exactness, largest_difference, play_chains
 from tests.served import VLLM_PYTHON, serve
@@ -22,7 +22,7 @@ SHORT = [f"train.steps={STEPS}", "train.warmup_steps=0", "eval.data.limit=20", "
 
 
 def train(recipe: Path, *overrides: str) -> None:
-    subprocess.run([sys.executable, "-P", "-m", "agentfactory", "train", str(recipe), *overrides], check=True)
+    subprocess.run([sys.executable, "-m", "agentfactory", "train", str(recipe), *overrides], check=True)
 
 
 def steps(run: Path) -> list[dict]:

@@ -5,12 +5,12 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tools.messages import Message
-from tools.user_code import load_object
+from my_task import calculate
+from tiny_model import make_model, write_jsonl
 
-HERE = Path(__file__).parent
-calculate = load_object("../my_task.py:calculate", HERE)
-make_model, write_jsonl = (load_object(f"tiny_model.py:{name}", HERE) for name in ("make_model", "write_jsonl"))
+from agentfactory.tools.messages import Message
+
+ROWS = Path(__file__).parents[1] / "tasks.jsonl"
 
 OPERATIONS = ("add", "subtract", "multiply")
 TAKES_THE_NEXT_OPERATION = 0.7
@@ -20,7 +20,7 @@ TAKES_THE_NEXT_OPERATION = 0.7
 def prepare(folder: Path, seed: int) -> None:
     """Write model/ and transcripts.jsonl into `folder`; a seed always gives the same."""
     rng = random.Random(seed)
-    rows = map(json.loads, (HERE.parent / "tasks.jsonl").read_text(encoding="utf-8").splitlines())
+    rows = map(json.loads, ROWS.read_text(encoding="utf-8").splitlines())
     transcripts = [work_out_badly(row, rng) for row in rows]
     specs = [calculate.spec.to_openai()]
     write_jsonl(folder / "transcripts.jsonl", [{"messages": messages, "tools": specs} for messages in transcripts])

@@ -1,0 +1,159 @@
+"""How a chain's turns come about: `AgentHooks`, which a user's own agent overrides, and the `Turn` that they get."""
+
+import inspect
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+from agentfactory.rollout.client import Completion, ContextOverflowError, InferenceError
+from agentfactory.rollout.data import Task
+from agentfactory.rollout.renderer import Parsed, Renderer
+from agentfactory.rollout.trajectory import Span
+from agentfactory.tools.messages import Message, ToolSpec
+from agentfactory.tools.user_code import load_object
+
+
+class AgentError(InferenceError):
+    """A user's own agent failed at a turn: the chain ends as inference_error, and the message says how."""
+
+
+@dataclass(frozen=True)
+class TurnBudget:
+    """Of tokens: `turn` may be sampled in one turn, and `row` is the longest sequence, prompt included."""
+
+    turn: int
+    row: int
+
+
+@dataclass
+class Turn:
+    """An assistant turn that is due.
+
+    `messages` is the conversation that the model sees, `token_ids` are its ids, which end with the generation prompt.
+    `number` counts the chain's turns from 0. `chain` is the chain's id: one agent object serves all chains at once.
+    """
+
+    messages: list[Message]
+    token_ids: list[int]
+    specs: list[ToolSpec]
+    number: int
+    task: Task
+    chain: str
+    renderer: Renderer
+    first_call: int
+    """Calls of the chain so far."""
+    prefix: str
+    """With what the turn has to begin: `rollout.assistant_prefix`."""
+    budget: TurnBudget
+    generate: Callable[[list[int], int, int], Awaitable[Completion]]
+    """(ids, most tokens, the number of the request, from 0) -> what the server samples."""
+    made: list[Completion] = field(default_factory=list)
+    """What was sampled so far."""
+    requests: Iterator[int] = field(default_factory=count)
+
+    async def sample(
+        self, prefix: str = "", max_tokens: int | None = None, after: Completion | None = None
+    ) -> Completion:
+        """Sample the turn; or what follows `after`, the turn's beginning, and return both together.
+
+        Args:
+            prefix: Text that stands before what is sampled. It is context, and not trained.
+            max_tokens: Most tokens to sample, within what rollout.max_tokens leaves to the turn.
+            after: What `sample` returned before, where it was `cut`.
+
+        Where no token is left for it, `after` is returned as it is.
+
+        Raises:
+            ValueError: `after` is not of this turn, or the model ended it; `max_tokens` is less than 1.
+        """
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens: got {max_tokens}; use at least 1")
+        if after is not None and not any(after is made for made in self.made):
+            raise ValueError("after: it has to be what turn.sample returned for this turn")
+        if after is not None and not after.cut:
+            raise ValueError(
+                "after: the model ended its turn there, and nothing can follow; go on only where it is cut"
+            )
+        text = prefix if after is not None else self.prefix + prefix
+        context = self.renderer.encode(text) if text else []
+        ids = [*self.token_ids, *(after.token_ids if after else []), *context]
+        left = self.budget.turn - (sum(after.mask) if after else 0)
+        most = min(left if max_tokens is None else min(left, max_tokens), self.budget.row - len(ids))
+        if most > 0:
+            try:
+                sampled = await self.generate(ids, most, next(self.requests))
+            except ContextOverflowError:
+                if after is None:
+                    raise
+                return after
+            whole = _join(after, context, sampled)
+            self.made.append(whole)
+            return whole
+        if after is not None:
+            return after
+        raise ContextOverflowError(f"the turn begins with {len(ids)} tokens, of {self.budget.row}")
+
+    def parse(self, completion: Completion) -> Parsed:
+        """What a turn says, as `rollout.parser` reads it."""
+        return self.renderer.parse(completion.token_ids, self.first_call, specs=self.specs)
+
+
+def _join(after: Completion | None, context: list[int], sampled: Completion) -> Completion:
+    """A turn's beginning, context, and what was sampled after it."""
+    start = after or Completion([], [], [], False, [])
+    before = len(start.token_ids) + len(context)
+    return Completion(
+        [*start.token_ids, *context, *sampled.token_ids],
+        [*start.logprobs, *[0.0] * len(context), *sampled.logprobs],
+        [
+            *start.versions,
+            *(Span(s.version, before + s.start, before + s.end, s.mixed) for s in sampled.versions),
+        ],
+        sampled.cut,
+        [*start.mask, *[0] * len(context), *sampled.mask],
+    )
+
+
+class AgentHooks:
+    """How the turns of chains are sampled and read. A subclass overrides one or both methods; one object serves all
+    chains, side by side."""
+
+    async def generate(self, turn: Turn) -> Completion:
+        """Sample the turn that is due; return what one of `turn.sample`'s calls returned: its tokens, and nothing else,
+        become the turn."""
+        return await turn.sample()
+
+    def parse(self, turn: Turn, completion: Completion) -> Parsed:
+        """Read a turn: a message, and calls of tools, or what is wrong with it. Without both it is the last."""
+        return turn.parse(completion)
+
+
+def load_agent(reference: str | None, base: Path) -> AgentHooks:
+    """The agent that `rollout.agent` names (`FILE.py:NAME`, made without arguments); by default, plain hooks.
+
+    Raises ValueError where it is no agent, its hooks are not what is called, or it cannot be made.
+    """
+    if reference is None:
+        return AgentHooks()
+    found = load_object(reference, base)
+    if not (isinstance(found, type) and issubclass(found, AgentHooks)):
+        raise ValueError(f"rollout.agent: {reference} is not an agent; write `class {_name(found)}(Agent):`")
+    if not inspect.iscoroutinefunction(found.generate) or _parameters(found.generate) != 2:
+        raise ValueError(f"rollout.agent: {reference}: write its hook as `async def generate(self, turn):`")
+    if inspect.iscoroutinefunction(found.parse) or _parameters(found.parse) != 3:
+        raise ValueError(f"rollout.agent: {reference}: write its hook as `def parse(self, turn, completion):`")
+    try:
+        return found()
+    except TypeError as error:
+        raise ValueError(
+            f"rollout.agent: {reference} cannot be made without arguments: {error}; give them defaults"
+        ) from error
+
+
+def _parameters(function: Callable[..., object]) -> int:
+    return len(inspect.signature(function).parameters)
+
+
+def _name(found: object) -> str:
+    return getattr(found, "__name__", type(found).__name__)

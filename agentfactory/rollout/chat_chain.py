@@ -1,0 +1,232 @@
+"""Chains against a chat endpoint: a baseline with the same tools, rewards and limits as the policy.
+
+They have messages and no token rows: they are for looking and for comparing, not for training. A native
+`rollout.parser` hands the tools to the endpoint, which writes and reads calls in its own format; under a text format
+the endpoint gets the instructions of `rollout.parser`, and its text is read by it. Tokens are counted by the
+endpoint's own `usage`.
+"""
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from agentfactory.rollout.chain import ChainRunner
+from agentfactory.rollout.chat_endpoint import ChatEndpoint, ChatEndpointError
+from agentfactory.rollout.client import Completion, ContextOverflowError
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.parsers import Parser, load_parser
+from agentfactory.rollout.play import Play
+from agentfactory.rollout.renderer import Parsed, load_renderer
+from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.templates import split_reasoning
+from agentfactory.rollout.trajectory import Row
+from agentfactory.rollout.transcript import transcript
+from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
+from agentfactory.tools.toolset import Toolset, open_toolset
+
+
+class ChatPlay(Play):
+    """One chain against an endpoint: messages, and no rows."""
+
+    runner: "ChatRunner"
+    sampled: int | None = 0
+    length = 0
+
+    async def _take_turn(self) -> tuple[Completion, Parsed]:
+        config, words = self.config, self.runner.words
+        left = min(config.max_tokens, config.max_total_tokens - self.length)
+        if left <= 0:
+            raise ContextOverflowError(f"the conversation has {self.length} tokens, of {config.max_total_tokens}")
+        specs = self.specs if words.parser.native else []
+        answer = await self.runner.endpoint.ask(self.context.messages, specs, self.sampling.temperature, left)
+        self.trajectory.turns += 1
+        self.length = answer.length or self.length
+        self.sampled = None if self.sampled is None or answer.sampled is None else self.sampled + answer.sampled
+        parsed = words.read(answer.message, self.counts["tool_calls"], self.specs, self._call_ids())
+        self.trajectory.messages.append(parsed.message)
+        self.context.say(parsed.message)
+        self.counts["truncated_turns"] += answer.cut
+        # the ids are not known, and how many they are is told where the turn was cut
+        return Completion([], [], [], answer.cut, [1] * (answer.sampled or left)), parsed
+
+    def _call_ids(self) -> set[str]:
+        return {call["id"] for message in self.trajectory.messages for call in message.get("tool_calls") or []}
+
+    def _begin_row(self, ids: list[int]) -> None:
+        """There are no ids to make a row of."""
+
+    async def _go_on(self, answers: list[Message]) -> None:
+        """The next request has the whole conversation."""
+
+    def metrics(self) -> dict[str, float]:
+        """See Play. `sampled_tokens` is left out where the endpoint does not count them."""
+        figures = super().metrics()
+        del figures["sampled_tokens"]
+        return figures if self.sampled is None else {**figures, "sampled_tokens": self.sampled}
+
+
+class ChatWords:
+    """Stands where a renderer does: what is said to an endpoint and what it says, without token ids."""
+
+    def __init__(self, parser: Parser, recipe: RolloutRecipe, base: Path):
+        self.parser = parser
+        self.stop_token_ids: list[int] = []
+        self.info: dict[str, Any] = {"choice": "chat endpoint"}
+        self._tokens = None
+        if recipe.limits.result_tokens is not None:
+            # the limit is one of the policy's tokens, for the baseline too
+            self._tokens = load_renderer(recipe.model, recipe.rollout.parser, tools=False, base=base)
+
+    def read(self, message: dict[str, Any], first_call: int, specs: Sequence[ToolSpec], taken: set[str]) -> Parsed:
+        """An answer of the endpoint as a turn. A call keeps its id unless that is no text, or one in `taken`, of the
+        chain so far."""
+        content = _said(message)
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        thought = {"reasoning_content": str(reasoning)} if reasoning else {}
+        if not self.parser.native:
+            said: Message = {"role": "assistant", "content": content, **thought}
+            found = self.parser.parse(split_reasoning(content, opened=False)[2], specs)
+            calls = [ToolCall(f"call_{first_call + n}", *call) for n, call in enumerate(found.calls)]
+            return Parsed(said, [] if found.error else calls, found.error, found.answer)
+        made = []
+        for number, raw in enumerate(message.get("tool_calls") or []):
+            try:
+                name, arguments = _call(raw)
+            except ValueError as error:
+                # what was written stays to be seen, but no API takes such a call back
+                written = json.dumps(message["tool_calls"], ensure_ascii=False)
+                said = {"role": "assistant", "content": f"{content}\n{written}".strip(), **thought}
+                return Parsed(said, error=f"Malformed tool call {number + 1}: {error}.")
+            given = raw.get("id")
+            usable = isinstance(given, str) and given and given not in taken
+            identity = given if usable else f"call_{first_call + number}"
+            taken = taken | {identity}
+            made.append(ToolCall(identity, name, arguments))
+        said = {"role": "assistant", "content": content, **thought}
+        return Parsed(said | ({"tool_calls": [call.to_openai() for call in made]} if made else {}), made)
+
+    def open(self, messages: list[Message], specs: list[ToolSpec]) -> list[int]:
+        """No ids."""
+        return []
+
+    def extend(self, ids: list[int], messages: list[Message], new: list[Message], specs: list[ToolSpec]) -> list[int]:
+        """No ids."""
+        return []
+
+    def parse(
+        self, sampled_ids: list[int], first_call: int = 0, prefix: str = "", specs: Sequence[ToolSpec] = ()
+    ) -> Parsed:
+        """Raises TypeError: an endpoint gives messages, see `read`."""
+        raise TypeError("a chat endpoint gives no token ids")
+
+    def conversation_row(self, messages: list[Message], specs: list[ToolSpec]) -> Row:
+        """Raises TypeError: there are no token ids to make a row of."""
+        raise TypeError("a chat endpoint gives no token ids")
+
+    def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
+        """See Renderer."""
+        return self.parser.instructions(specs)
+
+    def instruct(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Message]:
+        """See Renderer."""
+        return [line.message for line in transcript(messages, self.parser, specs, system=True)]
+
+    def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
+        """See Renderer."""
+        return self.parser.answers(calls, results)
+
+    def complaint(self, text: str) -> list[Message]:
+        """As a user's message: a tool's message would have to answer a call."""
+        return [{"role": "user", "content": text}]
+
+    def encode(self, prefix: str) -> list[int]:
+        """No ids: `check_recipe` refuses a prefix."""
+        return []
+
+    def cut(self, text: str, max_tokens: int) -> str | None:
+        """See Renderer; in tokens of `model.path`."""
+        if self._tokens is None:
+            raise TypeError("only limits.result_tokens cuts results")
+        return self._tokens.cut(text, max_tokens)
+
+
+def _said(message: dict[str, Any]) -> str:
+    """The text of an answer: of its parts those that are text, not its thoughts; in place of text, why it refused."""
+    content = message.get("content") or message.get("refusal") or ""
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        return "".join(text for text in texts if isinstance(text, str))
+    return str(content)
+
+
+def _call(raw: Any) -> tuple[str, dict[str, Any]]:
+    """Name and arguments of a call. Raises ValueError, in words for the model, where it is none."""
+    function = raw.get("function") if isinstance(raw, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not name:
+        raise ValueError("it names no function")
+    arguments = function.get("arguments") or "{}"  # some leave out an empty object
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise ValueError(f"the arguments of {name} are not JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments of {name} are not a JSON object")
+    return name, arguments
+
+
+class ChatRunner(ChainRunner):
+    """Runs chains against a chat endpoint."""
+
+    play_type = ChatPlay
+
+    def __init__(
+        self, recipe: RolloutRecipe, endpoint: ChatEndpoint, toolset: Toolset, rewards: Rewards, base: Path = Path()
+    ):
+        self.endpoint = endpoint
+        self.words = ChatWords(load_parser(recipe.rollout.parser, base), recipe, base)
+        super().__init__(recipe, self.words, endpoint, toolset, rewards)
+
+
+def check_recipe(recipe: RolloutRecipe) -> None:
+    """Raise ChatEndpointError for what a recipe asks of its own model alone."""
+    if recipe.rollout.agent is not None:
+        problem = f"got {recipe.rollout.agent!r}, which samples token ids"
+        raise ChatEndpointError("rollout.agent", problem, "evaluate with rollout.agent=null")
+    if recipe.rollout.context.policy != "keep":
+        problem = f"got {recipe.rollout.context.policy!r}, which counts the tokens of rows"
+        raise ChatEndpointError("rollout.context.policy", problem, "evaluate with rollout.context.policy=keep")
+    for number, reward in enumerate(recipe.rewards):
+        if reward.reward == "length" and not reward.options.get("turns"):
+            problem = "'length' counts the tokens of rows"
+            raise ChatEndpointError(f"rewards.{number}", problem, "count turns ({turns: true}), or leave it out")
+    if prefix := recipe.rollout.assistant_prefix:
+        problem = f"got {prefix!r}: an endpoint cannot be made to begin its turns with it"
+        raise ChatEndpointError("rollout.assistant_prefix", problem, "evaluate with rollout.assistant_prefix=''")
+
+
+@asynccontextmanager
+async def open_chat_runner(
+    recipe: RolloutRecipe, base: Path, url: str, model: str | None = None
+) -> AsyncIterator[ChatRunner]:
+    """Everything that chains of `recipe` need where the endpoint at `url` acts: its `model` (None: the only one that it
+    lists), tools and rewards.
+
+    Raises ChatEndpointError or ServerUnreachableError where no chain could run.
+    """
+    check_recipe(recipe)
+    server = recipe.server
+    async with (
+        Rewards.load(recipe.rewards, base) as rewards,
+        ChatEndpoint(url, model, server.api_key_env, server.retry_seconds, recipe.eval.request) as endpoint,
+        open_toolset(recipe, base) as toolset,
+    ):
+        await endpoint.check_routes()
+        runner = ChatRunner(recipe, endpoint, toolset, rewards, base)
+        native = runner.words.parser.native
+        temperatures = [recipe.rollout.temperature, *([0.0] if recipe.eval.greedy else [])]
+        await endpoint.try_out(toolset.specs if native else [], temperatures)
+        yield runner

@@ -1,0 +1,69 @@
+"""What the model sees of a chain: all of it, or what the context policy leaves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from agentfactory.rollout.config import RolloutConfig
+from agentfactory.tools.messages import Message
+
+
+@dataclass
+class Context:
+    """The conversation that a chain's present row holds: what opened the chain, with the summary of turns that were
+    left out, and turns, each with what was answered to it."""
+
+    opening: list[Message]
+    turns: list[list[Message]] = field(default_factory=list)
+    summary: str | None = None
+
+    @property
+    def messages(self) -> list[Message]:
+        """The whole conversation."""
+        opening = self.opening
+        if self.summary is not None:
+            # not a message of its own: many templates want the roles to alternate
+            opening = add_text(opening, f"Summary of the work so far:\n{self.summary}")
+        return [*opening, *(message for turn in self.turns for message in turn)]
+
+    def say(self, message: Message) -> None:
+        """A turn was taken."""
+        self.turns.append([message])
+
+    def hear(self, answers: Sequence[Message]) -> None:
+        """The last turn was answered."""
+        self.turns[-1] += answers
+
+    def last_turns(self, count: int, summary: str | None = None) -> "Context":
+        """The same conversation with its last `count` turns only, and a summary, also of the summary before."""
+        kept = self.turns[len(self.turns) - count :] if count < len(self.turns) else list(self.turns)
+        return Context(self.opening, kept, summary)
+
+
+def is_long(length: int, config: RolloutConfig) -> bool:
+    """Whether `rollout.context` has to act on a row that would hold `length` tokens."""
+    limit = config.context.max_tokens or config.max_total_tokens * 3 // 4
+    return config.context.policy != "keep" and length >= limit
+
+
+def check_context(config: RolloutConfig) -> None:
+    """Raise ValueError where the context policy could not work."""
+    context = config.context
+    if context.policy == "truncate" and context.keep_turns == 0:
+        raise ValueError(
+            "rollout.context.keep_turns: got 0 with policy=truncate, which would leave nothing of the work so far; "
+            "use at least 1, or policy=summarize"
+        )
+    if context.max_tokens is not None and context.max_tokens >= config.max_total_tokens:
+        raise ValueError(
+            f"rollout.context.max_tokens: got {context.max_tokens}, which rollout.max_total_tokens="
+            f"{config.max_total_tokens} never lets a row reach; lower it"
+        )
+
+
+def add_text(messages: Sequence[Message], text: str) -> list[Message]:
+    """`messages` with a paragraph added to the last of them."""
+    *before, last = messages
+    content = last["content"]
+    if isinstance(content, str):
+        return [*before, {**last, "content": f"{content}\n\n{text}"}]
+    return [*before, {**last, "content": [*content, {"type": "text", "text": text}]}]

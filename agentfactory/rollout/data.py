@@ -1,0 +1,152 @@
+"""Tasks: rows of a dataset file or a hub dataset, and the order in which they are taken."""
+
+import json
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentfactory.rollout.config import DataConfig
+from agentfactory.tools.messages import Message
+
+Task = dict[str, Any]
+"""One row: `question` or `messages`, and any further fields."""
+
+
+class InvalidData(ValueError):
+    """Data that are no tasks: `field` of the recipe's section of data, `problem`, `fix`."""
+
+    def __init__(self, field: str, problem: str, fix: str):
+        super().__init__(f"data.{field}: {problem}; fix: {fix}")
+        self.field, self.problem, self.fix = field, problem, fix
+
+
+def load_tasks(config: DataConfig) -> list[Task]:
+    """Rows of `config.path`, columns renamed, each with `question` or `messages`.
+
+    Raises InvalidData that names the file and the row where a row has neither, or the file cannot be read as rows.
+    """
+    rows = _read(config)
+    if config.limit is not None:
+        rows = rows[: config.limit]
+    if not rows:
+        raise InvalidData("path", f"{config.path} holds no rows", "name one that does")
+    return [_rename(row, number, config) for number, row in enumerate(rows, 1)]
+
+
+def _read(config: DataConfig) -> list[Task]:
+    path = Path(config.path)
+    if path.suffix == ".jsonl" and path.is_file():
+        # of bytes, for those of text end at U+2028 too, which a JSON string may hold
+        return [_parse(line, path, number) for number, line in enumerate(_bytes_of(path).splitlines(), 1)]
+    if path.suffix == ".json" and path.is_file():
+        rows = _parse(_bytes_of(path), path, 1)
+        if not isinstance(rows, list):
+            raise InvalidData("path", f"{path} holds a {type(rows).__name__}, not a list of rows", "make it a list")
+        return rows
+    # datasets takes seconds to import, and only these two need it
+    import datasets
+
+    if path.suffix == ".parquet" and path.is_file():
+        try:
+            return datasets.Dataset.from_parquet(str(path)).to_list()
+        except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
+            problem = f"{path} cannot be read as parquet: {error.__cause__ or error}"
+            raise InvalidData("path", problem, "correct it") from error
+    if path.exists():
+        problem = f"{path} is not .json, .jsonl or .parquet, nor the name of a hub dataset"
+        raise InvalidData("path", problem, "name one of those")
+    return datasets.load_dataset(config.path, config.subset, split=config.split).to_list()
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidData("path", f"{path} cannot be read: {error.strerror}", "make it readable") from error
+
+
+def _parse(content: bytes, path: Path, first_line: int) -> Any:
+    """The value that `content` is, which begins at a line of `path`, counted from 1."""
+    try:
+        return json.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        line = first_line + content.count(b"\n", 0, error.start)
+        raise InvalidData("path", f"{path}:{line} is not UTF-8: {error.reason}", "save it as UTF-8") from None
+    except json.JSONDecodeError as error:
+        line = first_line + error.lineno - 1
+        problem = f"{path}:{line} is not JSON: {error.msg} at column {error.colno}"
+        raise InvalidData("path", problem, "correct it") from None
+
+
+def _rename(row: Any, number: int, config: DataConfig) -> Task:
+    if not isinstance(row, dict):
+        problem = f"row {number} of {config.path} is a {type(row).__name__}, not an object"
+        raise InvalidData("path", problem, "correct it")
+    row = dict(row)
+    for new, old in config.columns.items():
+        if old not in row:
+            problem = f"row {number} of {config.path} has no field {old!r} but {sorted(row)}"
+            raise InvalidData(f"columns.{new}", problem, "name one of those")
+        row[new] = row.pop(old)
+    if "question" not in row and "messages" not in row:
+        problem = f"row {number} of {config.path} has neither 'question' nor 'messages' but {sorted(row)}"
+        fix = "rename one with data.columns, such as data.columns.question=problem"
+        raise InvalidData("path", problem, fix)
+    return row
+
+
+def opening_messages(task: Task, system_prompt: str | None) -> list[Message]:
+    """The messages that open a chain on `task`."""
+    messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    if "messages" in task:
+        return messages + [dict(message) for message in task["messages"]]
+    return [*messages, {"role": "user", "content": str(task["question"])}]
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A place in the order of tasks, and which attempt at it this is."""
+
+    position: int
+    attempt: int = 0
+
+    @property
+    def group_id(self) -> str:
+        """The id of the group that is run there."""
+        return f"g{self.position:06d}" + (f"-{self.attempt}" if self.attempt else "")
+
+    @classmethod
+    def of(cls, group_id: str) -> "Place":
+        """The place of a group. Raises ValueError for what is no group's id."""
+        found = re.fullmatch(r"g(\d{6,})(?:-(\d+))?", group_id)
+        if found is None:
+            raise ValueError(f"{group_id!r} is not the id of a group, such as g000012 or g000012-1")
+        return cls(int(found[1]), int(found[2] or 0))
+
+
+class TaskOrder:
+    """Endless, reproducible order of tasks: each epoch is its own shuffle of all of them.
+
+    The n-th task depends on (seed, n) alone, so that a position is all that a resumed run needs.
+    """
+
+    def __init__(self, tasks: list[Task], seed: int, shuffle: bool):
+        self.tasks = tasks
+        self.seed = seed
+        self.shuffle = shuffle
+        self._epoch = -1
+        self._order = list(range(len(tasks)))
+
+    def __getitem__(self, position: int) -> Task:
+        return self.tasks[self.row(position)]
+
+    def row(self, position: int) -> int:
+        """Where the task at `position` stands in the data, from 0."""
+        epoch, index = divmod(position, len(self.tasks))
+        if self.shuffle and epoch != self._epoch:
+            self._order = list(range(len(self.tasks)))
+            random.Random(f"tasks/{self.seed}/{epoch}").shuffle(self._order)
+            self._epoch = epoch
+        return self._order[index]

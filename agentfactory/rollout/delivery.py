@@ -1,0 +1,213 @@
+"""Between trainer rank 0 and the rollout worker: one loopback socket that carries JSON lines.
+
+Rank 0 listens, starts the worker and sends `start`; the worker answers `ready`, then sends the groups of each batch and
+`batch` after them. It sends a batch when the weights that will train it are live, so that nothing grows old in between.
+Either end learns of the other's death by the socket's end.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import socket
+import subprocess
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from agentfactory.rollout.config import EqualRewards, RolloutRecipe
+from agentfactory.rollout.trajectory import Group
+from agentfactory.tools import lifeline
+from agentfactory.tools.import_path import own_python
+
+logger = logging.getLogger(__name__)
+
+TOKEN_VARIABLE = "AGENTFACTORY_WORKER_TOKEN"
+LINE_LIMIT = 1 << 30
+"""Longest line in bytes; a group of long chains takes megabytes."""
+
+
+class WorkerDiedError(Exception):
+    """The rollout worker ended or gave up; the message says why or where its log is."""
+
+
+def encode(kind: str, **fields: Any) -> bytes:
+    """One message as a line."""
+    return json.dumps({"kind": kind, **fields}, ensure_ascii=False).encode() + b"\n"
+
+
+async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """The worker's end: connect to rank 0 at `host:port` and prove to be its child."""
+    host, port = address.rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(host, int(port), limit=LINE_LIMIT)
+    writer.write(encode("hello", token=os.environ[TOKEN_VARIABLE]))
+    return reader, writer
+
+
+class WorkerProcess:
+    """Rank 0's end: starts the worker and takes its groups. Its methods block, and raise WorkerDiedError.
+
+    `total` is the number of groups that training will take in all. `restore` brings the published weights to the server
+    at an address, which came back without them; it returns whether the server has proven it. A resumed run gives the
+    ids of the groups that it has `trained`, and the `versions` that the spans of saved ones name by their labels.
+    """
+
+    def __init__(
+        self,
+        recipe: RolloutRecipe,
+        base: Path,
+        urls: list[str],
+        trajectories: Path,
+        log_file: Path,
+        batch_size: int,
+        total: int,
+        restore: Callable[[str], bool],
+        trained: Collection[str] = (),
+        versions: Mapping[str, int] | None = None,
+    ):
+        self._log_file = log_file
+        self._restore = restore
+        self._evaluates = recipe.eval.data is not None
+        self._may_be_short = recipe.rollout.equal_rewards is EqualRewards.DROP
+        self._delivered = set(trained)
+        self._groups: list[Group] = []
+        self._batches: deque[tuple[list[Group], dict[str, float]]] = deque()
+        self._figures: dict[str, float] = {}
+        self._evaluations: deque[dict[str, float]] = deque()
+        token = secrets.token_hex(16)
+        with socket.create_server(("127.0.0.1", 0)) as listener, log_file.open("ab") as log:
+            port = listener.getsockname()[1]
+            self._process = subprocess.Popen(
+                own_python("-m", "agentfactory.rollout.worker", f"127.0.0.1:{port}"),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **lifeline.environment(), TOKEN_VARIABLE: token, "CUDA_VISIBLE_DEVICES": ""},
+                # a launcher's signal to the trainer's process group is not for the worker: the trainer ends it
+                start_new_session=True,
+            )
+            self._socket = self._accept(listener)
+        self._lines = self._socket.makefile("rb")
+        if self._receive() != {"kind": "hello", "token": token}:
+            raise WorkerDiedError("something else than our worker connected to the delivery socket")
+        self._send(
+            "start",
+            recipe=recipe.model_dump(mode="json", include=set(RolloutRecipe.model_fields)),
+            base=str(base),
+            urls=urls,
+            trajectories=str(trajectories),
+            batch_size=batch_size,
+            total=total,
+            trained=sorted(trained),
+            versions=dict(versions or {}),
+        )
+        self.renderer_info: dict[str, Any] = self._expect("ready")["renderer"]
+        """Which renderer the worker chose, why, and the template's hash."""
+
+    def _accept(self, listener: socket.socket) -> socket.socket:
+        listener.settimeout(1.0)
+        while True:
+            try:
+                return listener.accept()[0]
+            except TimeoutError:
+                if self._process.poll() is not None:
+                    raise self._death() from None
+
+    def next_batch(self, groups: int) -> list[Group]:
+        """Wait for the batch that the published weights are to train: as many groups, or fewer where the recipe drops
+        those of equal rewards."""
+        while not self._batches:
+            self._take_one()
+        batch, self._figures = self._batches.popleft()
+        if len(batch) > groups or len(batch) < (1 if self._may_be_short else groups):
+            raise WorkerDiedError(f"the worker sent a batch of {len(batch)} groups where {groups} were due")
+        ids = [group.id for group in batch]
+        if len(set(ids)) < len(ids) or not self._delivered.isdisjoint(ids):
+            raise WorkerDiedError(f"the worker sent groups again that are trained already, among {', '.join(ids)}")
+        self._delivered.update(ids)
+        return batch
+
+    def figures(self) -> dict[str, float]:
+        """What the worker counted while it made the last batch, by metric name."""
+        return self._figures
+
+    def published(self, version: int, model: str) -> None:
+        """Tell the worker that the weights `version` are live under the name `model`; the first call starts it off."""
+        self._send("published", version=version, model=model)
+
+    def acknowledge(self, group_ids: list[str]) -> None:
+        """Tell the worker that a durable checkpoint holds what these groups taught."""
+        self._send("acknowledge", groups=group_ids)
+
+    def evaluate(self) -> dict[str, float]:
+        """Figures of the published weights on the held-out tasks, as `eval/...`; empty if there are none."""
+        if not self._evaluates:
+            return {}
+        self._send("evaluate")
+        while not self._evaluations:
+            self._take_one()
+        return {f"eval/{name}": value for name, value in self._evaluations.popleft().items()}
+
+    def close(self) -> None:
+        """End the worker, once it has heard everything that it was told."""
+        try:
+            self._socket.shutdown(socket.SHUT_WR)
+            self._process.wait(timeout=5)
+        except (OSError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
+        self._lines.close()
+        self._socket.close()
+
+    def _send(self, kind: str, **fields: Any) -> None:
+        try:
+            self._socket.sendall(encode(kind, **fields))
+        except ConnectionError:
+            raise self._death() from None
+
+    def _receive(self) -> dict[str, Any]:
+        try:
+            line = self._lines.readline()
+        except ConnectionError:
+            line = b""
+        if not line.endswith(b"\n"):
+            raise self._death()
+        message = json.loads(line)
+        if message["kind"] == "stopped":
+            raise WorkerDiedError(message["reason"])
+        return message
+
+    def _expect(self, kind: str) -> dict[str, Any]:
+        message = self._receive()
+        if message["kind"] != kind:
+            raise WorkerDiedError(f"the worker sent {message['kind']!r} where {kind!r} was due")
+        return message
+
+    def _take_one(self) -> None:
+        message = self._receive()
+        if message["kind"] == "group":
+            self._groups.append(Group.from_dict(message["group"]))
+        elif message["kind"] == "batch":
+            self._batches.append((self._groups, message["figures"]))
+            self._groups = []
+        elif message["kind"] == "restore":
+            # the weights are those that were published last: rank 0 listens only between updates
+            url = message["url"]
+            self._send("restored", url=url, proven=self._restore(url))
+        elif message["kind"] == "evaluation":
+            self._evaluations.append(message["figures"])
+        elif message["kind"] == "warning":
+            # the trainer's words reach people, the worker's only its log
+            logger.warning("%s", message["text"])
+        else:
+            raise WorkerDiedError(f"the worker sent an unknown message {message['kind']!r}")
+
+    def _death(self) -> WorkerDiedError:
+        try:
+            status = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return WorkerDiedError(f"the rollout worker closed its socket but lives on; its log: {self._log_file}")
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        return WorkerDiedError(f"the rollout worker {how}; its log: {self._log_file}")

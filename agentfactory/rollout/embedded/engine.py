@@ -1,0 +1,476 @@
+"""A continuous-batching decode loop over one preallocated KV cache, for any full-attention transformers model.
+
+Every step flattens the new tokens of all running requests (one per decoding request, many per new prompt) into one row
+of shape [1, tokens]. The model's linear layers see only that row; attention is replaced by `Engine._attend`, which
+writes keys and values into the cache and lets each request attend to its own slot. A slot keeps its tokens after its
+request has ended: the next request that begins with them computes only what follows.
+"""
+
+import itertools
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from agentfactory.rollout.embedded.eviction import Evictable
+from agentfactory.rollout.embedded.graphs import StaticDecoder
+from agentfactory.rollout.embedded.linear import drop_packed, use_onednn
+from agentfactory.rollout.embedded.lora import Adapter, AdapterLayers, Segment, segments
+from agentfactory.rollout.embedded.memory import give_back_freed
+from agentfactory.rollout.embedded.plan import Plan, Planner
+from agentfactory.rollout.embedded.sampling import sample
+
+PREFILL_TOKENS = 2048  # new prompt tokens per step: bounds how long decoding requests wait for others' prompts
+MASK_ELEMENTS = 2**23  # queries x keys of one prefill chunk: bounds the memory of its attention mask
+SHARE_TOKENS = 16  # a request waits a step for a prompt being computed when that spares it more tokens than this
+_engines = itertools.count()
+logger = logging.getLogger(__name__)
+
+
+class UnsupportedModel(ValueError):
+    """The model needs something that this engine does not do; the text says what."""
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One sequence to continue: what was asked, and what has been sampled so far.
+
+    `temperature` 0 is greedy. `logprobs` are those of the sampled tokens, natural logarithm, after temperature (at
+    temperature 0 those of the unscaled distribution); `candidate_logprobs` holds for each sampled token those that
+    `candidates` had in its place. `fresh` computes the prompt anew, whatever the cache holds; with a `cache_salt` it
+    takes only what requests with the same one left there. `versions` lists (label, index of its first token).
+    `on_finish` is called once, when `finish_reason` ("stop", "length", "abort" or "error") is set.
+    """
+
+    prompt: np.ndarray
+    max_tokens: int
+    on_finish: Callable[["Request"], None]
+    temperature: float = 1.0
+    stop: frozenset[int] = frozenset()
+    generator: random.Random = field(default_factory=random.Random)
+    adapter: Adapter | None = None
+    candidates: list[int] = field(default_factory=list)
+    fresh: bool = False
+    cache_salt: str | None = None
+    slot: int = -1
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    candidate_logprobs: list[list[float]] = field(default_factory=list)
+    versions: list[tuple[str, int]] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class Engine:
+    """Decodes requests with `model`; the caller drives it: `add`, then `step` while `busy`.
+
+    `max_model_len` tokens (prompt and sampled) per sequence and `max_num_seqs` sequences at a time fix the size of the
+    cache. `static_decode`: steps without new prompts have fixed shapes, on a GPU as CUDA graphs; null is on a GPU only.
+    Raises UnsupportedModel when the model cannot be decoded exactly this way. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
+        weight_version: str = "0",
+        static_decode: bool | None = None,
+    ) -> None:
+        config = model.config
+        kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
+        if kinds:
+            raise UnsupportedModel(f"layers of type {', '.join(sorted(kinds))}; only full_attention is supported")
+        if not model._supports_attention_backend:
+            raise UnsupportedModel(f"{type(model).__name__} does not use transformers' attention interface")
+        self.model = model.eval()
+        self.device = model.device
+        self.adapters = AdapterLayers(model)
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.vocab_size: int = config.vocab_size
+        self.weight_version = weight_version
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self._heads: int = config.num_attention_heads
+        self._kv_heads: int = getattr(config, "num_key_value_heads", None) or self._heads
+        self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self._heads
+        self._length = -(-max_model_len // 16) * 16  # aligned keys, as GPU attention kernels want them
+        self.cache_shape = (config.num_hidden_layers, 2, max_num_seqs, self._kv_heads, self._length, self._head_dim)
+        # Per slot: its token ids, how many are known and how many of those have keys and values in the cache, the
+        # hash of the adapter that computed them and the salt that shuts others out, the last use, and whether a request
+        # holds it.
+        self._ids = np.zeros((max_num_seqs, self._length), np.int64)
+        self._known = np.zeros(max_num_seqs, np.int64)
+        self._computed = np.zeros(max_num_seqs, np.int64)
+        self._shared_by = np.zeros(max_num_seqs, np.int64)
+        self._used = np.zeros(max_num_seqs, np.int64)
+        self._held = np.zeros(max_num_seqs, bool)
+        self._clock = 0
+        self._planner = Planner(self._heads, self._kv_heads, self._length, model.dtype, model.device)
+        self._plan: Plan | None = None
+        self._weights: Evictable | None = None
+        self._evicted: list[Evictable] = []
+        self.cache: Tensor | None = None
+        self.allocate_cache()
+        self._attention_name = f"agentfactory_embedded_{next(_engines)}"
+        ALL_ATTENTION_FUNCTIONS.register(self._attention_name, self._attention)
+        use_onednn(model)
+        self.static: StaticDecoder | None = None
+        self._prove()
+        cuda = self.device.type == "cuda"
+        if cuda if static_decode is None else static_decode:
+            self.static = StaticDecoder(self._forward, self._planner, max_num_seqs, capture=cuda)
+            self._prove_static()
+
+    # ---- requests
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self.running or self.waiting)
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of the cache that running requests fill."""
+        return float(self._known[self._held].sum()) / self._ids.size
+
+    def requests(self) -> list[Request]:
+        """All unfinished requests."""
+        return self.running + self.waiting
+
+    def add(self, request: Request) -> None:
+        """Queue a request. The caller has checked 0 < len(prompt) < max_model_len and the ids."""
+        self.waiting.append(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request with what it has; one that has ended already is left alone."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request in self.running:
+            self.running.remove(request)
+            self._release(request)
+        else:
+            return
+        request.finish_reason = "abort"
+        request.on_finish(request)
+
+    def _release(self, request: Request) -> None:
+        self._clock += 1
+        self._used[request.slot] = self._clock
+        self._held[request.slot] = False
+        if request.finish_reason == "error" and self.cache is not None:
+            # what is not a number would spoil the slot's next sequence, whose masked places it stands in
+            self.cache[:, :, request.slot] = 0
+            self._known[request.slot] = self._computed[request.slot] = 0
+
+    # ---- cache
+
+    def allocate_cache(self) -> None:
+        """Take the cache's memory; slots are empty afterwards. Raises MemoryError where there is too little."""
+        self._forget(np.ones_like(self._held))
+        gib = np.prod(self.cache_shape) * self.model.dtype.itemsize / 2**30
+        cuda = self.device.type == "cuda"
+        free = (torch.cuda.mem_get_info(self.device)[0] if cuda else psutil.virtual_memory().available) / 2**30
+        if gib > free:
+            raise MemoryError(
+                f"the KV cache of {self.max_num_seqs} x {self.max_model_len} tokens needs {gib:.1f} GiB and "
+                f"{free:.1f} GiB are free: lower max_num_seqs or max_model_len"
+            )
+        try:
+            # zeros, not empty: a masked position must not hold a NaN
+            self.cache = torch.zeros(self.cache_shape, dtype=self.model.dtype, device=self.device)
+        except RuntimeError as error:  # what torch's allocators raise
+            raise MemoryError(f"the KV cache needs {gib:.1f} GiB: {error}") from error
+        # each layer's keys and values as rows [slots * kv_heads * length, head_dim], which a step's tokens overwrite
+        self._rows = [[kv.view(-1, self._head_dim) for kv in layer] for layer in self.cache]
+
+    def sleep(self) -> None:
+        """Give back the memory of the cache, and on a GPU that of weights and adapters, which go to the host's.
+
+        Running requests compute their cache again once it is awake. Raises MemoryError where the host has no room;
+        all is as it was then.
+        """
+        if self.device.type == "cuda" and not self._evicted:
+            self._weights = self._weights or Evictable([*self.model.parameters(), *self.model.buffers()], pin=True)
+            factors = Evictable(self.adapters.tensors(), pin=False)
+            factors.evict()
+            try:
+                self._weights.evict()
+            except MemoryError:
+                factors.restore()
+                raise
+            self._evicted = [self._weights, factors]
+        self.cache, self._rows, self._plan, self.adapters.segments = None, [], None, []
+        if self.static is not None:
+            self.static.clear()
+        drop_packed(self.model)
+        self._give_back()
+
+    def wake(self, weights: bool, cache: bool) -> None:
+        """Undo `sleep`, as far as it is asked. Raises MemoryError where there is too little; all is as it was then."""
+        restored: list[Evictable] = []
+        try:
+            for evictable in self._evicted if weights else []:
+                evictable.restore()
+                restored.append(evictable)
+            if cache and self.cache is None:
+                self.allocate_cache()
+        except MemoryError:
+            for evictable in restored:
+                evictable.evict()
+            self._give_back()
+            raise
+        if weights:
+            self._evicted = []
+
+    def _give_back(self) -> None:
+        """What is free and kept for later goes to the system, and to other processes on the GPU."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        give_back_freed()
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all keys and values. With requests running it does nothing and returns False, unless they are to
+        compute theirs again from their tokens, with the present weights, in the next steps."""
+        if self.running and not reset_running_requests:
+            return False
+        self._forget(np.ones_like(self._held))
+        return True
+
+    def _forget(self, slots: np.ndarray) -> None:
+        self._computed[slots] = 0
+        self._used[slots & ~self._held] = 0
+
+    # ---- admission
+
+    def _admit(self) -> None:
+        """Give waiting requests a slot, first come first served, except those that a running prompt will spare work."""
+        free = len(self._held) - len(self.running)
+        kept: list[Request] = []
+        for index, request in enumerate(self.waiting):
+            if not free:
+                kept += self.waiting[index:]
+                break
+            if self._place(request):
+                self.running.append(request)
+                free -= 1
+            else:
+                kept.append(request)
+        self.waiting = kept
+
+    def _place(self, request: Request) -> bool:
+        """Find the slot in which `request` has least to compute; False when it should wait for a shared prompt."""
+        prompt, size = request.prompt, len(request.prompt)
+        shared_by = hash((request.adapter.serial if request.adapter else 0, request.cache_salt))
+        same = self._ids[:, : size - 1] == prompt[:-1]  # the last token is always computed: its logits are needed
+        shared = np.where(same.all(1), size - 1, same.argmin(1) if size > 1 else 0)
+        sharing = (self._shared_by == shared_by) & (not request.fresh)
+        shared = np.where(sharing, np.minimum(shared, self._known), 0)
+        usable = np.minimum(shared, self._computed)
+        best = int(usable.argmax())
+        if (shared[self._held] > usable[best] + SHARE_TOKENS).any():
+            return False
+        # Continue in place where nothing is lost; else copy the shared prefix to the slot that was idle longest.
+        extends = ~self._held & (usable == self._computed) & (usable == usable[best])
+        slot = int(extends.argmax()) if usable[best] and extends.any() else self._oldest_idle()
+        prefix = int(usable[best])
+        if slot != best and usable[slot] < prefix:
+            assert self.cache is not None
+            self.cache[:, :, slot, :, :prefix] = self.cache[:, :, best, :, :prefix]
+        self._ids[slot, :size] = prompt
+        self._known[slot], self._computed[slot], self._shared_by[slot] = size, prefix, shared_by
+        self._held[slot] = True
+        request.slot = slot
+        return True
+
+    def _oldest_idle(self) -> int:
+        return int(np.where(self._held, np.iinfo(np.int64).max, self._used).argmin())
+
+    # ---- one step
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Compute up to PREFILL_TOKENS new prompt tokens and one more token of every decoding request."""
+        self._admit()
+        if not self.running:
+            return
+        requests = sorted(self.running, key=lambda r: (r.adapter.serial if r.adapter else 0, r.slot))
+        slots = np.array([r.slot for r in requests])
+        start, known = self._computed[slots], self._known[slots]
+        count = known - start
+        budget = min(PREFILL_TOKENS, MASK_ELEMENTS // int(known.max()))
+        prompts = np.where(count > 1, count, 0)
+        spent = prompts.cumsum() - prompts
+        count = np.where(count > 1, np.clip(budget - spent, 0, count), count)
+        if not count.all():
+            kept = count > 0
+            requests = [r for r, keep in zip(requests, kept, strict=True) if keep]
+            slots, start, known, count = slots[kept], start[kept], known[kept], count[kept]
+        end = start + count
+        after = count.cumsum()
+        position = np.arange(after[-1]) + np.repeat(end - after, count)
+        slot_of = np.repeat(slots, count)
+        sampled = np.flatnonzero(end == known)
+
+        ids = self._ids[slot_of, position]
+        adapters, tensor = [request.adapter for request in requests], self._planner.tensor
+        if self.static is not None and len(sampled) == len(ids):
+            logits = self.static.decode(slots, ids, position, adapters, self._computed)
+        else:
+            logits = self._forward(
+                self._planner.plan(slots, start, count, position),
+                segments(adapters, after),
+                tensor(ids),
+                tensor(position),
+                keep=tensor(after[sampled] - 1),
+            )
+            self._plan = None  # its masks would stay beside the sampler's memory, and beside the next step's masks
+        self._computed[slots] = end
+        if len(sampled):
+            self._extend([requests[i] for i in sampled], slots[sampled], logits)
+
+    def _forward(
+        self, plan: Plan, segments: list[Segment], ids: Tensor, position: Tensor, keep: Tensor | None = None
+    ) -> Float[Tensor, "n vocabulary"]:
+        """Logits of the step's tokens, or of those at the indices `keep`."""
+        self._plan, self.adapters.segments = plan, segments
+        logits: Tensor = self.model(
+            input_ids=ids[None],
+            position_ids=position[None],
+            use_cache=False,
+            logits_to_keep=0 if keep is None else keep,
+        ).logits
+        return logits[0]
+
+    def _attention(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """The function that the model's attention modules call, by transformers' attention interface."""
+        for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
+            if kwargs.get(name) is not None:
+                raise UnsupportedModel(f"attention with {name}; only plain full attention is supported")
+        layer: Any = module.layer_idx
+        return self._attend(layer, query, key, value, scaling or query.shape[-1] ** -0.5), None
+
+    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Write keys and values [1, kv_heads, tokens, head_dim]; attend with query [1, heads, tokens, head_dim].
+
+        Returns [1, tokens, heads, head_dim]. The query heads that share a key head become further queries of it, so
+        that keys and values are never repeated.
+        """
+        assert self._plan is not None
+        assert self.cache is not None
+        kv, dim, ratio = self._kv_heads, self._head_dim, self._heads // self._kv_heads
+        for rows, new in zip(self._rows[layer], (key, value), strict=True):
+            rows.index_copy_(0, self._plan.rows, new[0].transpose(0, 1).reshape(-1, dim))
+        flat = query[0].transpose(0, 1)  # [tokens, heads, head_dim]
+        out = torch.empty_like(flat, memory_format=torch.contiguous_format)
+        for group in self._plan.groups:
+            q = flat if group.gather is None else flat.index_select(0, group.gather)
+            if group.slots is None:
+                keys, values = self.cache[layer, :, group.first : group.end, :, : group.keys]
+            else:
+                keys, values = self.cache[layer, :, :, :, : group.keys].index_select(1, group.slots)
+            n = keys.shape[0]
+            if group.queries == 1 and q.dtype == torch.float32:
+                # plain products: over two threads twice as fast as the fused kernel, which splits work by query blocks
+                scores = torch.bmm(q.reshape(n * kv, ratio, dim) * scaling, keys.flatten(0, 1).transpose(1, 2))
+                scores.view(n, kv, ratio, group.keys).add_(group.mask)
+                o = torch.bmm(torch.softmax(scores, -1), values.flatten(0, 1)).view(n, self._heads, dim)
+            else:
+                q = q.reshape(n, group.queries, kv, ratio, dim).permute(0, 2, 3, 1, 4)
+                q = q.reshape(n, kv, ratio * group.queries, dim)
+                o = F.scaled_dot_product_attention(q, keys, values, attn_mask=group.mask, scale=scaling)
+                o = o.view(n, kv, ratio, group.queries, dim).permute(0, 3, 1, 2, 4).reshape(-1, self._heads, dim)
+            if group.tokens is None:
+                return o[None]
+            assert group.pick is not None
+            out.index_copy_(0, group.tokens, o.index_select(0, group.pick))
+        return out[None]
+
+    # ---- sampling
+
+    def _extend(self, requests: list[Request], slots: np.ndarray, logits: Float[Tensor, "n vocabulary"]) -> None:
+        """Sample the next token of each request and end those that are complete."""
+        tokens, distribution = sample(logits, requests)
+        logprobs = distribution.gather(1, torch.tensor(tokens, device=distribution.device)[:, None])[:, 0].tolist()
+        self._ids[slots, self._known[slots]] = tokens
+        self._known[slots] += 1
+        finished = False
+        for row, request in enumerate(requests):
+            if request.candidates:
+                request.candidate_logprobs.append(distribution[row, request.candidates].tolist())
+        for request, token, logprob, known in zip(requests, tokens, logprobs, self._known[slots].tolist(), strict=True):
+            if logprob != logprob:
+                request.finish_reason = "error"  # NaN: the weights or the adapter have diverged
+            else:
+                label = request.adapter.name if request.adapter else self.weight_version
+                if not request.versions or request.versions[-1][0] != label:
+                    request.versions.append((label, len(request.tokens)))
+                request.tokens.append(token)
+                request.logprobs.append(logprob)
+                if token in request.stop:
+                    request.finish_reason = "stop"
+                elif len(request.tokens) >= request.max_tokens or known >= self.max_model_len:
+                    request.finish_reason = "length"
+            if request.finish_reason:
+                finished = True
+                self._release(request)
+                request.on_finish(request)
+        if finished:
+            self.running = [r for r in self.running if not r.finish_reason]
+
+    # ---- proof
+
+    def _prove(self) -> None:
+        """Decode a few tokens and compare with the model's own attention: an unknown ingredient must not pass."""
+        vocabulary, length = self.vocab_size, min(24, self.max_model_len)
+        prompt = np.arange(1, length // 2 + 1) * 7 % vocabulary
+        request = Request(prompt, max_tokens=length - len(prompt), on_finish=lambda r: None, temperature=0.0)
+        self.model.set_attn_implementation(self._attention_name)
+        self.add(request)
+        while self.busy:
+            self.step()
+        self.model.set_attn_implementation("sdpa")
+        ids = torch.tensor([*prompt.tolist(), *request.tokens], device=self.device)
+        with torch.inference_mode():
+            logits = self.model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        expected = torch.log_softmax(logits, -1).gather(1, ids[len(prompt) :, None])[:, 0].cpu()
+        self.model.set_attn_implementation(self._attention_name)
+        self.reset_prefix_cache()
+        drift = float((torch.tensor(request.logprobs) - expected).abs().max())
+        if not drift < (1e-3 if self.model.dtype == torch.float32 else 0.5):
+            raise UnsupportedModel(
+                f"{type(self.model).__name__}: log-probabilities differ by {drift:.2g} from the model's own attention"
+            )
+
+    def _prove_static(self) -> None:
+        """The same by static steps. What cannot be captured is decoded without, which is said."""
+        try:
+            self._prove()
+        except (RuntimeError, UnsupportedModel) as error:
+            if self.device.type != "cuda":
+                raise
+            self.static = None
+            for request in self.requests():
+                self.abort(request)
+            self.reset_prefix_cache()
+            logger.warning("decoding goes without CUDA graphs, which makes it slower: %s", error)

@@ -1,0 +1,162 @@
+"""Decoding steps of a few fixed shapes, on tensors that stay where they are: on a GPU each shape is captured once, as a
+CUDA graph, and then replayed, so that a step costs one launch in place of a thousand.
+
+A step computes one token in each of its slots. Those that no request holds compute one that nobody reads, into the
+first place of the slot that is not in use; there is always one, because a sequence's last token is never computed.
+
+Capturing and replaying are untested on a GPU so far; the steps themselves are tested on the CPU.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from agentfactory.rollout.embedded.lora import Adapter, Factors, Segment
+from agentfactory.rollout.embedded.plan import Group, Plan, Planner
+
+SLOTS, KEYS = 8, 256
+"""Smallest steps by which counts of slots and keys are rounded up; above four of them there are two per octave."""
+MAX_GRAPHS = 64
+"""Graphs held; the one used longest ago makes room."""
+
+Forward = Callable[[Plan, list[Segment], Tensor, Tensor], Float[Tensor, "tokens vocabulary"]]
+"""Logits of a step from its plan, its adapters, token ids [tokens] and positions [tokens]."""
+
+
+class Shape(NamedTuple):
+    """What a captured step cannot change: slots and keys, whether the slots are the first ones or copied out,
+    where the factors of its adapters lie, and whether each token has its own adapter or none."""
+
+    slots: int
+    keys: int
+    viewed: bool
+    adapters: tuple[int, ...]
+    mixed: bool
+
+
+class StaticStep:
+    """A step of one shape. `inputs` [4, slots] are ids, positions, slots and adapters (0 is none) of its tokens."""
+
+    def __init__(self, forward: Forward, planner: Planner, shape: Shape, factors: Sequence[Factors]) -> None:
+        self._forward, self._planner, self._shape, self._factors = forward, planner, shape, list(factors)
+        self.inputs = torch.zeros(4, shape.slots, dtype=torch.int64, device=planner.device)
+
+    def run(self) -> Float[Tensor, "slots vocabulary"]:
+        """The logits, without a value that the host has to read."""
+        shape, planner = self._shape, self._planner
+        ids, position, slots, owner = self.inputs
+        heads = torch.arange(planner.kv_heads, device=planner.device)
+        rows = (slots[:, None] * planner.kv_heads + heads) * planner.length + position[:, None]
+        group = Group(
+            queries=1,
+            keys=shape.keys,
+            mask=planner.mask(position[:, None], shape.keys),
+            gather=None,
+            tokens=None,
+            pick=None,
+            first=0,
+            end=shape.slots,
+            slots=None if shape.viewed else slots,
+        )
+        segments = [
+            Segment(factors, 0, shape.slots, (owner != index)[:, None] if shape.mixed else None)
+            for index, factors in enumerate(self._factors, 1)
+        ]
+        return self._forward(Plan(rows.flatten(), [group]), segments, ids, position)
+
+
+class StaticDecoder:
+    """Decodes one token per request by static steps; captured ones where `capture`, else run as they are."""
+
+    def __init__(self, forward: Forward, planner: Planner, slots: int, *, capture: bool) -> None:
+        """`slots` is how many the cache has."""
+        self._forward, self._planner, self._slots, self._capture = forward, planner, slots, capture
+        self._steps: OrderedDict[Shape, tuple[StaticStep, torch.cuda.CUDAGraph | None]] = OrderedDict()
+        self._logits: Tensor | None = None
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """Those that are held."""
+        return list(self._steps)
+
+    def clear(self) -> None:
+        """Drop all graphs and their memory: what they read and write is about to move."""
+        self._steps.clear()
+        self._logits = None
+
+    def decode(
+        self,
+        slots: np.ndarray,
+        ids: np.ndarray,
+        position: np.ndarray,
+        adapters: Sequence[Adapter | None],
+        computed: np.ndarray,
+    ) -> Float[Tensor, "requests vocabulary"]:
+        """Logits of the requests in `slots`, whose tokens `ids` come at `position`; `computed` [all slots] is how many
+        places of each slot are in use."""
+        whole = _rounded(int(slots.max()) + 1, SLOTS, self._slots)
+        viewed = whole <= 2 * len(slots)
+        count = whole if viewed else _rounded(len(slots), SLOTS, self._slots)
+        if viewed:
+            rows, place = np.arange(count), slots
+        else:
+            idle = np.setdiff1d(np.arange(self._slots), slots)
+            rows, place = np.concatenate([slots, idle[: count - len(slots)]]), np.arange(len(slots))
+        distinct = list(dict.fromkeys(adapter for adapter in adapters if adapter))
+        shape = Shape(
+            slots=count,
+            keys=_rounded(int(position.max()) + 1, KEYS, self._planner.length),
+            viewed=viewed,
+            adapters=tuple(id(adapter.factors) for adapter in distinct),
+            mixed=len(set(adapters)) > 1,
+        )
+        inputs = np.stack([np.zeros(count, np.int64), computed[rows], rows, np.zeros(count, np.int64)])
+        inputs[0, place], inputs[1, place] = ids, position
+        inputs[3, place] = [distinct.index(adapter) + 1 if adapter else 0 for adapter in adapters]
+        logits = self._run(shape, [adapter.factors for adapter in distinct], inputs)
+        return logits[self._planner.tensor(place)]
+
+    def _run(self, shape: Shape, factors: list[Factors], inputs: np.ndarray) -> Tensor:
+        if shape not in self._steps:
+            if len(self._steps) >= MAX_GRAPHS:
+                self._steps.popitem(last=False)
+            step = StaticStep(self._forward, self._planner, shape, factors)
+            step.inputs.copy_(torch.from_numpy(inputs))
+            self._steps[shape] = step, self._captured(step) if self._capture else None
+        self._steps.move_to_end(shape)
+        step, graph = self._steps[shape]
+        step.inputs.copy_(torch.from_numpy(inputs))
+        if graph is None:
+            return step.run()
+        graph.replay()
+        assert self._logits is not None
+        return self._logits[: shape.slots]
+
+    def _captured(self, step: StaticStep) -> torch.cuda.CUDAGraph:
+        """A graph that writes the step's logits to `_logits`. Steps may run more than once: they write what they wrote
+        before."""
+        device = self._planner.device
+        stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            logits = step.run()  # libraries take their workspaces at the first call, which a capture must not see
+        current.wait_stream(stream)
+        if self._logits is None:
+            self._logits = torch.empty(self._slots, logits.shape[1], dtype=logits.dtype, device=device)
+        graph = torch.cuda.CUDAGraph()
+        # one after the other they can use the same memory
+        others = [other for _, other in self._steps.values() if other is not None]
+        with torch.cuda.graph(graph, pool=others[0].pool() if others else None):
+            self._logits[: logits.shape[0]].copy_(step.run())
+        return graph
+
+
+def _rounded(number: int, least: int, most: int) -> int:
+    """`number` or a little more, such that there are few different ones."""
+    step = max(least, 2 ** (int(np.ceil(np.log2(number))) - 2))
+    return min(-(-number // step) * step, most)

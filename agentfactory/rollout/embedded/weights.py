@@ -1,0 +1,157 @@
+"""Full weights of a model in place: from a safetensors file or from shared memory, and their checksums."""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from agentfactory.rollout.embedded.shared_memory import SharedBuffer, SharedMemoryError
+
+_PACKED = ("names", "dtype_names", "shapes", "tensor_sizes")
+"""Lists of one part that comes through shared memory, with an entry per tensor."""
+
+
+class WeightsError(ValueError):
+    """Weights that do not fit the model, or cannot be read, or are not all that it has."""
+
+
+class WeightUpdate:
+    """One update of all weights: from a file, or in parts through memory that the sender shares."""
+
+    def __init__(self, model: nn.Module, overwritten: bool = False) -> None:
+        """`model` is on its device until the update ends; `overwritten` where one before it was not completed."""
+        self.overwritten = overwritten
+        """Whether weights have been overwritten: the model is then no version, until an update has brought them all."""
+        self._state = model.state_dict()
+        self._tied = _tied(self._state)
+        self._given: set[str] = set()
+        self._buffer = SharedBuffer(next(model.parameters()).device)
+
+    def load(self, info: Any) -> None:
+        """Takes {"path": FILE}, a safetensors file of all weights, or one part as vLLM's `ipc` backend has it when it
+        is packed: lists `names`, `dtype_names`, `shapes` (of numbers) and `tensor_sizes` (in bytes), and the handle of
+        the buffer that holds these tensors one after the other, as `ipc_handles_pickled`. Names are those of
+        `model.state_dict()`; one of tied tensors is enough, and each is converted to the model's dtype.
+
+        A file or part is checked before any of it is copied into the model. Raises WeightsError.
+        """
+        match info:
+            case {"path": str(path), **rest} if not rest:
+                self._load_file(path)
+            case {"ipc_handles_pickled": str(), **lists} if lists.keys() == set(_PACKED):
+                self._load_packed(info)
+            case _:
+                raise WeightsError(
+                    'update_info: the file backend takes {"path": "<safetensors file>"}, the ipc backend '
+                    f"{{{', '.join(_PACKED)}, ipc_handles_pickled}}"
+                )
+
+    def check_whole(self) -> None:
+        """Raises WeightsError unless every weight was brought."""
+        if not self._given:
+            raise WeightsError("no weights were updated; POST /update_weights first")
+        if missing := [names[0] for names in self._tied if not self._given.intersection(names)]:
+            raise WeightsError(f"the update lacks the tensor {_some(missing)}")
+
+    def close(self) -> None:
+        """Lets go of the sender's memory."""
+        self._buffer.close()
+
+    def _load_file(self, path: str) -> None:
+        if not Path(path).is_file():
+            raise WeightsError(f"{path}: no such file")
+        try:
+            with safe_open(path, "pt") as file:
+                given = set(file.keys())
+                if unknown := sorted(given - self._state.keys()):
+                    raise WeightsError(f"{path}: the model has no tensor {_some(unknown)}")
+                if missing := [names[0] for names in self._tied if not given.intersection(names)]:
+                    raise WeightsError(f"{path}: lacks the tensor {_some(missing)}")
+                for name in given:
+                    shape, needed = tuple(file.get_slice(name).get_shape()), self._state[name].shape
+                    if shape != needed:
+                        raise WeightsError(f"{path}: {name} has shape {shape}, the model needs {tuple(needed)}")
+                for names in self._tied:
+                    first, *others = given.intersection(names)
+                    if any(not torch.equal(file.get_tensor(first), file.get_tensor(other)) for other in others):
+                        raise WeightsError(f"{path}: {', '.join(sorted([first, *others]))} are tied but differ")
+                self.overwritten = True
+                with torch.no_grad():
+                    for name in given:
+                        self._state[name].copy_(file.get_tensor(name))
+        except SafetensorError as error:
+            raise WeightsError(f"{path} is not a readable safetensors file: {error}") from error
+        self._given = given
+
+    def _load_packed(self, info: Mapping[str, Any]) -> None:
+        lists = [info[key] for key in _PACKED]
+        if any(not isinstance(entries, list) or len(entries) != len(lists[0]) for entries in lists):
+            raise WeightsError(f"update_info: {', '.join(_PACKED)} must be lists of one length")
+        try:
+            buffer = self._buffer.open(info["ipc_handles_pickled"])
+        except SharedMemoryError as error:
+            raise WeightsError(str(error)) from error
+        part: dict[str, Tensor] = {}
+        start = 0
+        for name, dtype_name, shape, size in zip(*lists, strict=True):
+            part[name] = self._unpacked(buffer[start:], name, dtype_name, shape, size)
+            start += size
+        for names in self._tied:
+            new = [part[name] for name in names if name in part]
+            given = new + [self._state[name] for name in names if name in self._given]
+            if new and any(not torch.equal(new[0], other) for other in given[1:]):
+                raise WeightsError(f"update_info: {', '.join(sorted(names))} are tied but differ")
+        self.overwritten = True
+        with torch.no_grad():
+            for name, value in part.items():
+                self._state[name].copy_(value)
+        if buffer.is_cuda:
+            # the sender overwrites the buffer once it is answered
+            torch.cuda.synchronize(buffer.device)
+        self._given |= part.keys()
+
+    def _unpacked(self, rest: Tensor, name: Any, dtype_name: Any, shape: Any, size: Any) -> Tensor:
+        """The tensor at the beginning of `rest`, as the model keeps it."""
+        if name not in self._state:
+            raise WeightsError(f"update_info: the model has no tensor {name}")
+        needed = self._state[name].shape
+        if tuple(shape) != needed:
+            raise WeightsError(f"update_info: {name} has shape {tuple(shape)}, the model needs {tuple(needed)}")
+        dtype = getattr(torch, str(dtype_name), None)
+        if not isinstance(dtype, torch.dtype):
+            raise WeightsError(f"update_info: {name} is of {dtype_name!r}, which is no dtype")
+        if size != math.prod(shape) * dtype.itemsize or size > len(rest):
+            raise WeightsError(
+                f"update_info: {name} takes {math.prod(shape) * dtype.itemsize} bytes; tensor_sizes has {size}, and "
+                f"{len(rest)} are left of the buffer"
+            )
+        flat = rest[:size]
+        # a tensor that follows one of a smaller dtype may begin anywhere
+        aligned = flat.clone() if flat.data_ptr() % dtype.itemsize else flat
+        return aligned.view(dtype).view(shape).to(self._state[name])
+
+
+def checksums(model: nn.Module) -> dict[str, str]:
+    """SHA-256 of each parameter's bytes, by name; tied parameters appear once, as in `named_parameters()`."""
+    return {name: _digest(parameter.detach()) for name, parameter in model.named_parameters()}
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
+
+
+def _tied(state: Mapping[str, Tensor]) -> list[list[str]]:
+    """Names of one tensor each; most have one."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        names.setdefault(tensor.data_ptr(), []).append(name)
+    return list(names.values())
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,249 @@
+"""Evaluation: the same chains as in training, on held-out tasks, sampled and greedy."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentfactory.rollout.agent import AgentHooks, load_agent
+from agentfactory.rollout.chain import ChainRunner, Sampling
+from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.config import OutcomePolicy, RolloutRecipe
+from agentfactory.rollout.data import Task
+from agentfactory.rollout.filter import commonest_ending
+from agentfactory.rollout.renderer import load_renderer
+from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.statistics import Estimate, by_source, estimates, sample_figures
+from agentfactory.rollout.trajectory import Group, Trajectory
+from agentfactory.tools.toolset import open_toolset
+
+logger = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def open_runner(
+    recipe: RolloutRecipe,
+    base: Path,
+    urls: str | Sequence[str],
+    *,
+    objects: Sequence[Any] = (),
+    rewards: Rewards | None = None,
+    agent: AgentHooks | None = None,
+) -> AsyncIterator[ChainRunner]:
+    """Everything that chains of `recipe` need: renderer, connections to the servers at `urls`, tools and rewards.
+
+    `objects` are tools beside the recipe's; `rewards` and `agent` stand in place of those that it names.
+    """
+    agent = agent or load_agent(recipe.rollout.agent, base)
+    async with (
+        rewards or Rewards.load(recipe.rewards, base) as used,
+        InferenceClient(urls, recipe.server.api_key_env, recipe.server.retry_seconds) as client,
+        open_toolset(recipe, base, logger.info, objects) as toolset,
+    ):
+        await client.check_routes()
+        # which probes a template must pass depends on whether the chains have tools
+        tools = bool(toolset.specs)
+        renderer = load_renderer(recipe.model, recipe.rollout.parser, logger.info, tools=tools, base=base)
+        yield ChainRunner(recipe, renderer, client, toolset, used, agent)
+
+
+async def evaluate(
+    runner: ChainRunner,
+    recipe: RolloutRecipe,
+    tasks: list[Task],
+    model: str,
+    folder: Path,
+    name: str,
+    cache_salt: str | None = None,
+) -> tuple[dict[str, float], list[str]]:
+    """Run `recipe.eval` on `tasks` with the weights called `model`; trajectories go to `folder`. For `cache_salt` see
+    Sampling.
+
+    Returns means over the chains that did not fail, by `sampled/...` and `greedy/...`: `reward`, every metric of
+    the trajectories, and `failed`, the share of chains that broke; and with several samples per task, avg@k and pass@k.
+    Beside them a warning for each mode of which no chain has a reward.
+    """
+    played = await _play(runner, recipe, tasks, model, folder, name, cache_salt)
+    warnings = [_failure(mode, groups) for mode, groups in played.items() if mean_figures(groups)["failed"] == 1.0]
+    return _means(recipe, played), warnings
+
+
+def _failure(mode: str, groups: list[Group]) -> str:
+    """What became of a mode's chains, all of which failed."""
+    chains = [chain for group in groups for chain in group.trajectories]
+    endings = Counter((chain.outcome.value, chain.error or "") for chain in chains)
+    return f"held-out tasks, {mode}: {commonest_ending(endings, len(chains))}"
+
+
+async def _play(
+    runner: ChainRunner,
+    recipe: RolloutRecipe,
+    tasks: list[Task],
+    model: str,
+    folder: Path,
+    name: str,
+    cache_salt: str | None = None,
+) -> dict[str, list[Group]]:
+    """The groups of each mode, in the order of the tasks; each is saved once its chains have ended."""
+    modes = {"sampled": (recipe.rollout.temperature, recipe.eval.samples)}
+    if recipe.eval.greedy:
+        modes["greedy"] = (0.0, 1)
+    folder.mkdir(parents=True, exist_ok=True)
+    for mode in modes:
+        (folder / f"{name}-{mode}.jsonl").unlink(missing_ok=True)
+
+    async def run_group(mode: str, number: int) -> Group:
+        temperature, samples = modes[mode]
+        # the seed leaves out `name`, so that the same weights give the same figures wherever they are evaluated
+        chains = [
+            runner.run(
+                f"{name}-{mode}-{number:05d}.{sample}",
+                tasks[number],
+                Sampling(model, temperature, f"eval/{mode}/{number}/{sample}", cache_salt),
+            )
+            for sample in range(samples)
+        ]
+        group = await runner.run_group(f"{mode}-{number:05d}", tasks[number], chains)
+        with (folder / f"{name}-{mode}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(group.to_json() + "\n")
+        return group
+
+    by_mode = await asyncio.gather(
+        *(asyncio.gather(*(run_group(mode, number) for number in range(len(tasks)))) for mode in modes)
+    )
+    return {mode: list(groups) for mode, groups in zip(modes, by_mode, strict=True)}
+
+
+def _means(recipe: RolloutRecipe, played: dict[str, list[Group]]) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for mode, groups in played.items():
+        means = mean_figures(groups)
+        if mode == "sampled":
+            means |= sample_figures(groups, recipe.eval.samples)
+        figures |= {f"{mode}/{key}": value for key, value in means.items()}
+    return figures
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `run_eval` found."""
+
+    means: dict[str, float]
+    """As `evaluate` returns them, which training logs too."""
+    estimates: dict[str, dict[str, dict[str, Estimate]]]
+    """Mode -> the tasks' `source`, "" for all -> figure -> estimate."""
+    failures: Counter[str]
+    """What failed chains died of -> how many of all."""
+    chains: int
+    """Of both modes."""
+
+    def figures(self) -> dict[str, float]:
+        """All of it by name: the means, `<mode>/<figure>/low` and `/high`, and the same of each source under
+        `<mode>/source/<source>/`."""
+        figures = dict(self.means)
+        for mode, sources in self.estimates.items():
+            for source, found in sources.items():
+                prefix = f"{mode}/source/{source}/" if source else f"{mode}/"
+                for name, estimate in found.items():
+                    figures.setdefault(prefix + name, estimate.value)
+                    figures |= {f"{prefix}{name}/low": estimate.low, f"{prefix}{name}/high": estimate.high}
+        return figures
+
+
+def mean_figures(groups: Sequence[Group]) -> dict[str, float]:
+    """Means over the chains that have a reward, and `failed`, the share of those that have none."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    scored = [t for t in trajectories if t.reward is not None]
+    means = {"failed": 1 - len(scored) / len(trajectories)}
+    if scored:
+        means["reward"] = sum(t.reward for t in scored if t.reward is not None) / len(scored)
+        names = sorted({name for t in scored for name in t.metrics})
+        means |= {name: sum(t.metrics.get(name, 0.0) for t in scored) / len(scored) for name in names}
+    return means
+
+
+def run_eval(
+    recipe: RolloutRecipe,
+    tasks: list[Task],
+    folder: Path,
+    log: Callable[[dict[str, Any]], None],
+    opened: AbstractAsyncContextManager[ChainRunner],
+    model: str = "policy",
+) -> Evaluation:
+    """Evaluate the weights that the server of the runner `opened` calls `model` on `tasks`; blocking.
+
+    Trajectories go to `folder`, each group once it has ended; `log` gets every figure as `eval/...`.
+    """
+
+    async def run() -> dict[str, list[Group]]:
+        async with opened as runner:
+            await runner.check(tasks[0])
+            played = await _play(runner, recipe, tasks, model, folder, "final")
+            _warn_of_tools(runner)
+            return played
+
+    played = asyncio.run(run())
+    chains = [chain for groups in played.values() for group in groups for chain in group.trajectories]
+    found = Evaluation(
+        _means(recipe, played),
+        {mode: _estimates(recipe, mode, groups) for mode, groups in played.items()},
+        Counter(f"{chain.outcome}: {chain.error}" for chain in chains if chain.reward is None),
+        len(chains),
+    )
+    log({f"eval/{key}": value for key, value in found.figures().items()})
+    return found
+
+
+def _warn_of_tools(runner: ChainRunner) -> None:
+    for warning in runner.tool_errors.take_warnings():
+        logger.warning(warning)
+
+
+def _estimates(recipe: RolloutRecipe, mode: str, groups: list[Group]) -> dict[str, dict[str, Estimate]]:
+    samples = recipe.eval.samples if mode == "sampled" else 1
+    parts = {"": groups} | by_source(groups)
+    return {source: estimates(part, samples, recipe.seed) for source, part in parts.items()}
+
+
+def run_rollout(
+    recipe: RolloutRecipe,
+    tasks: list[Task],
+    base: Path,
+    urls: str | Sequence[str],
+    folder: Path,
+    log: Callable[[dict[str, Any]], None],
+    model: str = "policy",
+) -> dict[str, float]:
+    """Run one group of sampled chains for each of `tasks` and save them, ready for `train.from_trajectories`;
+    blocking."""
+    path = folder / "rollout.jsonl"
+
+    async def run_chain(runner: ChainRunner, chain_id: str, task: Task, retried: bool = False) -> Trajectory:
+        sampling = Sampling(model, recipe.rollout.temperature, seed=chain_id)
+        chain = await runner.run(chain_id, task, sampling, recipe.rollout.scored)
+        if recipe.rollout.outcome_policy(chain.outcome) is OutcomePolicy.RETRY and not retried:
+            return await run_chain(runner, f"{chain_id}.retry", task, retried=True)
+        return chain
+
+    async def run_group(runner: ChainRunner, number: int) -> Group:
+        ids = [f"g{number:06d}.{member}" for member in range(recipe.rollout.group_size)]
+        chains = [run_chain(runner, chain_id, tasks[number]) for chain_id in ids]
+        group = await runner.run_group(f"g{number:06d}", tasks[number], chains)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(group.to_json() + "\n")
+        return group
+
+    async def run() -> list[Group]:
+        async with open_runner(recipe, base, urls) as runner:
+            await runner.check(tasks[0])
+            groups = await asyncio.gather(*(run_group(runner, number) for number in range(len(tasks))))
+            _warn_of_tools(runner)
+            return list(groups)
+
+    figures = mean_figures(asyncio.run(run()))
+    log({f"rollout/{key}": value for key, value in figures.items()})
+    return figures

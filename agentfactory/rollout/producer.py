@@ -1,0 +1,293 @@
+"""Produces batches: starts groups as admission allows, saves what they leave, delivers those that are chosen."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentfactory.rollout.chain import ChainRunner, Sampling, begin
+from agentfactory.rollout.config import EqualRewards, Inflight, OutcomePolicy, RolloutConfig
+from agentfactory.rollout.curriculum import Curriculum, successes
+from agentfactory.rollout.data import Place, Task, TaskOrder
+from agentfactory.rollout.filter import GroupFilter, Worth, counted, worth
+from agentfactory.rollout.resume import Resumed
+from agentfactory.rollout.scheduler import Admission, BatchChoice, Candidate
+from agentfactory.rollout.staleness import Cancellations
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutStoppedError(Exception):
+    """Rollouts cannot go on; the message says why."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """The newest weights that are live: their number and the server's name for them."""
+
+    version: int
+    model: str
+
+
+@dataclass
+class _OpenGroup:
+    """A started group that no batch has taken yet; `running` are the indices of the `chains` that have not ended."""
+
+    place: Place
+    task: Task
+    version: int
+    chains: list[Trajectory]
+    running: set[int]
+    oldest: int | None = None
+    """Newest weights when the first turn of any chain was asked for: no token is older."""
+    complete: bool = False
+    """All chains have ended, and are saved."""
+    closed: bool = False
+    """A batch took it, or it was cancelled: what still runs is to end. (A tool that fails while it is closed replaces
+    the cancellation by its own error.)"""
+    runs: asyncio.Task[None] | None = None
+
+    @property
+    def ended(self) -> list[Trajectory]:
+        return [chain for index, chain in enumerate(self.chains) if index not in self.running]
+
+    def group(self, chains: list[Trajectory]) -> Group:
+        return Group(self.place.group_id, self.task, chains, self.version)
+
+
+class GroupProducer:
+    """Runs groups until admission's total is delivered.
+
+    `deliver` gets the groups of each batch, with the chains that count, and what was counted since the last one. Every
+    group, with its failed and its cancelled chains, is appended to `trajectories` first. `resumed` is what an earlier
+    run left there.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        runner: ChainRunner,
+        order: TaskOrder,
+        admission: Admission,
+        published: Published,
+        trajectories: Path,
+        deliver: Callable[[list[Group], dict[str, float]], Awaitable[None]],
+        resumed: Resumed | None = None,
+    ):
+        self.config = config
+        self.runner = runner
+        self.order = order
+        self.admission = admission
+        self.batches = BatchChoice(
+            admission.batch_size, admission.max_staleness, admission.version, chosen=admission.version
+        )
+        self.cancellations = Cancellations()
+        self.filter = GroupFilter(config, at_once=admission.batch_size * (admission.max_staleness + 1))
+        self.curriculum = None if config.curriculum is None else Curriculum(config.curriculum, order.seed)
+        self.published = published
+        self.trajectories = trajectories
+        self.deliver = deliver
+        self._wake = asyncio.Event()
+        self._next_position = 0
+        self._begun: frozenset[int] = frozenset()
+        """Positions that an earlier run began: what became of them is known."""
+        self._again: deque[Place] = deque()
+        self._open: dict[str, _OpenGroup] = {}
+        if resumed is not None:
+            self._resume(resumed)
+
+    def _resume(self, resumed: Resumed) -> None:
+        self._begun = resumed.done | set(resumed.again) | {pending.place.position for pending in resumed.pending}
+        self._again += (Place(position, attempt=1) for position in resumed.again)
+        for pending in resumed.pending:
+            group, place = pending.group, pending.place
+            self._open[group.id] = _OpenGroup(
+                place, group.task, group.version, group.trajectories, set(), pending.oldest, complete=True
+            )
+        self.admission.resume(len(resumed.pending))
+        if self.curriculum is not None:
+            for position, seen in resumed.observed:
+                self.curriculum.observe(self.order.row(position), seen)
+
+    def publish(self, published: Published) -> None:
+        """New weights are live: turns that begin from now on use them, and more groups may start."""
+        self.published = published
+        self.admission.publish(published.version)
+        self.batches.publish(published.version)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Start groups as long as the trainer may want one, and deliver batches. Runs until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                while self.admission.may_start():
+                    self.admission.start()
+                    group = self._begin_group()
+                    group.runs = tasks.create_task(self._run_group(group))
+                choice = self.batches.choose([self._candidate(group) for group in self._open.values()])
+                if choice is None:
+                    await self._wake.wait()
+                    self._wake.clear()
+                    continue
+                batch = [self._take(self._open.pop(group_id)) for group_id in choice.train]
+                for group_id in choice.cancel:
+                    self._cancel(self._open.pop(group_id))
+                await self.deliver(batch, await self._take_figures())
+
+    def _candidate(self, group: _OpenGroup) -> Candidate:
+        # what compares the chains of a group has no verdict before it is complete
+        ended = [] if self._lacks_group_rewards(group) else group.ended
+        teaches = worth(ended, self.config) is Worth.TEACHES
+        return Candidate(group.place.group_id, group.oldest, group.complete, len(counted(ended, self.config)), teaches)
+
+    def _lacks_group_rewards(self, group: _OpenGroup) -> bool:
+        return self.runner.rewards.has_group_rewards and not group.complete
+
+    async def _take_figures(self) -> dict[str, float]:
+        curriculum = {} if self.curriculum is None else self.curriculum.take_figures()
+        gauges = await self.runner.toolset.gauges()
+        return {**self.cancellations.take_figures(), **self.filter.take_figures(), **curriculum, **gauges}
+
+    def _take_place(self) -> Place:
+        if self._again:
+            return self._again.popleft()
+        while self._passes_over(self._next_position):
+            self._next_position += 1
+        self._next_position += 1
+        return Place(self._next_position - 1)
+
+    def _passes_over(self, position: int) -> bool:
+        if position in self._begun:
+            return True
+        return self.curriculum is not None and self.curriculum.passes_over(position, self.order.row(position))
+
+    def _begin_group(self) -> _OpenGroup:
+        place = self._take_place()
+        size = self.config.group_size
+        chains = [begin(f"{place.group_id}.{index}") for index in range(size)]
+        group = _OpenGroup(place, self.order[place.position], self.published.version, chains, set(range(size)))
+        self._open[place.group_id] = group
+        return group
+
+    async def _run_group(self, group: _OpenGroup) -> None:
+        async with asyncio.TaskGroup() as chains:
+            for index in range(len(group.chains)):
+                chains.create_task(self._run_chain(group, index))
+        if self.runner.rewards.has_group_rewards:
+            await self._score_group(group)
+        self._save(group)
+        group.complete = True
+        found = self.filter.judge(group.chains)
+        if reason := self.filter.no_hope():
+            raise RolloutStoppedError(f"{reason}; the outcomes, rewards and errors are in {self.trajectories}")
+        if found is Worth.LOST:
+            logger.warning("group %s is dropped: too few of its chains can be trained", group.place.group_id)
+            del self._open[group.place.group_id]
+            self._replace(group.place)
+        elif found is Worth.EQUAL:
+            del self._open[group.place.group_id]
+            if self.config.equal_rewards is EqualRewards.REFILL or not self.batches.leave_empty():
+                self.admission.dropped()
+        self._wake.set()
+
+    async def _score_group(self, group: _OpenGroup) -> None:
+        """Add the rewards that compare the group's chains, all of which have ended."""
+        before = [chain.outcome for chain in group.chains]
+        await self.runner.rewards.score_group(group.chains, group.task)
+        for chain, outcome in zip(group.chains, before, strict=True):
+            if chain.outcome is not outcome:
+                logger.warning("chain %s failed: %s: %s", chain.id, chain.outcome, chain.error)
+                self.filter.ended(chain)
+
+    async def _run_chain(self, group: _OpenGroup, index: int) -> None:
+        await self._play(group, index)
+        if group.closed:
+            return
+        chain = group.chains[index]
+        if chain.outcome.failed:
+            logger.warning("chain %s failed: %s: %s", chain.id, chain.outcome, chain.error)
+        self.filter.ended(chain)
+        if self.config.outcome_policy(chain.outcome) is OutcomePolicy.RETRY:
+            group.chains[index] = begin(f"{chain.id}.retry")
+            await self._play(group, index)
+            if group.closed:
+                return
+            self.filter.ended(group.chains[index])
+        group.running.discard(index)
+
+    async def _play(self, group: _OpenGroup, index: int) -> None:
+        def newest_model() -> str:
+            if group.oldest is None:
+                group.oldest = self.published.version
+            return self.published.model
+
+        chain = group.chains[index]
+        sampling = Sampling(newest_model, self.config.temperature, chain.id, self.cache_salt())
+        await self.runner.play(chain, group.task, sampling, self.config.scored)
+
+    def cache_salt(self) -> str | None:
+        """The salt for a chain that begins now: with `inflight: keep`, it must not find caches of older weights."""
+        keeps = self.config.inflight is Inflight.KEEP and self.runner.recipe.model.lora is None
+        return str(self.published.version) if keeps else None
+
+    def _save(self, group: _OpenGroup) -> None:
+        with self.trajectories.open("a", encoding="utf-8") as file:
+            file.write(group.group(group.chains).to_json() + "\n")
+        if self.curriculum is not None:
+            row = self.order.row(group.place.position)
+            self.curriculum.observe(row, successes(counted(group.chains, self.config)))
+
+    def _take(self, group: _OpenGroup) -> Group:
+        """What a batch takes of `group`: its chains that have ended; those that still run are cancelled."""
+        self.cancellations.trained(self.order.row(group.place.position))
+        taken = counted(group.ended, self.config)
+        self._end_running(group)
+        return group.group(taken)
+
+    def _cancel(self, group: _OpenGroup) -> None:
+        """Too old for any later batch, and too little of it has ended for this one: another group takes the place."""
+        self._end_running(group)
+        row = self.order.row(group.place.position)
+        if self.cancellations.cancelled(row):
+            logger.warning(
+                "task %d was cancelled each time, with chains of %s tokens: its chains take longer than "
+                "rollout.max_staleness=%d updates; raise it, or make the task shorter",
+                row,
+                self.cancellations.lengths[row],
+                self.admission.max_staleness,
+            )
+        self._replace(group.place)
+
+    def _end_running(self, group: _OpenGroup) -> None:
+        if group.complete:
+            return
+        chains = [group.chains[i] for i in sorted(group.running)]
+        row = self.order.row(group.place.position)
+        lengths = self.cancellations.ended(row, chains)
+        logger.info(
+            "group %s (task %d) was too old to wait for %d of its chains, of %s tokens",
+            group.place.group_id,
+            row,
+            len(chains),
+            lengths,
+        )
+        for chain in chains:
+            chain.outcome = Outcome.CANCELLED
+            chain.error = f"its group reached rollout.max_staleness={self.admission.max_staleness}"
+        if self._lacks_group_rewards(group):
+            for chain in group.chains:
+                # without the part that compares the chains, what they have is not their reward
+                chain.reward = chain.turn_rewards = None
+        self._save(group)
+        group.closed = True
+        assert group.runs is not None
+        group.runs.cancel()
+
+    def _replace(self, place: Place) -> None:
+        """A group was not delivered: another takes its place, the same task once more at first."""
+        self.admission.dropped()
+        if place.attempt == 0:
+            self._again.append(Place(place.position, attempt=1))

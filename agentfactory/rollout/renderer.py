@@ -1,0 +1,428 @@
+"""Rendering: messages to token ids and back, so that what was sampled is never tokenised again."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils.hub import cached_file
+
+from agentfactory.rollout.config import ModelConfig
+from agentfactory.rollout.encoding import MARK, Encoder, map_strings, skip_marked
+from agentfactory.rollout.parsers import Parser, Reading, load_parser
+from agentfactory.rollout.probing import PROBE_TOOLS, Behaviour, Use, choose_template
+from agentfactory.rollout.templates import ChatTemplate, RenderError, shared_length, split_reasoning
+from agentfactory.rollout.trajectory import Row
+from agentfactory.rollout.transcript import Line, as_lines, transcript
+from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec, text_of
+
+Log = Callable[[dict[str, Any]], None]
+Spans = list[tuple[int, int, float]]
+"""(start, end, weight) of stretches of a text."""
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What a sampled turn says. `error` is what is wrong with it, in words for the model; then no call of the turn is
+    executed and `message` holds the text as it was written. `answer` is the final answer, where the way of acting marks
+    one."""
+
+    message: Message
+    calls: list[ToolCall] = field(default_factory=list)
+    error: str | None = None
+    answer: str | None = None
+
+
+class Renderer(Protocol):
+    """Turns conversations into token ids, and sampled ids into messages.
+
+    Whoever drives a chain keeps the pieces: `open`, then sampled ids and `extend` in turn. Their concatenation is what
+    the server is sent.
+    """
+
+    stop_token_ids: list[int]
+    info: dict[str, Any]
+
+    def open(self, messages: list[Message], specs: list[ToolSpec]) -> list[int]:
+        """Ids of a conversation, ending with the generation prompt."""
+
+    def extend(
+        self, ids: list[int], messages: list[Message], new: list[Message], specs: list[ToolSpec]
+    ) -> list[int] | None:
+        """Ids to append to `ids`, which end with a sampled turn, for the messages `new` and the next turn.
+
+        `messages` is the whole conversation, `new` included. None: the template rewrites history here, begin a new row
+        with `open(messages, specs)`.
+        """
+
+    def parse(
+        self, sampled_ids: list[int], first_call: int = 0, prefix: str = "", specs: Sequence[ToolSpec] = ()
+    ) -> Parsed:
+        """A sampled turn as a message; its calls are numbered from `first_call` (the chain's calls so far). `prefix` is
+        the text that the turn was made to begin with, and a part of the message. Text formats take the types of
+        arguments from `specs`."""
+
+    def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
+        """What the model has to be told of the tools; None where the chat template does."""
+
+    def instruct(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Message]:
+        """The messages that open a chain, as the way of acting has them, instructions included. Done twice, it changes
+        nothing more."""
+
+    def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
+        """How the results of a turn are told."""
+
+    def complaint(self, text: str) -> list[Message]:
+        """How a malformed turn is told what is wrong with it."""
+
+    def encode(self, prefix: str) -> list[int]:
+        """Ids of the text that each turn is made to begin with (`rollout.assistant_prefix`)."""
+
+    def cut(self, text: str, max_tokens: int) -> str | None:
+        """`text` without its middle, of at most `max_tokens` tokens, with a marker that says so; None if it fits."""
+
+    def conversation_row(self, messages: list[Message], specs: list[ToolSpec]) -> Row:
+        """A whole conversation as one row for supervised training."""
+
+
+class TemplateRenderer:
+    """Any chat template, by template difference.
+
+    Sampled ids are kept as they are. What follows them is the difference of two renders of a short dummy conversation,
+    tokenised apart. `info["choice"]` says how the template is used:
+
+    - `append`: the template leaves earlier turns alone; `extend` gives ids.
+    - `training variant`: the same, with the variant that TRL ships of a template that does not.
+    - `fork`: the template rewrites history. `extend` gives ids only where the re-rendered conversation begins, letter
+      for letter, with the text of `ids` and the closing of the turn; otherwise None.
+
+    A turn that was cut before its end-of-turn token gets the closing that the template puts there, as context.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: ChatTemplate,
+        behaviour: Behaviour,
+        parser: Parser,
+        info: dict[str, Any],
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.behaviour = behaviour
+        self.parser = parser
+        self._encoder = Encoder(tokenizer, behaviour.end, behaviour.frame)
+        # without one in the template, turns end with the tokenizer's own, which the template does not write
+        end: Any = tokenizer.convert_tokens_to_ids(behaviour.end) if behaviour.end else tokenizer.eos_token_id
+        self._end: int | None = end
+        # what a turn lacks that was cut before its end
+        self._missing = [*self._encoder.encode(behaviour.before_end), end] if behaviour.end else []
+        ends: tuple[Any, ...] = (end, tokenizer.eos_token_id, *eos_token_ids)
+        self.stop_token_ids: list[int] = sorted({i for i in ends if i is not None})
+        self.info = {**info, "stop_token_ids": self.stop_token_ids}
+        self._specs: list[ToolSpec] = []
+        self._tools = "[]"
+        # the cached functions get JSON, which is hashable and cheaper to make than a render
+        self._opening = lru_cache(1024)(self._render_opening)
+        self._following = lru_cache(16384)(self._render_following)
+
+    @property
+    def chat_template(self) -> str:
+        """The Jinja source in use: an export ships it."""
+        return self.template.source
+
+    def open(self, messages: list[Message], specs: list[ToolSpec]) -> list[int]:
+        """Ids of a conversation, ending with the generation prompt. Raises RenderError (a ValueError)."""
+        return list(self._opening(json.dumps(self._plain(messages)), self._json(specs)))
+
+    def extend(
+        self, ids: list[int], messages: list[Message], new: list[Message], specs: list[ToolSpec]
+    ) -> list[int] | None:
+        """See Renderer. Appending templates never give None on what the probes cover."""
+        tools = self._json(specs)
+        missing = [] if ids[-1:] == [self._end] else self._missing
+        following: Sequence[int] | None
+        if self.behaviour.rewrites:
+            text = self._encoder.decode([*ids, *missing])
+            whole = self.template.render(self._plain(messages), json.loads(tools), prompt=True)
+            rest = skip_marked(whole, text)
+            following = None if rest is None else self._encoder.encode(rest, follows=True)
+        else:
+            following = self._following(json.dumps(self._plain(new)), tools)
+        return None if following is None else [*missing, *following]
+
+    def parse(
+        self, sampled_ids: list[int], first_call: int = 0, prefix: str = "", specs: Sequence[ToolSpec] = ()
+    ) -> Parsed:
+        """See Renderer. Ids are `call_{n}`. Reasoning goes to `reasoning_content` where the template knows it. The
+        message of a text format is its text; it has no `tool_calls`."""
+        ends = bool(sampled_ids) and sampled_ids[-1] in self.stop_token_ids
+        text = prefix + self._encoder.decode(sampled_ids[:-1] if ends else sampled_ids)
+        reasoning, thought, rest = split_reasoning(text, self.behaviour.opens_reasoning)
+        found = self.parser.parse(rest, specs)
+        if len(found.calls) > 1 and not self.behaviour.parallel_calls:
+            several = f"This turn has {len(found.calls)} tool calls: write one at a time, and wait for its result."
+            found = Reading(rest.strip(), error=several)
+        message: Message = {"role": "assistant", "content": found.content if self.parser.native else rest}
+        if not self.behaviour.reasoning:
+            message["content"] = thought + message["content"]
+        elif reasoning:
+            message["reasoning_content"] = reasoning
+        if found.error is not None:
+            return Parsed(message, error=found.error)
+        calls = [ToolCall(f"call_{first_call + n}", *call) for n, call in enumerate(found.calls)]
+        if calls and self.parser.native:
+            message["tool_calls"] = [call.to_openai() for call in calls]
+        return Parsed(message, calls, answer=found.answer)
+
+    def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
+        """See Renderer. Raises ValueError where the way of acting cannot call these tools."""
+        return self.parser.instructions(specs)
+
+    def instruct(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Message]:
+        """See Renderer. Raises RenderError (a ValueError) for calls that the way of acting cannot express."""
+        return [line.message for line in transcript(messages, self.parser, specs, self.behaviour.system)]
+
+    def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
+        """See Renderer."""
+        return self.parser.answers(calls, results)
+
+    def complaint(self, text: str) -> list[Message]:
+        """See Renderer."""
+        return self.parser.complaint(text)
+
+    def encode(self, prefix: str) -> list[int]:
+        """See Renderer. Raises RenderError (a ValueError) for a prefix that opens the reasoning once more."""
+        if self.behaviour.opens_reasoning and prefix.lstrip().startswith("<think>"):
+            raise RenderError(
+                f"rollout.assistant_prefix: got {prefix!r}, but the chat template's generation prompt ends with "
+                "<think> already; leave it out"
+            )
+        return self._encoder.encode(prefix, follows=True)
+
+    def cut(self, text: str, max_tokens: int) -> str | None:
+        """See Renderer. The marker is `[... N of M tokens left out ...]`, on a line of its own."""
+        return self._encoder.cut(text, max_tokens)
+
+    def conversation_row(self, messages: list[Message], specs: list[ToolSpec]) -> Row:
+        """A whole conversation as one row, in the very pieces of a chain whose turns are the messages' own text.
+
+        `weight` of a message (OpenAI's fine-tuning convention) is the weight of its tokens: by default 1 for an
+        assistant message with its end-of-turn token, 0 for any other. The mask is 1 where the weight is not 0. The
+        generation prompt and the rest of a turn's closing have weight 0. The row ends with the last turn's end-of-turn
+        token, or with the messages after it. Raises RenderError, naming the message's index, where the template
+        cannot render the conversation or rewrites it, or where the way of acting cannot express it.
+        """
+        return self._row(transcript(messages, self.parser, specs, self.behaviour.system), specs)
+
+    def _row(self, lines: list[Line], specs: list[ToolSpec]) -> Row:
+        tools = json.loads(self._json(specs))
+        plain = self._plain([line.message for line in lines])
+        self._check_system(plain)
+        weights = [line.weight for line in lines]
+
+        @cache
+        def rendered(end: int, prompt: bool = False) -> str:
+            try:
+                return self.template.render(plain[:end], tools, prompt)
+            except RenderError as error:
+                raise RenderError(f"message {lines[end - 1].index}: {error}") from error
+
+        row = Row(weights=[])
+        text = ""  # of the row so far, as a chain was sent it
+        start = 0  # of the messages since the last turn
+        for turn in [i for i, m in enumerate(plain) if m["role"] == "assistant"]:
+            prompt, closed = rendered(turn, prompt=True), rendered(turn + 1)
+            if not prompt.startswith(text):
+                raise RenderError(f"message {lines[start].index}: the chat template rewrites the turns before it")
+            if not (closed.startswith(prompt) and closed.endswith(self.behaviour.closing)):
+                raise RenderError(
+                    f"message {lines[turn].index}: the chat template does not render it after a generation prompt"
+                )
+            if plain[turn].get("tool_calls") and plain[turn]["content"] and not self.behaviour.words_with_calls:
+                raise RenderError(
+                    f"message {lines[turn].index}: the chat template has no words beside a tool call: empty its content"
+                )
+            self._add_context(row, prompt, len(text), _spans(rendered, start, turn, prompt, weights))
+            said = closed[len(prompt) : len(closed) - len(self.behaviour.closing)] + self.behaviour.before_end
+            if calls := plain[turn].get("tool_calls"):
+                self._check_calls(said, calls, lines[turn].index, specs)
+            ids = self._encoder.encode(said) + ([] if self._end is None else [self._end])
+            _add(row, ids, [weights[turn]] * len(ids))
+            text = prompt + said + self.behaviour.end
+            start = turn + 1
+        if start < len(plain):
+            whole = rendered(len(plain))
+            if not whole.startswith(text):
+                raise RenderError(f"message {lines[start].index}: the chat template rewrites the turns before it")
+            self._add_context(row, whole, len(text), _spans(rendered, start, len(plain), whole, weights))
+        return row
+
+    def _check_calls(self, said: str, calls: list[dict[str, Any]], index: int, specs: list[ToolSpec]) -> None:
+        """Refuse to teach what is no call in a chain, as where a template does not escape the quotes of a string."""
+        words = split_reasoning(said, self.behaviour.opens_reasoning)[2].replace(MARK, "")
+        found = self.parser.parse(words, specs)
+        if [name for name, _ in found.calls] != [call["function"]["name"] for call in calls]:
+            reason = found.error or "it has other calls"
+            raise RenderError(f"message {index}: rollout.parser does not read what the chat template writes: {reason}")
+
+    def tokens_agree(self, specs: list[ToolSpec]) -> bool:
+        """Whether the pieces of the probe conversations are the tokens of their whole text."""
+        for conversation in self.behaviour.conversations:
+            ids = self._row(as_lines(conversation), specs).token_ids
+            if not self.behaviour.end:  # the template does not write the token that ends a turn
+                ids = [i for i in ids if i != self._end]
+            whole = self._encoder.encode(self.template.render(conversation, json.loads(self._json(specs))))
+            if ids != whole[: len(ids)]:
+                return False
+        return True
+
+    def _add_context(self, row: Row, text: str, begin: int, spans: Spans) -> None:
+        """Add text[begin:], tokenised as `open` and `extend` do, with the weights of the spans."""
+        ids, starts = self._encoder.encode_with_offsets(text[begin:], follows=begin > 0)
+        _add(row, ids, [next((w for a, b, w in spans if a <= begin + at < b), 0.0) for at in starts])
+
+    def _json(self, specs: list[ToolSpec]) -> str:
+        """The tools as JSON, as the chat template gets them, made anew only when they change."""
+        if specs != self._specs:
+            shown = [map_strings(spec.to_openai(), self._encoder.mark) for spec in specs if self.parser.native]
+            self._specs, self._tools = list(specs), json.dumps(shown)
+        return self._tools
+
+    def _plain(self, messages: list[Message]) -> list[Message]:
+        """Messages as the chat template gets them: text only, no more than it knows, and no control tokens in it."""
+        return [self._plain_message(message) for message in messages]
+
+    def _plain_message(self, message: Message) -> Message:
+        known = {key: value for key, value in message.items() if key not in ("info", "weight")}
+        if isinstance(known.get("content"), list):
+            known["content"] = text_of(known["content"])
+        return map_strings(known, lambda text: self._encoder.mark(text, message["role"]))
+
+    def _render_opening(self, messages: str, tools: str) -> tuple[int, ...]:
+        conversation = json.loads(messages)
+        self._check_system(conversation)
+        return tuple(self._encoder.encode(self.template.render(conversation, json.loads(tools), prompt=True)))
+
+    def _render_following(self, new: str, tools: str) -> tuple[int, ...] | None:
+        text = self.template.continuation(json.loads(new), json.loads(tools), self.behaviour.after_end)
+        return None if text is None else tuple(self._encoder.encode(text, follows=True))
+
+    def _check_system(self, messages: list[Message]) -> None:
+        if not self.behaviour.system and any(message["role"] == "system" for message in messages):
+            raise RenderError(
+                "the chat template has no system messages: leave out rollout.system_prompt, or put its text into the "
+                "first user message"
+            )
+
+
+def _spans(rendered: Callable[[int], str], start: int, end: int, whole: str, weights: list[float]) -> Spans:
+    """Where messages[start:end] stand in the text `whole`, with their weights; those of weight 0 are left out."""
+    if not any(weights[start:end]):
+        return []
+    edges = [shared_length(rendered(i), whole) if i else 0 for i in range(start, end + 1)]
+    return [(*edge, weight) for edge, weight in zip(pairwise(edges), weights[start:end], strict=True) if weight]
+
+
+def _add(row: Row, ids: list[int], weights: list[float]) -> None:
+    row.token_ids += ids
+    row.mask += [int(weight != 0) for weight in weights]
+    row.logprobs += [0.0] * len(ids)
+    assert row.weights is not None
+    row.weights += weights
+
+
+def make_renderer(
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: str | None = None,
+    *,
+    parser: str = "hermes",
+    tools: bool = True,
+    eos_token_ids: Sequence[int] = (),
+    base: Path = Path(),
+    log: Log | None = None,
+) -> TemplateRenderer:
+    """A renderer for a tokenizer and a Jinja template (default: the tokenizer's own), after probing the template.
+
+    `parser` is the way of acting, as in `rollout.parser`; a file of one's own is looked for in `base`. `tools`: the
+    chains call tools; without them the template need not render any. `eos_token_ids` end a turn beside the template's
+    and the tokenizer's own. `log` gets one record, `{"renderer": info}`. Raises RenderError (a ValueError) where the
+    template cannot serve.
+    """
+    acting = load_parser(parser, base)
+    origin = "tokenizer" if chat_template is None else "model.chat_template"
+    if chat_template is None and tokenizer.chat_template is None:
+        raise RenderError("the tokenizer has no chat template: set model.chat_template to a file with one")
+    source = tokenizer.get_chat_template(chat_template, tools=[] if tools and acting.native else None)
+    choice = choose_template(tokenizer, source, tools, acting)
+    info: dict[str, Any] = {
+        "choice": str(choice.use),
+        "reasons": [*choice.reasons, *choice.behaviour.notes],
+        "template": origin if choice.variant is None else f"trl:{choice.variant}",
+        "template_sha256": hashlib.sha256(choice.template.source.encode()).hexdigest(),
+        "parser": parser,
+    }
+    renderer = TemplateRenderer(tokenizer, choice.template, choice.behaviour, acting, info, eos_token_ids)
+    info = renderer.info
+    if not choice.behaviour.end:
+        info["reasons"].append("closes turns with plain text: a turn ends with the tokenizer's end-of-sequence token")
+    if choice.use != Use.FORK and not renderer.tokens_agree(PROBE_TOOLS if tools else []):
+        info["reasons"].append("tokens merge across the turn boundary: the boundary is tokenised apart")
+    if log:
+        log({"renderer": info})
+    return renderer
+
+
+def load_renderer(
+    model: ModelConfig, parser: str, log: Log | None = None, *, tools: bool = True, base: Path = Path()
+) -> TemplateRenderer:
+    """The renderer of a recipe's model; a parser's file is looked for in `base`, the recipe's folder.
+
+    Raises ValueError where a file is missing or the template cannot serve.
+    """
+    source = None
+    if model.chat_template is not None:
+        file = Path(model.chat_template)
+        if not file.is_file():
+            raise ValueError(f"model.chat_template: there is no file {file}; name a Jinja file")
+        source = file.read_text(encoding="utf-8")
+    return make_renderer(
+        load_tokenizer(model.path),
+        source,
+        parser=parser,
+        tools=tools,
+        base=base,
+        eos_token_ids=_generation_eos(model.path),
+        log=log,
+    )
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub name. Raises ValueError where there is none.
+
+    transformers' AutoTokenizer takes seconds to import and loads torch. It is only used for models whose files ask for
+    a class of their own; others are the tokenizer file as it is.
+    """
+    try:
+        config = cached_file(path, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
+        name = json.loads(Path(config).read_text(encoding="utf-8")).get("tokenizer_class") if config else None
+        if name in ("TokenizersBackend", "PreTrainedTokenizerFast"):
+            return PreTrainedTokenizerFast.from_pretrained(path)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.path: {path} has no tokenizer that transformers can load: {error}") from error
+
+
+def _generation_eos(path: str) -> list[int]:
+    """The end-of-sequence ids of the model's generation_config.json, where it has one."""
+    file = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
+    ids = json.loads(Path(file).read_text(encoding="utf-8")).get("eos_token_id") if file else None
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]

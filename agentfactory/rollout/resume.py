@@ -1,0 +1,92 @@
+"""What a stopped run left in its trajectories: which places are settled, and which groups wait to be trained."""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from agentfactory.rollout.config import EqualRewards, RolloutConfig
+from agentfactory.rollout.curriculum import successes
+from agentfactory.rollout.data import Place
+from agentfactory.rollout.filter import Worth, counted, worth
+from agentfactory.rollout.trajectory import Group, Outcome
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A saved group that is not trained yet. `oldest` is the version of its oldest token that may be."""
+
+    place: Place
+    group: Group
+    oldest: int | None
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on: no place that is `done` is run again, so that each is trained once at most."""
+
+    done: frozenset[int]
+    """Positions that are settled: trained, filtered for equal rewards, or tried twice in vain."""
+    again: tuple[int, ...]
+    """Positions whose first attempt came to nothing: their second one is due."""
+    pending: tuple[Pending, ...]
+    """In the order of their places."""
+    observed: tuple[tuple[int, list[float]], ...]
+    """For the curriculum, in the order in which the groups ended: position, and the successes of its chains."""
+
+    @classmethod
+    def from_saved(
+        cls,
+        saved: Iterable[Group],
+        trained: Collection[str],
+        versions: Mapping[str, int],
+        version: int,
+        config: RolloutConfig,
+    ) -> "Resumed":
+        """Sort out the groups that were `saved` before the checkpoint.
+
+        Args:
+            saved: In the order of the file: each was written when it ended.
+            trained: Ids of all groups that the checkpoint's weights were trained on.
+            versions: Label of a span -> number of the version, as in WeightVersions.
+            version: That of the checkpoint.
+
+        Raises:
+            ValueError: a group's id is not a place, or a label is not in `versions`.
+        """
+        done = {Place.of(group_id).position for group_id in trained}
+        attempts: dict[int, int] = {}
+        pending: dict[int, Pending] = {}
+        observed: list[tuple[int, list[float]]] = []
+        for group in saved:
+            place = Place.of(group.id)
+            attempts[place.position] = max(place.attempt, attempts.get(place.position, 0))
+            counting = counted(group.trajectories, config)
+            if config.curriculum is not None:
+                observed.append((place.position, successes(counting)))
+            if place.position in done:
+                continue
+            # what was attempted again had been given up before
+            pending.pop(place.position, None)
+            whole = all(chain.outcome is not Outcome.CANCELLED for chain in group.trajectories)
+            found = worth(group.trajectories, config)
+            if found is Worth.EQUAL and whole and config.equal_rewards is not EqualRewards.KEEP:
+                done.add(place.position)
+            elif found is Worth.TEACHES or (found is Worth.EQUAL and whole):
+                left = Group(group.id, group.task, counting, group.version)
+                oldest = _oldest(left, versions)
+                if oldest is None or version - oldest <= config.max_staleness:
+                    pending[place.position] = Pending(place, left, oldest)
+        given_up = sorted(set(attempts) - done - set(pending))
+        return cls(
+            done=frozenset(done | {position for position in given_up if attempts[position]}),
+            again=tuple(position for position in given_up if not attempts[position]),
+            pending=tuple(pending[position] for position in sorted(pending)),
+            observed=tuple(observed),
+        )
+
+
+def _oldest(group: Group, versions: Mapping[str, int]) -> int | None:
+    labels = {span.version for chain in group.trajectories for row in chain.rows for span in row.versions}
+    for label in labels:
+        if label not in versions:
+            raise ValueError(f"group {group.id} was sampled with weights called {label!r}, which no checkpoint names")
+    return min((versions[label] for label in labels), default=None)

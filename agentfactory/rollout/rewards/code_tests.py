@@ -1,0 +1,192 @@
+"""Programs that models write, put to tests: they run in the sandbox, and the verdict is given outside."""
+
+import ast
+import asyncio
+import inspect
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass as plain_dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from agentfactory.rollout.rewards import call_harness
+from agentfactory.rollout.rewards.decorator import reward
+from agentfactory.rollout.rewards.text import OPTIONS, field_of
+from agentfactory.tools.sandbox import ScriptResult, run_script
+
+
+@plain_dataclass(frozen=True)
+class ProgramTest:
+    """What the program prints when it reads `input` on stdin."""
+
+    input: str
+    output: str
+
+
+@plain_dataclass(frozen=True)
+class CallTest:
+    """What a function, or a method as `Class.method`, returns."""
+
+    function: str
+    args: list[Any]
+    kwargs: dict[str, Any]
+    output: Any
+
+
+def code_of(prediction: str) -> str:
+    """The last block between ``` that is marked as Python or not at all; else all of the prediction."""
+    code = prediction
+    for block in prediction.split("```")[1::2]:
+        label, newline, body = block.partition("\n")
+        if newline and label.strip().lower() in ("", "python", "python3", "py"):
+            code = body
+    return code
+
+
+def read_tests(tests: Any) -> list[ProgramTest | CallTest]:
+    """Tests of a row: a list, or JSON of one, of {input, output}, of {function, args, kwargs, output}, or of assertions
+    such as `assert add(1, 2) == 3`.
+
+    Raises ValueError, in words for whoever made the data, where one of them is none of these.
+    """
+    if isinstance(tests, str):
+        tests = json.loads(tests)
+    if not isinstance(tests, Sequence) or not tests:
+        raise ValueError(f"got {tests!r}; it has to be a list of tests")
+    return [_read_test(test) for test in tests]
+
+
+def _read_test(test: Any) -> ProgramTest | CallTest:
+    if isinstance(test, str):
+        return _read_assertion(test)
+    # a column of a parquet file has all keys in all its rows
+    given = {key: value for key, value in test.items() if value is not None} if isinstance(test, dict) else {}
+    if given.keys() == {"input", "output"}:
+        return ProgramTest(str(given["input"]), str(given["output"]))
+    if "function" in given and given.keys() <= {"function", "args", "kwargs", "output"}:
+        return CallTest(given["function"], given.get("args", []), given.get("kwargs", {}), given.get("output"))
+    raise ValueError(f"the test {test!r} is neither {{input, output}} nor {{function, args, kwargs, output}}")
+
+
+def _read_assertion(text: str) -> CallTest:
+    match ast.parse(text.strip()).body:
+        case [ast.Assert(ast.Compare(ast.Call(function, args, keywords), [ast.Eq()], [output]))]:
+            named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in keywords if keyword.arg}
+            if len(named) == len(keywords):
+                positional = [ast.literal_eval(argument) for argument in args]
+                return CallTest(ast.unparse(function), positional, named, ast.literal_eval(output))
+    raise ValueError(
+        f"{text!r} cannot be judged outside the sandbox; write `assert function(literals) == literal`, or a test of "
+        "{function, args, output}"
+    )
+
+
+@reward
+@dataclass(config=OPTIONS)
+class CodeTests:
+    """1 where the program passes all tests, else 0; metrics `success` and `tests_passed`, a share.
+
+    After a test that fails no further one is run, unless `partial`; after one that takes too long none in any case.
+    Raises ValueError where the row's tests are none.
+    """
+
+    field: str = "tests"
+    """Of the row: a list of tests, or JSON of one."""
+    partial: bool = False
+    """The share of the tests that are passed is the reward."""
+    seconds: Annotated[float, Field(gt=0)] = 10.0
+    """Time limit of one program, and of all calls of functions together."""
+    memory_mb: Annotated[int, Field(gt=0)] = 256
+    """Memory of the sandbox."""
+    concurrency: Annotated[int, Field(gt=0)] = 4
+    """Sandboxes at a time; further verdicts wait, and their time limit runs."""
+
+    def __post_init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def check(self, row: dict[str, Any]) -> None:
+        """Raises ValueError where the row has no tests."""
+        self._tests(row)
+
+    async def __call__(self, prediction: str, **row: Any) -> dict[str, float]:
+        code, tests = code_of(prediction), self._tests(row)
+        calls = [test for test in tests if isinstance(test, CallTest)]
+        passed, goes_on = await self._call(code, calls) if calls else (0, True)
+        for test in tests:
+            if goes_on and isinstance(test, ProgramTest):
+                result = await self._run(code, test.input)
+                good = result.status == 0 and not result.timed_out and same_text(result.stdout, test.output)
+                passed += good
+                goes_on = good or (self.partial and not result.timed_out)
+        success = float(passed == len(tests))
+        share = passed / len(tests)
+        return {"reward": share if self.partial else success, "success": success, "tests_passed": share}
+
+    def _tests(self, row: dict[str, Any]) -> list[ProgramTest | CallTest]:
+        tests = field_of(row, self.field)
+        try:
+            return read_tests(tests)
+        except (ValueError, SyntaxError) as error:
+            raise ValueError(f"cannot read the field {self.field!r}: {error}") from error
+
+    async def _call(self, code: str, tests: list[CallTest]) -> tuple[int, bool]:
+        """How many tests are passed, and whether to go on."""
+        calls = [(test.function, test.args, test.kwargs) for test in tests]
+        # the arguments are Python, not JSON, because functions tell tuples from lists
+        program = (
+            f"{inspect.getsource(call_harness)}\ninf, nan = float('inf'), float('nan')\nrun({code!r}, {calls!r})\n"
+        )
+        result = await self._run(program)
+        claims = _read_claims(result.stdout)
+        expected = [call_harness.comparable(test.output) for test in tests]
+        passed = sum(n in claims and same_value(claims[n], output) for n, output in enumerate(expected))
+        return passed, passed == len(tests) or (self.partial and not result.timed_out)
+
+    async def _run(self, program: str, stdin: str = "") -> ScriptResult:
+        # a notebook runs one event loop after another
+        if self._loop is not asyncio.get_running_loop():
+            self._loop = asyncio.get_running_loop()
+            self._places = asyncio.Semaphore(self.concurrency)
+        async with self._places:
+            return await run_script(program, stdin, seconds=self.seconds, memory_mb=self.memory_mb)
+
+
+def _read_claims(stdout: str) -> dict[int, Any]:
+    """Number of a call -> what it returned; only what has the form."""
+    claims = {}
+    for line in stdout.splitlines():
+        try:
+            number, value = json.loads(line)
+        except (ValueError, TypeError, RecursionError):  # boundary: a program may print anything
+            continue
+        if isinstance(number, int):
+            claims[number] = value
+    return claims
+
+
+def same_text(printed: str, expected: str) -> bool:
+    """Whether the lines are the same, space at the ends of lines and empty lines at the end aside."""
+    lines, wanted = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, expected))
+    return lines == wanted
+
+
+def same_value(value: Any, expected: Any) -> bool:
+    """Whether two comparable values are equal; floats to a relative 1e-6 (or an absolute 1e-9)."""
+    if isinstance(expected, list):
+        return isinstance(value, list) and len(value) == len(expected) and all(map(same_value, value, expected))
+    if isinstance(expected, dict):
+        same_keys = isinstance(value, dict) and value.keys() == expected.keys()
+        return same_keys and all(same_value(value[key], expected[key]) for key in expected)
+    if (
+        isinstance(value, (int, float))
+        and isinstance(expected, (int, float))
+        and float in (type(value), type(expected))
+    ):
+        try:
+            return math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-9)
+        except OverflowError:
+            return False
+    return bool(value == expected)

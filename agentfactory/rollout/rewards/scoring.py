@@ -1,0 +1,174 @@
+"""The recipe's rewards: checked against the data, asked, weighted and added up."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from agentfactory.rollout.config import RewardConfig
+from agentfactory.rollout.data import Task
+from agentfactory.rollout.rewards.entry import (
+    GROUP_OFFERED,
+    OFFERED,
+    Entry,
+    InvalidReward,
+    check_turns,
+    load_entry,
+    run,
+)
+from agentfactory.rollout.trajectory import Outcome, Trajectory
+from agentfactory.tools.messages import EnvironmentReward, text_of
+
+logger = logging.getLogger(__name__)
+
+
+def prediction_of(trajectory: Trajectory) -> str:
+    """Text of the last assistant message; never a tool's output. Empty when the model said nothing."""
+    for message in reversed(trajectory.messages):
+        if message["role"] == "assistant":
+            return text_of(message.get("content") or "")
+    return ""
+
+
+class Rewards:
+    """Several rewards, weighted and added up. Without any, the environment's own reward counts.
+
+    Where there are several, the value of each, before its weight, is a metric of the chain: `reward/<name>`. Two
+    rewards may not give metrics of one name; one may replace a metric of the environment.
+
+    As an async context manager it closes at its end what the rewards hold.
+    """
+
+    def __init__(self, rewards: Sequence[Callable[..., Any] | RewardConfig | str] = (), base: Path = Path()):
+        """Of Python callables, marked or not, each with weight 1; and of what a recipe has: prebuilt names and
+        `FILE.py:NAME` references, whose paths are relative to `base`, to what carries `@reward`.
+
+        Raises InvalidReward where there is no such reward, its options are not those it takes, or two have one name.
+        """
+        self._entries = [load_entry(reward, f"rewards.{index}", base) for index, reward in enumerate(rewards)]
+        self._giver_of_metric: dict[str, str] = {}
+        for index, entry in enumerate(self._entries):
+            for other in self._entries[:index]:
+                if other.name == entry.name:
+                    problem = f"{other.label} is called {entry.name!r} too, and metrics are told apart by name"
+                    raise InvalidReward(entry.label, problem, f"give one of them another name, as {entry.label}.name")
+
+    @classmethod
+    def load(cls, rewards: Sequence[RewardConfig], base: Path) -> Self:
+        """Those of a recipe."""
+        return cls(rewards, base)
+
+    @property
+    def has_group_rewards(self) -> bool:
+        """Whether a reward judges the chains of a group together."""
+        return any(entry.group for entry in self._entries)
+
+    def check(self, task: Task) -> None:
+        """Raise InvalidReward where a reward wants a field that `task` does not have, or has under a name that rewards
+        know as something else."""
+        for entry in self._entries:
+            for parameter in entry.parameters.values():
+                if parameter.name in entry.offered and parameter.name in task:
+                    raise InvalidReward(
+                        entry.label,
+                        f"{entry.name} takes {parameter.name!r}, which is also a field of the data",
+                        f"give the field another name by data.columns, such as {{row_{parameter.name}: "
+                        f"{parameter.name}}}",
+                    )
+                required = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+                if required and parameter.name not in (*entry.offered, *entry.options, *task):
+                    raise InvalidReward(
+                        entry.label,
+                        f"{entry.name} wants {parameter.name!r}, which is neither one of {', '.join(entry.offered)} "
+                        f"nor a field of the data ({', '.join(task)})",
+                        "give it as one of the entry's options, or rename a field by data.columns",
+                    )
+            if own_check := getattr(entry.function, "check", None):
+                try:
+                    own_check(task)
+                except ValueError as error:
+                    fix = "change the entry's options, or rename a field by data.columns"
+                    raise InvalidReward(entry.label, f"{entry.name} {error}", fix) from error
+
+    async def score(
+        self, trajectory: Trajectory, task: Task, environment: EnvironmentReward | None
+    ) -> EnvironmentReward:
+        """Weighted sum of the chain's rewards, those of each turn too, and their metrics. Group rewards are not in it;
+        where there are no others it is 0.
+
+        Raises RewardError where a reward raises or takes too long, TypeError where what it returns is no reward,
+        ValueError where it gives turn rewards for more or fewer turns than the chain has, or another's metric.
+        """
+        if not self._entries:
+            if environment is None:
+                raise ValueError("no reward: the recipe names no rewards and no environment gives one")
+            check_turns(environment, trajectory, "the environment")
+            return environment
+        prediction = prediction_of(trajectory)
+        offered = dict(zip(OFFERED, (prediction, prediction, trajectory, environment), strict=True))
+        total = EnvironmentReward(0.0, dict(environment.metrics) if environment else {})
+        for entry in self._entries:
+            if not entry.group:
+                total.add(self._weighted(entry, entry.parse(await entry.ask(offered, task), trajectory)))
+        return total
+
+    async def score_group(self, trajectories: Sequence[Trajectory], task: Task) -> None:
+        """Add the group rewards to the rewards and metrics of those of a task's chains that have a reward.
+
+        Where a group reward fails, whichever way, these chains end as reward_error, and none has a reward.
+        """
+        members = [trajectory for trajectory in trajectories if trajectory.reward is not None]
+        if not members or not self.has_group_rewards:
+            return
+        try:
+            totals = await self._judge_together(members, task)
+        except Exception as error:  # boundary: user code
+            logger.exception("a group reward failed for chains %s", ", ".join(member.id for member in members))
+            for member in members:
+                member.outcome, member.error = Outcome.REWARD_ERROR, f"{type(error).__name__}: {error}"
+                member.reward = member.turn_rewards = None
+            return
+        for member, total in zip(members, totals, strict=True):
+            member.reward, member.turn_rewards = total.reward, total.turn_rewards
+            member.metrics |= total.metrics
+
+    async def _judge_together(self, members: list[Trajectory], task: Task) -> list[EnvironmentReward]:
+        """What each member has by now, and what the group rewards add to it."""
+        offered = dict(zip(GROUP_OFFERED, ([prediction_of(member) for member in members], members), strict=True))
+        totals = [EnvironmentReward(member.reward or 0.0, {}, member.turn_rewards) for member in members]
+        for entry in self._entries:
+            if not entry.group:
+                continue
+            verdicts = await entry.ask(offered, task)
+            if isinstance(verdicts, (str, dict)) or not hasattr(verdicts, "__len__") or len(verdicts) != len(members):
+                raise TypeError(
+                    f"{entry.name} returned {verdicts!r}; it has to be a list with a number or dict for each of the "
+                    f"{len(members)} chains"
+                )
+            for member, total, verdict in zip(members, totals, verdicts, strict=True):
+                total.add(self._weighted(entry, entry.parse(verdict, member)))
+        return totals
+
+    def _weighted(self, entry: Entry, verdict: EnvironmentReward) -> EnvironmentReward:
+        for metric in verdict.metrics:
+            giver = self._giver_of_metric.setdefault(metric, entry.name)
+            if giver != entry.name:
+                raise ValueError(f"{giver} and {entry.name} both give the metric {metric!r}; rename it in one of them")
+        alone = {} if len(self._entries) == 1 else {f"reward/{entry.name}": verdict.reward}
+        turns = verdict.turn_rewards
+        return EnvironmentReward(
+            entry.weight * verdict.reward,
+            verdict.metrics | alone,
+            None if turns is None else [entry.weight * turn for turn in turns],
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        for entry in self._entries:
+            if close := getattr(entry.function, "close", None):
+                try:
+                    await run(close)
+                except Exception:  # boundary: user code
+                    logger.exception("closing the reward %s failed", entry.name)

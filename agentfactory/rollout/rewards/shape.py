@@ -1,0 +1,69 @@
+"""How an agent writes: the form of its messages, and their length."""
+
+import re
+from typing import Annotated
+
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from agentfactory.rollout.rewards.decorator import reward
+from agentfactory.rollout.rewards.text import OPTIONS, Pattern, matches
+from agentfactory.rollout.trajectory import Trajectory
+from agentfactory.tools.messages import text_of
+
+
+@reward
+@dataclass(config=OPTIONS)
+class Format:
+    """The share of the messages that have the form: of the last assistant message 0 or 1."""
+
+    pattern: Pattern | None = None
+    """Regular expression that all of the message matches, space around it aside."""
+    tags: tuple[str, ...] = ()
+    """Names such as think, answer: the message opens and closes each once, one after the other; other text may stand
+    around them."""
+    every_turn: bool = False
+    """Look at every assistant message. The calls that a chat template writes are no part of its text."""
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "Format":
+        if (self.pattern is None) == (not self.tags):
+            raise ValueError("give either pattern or tags")
+        return self
+
+    def __call__(self, trajectory: Trajectory) -> float:
+        said = [text_of(m.get("content") or "") for m in trajectory.messages if m["role"] == "assistant"]
+        said = said if self.every_turn else said[-1:]
+        return sum(map(self._fits, said)) / len(said) if said else 0.0
+
+    def _fits(self, text: str) -> bool:
+        if self.pattern is not None:
+            return matches(self.pattern, text)
+        expected = [tag for name in self.tags for tag in (f"<{name}>", f"</{name}>")]
+        return re.findall("|".join(map(re.escape, expected)), text) == expected
+
+
+@reward
+@dataclass(config=OPTIONS)
+class Length:
+    """Soft punishment of long chains (DAPO, arXiv:2503.14476, equation 13): 0 up to `longest - buffer`, from there
+    falling to -1 at `longest`, and -1 beyond."""
+
+    longest: Annotated[int, Field(gt=0)]
+    """Length from which the punishment is whole."""
+    buffer: Annotated[int, Field(ge=0)] = 0
+    """Length over which it grows."""
+    turns: bool = False
+    """Count assistant turns, not sampled tokens."""
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> "Length":
+        if self.buffer > self.longest:
+            raise ValueError(f"buffer={self.buffer} is more than longest={self.longest}")
+        return self
+
+    def __call__(self, trajectory: Trajectory) -> float:
+        length = trajectory.turns if self.turns else sum(sum(row.mask) for row in trajectory.rows)
+        if length > self.longest:
+            return -1.0
+        return -max(0, length - (self.longest - self.buffer)) / max(self.buffer, 1)

@@ -1,0 +1,164 @@
+"""Starting an inference server: an engine's command line, what its log says, and why it failed, in one line."""
+
+import json
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.tools.import_path import own_python
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM can be asked for."""
+
+
+def server_command(
+    recipe: RolloutRecipe,
+    adapters: Mapping[str, Path] | None = None,
+    weight_transfer: str | None = None,
+    sleeps: bool = False,
+) -> list[str]:
+    """The command that serves `recipe.model` (or `server.model` in its place), and prints `ready URL` once it answers.
+
+    `adapters` are loaded at the start, by name; `weight_transfer` is the backend by which full weights will come;
+    `sleeps`: the server will be sent to sleep, for which vLLM keeps its memory in pools of its own.
+    """
+    server, adapters = recipe.server, adapters or {}
+    module = "agentfactory.rollout.vllm_server" if server.engine == "vllm" else "agentfactory.rollout.embedded"
+    command = own_python("-m", module, server.model or recipe.model.path, executable=server.python)
+    command += ["--host", server.host, "--port", str(server.port), "--dtype", recipe.model.dtype]
+    command += ["--max-model-len", str(server.max_model_len), "--max-num-seqs", str(server.max_num_seqs)]
+    if server.api_key_env:
+        command += ["--api-key-env", server.api_key_env]
+    if server.engine == "vllm":
+        sleep = ["--enable-sleep-mode"] if sleeps else []
+        return [*command, *_vllm_flags(recipe, adapters, weight_transfer), *sleep]
+    command += ["--max-loras", str(server.max_loras)]
+    if server.quantization is not None:
+        command += ["--quantization", server.quantization]
+    for name, path in adapters.items():
+        command += ["--adapter", f"{name}={path}"]
+    return command
+
+
+def _vllm_flags(recipe: RolloutRecipe, adapters: Mapping[str, Path], weight_transfer: str | None) -> list[str]:
+    server, lora = recipe.server, recipe.model.lora
+    # the trainer divides its logits by the temperature, and compares with what the server gives
+    flags = ["--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
+    if server.tensor_parallel_size > 1:
+        flags += ["--tensor-parallel-size", str(server.tensor_parallel_size)]
+    if server.data_parallel_size > 1:
+        flags += ["--data-parallel-size", str(server.data_parallel_size)]
+    if server.gpu_memory_utilization is not None:
+        flags += ["--gpu-memory-utilization", str(server.gpu_memory_utilization)]
+    if server.quantization is not None:
+        flags += ["--quantization", server.quantization]
+    ranks = [_adapter_rank(path) for path in adapters.values()] + ([lora.rank] if lora else [])
+    if ranks:
+        rank = next((rank for rank in LORA_RANKS if rank >= max(ranks)), max(ranks))
+        flags += ["--enable-lora", "--max-loras", str(server.max_loras), "--max-lora-rank", str(rank)]
+    if adapters:
+        flags += ["--lora-modules", *(f"{name}={path}" for name, path in adapters.items())]
+    if weight_transfer is not None:
+        flags += ["--weight-transfer-config", json.dumps({"backend": weight_transfer})]
+    return [*flags, *server.args]
+
+
+def _adapter_rank(folder: Path) -> int:
+    return int(json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["r"])
+
+
+def missing_from(python: str | None) -> str | None:
+    """What `python` (None: this one) lacks to run vLLM: "vllm" or "agentfactory", or None. It imports neither."""
+    code = (
+        "from importlib.util import find_spec\n"
+        "print('vllm' if not find_spec('vllm') else '' if find_spec('agentfactory') else 'agentfactory')"
+    )
+    done = subprocess.run(own_python("-c", code, executable=python), capture_output=True, text=True, check=True)
+    return done.stdout.strip() or None
+
+
+def ready_url(log: Sequence[str]) -> str | None:
+    """The server's address, once it answers."""
+    return next((line.split()[1] for line in log if line.startswith("ready http")), None)
+
+
+_STAGES = (
+    ("starting", ""),
+    ("loading the model", "Starting to load model"),
+    ("making the cache", "Loading weights took"),
+    ("opening its routes", "init engine"),
+    ("warming up", "Application startup complete"),
+)
+
+
+def stage(log: Sequence[str]) -> str:
+    """What a starting server is doing."""
+    return next(name for name, mark in reversed(_STAGES) if any(mark in line for line in log) or not mark)
+
+
+_MEMORY = "fix: lower server.gpu_memory_utilization, server.max_num_seqs or server.max_model_len, or free memory"
+_FAILURES: tuple[tuple[str, str], ...] = (
+    (
+        r"cannot listen on (\S+): .*Address already in use",
+        "the address {0} is taken; fix: server.port=0 takes a free port",
+    ),
+    (
+        r"operator torchvision::nms does not exist",
+        "torchvision is built for another torch, and vLLM imports it; fix: pip uninstall torchvision torchaudio "
+        "torchcodec, which a server of text needs not",
+    ),
+    (
+        r"vLLM cannot be imported by (\S+): (.*)",
+        "vLLM cannot be imported by {0} ({1}); fix: name the Python that has it, as server.python",
+    ),
+    (
+        r"(?:No module named|find module specification for) '?rollout",
+        "AgentFactory is not installed where vLLM is; fix: run `pip install --no-deps -e .` with that Python",
+    ),
+    (
+        r"Invalid weight transfer backend: (\w+)",
+        "vLLM does not know the weight-transfer backend {0}, which AgentFactory adds as a plugin; fix: install "
+        "AgentFactory where vLLM is (`pip install --no-deps -e .`), and let VLLM_PLUGINS be unset or hold agentfactory",
+    ),
+    (
+        r"max_model_len \((\d+)\) is greater than the derived max_model_len \(([^)]*)\)",
+        "server.max_model_len={0} is more than the model takes ({1}); fix: lower it",
+    ),
+    (
+        r"max seq len \((\d+)\), \(?([\d.]+ \w+) KV cache is needed, which is larger than the available KV cache "
+        r"memory \(([\d.]+ \w+)\)",
+        "a chain of server.max_model_len={0} tokens needs {1} of cache, and there are {2}; fix: lower it, or give more "
+        "memory: server.gpu_memory_utilization",
+    ),
+    (r"No available memory for the cache blocks", f"the weights leave no memory for the cache; {_MEMORY}"),
+    (r"(?:Available|Free) memory on (.*?) on startup is less than desired", f"too little memory on {{0}}; {_MEMORY}"),
+    (r"(CUDA out of memory|OutOfMemoryError|can't allocate memory|MemoryError)", f"out of memory ({{0}}); {_MEMORY}"),
+    (
+        r"(?:Repo id must be|Cannot find an appropriate cached snapshot|is not a local folder and is not a valid model|"
+        r"Repository Not Found|We couldn't connect to|Invalid repository ID|"
+        r"does not appear to have a file named config)",
+        "the model is neither a folder here nor can it be fetched from the hub; fix: name another model.path",
+    ),
+    (r"((?:Worker|Engine core) proc\w* \S+) died unexpectedly", f"vLLM's {{0}} was killed: out of memory?; {_MEMORY}"),
+    (
+        r"Unknown quantization method: bitsandbytes",
+        "bitsandbytes is no more part of vLLM; fix: pip install vllm-bnb-plugin where vLLM is, or use "
+        "server.quantization=fp8",
+    ),
+    (r"(Unknown quantization method: \w+)", "{0}; fix: name one that vLLM has as server.quantization, such as fp8"),
+    (r"(Model architectures .*? are not supported)", "{0}; fix: choose a model that vLLM can serve"),
+)
+_ERROR = re.compile(r"(\w+(?:Error|Exception): .+)")
+_FOLLOWS = re.compile(r"Engine core initialization failed|WorkerProc initialization failed|pydantic|ValidationError")
+
+
+def explain(log: Sequence[str]) -> str | None:
+    """Why a server ended, in one line with the fix; vLLM's own first error where it is none of the usual ones."""
+    for pattern, message in _FAILURES:
+        for line in log:
+            if found := re.search(pattern, line):
+                return message.format(*found.groups())
+    errors = (found[1] for line in log if (found := _ERROR.search(line)) and not _FOLLOWS.search(line))
+    return next(errors, None)

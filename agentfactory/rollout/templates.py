@@ -1,0 +1,92 @@
+"""Chat templates: conversations to text."""
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from agentfactory.tools.messages import Message, ToolCall
+
+Tools = list[dict[str, Any]] | None
+
+
+class RenderError(ValueError):
+    """A chat template cannot render a conversation, or cannot serve for training at all; the text says why."""
+
+
+class ChatTemplate:
+    """A Jinja chat template with the tokenizer's special tokens; renders text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+        self.tokenizer = tokenizer
+        self.source = source
+
+    def render(self, messages: list[Message], tools: Tools = None, prompt: bool = False) -> str:
+        """The conversation's text; `prompt` adds the generation prompt. Raises RenderError."""
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                tools=list(tools) if tools else None,
+                chat_template=self.source,
+                tokenize=False,
+                add_generation_prompt=prompt,
+            )
+        except Exception as error:  # a template is somebody's code: it raises what it likes
+            reason = str(error).rstrip(".") or type(error).__name__
+            raise RenderError(f"the chat template refuses the conversation: {reason}") from error
+        assert isinstance(text, str)
+        return text
+
+    def continuation(self, new: list[Message], tools: Tools, after_end: str, prompt: bool = True) -> str | None:
+        """What the template puts after an assistant turn's end for the messages `new`: a difference of two renders.
+
+        `after_end` is what it puts there when nothing follows. The turn before is a dummy, which for tool messages
+        makes the calls that they answer. None where the template changes that turn because of `new`.
+        """
+        calls: list[dict[str, Any]] = []
+        for message in new:
+            if message["role"] != "tool":
+                break
+            call = ToolCall(message.get("tool_call_id", f"call_{len(calls)}"), message.get("name", "tool"), {})
+            calls.append(call.to_openai())
+        turn: Message = {"role": "assistant", "content": "" if calls else "dummy"}
+        if calls:
+            turn["tool_calls"] = calls
+        before: list[Message] = [{"role": "user", "content": "dummy"}, turn]
+        ended = self.render(before, tools).removesuffix(after_end)
+        text = self.render([*before, *new], tools, prompt)
+        return text[len(ended) :] if text.startswith(ended) else None
+
+    def split_closing(self, closing: str) -> tuple[str, str, str]:
+        """A turn's closing as (text before its end, end-of-turn token, text after it).
+
+        The end-of-turn token is the closing's first added token. A template that closes a turn with plain text has
+        none: ("", "", closing).
+        """
+        contents = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
+        found = sorted((closing.find(text), -len(text), text) for text in contents if text in closing)
+        if not found:
+            return "", "", closing
+        at, _, token = found[0]
+        return closing[:at], token, closing[at + len(token) :]
+
+
+def shared_length(a: str, b: str) -> int:
+    """How many leading characters two texts share."""
+    if b.startswith(a):
+        return len(a)
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(b))
+
+
+def split_reasoning(text: str, opened: bool) -> tuple[str, str, str]:
+    """Reasoning, the text that wrote it (tags included), and the text after it. Reasoning that was cut has no rest.
+
+    `opened`: the text begins inside the reasoning.
+    """
+    inside = text.lstrip()
+    if inside.startswith("<think>"):
+        inside = inside.removeprefix("<think>")
+    elif not opened:
+        return "", "", text
+    reasoning, _, rest = inside.partition("</think>")
+    rest = rest.lstrip()
+    return reasoning.strip(), text[: len(text) - len(rest)], rest

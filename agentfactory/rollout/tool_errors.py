@@ -1,0 +1,35 @@
+"""Tools that raise at most of their calls: a bug, of which no chain dies."""
+
+from collections import Counter, defaultdict
+
+from agentfactory.tools.messages import CallError, ToolResult, text_of
+
+ENOUGH_CALLS = 16
+"""Calls of a tool before it is judged: a few may raise by chance."""
+
+
+class ToolErrors:
+    """Counts what each tool raised, until it has been told of."""
+
+    def __init__(self) -> None:
+        self._raised: dict[str, Counter[str]] = defaultdict(Counter)
+        """Tool -> error, "" for none -> calls since the tool was judged."""
+        self._told: set[str] = set()
+
+    def note(self, tool: str, result: ToolResult) -> None:
+        """A call of `tool` ended."""
+        raised = result.error is CallError.TOOL_ERROR
+        if tool not in self._told and result.error is not CallError.UNKNOWN_TOOL:
+            self._raised[tool][text_of(result.content)[:300] or "an error without a text" if raised else ""] += 1
+
+    def take_warnings(self) -> list[str]:
+        """A line for each tool of which at least half of the calls raised; each tool is told of once."""
+        warnings = []
+        for tool in [tool for tool, found in self._raised.items() if found.total() >= ENOUGH_CALLS]:
+            found = self._raised.pop(tool)
+            calls, fine = found.total(), found.pop("", 0)
+            if calls - fine >= fine:
+                [(error, _)] = found.most_common(1)
+                self._told.add(tool)
+                warnings.append(f"tool {tool}: {calls - fine} of {calls} calls raised, such as: {error}")
+        return warnings

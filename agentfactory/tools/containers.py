@@ -1,0 +1,96 @@
+"""MCP servers in containers: the command line by which docker or podman runs one, and its end."""
+
+import asyncio
+import os
+import re
+import shutil
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from mcp import StdioServerParameters
+
+from agentfactory.tools.messages import ToolInfrastructureError
+
+PROGRAMS = ("docker", "podman")
+"""What can run a container, in the order in which it is tried."""
+_ANSWER_SECONDS = 20.0
+_PASSED_ON = ("DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CONTEXT", "CONTAINER_HOST", "XDG_RUNTIME_DIR")
+"""Variables by which docker and podman find their service."""
+
+
+@dataclass(frozen=True)
+class Container:
+    """An image whose program speaks MCP on stdin and stdout. `env` has the values, secrets too."""
+
+    server: str
+    image: str
+    args: list[str]
+    env: dict[str, str]
+
+    def command(self, program: str, name: str) -> StdioServerParameters:
+        """How `program` runs it under `name`. Of the variables, only the names are on the command line."""
+        variables = [part for key in self.env for part in ("--env", key)]
+        return StdioServerParameters(
+            command=program,
+            args=["run", "-i", "--rm", "--init", "--name", name, *variables, self.image, *self.args],
+            env={key: os.environ[key] for key in _PASSED_ON if key in os.environ} | self.env,
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[StdioServerParameters]:
+        """The command of a new container, which is gone when the context is left."""
+        program = await find_program()
+        name = f"agentfactory-{re.sub('[^a-zA-Z0-9_.-]', '-', self.server)}-{uuid.uuid4().hex[:12]}"
+        try:
+            yield self.command(program, name)
+        finally:
+            await _run(program, "rm", "--force", name)
+
+
+async def find_program() -> str:
+    """The first of docker and podman that works here.
+
+    Raises ToolInfrastructureError, with what each of them said, where none does.
+    """
+    if _works:
+        return _works[0]
+    reasons = []
+    for program in PROGRAMS:
+        if shutil.which(program) is None:
+            reasons.append(f"{program} is not installed")
+            continue
+        status, said = await _run(program, "info")
+        if status == 0:
+            _works.append(program)
+            return program
+        reasons.append(f"`{program} info` failed: {said}")
+    raise ToolInfrastructureError(
+        f"no container can be run here: {'; '.join(reasons)}. Install podman, start docker's daemon, or give the "
+        "server's program by `command`"
+    )
+
+
+_works: list[str] = []
+
+
+async def _run(*command: str) -> tuple[int | None, str]:
+    """Run a command to its end. Returns its status (None: it took too long) and the last line of its stderr."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            _, said = await process.communicate()
+    except TimeoutError:
+        return None, f"no answer within {_ANSWER_SECONDS:g} s"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    lines = said.decode(errors="replace").strip().splitlines()
+    return process.returncode, lines[-1] if lines else "it said nothing"

@@ -1,0 +1,280 @@
+"""What a chain may do with tools: checked before each call, while it runs, and on its result.
+
+The order of the checks is that of `config.Limit`, and the first limit that is reached is the one that counts:
+
+1. `calls_per_turn`: the call's place among those of its turn.
+2. `calls`: calls that the chain has made.
+3. `calls_per_tool`: those of this tool.
+4. `cost`: what they cost, with this one.
+5. `tool_seconds`: the time during which calls of the chain ran; those that run side by side count once. Checked before
+   a call begins, and again while it runs: it is cut short when the time is over.
+6. `calls_per_second`: calls of this tool, of all chains together. The call waits for its time; it is refused only where
+   `limits.on_breach` has an entry for this limit.
+7. `seconds_per_call`: the tool session gives up the call.
+8. `result_tokens`: the result is cut in its middle.
+
+A call is checked when it may begin: at once, or with `parallel_calls` when one before it has ended; calls of a turn
+begin in their order. A call that was refused does not count as made. Once a limit has stopped the chain, calls that run
+are finished, and those after are refused.
+
+`Rates` and `ChainAccount` are pure: no clock, no tasks. `ChainLimits` runs calls by them.
+"""
+
+import asyncio
+import difflib
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
+
+from agentfactory.tools.config import BreachConfig, Limit, LimitsConfig
+from agentfactory.tools.messages import CallError, Content, ToolCall, ToolResult
+
+Cut = Callable[[str, int], str | None]
+"""(text, most tokens) -> the text cut in its middle, with a visible marker; None where it fits."""
+
+
+def check_limits(config: LimitsConfig, names: Collection[str]) -> None:
+    """Raise ValueError where `config` limits a tool that is not among `names`, those of all tools that are served."""
+    for field in ("calls_per_tool", "cost_per_call", "calls_per_second", "seconds_per_call"):
+        for name in getattr(config, field):
+            if name not in names:
+                close = difflib.get_close_matches(name, names, n=1)
+                fix = f"did you mean {close[0]}?" if close else f"the tools are {', '.join(names) or 'none'}"
+                raise ValueError(f"limits.{field}.{name}: there is no tool {name!r}; {fix}")
+
+
+class Rates:
+    """Calls per second of each tool, of all chains of a process: of a rate n, at most floor(n) calls begin in any
+    floor(n) / n seconds (below 1: one in 1 / n seconds).
+
+    Calls take their times in the order of asking, and keep them: a chain that is cancelled while it waits leaves a gap.
+    """
+
+    def __init__(self, per_second: dict[str, float]) -> None:
+        self._windows: dict[str, float] = {}  # tool -> seconds that as many calls as it remembers have to spread over
+        self._starts: dict[str, deque[float]] = {}
+        for name, rate in per_second.items():
+            count = max(1, int(rate))
+            self._windows[name] = count / rate
+            self._starts[name] = deque(maxlen=count)
+
+    def wait(self, tool: str, now: float) -> float:
+        """Seconds until a call of `tool` may begin; 0 where it may begin at once."""
+        starts = self._starts.get(tool)
+        if starts is None or len(starts) < (starts.maxlen or 0):
+            return 0.0
+        return max(0.0, starts[0] + self._windows[tool] - now)
+
+    def take(self, tool: str, now: float) -> float:
+        """Let a call of `tool` have the next free time; returns the seconds until then."""
+        wait = self.wait(tool, now)
+        if tool in self._starts:
+            self._starts[tool].append(now + wait)
+        return wait
+
+
+class ChainAccount:
+    """What one chain has used of its limits.
+
+    `breaches` counts them, `penalty` is what they cost in reward, `stopped` is the limit that ends the chain. `cost` is
+    in the unit of `limits.cost_per_call`. `seconds` is the time during which calls ran, `waited` what calls waited for
+    `calls_per_second`, added up.
+    """
+
+    def __init__(self, config: LimitsConfig, rates: Rates, cut: Cut | None = None) -> None:
+        if config.result_tokens is not None and cut is None:
+            raise ValueError("limits.result_tokens: results are counted in tokens, and there is no tokenizer here")
+        self.config = config
+        self.breaches: Counter[Limit] = Counter()
+        self.penalty = 0.0
+        self.stopped: Limit | None = None
+        self.cost = 0.0
+        self.seconds = 0.0
+        self.waited = 0.0
+        self._rates = rates
+        self._cut = cut
+        self._calls: Counter[str] = Counter()
+        self._running = 0
+        self._since = 0.0  # when the first of those that run began
+
+    def admit(self, call: ToolCall, place: int, now: float) -> ToolResult | float:
+        """Check a call, the `place`-th of its turn from 0, that may begin `now`.
+
+        Returns the seconds that it has to wait first, and counts it as made; or what the model reads instead.
+        """
+        config, name = self.config, call.name
+        if self.stopped is not None:
+            return self._refuse_late()
+        made, most = self._calls.total(), config.calls_per_tool.get(name)
+        price = config.cost_per_call.get(name, 0.0)
+        rate = config.calls_per_second.get(name)
+        if config.calls_per_turn is not None and place >= config.calls_per_turn:
+            reached, advice = f"{_calls(config.calls_per_turn)} in one turn", "The call can be made in your next turn."
+            return self._refuse(Limit.CALLS_PER_TURN, reached, advice)
+        if config.calls is not None and made >= config.calls:
+            return self._refuse(Limit.CALLS, f"{_calls(config.calls)} in this conversation", _ANSWER)
+        if most is not None and self._calls[name] >= most:
+            reached = f"{_calls(most)} of {name} in this conversation"
+            return self._refuse(Limit.CALLS_PER_TOOL, reached, f"Go on without {name}.")
+        # prices are added up as floats: 3 x 0.1 has to fit into 0.3
+        if config.cost is not None and price and self.cost + price > config.cost * (1 + 1e-9):
+            left = max(0.0, config.cost - self.cost)
+            text = f"Not run: {name} costs {price:g}, and of the limit of {config.cost:g} only {left:g} is left."
+            return ToolResult(self._breach(Limit.COST, text, f"Go on without {name}."), CallError.LIMIT)
+        if self._is_time_over(now):
+            return self._refuse(Limit.TOOL_SECONDS, self._all_seconds, _ANSWER)
+        if Limit.CALLS_PER_SECOND in config.on_breach and rate is not None and self._rates.wait(name, now) > 0:
+            reached = f"{rate:g} calls of {name} per second"
+            return self._refuse(Limit.CALLS_PER_SECOND, reached, "The call can be made in your next turn.")
+        self._calls[name] += 1
+        self.cost += price
+        wait = self._rates.take(name, now)
+        self.waited += wait
+        return wait
+
+    def readmit(self, now: float) -> ToolResult | None:
+        """Check a call that has waited until `now`: what the model reads where it cannot begin any more."""
+        if self.stopped is not None:
+            return self._refuse_late()
+        return self._refuse(Limit.TOOL_SECONDS, self._all_seconds, _ANSWER) if self._is_time_over(now) else None
+
+    def begin(self, now: float) -> float | None:
+        """A call begins; returns the seconds of `tool_seconds` that are left (None: no limit)."""
+        left = None if self.config.tool_seconds is None else self.config.tool_seconds - self._seconds_until(now)
+        if not self._running:
+            self._since = now
+        self._running += 1
+        return left
+
+    def end(self, now: float) -> None:
+        """A call that began has ended in some way."""
+        self._running -= 1
+        if not self._running:
+            self.seconds += now - self._since
+
+    def settle(self, call: ToolCall, result: ToolResult) -> ToolResult:
+        """What the model reads of a call that ended by itself, or by the time limit of one call."""
+        limit, most = self.config.seconds_per_call.get(call.name), self.config.result_tokens
+        if result.error is CallError.TIMEOUT and limit is not None:
+            text = f"Stopped: the limit of {limit:g} s for one call of {call.name} is reached."
+            return replace(result, content=self._breach(Limit.SECONDS_PER_CALL, text, "Try one that takes less time."))
+        if most is not None and (shorter := _shorten(result.content, most, self._cut)) is not None:
+            self._breach(Limit.RESULT_TOKENS, "", "")
+            return replace(result, content=shorter)
+        return result
+
+    def settle_cut(self, seconds: float) -> ToolResult:
+        """What the model reads of a call that was cut short after `seconds`, when `tool_seconds` were over."""
+        text = f"Stopped: the limit of {self._all_seconds} is reached."
+        return ToolResult(self._breach(Limit.TOOL_SECONDS, text, _ANSWER), CallError.LIMIT, seconds)
+
+    def metrics(self) -> dict[str, float]:
+        """Every metric of limits, zeros too, so that means over chains are right."""
+        breaches: dict[str, float] = {f"limits/{limit}": self.breaches[limit] for limit in Limit}
+        return breaches | {"tool_seconds": self.seconds, "tool_cost": self.cost, "tool_wait_seconds": self.waited}
+
+    @property
+    def _all_seconds(self) -> str:
+        return f"{self.config.tool_seconds:g} s for all calls of this conversation"
+
+    def _seconds_until(self, now: float) -> float:
+        return self.seconds + (now - self._since if self._running else 0.0)
+
+    def _is_time_over(self, now: float) -> bool:
+        return self.config.tool_seconds is not None and self._seconds_until(now) >= self.config.tool_seconds
+
+    def _refuse(self, limit: Limit, reached: str, advice: str) -> ToolResult:
+        text = f"Not run: the limit of {reached} is reached."
+        return ToolResult(self._breach(limit, text, advice), CallError.LIMIT)
+
+    def _refuse_late(self) -> ToolResult:
+        return ToolResult(f"Not run: the limit {self.stopped} ended the conversation.", CallError.LIMIT)
+
+    def _breach(self, limit: Limit, text: str, advice: str) -> str:
+        """Note a breach; what is told of it."""
+        breach = self.config.on_breach.get(limit, _TELL)
+        self.breaches[limit] += 1
+        self.penalty += breach.penalty
+        if breach.action == "tell":
+            return f"{text} {advice}"
+        self.stopped = self.stopped or limit
+        return f"{text} The conversation ends here."
+
+
+class ChainLimits(ChainAccount):
+    """Runs the calls of one chain within its limits."""
+
+    def __init__(self, config: LimitsConfig, rates: Rates, cut: Cut | None = None) -> None:
+        super().__init__(config, rates, cut)
+        self._places: AbstractAsyncContextManager[None] = nullcontext()
+        if config.parallel_calls is not None:
+            self._places = asyncio.Semaphore(config.parallel_calls)
+
+    async def run(
+        self, calls: list[ToolCall], call: Callable[[ToolCall, float | None], Awaitable[ToolResult]]
+    ) -> list[ToolResult]:
+        """Run the calls of one turn, side by side as far as they may; the results stand in the order of the calls.
+
+        `call` makes one call, within the seconds that it is given (None: those of the call's server). What it raises
+        is raised, after the calls beside it are cancelled and have ended.
+        """
+        if len(calls) == 1:
+            return [await self._run(calls[0], 0, call)]
+        tasks = [asyncio.create_task(self._run(one, place, call)) for place, one in enumerate(calls)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            if not all(task.done() for task in tasks):
+                for task in tasks:
+                    if not task.cancelling():  # a second time would break off how the call ends
+                        task.cancel()
+                await asyncio.wait(tasks)
+
+    async def _run(
+        self, call: ToolCall, place: int, make: Callable[[ToolCall, float | None], Awaitable[ToolResult]]
+    ) -> ToolResult:
+        async with self._places:
+            admitted = self.admit(call, place, time.monotonic())
+            if isinstance(admitted, ToolResult):
+                return admitted
+            if admitted:
+                await asyncio.sleep(admitted)
+                if refused := self.readmit(time.monotonic()):
+                    return refused
+            started = time.monotonic()
+            left = self.begin(started)
+            try:
+                async with asyncio.timeout(left) as limit:
+                    result = await make(call, self.config.seconds_per_call.get(call.name))
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                return self.settle_cut(time.monotonic() - started)
+            finally:
+                self.end(time.monotonic())
+            return self.settle(call, result)
+
+
+_TELL = BreachConfig()
+_ANSWER = "Answer with what you have."
+
+
+def _calls(count: int) -> str:
+    return "1 call" if count == 1 else f"{count} calls"
+
+
+def _shorten(content: Content, most: int, cut: Cut | None) -> Content | None:
+    """`content` with its text cut to `most` tokens, None where it fits. Texts beside images become one; images stay."""
+    assert cut is not None
+    if isinstance(content, str):
+        return cut(content, most)
+    texts = [part["text"] for part in content if part["type"] == "text"]
+    shorter = cut("\n".join(texts), most)
+    if shorter is None:
+        return None
+    first = next(index for index, part in enumerate(content) if part["type"] == "text")
+    kept = [part for part in content if part["type"] != "text"]
+    kept.insert(first, {"type": "text", "text": shorter})
+    return kept

@@ -1,0 +1,352 @@
+"""Connections to MCP servers: in this process, as a child on stdio, or over streamable HTTP.
+
+One owner task per connection opens it, waits, and closes it, because the SDK's cancel scopes must be left by the task
+that entered them; other tasks only call. A connection that died is opened anew by its owner for the next call.
+"""
+
+import asyncio
+import logging
+import os
+import shlex
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import cache
+from typing import Any, TextIO, cast
+
+import anyio
+import httpx2
+from mcp import Client, MCPError, StdioServerParameters
+from mcp.client._transport import ReadStream, TransportStreams
+from mcp.client.stdio import stdio_client
+from mcp.client.streamable_http import MCP_SESSION_ID, streamable_http_client
+from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT, CallToolResult, RequestParamsMeta, Tool
+from mcp_types.version import MODERN_PROTOCOL_VERSIONS
+
+from agentfactory.tools.containers import Container
+from agentfactory.tools.mcp_server import CHAIN_KEY
+from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.targets import HttpAddress, Target
+
+logger = logging.getLogger(__name__)
+
+Log = Callable[[dict[str, Any]], None]
+
+REOPEN_DELAYS = (0.0, 0.5, 2.0)
+"""Seconds to wait before opening a lost connection again, by failures in a row; then it is given up."""
+OPEN_SECONDS = 120.0
+"""How long a server may take to start and to list its tools; `npx` may first have to download it."""
+STDERR_TAIL = 2000
+"""Characters of a child's stderr that an error quotes."""
+_EVENT_BYTES = 64 * 1024 * 1024
+"""Largest answer in an event stream; the SDK's own bound, 1 MiB, is less than some images."""
+
+
+class CallTimeout(Exception):
+    """A call was not answered within its time limit; the connection goes on."""
+
+    def __init__(self, tool: str, seconds: float) -> None:
+        super().__init__(f"{tool} did not answer within {seconds:g} s")
+
+
+class Connection:
+    """One MCP server, kept open from `open` to `close`.
+
+    `tools` is what the server lists. `generation` counts openings: state that a server process held is lost when it
+    has changed. One with `reopens=False` stays lost when it was lost: its pool makes another.
+    """
+
+    def __init__(self, name: str, target: Target, timeout_seconds: float, log: Log, reopens: bool = True) -> None:
+        self.name = name
+        self._reopens = reopens
+        self.timeout_seconds = timeout_seconds
+        self.generation = 0
+        self.tools: list[Tool] = []
+        self._target = target
+        self._log = log
+        self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self._wanted, self._ended = asyncio.Event(), asyncio.Event()
+        self._opening = self._closing = False
+        self._used = False  # a call succeeded since the last opening
+        self._in_session = False  # the server gave us a session
+        self._unknown = False  # the server answers, and does not know our session: it was started anew
+        self._failure = ""  # why the connection was given up
+        self._stderr_tail = ""
+        self._owner: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Open the server. Raises ToolInfrastructureError when it cannot be started or reached."""
+        self._owner = asyncio.create_task(self._own(), name=f"tool server {self.name}")
+        await self._connected()
+
+    async def close(self) -> None:
+        """Close the server; a child process is gone afterwards."""
+        self._closing = True
+        if self._owner is not None:
+            if self._opening:
+                self._owner.cancel()
+            self._ended.set()
+            self._wanted.set()
+            await asyncio.wait({self._owner})
+        self._client.cancel()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server is connected, as far as is known."""
+        return self._client.done() and not self._failure and not self._closing
+
+    async def call(
+        self,
+        tool: str,
+        arguments: dict[str, Any],
+        chain: str,
+        generation: int | None = None,
+        timeout_seconds: float | None = None,
+    ) -> CallToolResult:
+        """Call `tool` for `chain`, whose state lives in the server process of `generation` if that is given.
+
+        Raises:
+            CallTimeout: no answer within `timeout_seconds`, or within the server's own time limit.
+            MCPError: the server refused the call with a JSON-RPC error.
+            ToolInfrastructureError: the server cannot be reached, died, lost the chain's state, or broke the
+                protocol; it is named.
+        """
+        client = await self._connected()
+        if generation not in (None, self.generation):
+            raise ToolInfrastructureError(f"tool server {self.name} was restarted and lost this chain's state")
+        generation = self.generation
+        meta = cast(RequestParamsMeta, {CHAIN_KEY: chain})
+        seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        try:
+            result = await client.call_tool(tool, arguments, read_timeout_seconds=seconds, meta=meta)
+        except MCPError as error:
+            if error.code == REQUEST_TIMEOUT:
+                raise CallTimeout(tool, seconds) from None
+            if error.code != CONNECTION_CLOSED and not self._unknown:
+                raise
+            self._lost(generation)
+            raise ToolInfrastructureError(f"tool server {self.name} died during a call of {tool}") from error
+        except (anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
+            self._lost(generation)
+            raise ToolInfrastructureError(f"tool server {self.name} died before a call of {tool}") from error
+        except (RuntimeError, ValueError) as error:  # the SDK's words for answers and arguments that fit no schema
+            raise ToolInfrastructureError(f"tool server {self.name}, call of {tool}: {error}") from error
+        self._used = True
+        return result
+
+    async def answers(self) -> bool:
+        """Whether the server still answers, and knows this connection. The newer protocol has no question for that."""
+        if not self.alive:
+            return False
+        client = self._client.result()
+        if client.protocol_version in MODERN_PROTOCOL_VERSIONS:
+            return True
+        try:
+            async with asyncio.timeout(self.timeout_seconds):
+                await client.session.send_ping()
+        except (MCPError, TimeoutError, anyio.ClosedResourceError, anyio.BrokenResourceError):
+            return False
+        return True
+
+    async def _connected(self) -> Client:
+        if self._failure or self._closing:
+            raise ToolInfrastructureError(f"tool server {self.name}: {self._failure or 'closed'}")
+        if self._client.done():
+            return self._client.result()
+        self._wanted.set()
+        return await asyncio.shield(self._client)
+
+    def _lost(self, generation: int) -> None:
+        """The connection of `generation` ended: the next call waits for a new one."""
+        if generation == self.generation and self._client.done():
+            self._client = asyncio.get_running_loop().create_future()
+            self._ended.set()
+
+    async def _own(self) -> None:
+        failures = 0
+        while not self._failure:
+            await self._wanted.wait()
+            await asyncio.sleep(REOPEN_DELAYS[failures])
+            if self._closing:
+                return
+            reason = await self._live()
+            if self._closing:
+                return
+            failures = 0 if self._used else failures + 1
+            self._log({"event": "tool_server_lost", "server": self.name, "reason": reason, "failures": failures})
+            if self.generation == 0 or not self._reopens:
+                self._failure = reason
+            elif failures == len(REOPEN_DELAYS):
+                self._failure = f"given up after {failures} failures: {reason}"
+        self._client.set_exception(ToolInfrastructureError(f"tool server {self.name}: {self._failure}"))
+        self._client.exception()  # retrieved, in case that nobody is waiting
+
+    async def _live(self) -> str:
+        """Open the connection, keep it until it ends, and say why it ended."""
+        started = time.perf_counter()
+        self._ended.clear()
+        self._used = self._unknown = self._in_session = False
+        self._opening = True
+        try:
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(OPEN_SECONDS):
+                    client = await stack.enter_async_context(self._connect())
+                    self.tools = await _list_tools(client)
+                self._opening = False
+                self._wanted.clear()
+                self.generation += 1
+                if self._reopens:  # those of a pool come and go; its gauges count them
+                    seconds = time.perf_counter() - started
+                    self._log({"event": "tool_server_opened", "server": self.name, "seconds": seconds})
+                self._client.set_result(client)
+                await self._ended.wait()
+            reason = "the connection ended"
+        except TimeoutError:
+            reason = f"not ready within {OPEN_SECONDS:g} s"
+        except Exception as error:  # boundary: starting a process, connecting, the handshake, the transport
+            reason = _describe(error)
+        finally:
+            self._opening = False
+            self._lost(self.generation)
+        stderr = self._stderr_tail.strip()
+        return f"{_where(self._target)}: {reason}" + (f"; the end of its stderr:\n{stderr}" if stderr else "")
+
+    @asynccontextmanager
+    async def _connect(self) -> AsyncIterator[Client]:
+        target = self._target
+        async with AsyncExitStack() as stack:
+            if isinstance(target, Container):
+                target = await stack.enter_async_context(target.running())
+            if isinstance(target, HttpAddress):
+                client = await stack.enter_async_context(_http_client(target, self._note))
+                if target.session and not self._in_session:
+                    raise ValueError("the server gives its clients no sessions (Mcp-Session-Id); use isolation: shared")
+                yield client
+                return
+            if isinstance(target, StdioServerParameters):
+                errlog = await stack.enter_async_context(self._collect_stderr())
+                transport = _watch(stdio_client(target, errlog=errlog), lambda: self._lost(self.generation))
+                client = Client(transport, cache=None)
+            else:
+                client = Client(target, cache=None)
+            yield await stack.enter_async_context(client)
+
+    async def _note(self, response: httpx2.Response) -> None:
+        self._in_session |= MCP_SESSION_ID in response.headers
+        self._unknown |= response.status_code in (400, 404) and MCP_SESSION_ID in response.request.headers
+
+    @asynccontextmanager
+    async def _collect_stderr(self) -> AsyncIterator[TextIO]:
+        """A file for a child's stderr. Its lines go to the log of this module; the end is kept for errors."""
+        self._stderr_tail = ""
+        read_end, write_end = os.pipe()
+        reader = asyncio.StreamReader()
+        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb")
+        )
+
+        async def collect() -> None:
+            while chunk := await reader.read(65536):
+                text = chunk.decode("utf-8", "replace")
+                self._stderr_tail = (self._stderr_tail + text)[-STDERR_TAIL:]
+                for line in text.splitlines():
+                    logger.info("[%s] %s", self.name, line)
+
+        collecting = asyncio.create_task(collect())
+        try:
+            with os.fdopen(write_end, "w") as errlog:
+                yield errlog
+        finally:
+            # what a dead child wrote is in the pipe; a grandchild that holds it open is not waited for
+            await asyncio.wait({collecting}, timeout=0.5)
+            collecting.cancel()
+            pipe.close()
+
+
+@asynccontextmanager
+async def _http_client(
+    target: HttpAddress, note: Callable[[httpx2.Response], Awaitable[None]]
+) -> AsyncIterator[Client]:
+    """A client of `target`. One that is to be a session speaks the older protocol, which has them."""
+    # calls have their own time limit; until it is over an answer may take its time
+    timeout = httpx2.Timeout(None, connect=30.0)
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+    hooks = {"response": [note]}
+    async with httpx2.AsyncClient(
+        headers=target.headers, timeout=timeout, limits=limits, event_hooks=hooks, verify=_ssl_context()
+    ) as http:
+        transport = streamable_http_client(target.url, http_client=http, max_sse_event_size=_EVENT_BYTES)
+        async with Client(transport, cache=None, mode="legacy" if target.session else "auto") as client:
+            yield client
+
+
+@cache
+def _ssl_context() -> ssl.SSLContext:
+    """One for all connections: making it costs 20 ms, which is most of what a session costs."""
+    return httpx2.create_ssl_context()
+
+
+def _where(target: Target) -> str:
+    if isinstance(target, StdioServerParameters):
+        return f"`{shlex.join([target.command, *target.args])}` in {target.cwd}"
+    if isinstance(target, Container):
+        return f"container of {target.image}"
+    return target.url if isinstance(target, HttpAddress) else "in process"
+
+
+def _describe(error: BaseException) -> str:
+    """The reasons at the bottom of the SDK's nested exception groups."""
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(dict.fromkeys(_describe(inner) for inner in error.exceptions))
+    return f"{type(error).__name__}: {error}"
+
+
+async def _list_tools(client: Client) -> list[Tool]:
+    page = await client.list_tools()
+    tools = page.tools
+    while page.next_cursor:
+        page = await client.list_tools(cursor=page.next_cursor)
+        tools = tools + page.tools
+    return tools
+
+
+class _WatchedStream:
+    """A transport's read stream that tells when it ends: the SDK tells only those whose calls are in flight."""
+
+    def __init__(self, stream: ReadStream[Any], on_end: Callable[[], None]) -> None:
+        self._stream = stream
+        self._on_end = on_end
+
+    async def receive(self) -> Any:
+        try:
+            return await self._stream.receive()
+        except (anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError):
+            self._on_end()
+            raise
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    def __aiter__(self) -> "_WatchedStream":
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return await self.receive()
+        except anyio.EndOfStream:
+            raise StopAsyncIteration from None
+
+    async def __aenter__(self) -> "_WatchedStream":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+@asynccontextmanager
+async def _watch(
+    transport: AbstractAsyncContextManager[TransportStreams], on_end: Callable[[], None]
+) -> AsyncIterator[TransportStreams]:
+    async with transport as (read_stream, write_stream):
+        yield _WatchedStream(read_stream, on_end), write_stream

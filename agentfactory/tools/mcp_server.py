@@ -1,0 +1,221 @@
+"""Our tools and Environments as an MCP server: in process, over stdio or over HTTP it is the same object."""
+
+import inspect
+import json
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from mcp import MCPError
+from mcp.server import Server, ServerRequestContext
+from mcp.server.mcpserver import MCPServer
+from mcp_types import (
+    INTERNAL_ERROR,
+    INVALID_PARAMS,
+    INVALID_REQUEST,
+    CallToolRequestParams,
+    CallToolResult,
+    ListToolsResult,
+    PaginatedRequestParams,
+    TextContent,
+    Tool,
+)
+
+from agentfactory.tools.config import PoolConfig
+from agentfactory.tools.environment import Environment, reset_schema
+from agentfactory.tools.environment_host import EnvironmentHost, NoState, gives_reward, is_async
+from agentfactory.tools.messages import CallError, EnvironmentReward, ToolInfrastructureError, ToolSpec
+from agentfactory.tools.results import failure, result_of
+from agentfactory.tools.threads import run_in_thread
+from agentfactory.tools.tool import Finish, InvalidArguments, ToolFunction, is_tool
+
+logger = logging.getLogger(__name__)
+
+CHAIN_KEY = "agentfactory/chain"
+"""Key of a call's `_meta`: the chain whose state the call acts on."""
+ROLE_KEY = "agentfactory/role"
+"""Key of a listed tool's `_meta`: `tool`, or one of an environment's that no model may see: `reset`, `reward`, `close`,
+`gauges`. A server that gives roles checks arguments itself and gives `agentfactory.tools.results.ERROR_KEY`."""
+
+
+def build_server(
+    objects: Sequence[Any],
+    name: str = "agentfactory",
+    pool: PoolConfig | None = None,
+    options: dict[str, Any] | None = None,
+    idle_seconds: float | None = None,
+) -> Server[Any] | MCPServer:
+    """Make one MCP server of `@tool` functions, such methods of instances, and at most one Environment class.
+
+    A single MCP server object of the SDK is returned as it is.
+
+    Args:
+        name: What errors call the server.
+        pool: Of the Environment's instances.
+        options: Arguments with which the Environment's instances are made.
+        idle_seconds: After so long without a call a chain counts as gone; None: its instance waits for its `close`.
+
+    Raises:
+        TypeError: an object of another kind, two Environments, two tools of one name, options that do not fit, or
+            pool or options without an Environment.
+    """
+    host: _ToolHost | None = None
+    if len(objects) != 1 or not isinstance(objects[0], (Server, MCPServer)):
+        host = _ToolHost(name, objects, pool or PoolConfig(), options or {}, idle_seconds)
+    if host is None or host.environment is None:
+        for field, value in (("pool", pool not in (None, PoolConfig())), ("options", options)):
+            if value:
+                raise TypeError(
+                    f"{field}: server {name} has no Environment class, which alone takes {field}; remove it"
+                )
+    if host is None:
+        return objects[0]
+    server: Server[Any] = Server(
+        name, on_list_tools=host.list_tools, on_call_tool=host.call_tool, lifespan=host.lifespan
+    )
+    server.middleware.clear()  # tracing spans, a third of a call's cost, and nobody exports them
+    return server
+
+
+class _ToolHost:
+    """The handlers of one server."""
+
+    def __init__(
+        self,
+        name: str,
+        objects: Sequence[Any],
+        pool: PoolConfig,
+        options: dict[str, Any],
+        idle_seconds: float | None,
+    ) -> None:
+        self.environment: EnvironmentHost | None = None
+        self._name = name
+        self._functions: dict[str, ToolFunction] = {}
+        self._methods: dict[str, tuple[str, ToolFunction]] = {}
+        self._listing: dict[str, Tool] = {}
+        environments = [given.__name__ for given in objects if _is_environment(given)]
+        if len(environments) > 1:
+            raise TypeError(
+                f"server {name}: {' and '.join(environments)} are Environments; name one, and serve each by a server "
+                "of its own"
+            )
+        for given in objects:
+            if is_tool(given):
+                _check_bound(given)
+                self._functions[given.spec.name] = given
+                self._list(given.spec, "tool")
+            elif _is_environment(given):
+                self._list_environment(given)
+                self.environment = EnvironmentHost(given, name, pool, options, idle_seconds)
+            else:
+                raise TypeError(
+                    f"server {name}: {given!r} is neither a @tool function or method nor an Environment class"
+                    " (an MCP server object is served alone)"
+                )
+
+    def _list_environment(self, environment: type[Environment]) -> None:
+        attributes = dict.fromkeys(name for base in reversed(environment.__mro__) for name in vars(base))
+        for attribute in attributes:
+            method = getattr(environment, attribute)
+            if not is_tool(method):
+                continue
+            if method.spec.name in _HIDDEN:
+                raise TypeError(f"{environment.__name__}.{method.spec.name} is not for the model: take @tool off it")
+            self._methods[method.spec.name] = (attribute, method)
+            self._list(method.spec, "tool")
+        self._list(ToolSpec("reset", "Begins a chain's task.", reset_schema(environment)), "reset")
+        if gives_reward(environment):
+            self._list(ToolSpec("reward", "Judges the finished chain.", _NO_ARGUMENTS), "reward")
+        self._list(ToolSpec("close", "Lets go of the chain's state.", _NO_ARGUMENTS), "close")
+        self._list(ToolSpec("gauges", "Counts the instances.", _NO_ARGUMENTS), "gauges")
+
+    def _list(self, spec: ToolSpec, role: str) -> None:
+        if spec.name in self._listing:
+            raise TypeError(f"server {self._name}: two tools are called {spec.name}; rename one")
+        self._listing[spec.name] = Tool(
+            name=spec.name, description=spec.description, input_schema=spec.parameters, _meta={ROLE_KEY: role}
+        )
+
+    @asynccontextmanager
+    async def lifespan(self, server: Server[Any]) -> AsyncIterator[None]:
+        if self.environment is None:
+            yield
+            return
+        async with self.environment.open():
+            yield
+
+    async def list_tools(
+        self, context: ServerRequestContext[Any], params: PaginatedRequestParams | None
+    ) -> ListToolsResult:
+        return ListToolsResult(tools=list(self._listing.values()))
+
+    async def call_tool(self, context: ServerRequestContext[Any], params: CallToolRequestParams) -> CallToolResult:
+        if params.name not in self._listing:
+            raise MCPError(INVALID_PARAMS, f"server {self._name} has no tool {params.name}")
+        try:
+            return await self._call(params.name, params.arguments or {}, (context.meta or {}).get(CHAIN_KEY))
+        except InvalidArguments as error:
+            return failure(CallError.INVALID_ARGUMENTS, str(error))
+        except MCPError:
+            raise
+        except NoState as error:
+            raise MCPError(INVALID_REQUEST, str(error)) from None
+        except ToolInfrastructureError as error:  # also out of a user's tool that knows better than to tell the model
+            raise MCPError(INTERNAL_ERROR, str(error)) from None
+        except Exception as error:  # boundary: a user's tool may raise anything, and the model is told
+            logger.debug("%s raised", params.name, exc_info=error)
+            return failure(CallError.TOOL_ERROR, f"{type(error).__name__}: {error}")
+
+    async def _call(self, name: str, arguments: dict[str, Any], chain: Any) -> CallToolResult:
+        if function := self._functions.get(name):
+            parsed = function.parse_arguments(arguments)
+            if is_async(function):
+                return result_of(await function(**parsed))
+            return await run_in_thread(lambda: result_of(function(**parsed)))
+
+        environment = self.environment
+        assert environment is not None  # all that is listed and no function
+        if name == "gauges":
+            return _structured(environment.gauges())
+        if not isinstance(chain, str):
+            raise MCPError(INVALID_REQUEST, f"{name} acts on a chain's state: _meta needs {CHAIN_KEY!r}")
+        if name == "reset":
+            return await environment.reset(chain, arguments, _opening)
+        if name == "reward":
+            return await environment.call(chain, "reward", {}, _verdict)
+        if name == "close":
+            await environment.release(chain)
+            return CallToolResult(content=[])
+        attribute, method = self._methods[name]
+        return await environment.call(chain, attribute, method.parse_arguments(arguments), result_of)
+
+
+_HIDDEN = ("reset", "reward", "close", "gauges")
+
+
+def _is_environment(given: Any) -> bool:
+    return isinstance(given, type) and issubclass(given, Environment)
+
+
+def _check_bound(given: ToolFunction) -> None:
+    if next(iter(inspect.signature(given).parameters), None) == "self":
+        name = given.spec.name
+        raise TypeError(f"{name} is a method of a class: serve that of an instance, as in `instance.{name}`")
+
+
+def _opening(value: Any) -> CallToolResult:
+    if isinstance(value, Finish):
+        raise TypeError("reset() returned finish(...), but it only begins the chain")
+    return result_of(value)
+
+
+def _verdict(value: Any) -> CallToolResult:
+    return _structured(EnvironmentReward.parse(value, "reward()").to_json())
+
+
+def _structured(answer: dict[str, Any]) -> CallToolResult:
+    return CallToolResult(content=[TextContent(type="text", text=json.dumps(answer))], structured_content=answer)
+
+
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}

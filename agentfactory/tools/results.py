@@ -1,0 +1,141 @@
+"""What a tool returns, as an MCP result; and an MCP result, of whatever server, as what the model sees."""
+
+import base64
+import json
+import sys
+from io import BytesIO
+from typing import Any
+
+from mcp.server.mcpserver import Audio, Image
+from mcp_types import (
+    AudioContent,
+    BlobResourceContents,
+    CallToolResult,
+    ContentBlock,
+    EmbeddedResource,
+    ImageContent,
+    ResourceLink,
+    TextContent,
+    TextResourceContents,
+)
+from pydantic_core import from_json, to_json, to_jsonable_python
+
+from agentfactory.tools.messages import CallError, Content
+from agentfactory.tools.tool import Finish
+
+ERROR_KEY = "agentfactory/error"
+"""Key of a failed result's `_meta`: the CallError."""
+FINISH_KEY = "agentfactory/finish"
+"""Key of a result's `_meta`: true where the tool ends the chain."""
+INFO_KEY = "agentfactory/info"
+"""Key of a result's `_meta`: an object with what the tool said beside what the model sees."""
+
+_SEEN_BY_MODELS = ("image/png", "image/jpeg", "image/webp", "image/gif")
+_BLOCKS = (TextContent, ImageContent, AudioContent, ResourceLink, EmbeddedResource)
+
+
+def result_of(value: Any) -> CallToolResult:
+    """What a tool returned, as an MCP result.
+
+    Text stays as it is, None is empty, anything else that JSON can hold (also dataclasses, pydantic models, dates,
+    arrays) becomes JSON. A Pillow image becomes a PNG, an `Image` of the MCP SDK stays as it is. A list with an image
+    in it becomes one part per item. Of a dict with `observation` the model sees that alone, and its other keys become
+    the result's info. `finish(...)` around any of these ends the chain.
+
+    Raises:
+        TypeError, ValueError: what cannot be sent, such as an object of an unknown class.
+    """
+    meta: dict[str, Any] = {}
+    if isinstance(value, Finish):
+        meta[FINISH_KEY] = True
+        value = value.value
+    if isinstance(value, dict) and "observation" in value:
+        info = {key: item for key, item in value.items() if key != "observation"}
+        if info:
+            meta[INFO_KEY] = from_json(to_json(info, inf_nan_mode="strings", fallback=_plain))
+        value = value["observation"]
+    return CallToolResult(content=_blocks(value), _meta=meta or None)
+
+
+def failure(kind: CallError, text: str) -> CallToolResult:
+    """A result that tells the model why there is none."""
+    return CallToolResult(content=[_text_block(text)], is_error=True, _meta={ERROR_KEY: kind.value})
+
+
+def content_of(result: CallToolResult) -> Content:
+    """What the model sees of a result: text, or text and image parts in their order where there are images.
+
+    What a model cannot be shown (audio, other files, other kinds of images) is a visible marker. A result that is
+    structured and nothing else is its JSON.
+    """
+    if not result.content and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    parts = [_part(block) for block in result.content]
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
+
+
+def _blocks(value: Any) -> list[ContentBlock]:
+    if isinstance(value, str):
+        return [_text_block(value)]
+    if value is None:
+        return []
+    if (block := _rich_block(value)) is not None:
+        return [block]
+    if isinstance(value, (list, tuple)):
+        rich = [_rich_block(item) for item in value]
+        if any(rich):
+            return [b for block, item in zip(rich, value, strict=True) for b in ([block] if block else _blocks(item))]
+    return [_text_block(json.dumps(to_jsonable_python(value, fallback=_plain), ensure_ascii=False))]
+
+
+def _text_block(text: str) -> TextContent:
+    # lone surrogates cannot be sent over a pipe or a socket; replaced here, so that every transport says the same
+    return TextContent(type="text", text=text.encode("utf-8", "replace").decode("utf-8"))
+
+
+def _rich_block(value: Any) -> ContentBlock | None:
+    """An image, a sound or a part of the MCP SDK as a part of the result; None for anything else."""
+    if isinstance(value, _BLOCKS):
+        return value
+    if isinstance(value, Image):
+        return value.to_image_content()
+    if isinstance(value, Audio):
+        return value.to_audio_content()
+    # where nobody imported Pillow there is no image of it
+    pillow = sys.modules.get("PIL.Image")
+    if pillow is None or not isinstance(value, pillow.Image):
+        return None
+    if value.mode not in ("1", "L", "LA", "RGB", "RGBA"):
+        value = value.convert("RGBA" if value.has_transparency_data else "RGB")
+    file = BytesIO()
+    value.save(file, "PNG")
+    return ImageContent(type="image", data=base64.b64encode(file.getvalue()).decode(), mime_type="image/png")
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and scalars of numpy and torch as Python's own."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a tool returns text, JSON, an image, or a list with images, and not {type(value).__name__}")
+
+
+def _part(block: ContentBlock) -> dict[str, Any]:
+    match block:
+        case TextContent(text=text) | EmbeddedResource(resource=TextResourceContents(text=text)):
+            return {"type": "text", "text": text}
+        case (
+            ImageContent(mime_type=kind, data=data)
+            | EmbeddedResource(resource=BlobResourceContents(mime_type=kind, blob=data))
+        ) if kind in _SEEN_BY_MODELS:
+            return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+        case ImageContent(mime_type=kind):
+            marker = f"{kind} image"
+        case AudioContent(mime_type=kind):
+            marker = f"{kind} audio"
+        case ResourceLink(uri=uri):
+            marker = f"resource {uri}"
+        case EmbeddedResource(resource=resource):
+            marker = f"{resource.mime_type or 'binary'} resource {resource.uri}"
+    return {"type": "text", "text": f"[{marker}]"}

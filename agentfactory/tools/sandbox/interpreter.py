@@ -1,0 +1,115 @@
+"""Which Python runs inside the sandboxes, and which of the installed packages it can import."""
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from agentfactory.tools.sandbox.settings import SandboxUnavailable
+
+_PROBE = "import json, sys; print(json.dumps([*sys.version_info[:2], sys.prefix]))"
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """A Python outside of any virtual environment."""
+
+    executable: Path
+    prefix: Path
+    version: tuple[int, int]
+
+
+@cache
+def find_interpreter(user: int | None) -> Interpreter:
+    """The Python that this process runs on if the sandbox's user can read it, else the system's.
+
+    `user` is the number of the user that sandboxes run as, None for the one of this process.
+
+    Raises:
+        SandboxUnavailable: neither can be used.
+    """
+    own = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
+    system = shutil.which("python3", path="/usr/bin:/usr/local/bin")
+    reasons = []
+    for candidate in dict.fromkeys((own, Path(system) if system else None)):
+        if candidate is None:
+            continue
+        executable = Path(os.path.realpath(candidate))
+        if user is not None and not is_public(executable):
+            reasons.append(f"{candidate} lies in a folder that only its owner may enter")
+            continue
+        try:
+            probe = subprocess.run(
+                [executable, "-I", "-S", "-c", _PROBE], user=user, capture_output=True, check=True, timeout=60
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            reasons.append(f"{candidate}: {error}")
+            continue
+        major, minor, prefix = json.loads(probe.stdout)
+        if (major, minor) >= (3, 8):
+            return Interpreter(executable, Path(prefix), (major, minor))
+        reasons.append(f"{candidate} is Python {major}.{minor}, older than 3.8")
+    raise SandboxUnavailable(
+        f"no Python for the inside of a sandbox: {'; '.join(reasons)}; install the system's python3, or a Python in a "
+        "folder that every user can read"
+    )
+
+
+def package_paths(packages: tuple[str, ...], interpreter: Interpreter) -> dict[str, Path]:
+    """Name below the folder of packages -> where it is installed: `packages` and all that they require.
+
+    Raises:
+        ValueError: a package that is not installed, or packages for another version of Python.
+    """
+    if packages and interpreter.version != sys.version_info[:2]:
+        raise ValueError(
+            f"packages: they are installed for Python {sys.version_info.major}.{sys.version_info.minor}, and the "
+            f"sandbox runs {interpreter.executable}, which is {'.'.join(map(str, interpreter.version))}; use a Python "
+            "in a folder that every user can read, or take the packages out"
+        )
+    paths: dict[str, Path] = {}
+    pending, seen = list(packages), set()
+    while pending:
+        name = canonicalize_name(pending.pop())
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            distribution = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            raise ValueError(f"packages: {name} is not installed here; `pip install {name}`, or take it out") from None
+        for file in distribution.files or []:
+            first = file.parts[0]
+            if first not in ("..", "__pycache__"):
+                paths[first] = Path(str(distribution.locate_file(first)))
+        for text in distribution.requires or []:
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                pending.append(requirement.name)
+    return paths
+
+
+def library_folders(interpreter: Interpreter) -> list[Path]:
+    """Folders with the standard library and the shared libraries that the interpreter loads."""
+    names = dict.fromkeys(("lib", "lib64", sysconfig.get_config_var("platlibdir") or "lib"))
+    own = [interpreter.prefix / name for name in names]
+    system = [Path("/usr/lib"), Path("/usr/lib64")]
+    return [folder for folder in dict.fromkeys((*system, *own)) if folder.is_dir() and not folder.is_symlink()]
+
+
+def is_public(path: Path) -> bool:
+    """Whether every user can read `path`, through every folder above it."""
+    for folder in path.parents:
+        if not folder.stat().st_mode & stat.S_IXOTH:
+            return False
+    return bool(path.stat().st_mode & stat.S_IROTH)

@@ -1,0 +1,329 @@
+"""`Sandbox`: one sandboxed Python and its workspace, as seen from outside. Nothing that it says is trusted."""
+
+import asyncio
+import os
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import PurePosixPath
+from signal import Signals
+
+from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.sandbox import bubblewrap, process
+from agentfactory.tools.sandbox.process import SandboxProcess
+from agentfactory.tools.sandbox.settings import SandboxKind, SandboxSettings, SandboxUnavailable
+from agentfactory.tools.sandbox.worker import DATA_BYTES
+
+_START_SECONDS = 60.0
+_FILE_SECONDS = 30.0
+_GRACE_SECONDS = 0.5
+"""Beyond a cell's time limit, in which Python code is interrupted and variables are kept; then all is killed."""
+_WATCH_SECONDS = 0.1
+_MOST_FILES = 20_000
+"""Files and folders in a workspace: each takes about 1 KiB of the kernel's memory, which no size limit counts."""
+_STRAY_MESSAGES = 100
+_LARGEST_MESSAGE = 1 << 17
+_LONGEST_NAME = 100
+
+
+class SandboxLost(ToolInfrastructureError):
+    """The sandbox was ended; the message says why. Its variables and files are gone."""
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """What a cell gave. `text` is what a notebook would show: output, value or traceback."""
+
+    text: str
+    error: str | None = None
+    """Name of the exception; None if the cell ran to its end."""
+    lost: str | None = None
+    """Why the sandbox was ended, and with it variables and files."""
+
+
+class Sandbox:
+    """A running sandbox, for one caller at a time. `begin` starts one, `ready` waits for it."""
+
+    def __init__(self, settings: SandboxSettings, started: SandboxProcess) -> None:
+        self._settings = settings
+        self._process = started
+        self._fault: str | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._busy = self._closed = False
+
+    @classmethod
+    def begin(cls, settings: SandboxSettings) -> "Future[SandboxProcess]":
+        """Start one in the background, from any thread; give the result to `ready`, or to `discard`."""
+        return process.start(settings, [4 * settings.output_characters])
+
+    @staticmethod
+    def discard(starting: "Future[SandboxProcess]") -> None:
+        """End one that nobody waits for any more."""
+        if not starting.cancel():
+            starting.add_done_callback(_kill)
+
+    @classmethod
+    async def ready(cls, settings: SandboxSettings, starting: "Future[SandboxProcess]") -> "Sandbox":
+        """Wait until the one that was begun answers.
+
+        Raises:
+            SandboxUnavailable: it cannot be had on this machine.
+            ValueError: a package of the settings is not there.
+        """
+        try:
+            sandbox = cls(settings, await asyncio.wrap_future(starting))
+        except asyncio.CancelledError:
+            cls.discard(starting)
+            raise
+        try:
+            await sandbox._first_word()
+        except BaseException:
+            sandbox.close()
+            raise
+        return sandbox
+
+    @property
+    def lost(self) -> bool:
+        """Whether it was ended."""
+        return self._fault is not None
+
+    async def run(self, code: str, seconds: float) -> CellResult:
+        """Execute one cell, for at most `seconds` and half a second more."""
+        if self._fault is not None:
+            return CellResult("", "SandboxLost", self._fault)
+        source = code.encode("utf-8", "replace")
+        if len(source) > DATA_BYTES:
+            return CellResult(f"The cell has {len(source)} bytes; {DATA_BYTES} are possible.", "ValueError")
+        with self._in_use():
+            try:
+                pieces = await self._ask("cell", str(seconds), source, seconds + _GRACE_SECONDS)
+            except SandboxLost as loss:
+                text = bounded(self._process.said(rewind=True), 0, "", self._settings.output_characters)
+                self.close(str(loss))
+                return CellResult(text.rstrip("\n"), "SandboxLost", str(loss))
+            except asyncio.CancelledError:
+                self.close("its call was cancelled")
+                raise
+            answer: dict[str, bytes] = {}
+            for name, data in pieces:
+                answer[name] = answer.get(name, b"") + data
+            return self._result({name: data.decode("utf-8", "replace") for name, data in answer.items()})
+
+    def _result(self, answer: dict[str, str]) -> CellResult:
+        """What a notebook shows, out of an answer that may hold anything."""
+        head, tail = self._process.said(rewind=True), answer.get("tail", "")
+        left_out = int(count) if re.fullmatch(r"\d{1,15}", count := answer.get("left_out", ""), re.ASCII) else 0
+        for part in (answer.get("value"), answer.get("traceback")):
+            if part:
+                printed = tail or head
+                tail += part if not printed or printed.endswith("\n") else f"\n{part}"
+        text = bounded(head, left_out, tail, self._settings.output_characters)
+        return CellResult(text.rstrip("\n"), answer.get("error", "")[:_LONGEST_NAME] or None)
+
+    async def write(self, name: str, content: bytes) -> None:
+        """Put a file into the workspace, before any code has run.
+
+        Raises:
+            ValueError: the name leads out of the workspace, or it is full.
+            SandboxLost: as it says.
+        """
+        if not is_inside(name):
+            raise ValueError(f"files: {name!r} does not name a file of the workspace; give a relative path without ..")
+        for start in range(0, max(1, len(content)), DATA_BYTES):
+            piece = content[start : start + DATA_BYTES]
+            with self._in_use():
+                told = await self._ask("write", name, piece)
+            for outcome, fault in told:
+                if outcome == "fault":
+                    raise ValueError(f"files: {name} cannot be written: {fault.decode(errors='replace')}")
+
+    async def read(self, patterns: Sequence[str], largest: int) -> dict[str, bytes]:
+        """Regular files of the workspace whose name (a relative path) fits one of `patterns`, as of a shell.
+
+        Those with more than `largest` bytes, and what comes after that many in all, are left out; and those whose
+        name begins with a dot.
+
+        Raises:
+            SandboxLost: as it says.
+        """
+        files: dict[str, bytearray] = {}
+        name = ""
+        argument = "\n".join((str(largest), *patterns))
+        with self._in_use():
+            told = await self._ask("read", argument, most=_MOST_FILES, room=2 * largest)
+        for field, data in told:
+            if field == "file":
+                name = data.decode("utf-8", "replace")
+            if any(fnmatch(name, pattern) for pattern in patterns) and is_inside(name):
+                files.setdefault(name, bytearray()).extend(data if field == "content" else b"")
+        room = largest
+        kept = {}
+        for name, content in files.items():
+            room -= len(content)
+            if room >= 0:
+                kept[name] = bytes(content)
+        return kept
+
+    async def run_script(self, program: str, stdin: str, seconds: float) -> int | None:
+        """Let it become the program in the file `program`, which reads the file `stdin`: nothing else follows.
+
+        Returns its exit status (128 and the signal's number if one killed it), or None after `seconds`.
+        """
+        request = b"\0".join((b"", b"script", program.encode(), stdin.encode()))
+        try:
+            async with asyncio.timeout(seconds):
+                await asyncio.get_running_loop().sock_sendall(self._process.control, request)
+                await self._ended()
+        except TimeoutError:
+            return None
+        status = self._process.popen.wait()
+        return 128 - status if status < 0 else status
+
+    def said(self, output: int) -> str:
+        """What is on its stdout (0) or stderr (1), before it is closed."""
+        return self._process.said(output)
+
+    def close(self, reason: str = "it was closed") -> None:
+        """End it, with all that runs in it; a request that is under way is lost. To be called any number of times."""
+        self._fault = self._fault or reason
+        self._closed = True
+        if self._watch is not None:
+            self._watch.cancel()
+        self._process.kill()
+        if not self._busy:
+            self._process.free()
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Keep our ends open within, also when `close` is called meanwhile."""
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+            if self._closed:
+                self._process.free()
+
+    async def _first_word(self) -> None:
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                message = await asyncio.get_running_loop().sock_recv(self._process.control, _LARGEST_MESSAGE)
+        except TimeoutError:
+            raise SandboxUnavailable(f"a sandbox did not start within {_START_SECONDS:.0f} s") from None
+        except ConnectionError:
+            message = b""
+        if not message:
+            said = self._process.said(-1)
+            if self._settings.kind is SandboxKind.NONE:
+                raise SandboxUnavailable(f"the interpreter did not start: {said.strip()}")
+            raise bubblewrap.refusal(said)
+        if self._process.init is not None:
+            workspace = os.open(f"/proc/{self._process.init}/root{bubblewrap.WORKSPACE}", os.O_PATH | os.O_DIRECTORY)
+            self._watch = asyncio.create_task(self._watch_files(workspace))
+            self._watch.add_done_callback(lambda _: os.close(workspace))
+
+    async def _watch_files(self, workspace: int) -> None:
+        while self._fault is None:
+            status = os.fstatvfs(workspace)
+            if status.f_files - status.f_ffree > _MOST_FILES:
+                self._fault = f"its workspace had more than {_MOST_FILES} files"
+                self._process.popen.kill()
+            await asyncio.sleep(_WATCH_SECONDS)
+
+    async def _ask(
+        self,
+        verb: str,
+        argument: str,
+        data: bytes = b"",
+        seconds: float = _FILE_SECONDS,
+        most: int = 64,
+        room: int = 1 << 22,
+    ) -> list[tuple[str, bytes]]:
+        """Send a request; names and data of the messages that answer it, without the last: `most` of them, of `room`
+        bytes together.
+
+        A message with another nonce was forged, or is late: it is passed over, and after a hundred all is over.
+        """
+        if self._fault is not None:
+            raise SandboxLost(self._fault)
+        loop, control = asyncio.get_running_loop(), self._process.control
+        nonce = secrets.token_hex(16).encode()
+        request = b"\0".join((nonce, verb.encode(), os.fsencode(argument), data))
+        answers: list[tuple[str, bytes]] = []
+        strays = 0
+        try:
+            async with asyncio.timeout(seconds):
+                await loop.sock_sendall(control, request)
+                while len(answers) < most and strays < _STRAY_MESSAGES and room >= 0:
+                    message = await loop.sock_recv(control, _LARGEST_MESSAGE)
+                    if not message:
+                        raise ConnectionResetError
+                    whose, _, rest = message.partition(b"\0")
+                    name, _, told = rest.partition(b"\0")
+                    if whose != nonce:
+                        strays += 1
+                    elif name == b"end":
+                        return answers
+                    else:
+                        answers.append((name.decode("utf-8", "replace"), told))
+                        room -= len(told)
+                    await asyncio.sleep(0)  # messages that are always there would keep the loop from all else
+        except TimeoutError:
+            reason = f"it ran for more than {argument} s" if verb == "cell" else "it did not answer"
+            raise SandboxLost(reason) from None
+        except ConnectionError:
+            raise SandboxLost(await self._end()) from None
+        raise SandboxLost("it flooded its own channel")
+
+    async def _end(self) -> str:
+        """How it came that nothing more is heard."""
+        if self._fault is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_GRACE_SECONDS):
+                    await self._ended()
+        status = self._process.popen.poll()
+        if self._fault is not None or status is None:
+            return self._fault or "it closed its channel"
+        try:
+            return f"its process was ended by {Signals(-status if status < 0 else status - 128).name}"
+        except ValueError:
+            return f"its process ended with status {status}"
+
+    async def _ended(self) -> None:
+        """Wait until its process has ended."""
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        descriptor = os.pidfd_open(self._process.popen.pid)
+        loop.add_reader(descriptor, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+
+
+def bounded(head: str, left_out: int, tail: str, limit: int) -> str:
+    """`head` and `tail` in at most `limit` characters and a marker, which counts the `left_out` between them too."""
+    if not left_out and len(head) + len(tail) <= limit:
+        return head + tail
+    half = limit // 2
+    if not left_out:
+        whole = head + tail
+        head, tail = whole[:half], whole[half:]
+    left_out += max(0, len(head) - half) + max(0, len(tail) - half)
+    return f"{head[:half]}\n[... {left_out} characters left out ...]\n{tail[-half:]}"
+
+
+def is_inside(name: str) -> bool:
+    """Whether `name` is a path of a file below the workspace."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
+
+
+def _kill(starting: "Future[SandboxProcess]") -> None:
+    if not starting.cancelled() and starting.exception() is None:
+        starting.result().free()

@@ -1,0 +1,54 @@
+"""What a sandbox may use, and the error for where there can be none."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from agentfactory.tools.messages import ToolInfrastructureError
+
+
+class SandboxUnavailable(ToolInfrastructureError):
+    """No sandbox can be had on this machine; the message says why, and what helps."""
+
+
+class SandboxKind(StrEnum):
+    """What stands between the code and the machine."""
+
+    BUBBLEWRAP = "bubblewrap"
+    """Namespaces, a filter of system calls, limits."""
+    NONE = "none"
+    """Limits only: the code can read, write and reach whatever this process can."""
+
+
+@dataclass(frozen=True)
+class SandboxSettings:
+    """Limits of one sandbox, each checked when it is made."""
+
+    kind: SandboxKind = SandboxKind.BUBBLEWRAP
+    memory_mb: int = 512
+    """Address space of the process, in MiB."""
+    disk_mb: int = 64
+    """All files of the workspace and of /tmp together, and each of them, in MiB. They lie in memory."""
+    output_characters: int = 10_000
+    """Text of one cell that is kept: its beginning and its end."""
+    packages: tuple[str, ...] = ()
+    """Distributions, of those installed here, that the code can import, with all that they require."""
+
+    def __post_init__(self) -> None:
+        bounds = {"memory_mb": (64, 1 << 20), "disk_mb": (1, 1 << 16), "output_characters": (200, 100_000)}
+        for name, (least, most) in bounds.items():
+            if not least <= (value := getattr(self, name)) <= most:
+                raise ValueError(f"{name}: got {value}; it has to be from {least} to {most}")
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """Resource limits that the process inside takes on, by their names in `resource`."""
+        limits = {
+            "RLIMIT_AS": self.memory_mb << 20,
+            "RLIMIT_FSIZE": self.disk_mb << 20,
+            "RLIMIT_NOFILE": 64,
+            "RLIMIT_CORE": 0,
+            "RLIMIT_MEMLOCK": 0,
+            "RLIMIT_MSGQUEUE": 0,
+        }
+        # counted in the sandbox's own user namespace; without one it would count all processes of this user
+        return limits if self.kind is SandboxKind.NONE else {**limits, "RLIMIT_NPROC": 64}

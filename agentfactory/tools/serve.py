@@ -1,0 +1,189 @@
+"""Serve tools over MCP: `python -m agentfactory.tools.serve FILE.py | FILE.py:NAME | PREBUILT ... [--http PORT]`.
+
+On stdio by default, until stdin ends. With `--http`, streamable HTTP on 127.0.0.1 (port 0 takes a free one), until
+SIGINT or SIGTERM; the line `ready http://127.0.0.1:PORT/mcp` on stdout says that it listens.
+"""
+
+import argparse
+import json
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from agentfactory.tools import import_path, lifeline
+
+if __name__ == "__main__":
+    import_path.start_folder_last()
+
+import anyio
+import uvicorn
+from mcp.server import Server
+from mcp.server.mcpserver import MCPServer
+from mcp.server.stdio import stdio_server
+from pydantic import ValidationError
+
+from agentfactory.tools.config import PoolConfig
+from agentfactory.tools.environment import Environment
+from agentfactory.tools.mcp_server import build_server
+from agentfactory.tools.prebuilt import PREBUILT
+from agentfactory.tools.tool import is_tool
+from agentfactory.tools.user_code import UserCodeError, load_module, load_object
+
+IDLE_SECONDS = 900.0
+"""How long an HTTP server keeps the instance of a chain that calls nothing: its client may be gone without a word."""
+_EXIT_SECONDS = 2.0
+"""How long a stdio server may take to end after its parent is gone."""
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfactory.tools.serve") -> None:
+    """Parse the command line and serve; what cannot be served ends with status 2 and the reason.
+
+    Args:
+        arguments: Of the command line; None: those of this process.
+        prog: What usage messages call the command.
+    """
+    parser = command_line(prog)
+    options = parser.parse_args(arguments)
+    if options.idle_seconds is not None and options.http is None:
+        parser.error("--idle-seconds: over stdio the client's end is seen; remove it")
+    fields = {name: getattr(options, name) for name in PoolConfig.model_fields}
+    try:
+        pool = PoolConfig.model_validate({name: value for name, value in fields.items() if value is not None})
+    except ValidationError as error:
+        fault = error.errors()[0]
+        parser.error(f"{_flag(str(fault['loc'][0]))}: {fault['msg']}, got {fault['input']}")
+    idle_seconds = None if options.http is None else options.idle_seconds or IDLE_SECONDS
+    try:
+        with redirect_stdout(sys.stderr):  # stdout carries the protocol
+            objects = [found for reference in options.objects for found in _load(reference)]
+            server = build_server(
+                objects, pool=pool, options=dict(map(_option, options.option)), idle_seconds=idle_seconds
+            )
+    except (UserCodeError, TypeError) as error:
+        parser.error(str(error))
+    if isinstance(server, MCPServer):
+        server = server._lowlevel_server
+    if options.http is None:
+        serve_stdio(server)
+    else:
+        serve_http(server, options.http)
+
+
+def objects_in(path: Path) -> list[Any]:
+    """What can be served of the file `path`: its `@tool` functions, Environment classes and MCP server objects.
+
+    What the file imports, or calls by a name with an underscore, is left out.
+
+    Raises:
+        UserCodeError: there is no such file, it fails when executed, or there is nothing of the kind in it.
+    """
+    if not path.is_file():
+        raise UserCodeError(f"there is no file {path}")
+    module = load_module(path.resolve())
+    found = {id(value): value for name, value in vars(module).items() if name[0] != "_" and _is_served(value, module)}
+    if not found:
+        raise UserCodeError(f"{path} has no @tool function, no Environment class and no MCP server")
+    return list(found.values())
+
+
+def _is_served(value: Any, module: Any) -> bool:
+    if isinstance(value, (Server, MCPServer)):
+        return True
+    kind = is_tool(value) or (isinstance(value, type) and issubclass(value, Environment))
+    return kind and value.__module__ == module.__name__
+
+
+def _load(reference: str) -> list[Any]:
+    if reference.endswith(".py"):
+        return objects_in(Path.cwd() / reference)
+    return [load_object(reference, Path.cwd(), PREBUILT)]
+
+
+def command_line(prog: str) -> argparse.ArgumentParser:
+    """The arguments that `main` takes."""
+    parser = argparse.ArgumentParser(prog=prog, description="Serve tools over MCP, on stdio or over HTTP.")
+    parser.add_argument(
+        "objects",
+        nargs="+",
+        metavar="FILE.py[:NAME]",
+        help=f"@tool functions, an Environment class, an MCP server; prebuilt: {', '.join(PREBUILT)}",
+    )
+    parser.add_argument("--http", type=int, metavar="PORT", help="serve streamable HTTP on 127.0.0.1; 0: a free port")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="argument of the Environment's constructor"
+    )
+    for name, field in PoolConfig.model_fields.items():
+        kind = float if "seconds" in name else int
+        metavar = "SECONDS" if kind is float else "N"
+        parser.add_argument(
+            _flag(name), type=kind, metavar=metavar, help=(field.description or "").replace("null:", "default:")
+        )
+    parser.add_argument(
+        "--idle-seconds",
+        type=float,
+        metavar="SECONDS",
+        help="over HTTP, a chain that calls nothing for so long counts as gone; longer than any call; "
+        f"default: {IDLE_SECONDS:g}",
+    )
+    return parser
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """`NAME=VALUE`; the value is JSON where it can be read as such, else text."""
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise TypeError(f"--option: got {text!r}; write it as NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def serve_stdio(server: Server[Any]) -> None:
+    """Serve on stdin and stdout until stdin ends; then the process ends, also with a tool that hangs."""
+    threading.Thread(target=_exit_with_parent, args=(os.dup(sys.stdin.fileno()),), daemon=True).start()
+
+    async def run() -> None:
+        async with stdio_server() as (read_stream, write_stream):
+            await server.run(read_stream, write_stream, server.create_initialization_options())
+
+    anyio.run(run)
+
+
+def _exit_with_parent(stdin: int) -> None:
+    """End the process some seconds after the other end of `stdin` was closed, for a tool may block the event loop."""
+    poll = select.poll()
+    poll.register(stdin, 0)  # reports hang-ups only
+    poll.poll()
+    time.sleep(_EXIT_SECONDS)
+    os._exit(1)
+
+
+def serve_http(server: Server[Any], port: int) -> None:
+    """Serve streamable HTTP under /mcp on 127.0.0.1 until SIGINT or SIGTERM."""
+    lifeline.follow_parent()
+    # the protocol is named because asyncio turns Nagle's algorithm off only for sockets that name it: 40 ms a call
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    listener.listen(1024)
+    # chains are told apart by `_meta`, so that HTTP sessions would only have to be kept and expired
+    app = server.streamable_http_app(stateless_http=True, json_response=True)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+    print(f"ready http://127.0.0.1:{listener.getsockname()[1]}/mcp", flush=True)
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main()

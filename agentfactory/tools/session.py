@@ -1,0 +1,285 @@
+"""`ToolSession`: one chain's way to the tools."""
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from jsonschema.exceptions import best_match
+from jsonschema.protocols import Validator
+from mcp import MCPError
+from mcp_types import INVALID_PARAMS, CallToolResult
+
+from agentfactory.tools.mcp_client import CallTimeout, Connection
+from agentfactory.tools.messages import (
+    CallError,
+    Content,
+    EnvironmentReward,
+    EnvironmentRewardError,
+    ToolCall,
+    ToolInfrastructureError,
+    ToolResult,
+    text_of,
+)
+from agentfactory.tools.pool import Lease
+from agentfactory.tools.results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of
+from agentfactory.tools.tool_server import ToolServer
+
+logger = logging.getLogger(__name__)
+
+_MAX_DEPTH = 64
+"""Deepest arguments that are sent. The SDK drops what is nested some 200 levels deep, and the call would hang."""
+_CLOSE_SECONDS = 10.0
+"""How long an environment may take to close."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where a tool's calls go: the server, and the tool's name there.
+
+    `validator` is set where the server does not tell wrong arguments from other errors.
+    """
+
+    server: ToolServer
+    tool: str
+    validator: Validator | None
+
+
+@dataclass
+class _Share:
+    """What a chain has of one server."""
+
+    server: ToolServer
+    connection: Connection
+    lease: Lease[Connection] | None
+    order: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """An environment gets a chain's calls one by one, in the order in which they were made, on every transport."""
+    asked: bool = False
+    """A reset was begun: the environment is to be closed, whatever became of it."""
+    generation: int | None = None
+    """Of the server process that holds the chain's state."""
+    spoiled: bool = False
+    """The instance is not for another chain: it failed, or may still be at work on a call that was given up."""
+
+
+class ToolSession:
+    """One chain's way to the tools. `opening` is what its environments' resets gave, or None."""
+
+    def __init__(self, key: str, servers: Sequence[ToolServer], routes: Mapping[str, Route]) -> None:
+        self.opening: Content | None = None
+        self._key = key
+        self._servers = servers
+        self._routes = routes
+        self._shares: dict[str, _Share] = {}
+
+    async def call(self, call: ToolCall, timeout_seconds: float | None = None) -> ToolResult:
+        """Make one call. Whatever the model did wrong comes back as a result that it can read.
+
+        `timeout_seconds` is the call's time limit instead of the server's own.
+
+        Raises:
+            ToolInfrastructureError: the server died, broke the protocol, or lost this chain's state.
+        """
+        started = time.perf_counter()
+        route = self._routes.get(call.name)
+        if route is None:
+            known = f"The tools are: {', '.join(self._routes)}." if self._routes else "There are no tools."
+            return _refusal(f"There is no tool {call.name!r}. {known}", CallError.UNKNOWN_TOOL, started)
+        if fault := _fault(call.arguments, route.validator):
+            return _refusal(f"Invalid arguments for {call.name}: {fault}.", CallError.INVALID_ARGUMENTS, started)
+        seconds = route.server.config.timeout_seconds if timeout_seconds is None else timeout_seconds
+        try:
+            result = await self._ask(route, call.arguments, seconds)
+        except CallTimeout:
+            return _refusal(f"{call.name} did not answer within {seconds:g} s.", CallError.TIMEOUT, started)
+        except MCPError as refusal:
+            if refusal.code != INVALID_PARAMS:
+                raise ToolInfrastructureError(
+                    f"tool server {route.server.name}, call of {route.tool}: {refusal}"
+                ) from refusal
+            text = f"Invalid arguments for {call.name}: {refusal}."
+            return _refusal(text, CallError.INVALID_ARGUMENTS, started)
+        meta = result.meta or {}
+        info = meta.get(INFO_KEY)
+        error = _KINDS.get(str(meta.get(ERROR_KEY)), CallError.TOOL_ERROR) if result.is_error else None
+        content = content_of(result)
+        if error is CallError.INVALID_ARGUMENTS and isinstance(content, str):
+            # a server of ours does not know by which name the model knows the tool
+            content = content.replace(f"Invalid arguments for {route.tool}:", f"Invalid arguments for {call.name}:", 1)
+        return ToolResult(
+            content,
+            error,
+            time.perf_counter() - started,
+            meta.get(FINISH_KEY) is True,
+            dict(info) if isinstance(info, dict) else {},
+        )
+
+    async def reward(self) -> EnvironmentReward | None:
+        """The environment's verdict on the chain; None without an environment that gives one.
+
+        Several environments' rewards are added up, and their metrics carry the server's name before a slash.
+
+        Raises:
+            EnvironmentRewardError: reward() failed, or its answer is no number and no object with `reward`.
+            ToolInfrastructureError: the server died, or lost this chain's state.
+        """
+        judges = [share for share in self._shares.values() if "reward" in share.server.hidden]
+        if not judges:
+            return None
+        total = EnvironmentReward(0.0)
+        for share in judges:
+            name = share.server.name
+            one = _verdict(name, await self._control(share, "reward", {}, failure=EnvironmentRewardError))
+            if len(judges) > 1:
+                one.metrics = {f"{name}/{key}": value for key, value in one.metrics.items()}
+            try:
+                total.add(one)
+            except ValueError as error:
+                raise EnvironmentRewardError(
+                    f"environment {name}: its turn_rewards are not as many as another's"
+                ) from error
+        return total
+
+    async def begin(self, task: dict[str, Any]) -> None:
+        """Take what the chain needs of each server, and begin `task` in every environment.
+
+        One server after the other, in the recipe's order: chains that need several scarce instances never wait for
+        each other in a circle. Called by `Toolset.chain`.
+        """
+        openings = []
+        for server in self._servers:
+            connection, lease = await server.acquire()
+            share = self._shares[server.name] = _Share(server, connection, lease)
+            if server.environment:
+                openings.append(await self._reset(share, task))
+        self.opening = _joined([content for content in openings if content])
+
+    async def close(self) -> None:
+        """Let go of everything; an environment that fails to close is only logged. Called by `Toolset.chain`."""
+        await asyncio.gather(*(self._let_go(share) for share in self._shares.values()))
+
+    async def _reset(self, share: _Share, task: dict[str, Any]) -> Content:
+        server = share.server
+        schema = server.hidden["reset"].input_schema
+        fields = task
+        if not schema.get("additionalProperties"):
+            fields = {key: value for key, value in task.items() if key in schema.get("properties", {})}
+        if missing := [key for key in schema.get("required", []) if key not in task]:
+            raise ToolInfrastructureError(
+                f"environment {server.name}: reset needs {', '.join(missing)}, which the task does not have; "
+                f"its fields are {', '.join(task) or 'none'}"
+            )
+        share.asked = True
+        result = await self._control(share, "reset", fields, server.reset_seconds)
+        share.generation = share.connection.generation
+        return content_of(result)
+
+    async def _let_go(self, share: _Share) -> None:
+        replaced = share.server.isolated and share.spoiled
+        try:
+            # a server that died holds nothing any more, and is not started for a farewell
+            if share.asked and "close" in share.server.hidden and share.connection.alive and not replaced:
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    await self._control(share, "close", {})
+        except (ToolInfrastructureError, TimeoutError) as error:
+            share.spoiled = True
+            logger.info("environment %s: close: %s", share.server.name, error)
+        finally:
+            if share.lease is not None:
+                await share.lease.release(broken=share.server.isolated and share.spoiled)
+
+    async def _control(
+        self,
+        share: _Share,
+        role: str,
+        arguments: dict[str, Any],
+        timeout_seconds: float | None = None,
+        failure: type[ToolInfrastructureError] = ToolInfrastructureError,
+    ) -> CallToolResult:
+        """Call one of an environment's hidden tools, which has to succeed."""
+        server = share.server
+        tool = server.hidden[role].name
+        try:
+            async with share.order:
+                result = await self._request(share, tool, arguments, timeout_seconds)
+        except (CallTimeout, MCPError) as error:
+            raise ToolInfrastructureError(f"environment {server.name}: {tool}: {error}") from error
+        if result.is_error:
+            raise failure(f"environment {server.name}: {tool}: {text_of(content_of(result))}")
+        return result
+
+    async def _ask(self, route: Route, arguments: dict[str, Any], seconds: float) -> CallToolResult:
+        share = self._shares[route.server.name]
+        if route.server.cache is not None:
+            ask = partial(self._request, share, route.tool, arguments, math.inf)
+            return await route.server.cache.result(route.tool, arguments, ask, seconds)
+        if route.server.environment is None:
+            return await self._request(share, route.tool, arguments, seconds)
+        async with share.order:
+            return await self._request(share, route.tool, arguments, seconds)
+
+    async def _request(
+        self, share: _Share, tool: str, arguments: dict[str, Any], timeout_seconds: float | None
+    ) -> CallToolResult:
+        try:
+            return await share.connection.call(tool, arguments, self._key, share.generation, timeout_seconds)
+        except (CallTimeout, ToolInfrastructureError, MCPError, asyncio.CancelledError) as error:
+            if not isinstance(error, MCPError) or error.code != INVALID_PARAMS:
+                share.spoiled = True
+            raise
+
+
+_KINDS = {kind.value: kind for kind in CallError}
+
+
+def _refusal(text: str, error: CallError, started: float) -> ToolResult:
+    return ToolResult(text, error, time.perf_counter() - started)
+
+
+def _joined(contents: list[Content]) -> Content | None:
+    """Several openings as one; with images as parts."""
+    if not any(isinstance(content, list) for content in contents):
+        return "\n".join(text_of(content) for content in contents) or None
+    parts = [[{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents]
+    return [part for some in parts for part in some]
+
+
+def _fault(arguments: dict[str, Any], validator: Validator | None) -> str | None:
+    """What is wrong with `arguments` as far as can be seen here."""
+    if _is_deeper(arguments, _MAX_DEPTH):
+        return f"they are nested more than {_MAX_DEPTH} levels deep"
+    try:
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:  # NaN, infinity or a lone surrogate, which a model can write and nobody can send
+        return f"not JSON in UTF-8: {error}"
+    if validator is not None and (mismatch := best_match(validator.iter_errors(arguments))):
+        return f"{mismatch.json_path.removeprefix('$').removeprefix('.') or 'the arguments'}: {mismatch.message}"
+    return None
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    if not isinstance(value, (dict, list)):
+        return False
+    return levels == 0 or any(
+        _is_deeper(item, levels - 1) for item in (value.values() if isinstance(value, dict) else value)
+    )
+
+
+def _verdict(server: str, result: CallToolResult) -> EnvironmentReward:
+    """The reward in an answer: an object, or text that is JSON of a number or an object."""
+    answer: Any = result.structured_content
+    try:
+        if answer is None:
+            answer = json.loads(text_of(content_of(result)))
+        if isinstance(answer, dict) and "reward" not in answer and set(answer) == {"result"}:
+            answer = answer["result"]  # how the SDK's MCPServer wraps a plain return value
+        return EnvironmentReward.parse(answer, "it")
+    except (ValueError, TypeError) as error:
+        raise EnvironmentRewardError(
+            f"environment {server}: reward answered {text_of(content_of(result))!r}: {error}"
+        ) from None

@@ -1,0 +1,72 @@
+"""Where an MCP server is: what a recipe's entry means on this machine, secrets filled in."""
+
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcp import StdioServerParameters
+from mcp.server import Server
+from mcp.server.mcpserver import MCPServer
+
+from agentfactory.tools.config import Isolation, McpServerConfig
+from agentfactory.tools.containers import Container
+from agentfactory.tools.mcp_server import build_server
+from agentfactory.tools.prebuilt import PREBUILT
+from agentfactory.tools.user_code import load_object
+
+
+@dataclass(frozen=True)
+class HttpAddress:
+    """A running streamable-HTTP server. `session`: the connection is to be a session of its own."""
+
+    url: str
+    headers: dict[str, str]
+    session: bool = False
+
+
+Target = Server[Any] | MCPServer | StdioServerParameters | Container | HttpAddress
+"""What a connection leads to."""
+
+
+def target_of(name: str, config: McpServerConfig, base: Path) -> Target:
+    """The object, process, container or address that `config` means.
+
+    `command: python` is this interpreter; paths start at `base`.
+
+    Raises:
+        UserCodeError, TypeError: `module` cannot be loaded or served.
+        ValueError: `env` or `headers` refer to an environment variable that is not set.
+    """
+    if config.module is not None:
+        loaded = load_object(config.module, base, prebuilt=PREBUILT)
+        return build_server([loaded], name, config.pool, config.options)
+    if config.url is not None:
+        headers = _expand(f"mcp_servers.{name}.headers", config.headers)
+        return HttpAddress(config.url, headers, config.isolation is Isolation.SESSION)
+    env = _expand(f"mcp_servers.{name}.env", config.env)
+    if config.container is not None:
+        return Container(name, config.container, config.args, env)
+    assert config.command is not None
+    return StdioServerParameters(
+        command=sys.executable if config.command == "python" else config.command,
+        args=config.args,
+        env=env,
+        cwd=base / (config.cwd or "."),
+    )
+
+
+def _expand(field: str, values: dict[str, str]) -> dict[str, str]:
+    """Put environment variables in place of `${NAME}`: a recipe refers to a secret and never holds it."""
+
+    def expand(key: str, value: str) -> str:
+        def variable(match: re.Match[str]) -> str:
+            if match[1] not in os.environ:
+                raise ValueError(f"{field}.{key}: the environment variable {match[1]} is not set; export it")
+            return os.environ[match[1]]
+
+        return re.sub(r"\$\{(\w+)\}", variable, value)
+
+    return {key: expand(key, value) for key, value in values.items()}

@@ -1,0 +1,171 @@
+"""One server of a recipe: what it offers, and what of it a chain gets for itself."""
+
+from collections.abc import Sequence
+
+from mcp import MCPError
+from mcp_types import Tool
+
+from agentfactory.tools.call_cache import CallCache
+from agentfactory.tools.config import EnvironmentTools, Isolation, McpServerConfig
+from agentfactory.tools.mcp_client import CallTimeout, Connection, Log
+from agentfactory.tools.mcp_server import ROLE_KEY
+from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.pool import Lease, Pool
+from agentfactory.tools.targets import Target
+
+_GAUGE_SECONDS = 2.0
+
+
+class ToolServer:
+    """A server, from `open` to `close`.
+
+    Shared: one connection for all chains. Where `pool.capacity` is set, a chain needs one of so many places.
+    Isolated: a pool of connections, each to a process, container or session of its own, which one chain at a time
+    holds. Only an environment, which is reset, is known to forget what a chain left behind; the instances of any other
+    server serve one chain each, unless `pool.max_uses` says otherwise.
+
+    `tools` are those for the model, `hidden` the environment's by their role.
+    """
+
+    def __init__(self, name: str, config: McpServerConfig, target: Target, log: Log) -> None:
+        self.name = name
+        self.config = config
+        self.tools: list[Tool] = []
+        self.hidden: dict[str, Tool] = {}
+        self.environment: EnvironmentTools | None = config.environment
+        self.reset_seconds = config.timeout_seconds
+        self.cache = CallCache(config.cache) if config.cache else None
+        self.isolated = config.isolation is not Isolation.SHARED
+        self._target = target
+        self._log = log
+        self._shared: Connection | None = None
+        self._first: list[Connection] = []  # what an isolated server offers is read from one that its pool takes over
+        self._pool: Pool[Connection] | None = None
+        self._gauges: str | None = None
+
+    async def open(self) -> None:
+        """Start or reach the server, and see what it offers.
+
+        Raises:
+            ValueError: names in `allow`, `deny` or `environment` that it does not have; a cache for an environment.
+            ToolInfrastructureError: it cannot be started or reached.
+        """
+        if self.isolated:
+            self._first.append(await self._connect())
+            self._read(self._first[0].tools)
+            self._pool = self._instances()
+            self._pool.warm_up()
+            return
+        self._shared = Connection(self.name, self._target, self.config.timeout_seconds, self._log)
+        await self._shared.open()
+        self._read(self._shared.tools)
+        if self.config.module is not None:
+            return  # our own host, in this process, has the pool
+        for field in ("warm", "max_uses", "max_seconds"):
+            if getattr(self.config.pool, field):
+                raise ValueError(
+                    f"mcp_servers.{self.name}.pool.{field}: all chains share the server, so that nothing is made or "
+                    "replaced; set isolation, or remove it"
+                )
+        if self.config.pool.capacity is not None:
+            self._pool = self._places(self._shared)
+
+    async def close(self) -> None:
+        """End what was started here; no process of it is left."""
+        if self._pool is not None:
+            await self._pool.close()
+        for connection in (*self._first, *([self._shared] if self._shared else [])):
+            await connection.close()
+
+    async def acquire(self) -> tuple[Connection, Lease[Connection] | None]:
+        """The connection for one chain, and the lease to be released at its end, if there is one.
+
+        Raises ToolInfrastructureError: none came free in time, or none could be made.
+        """
+        if self._pool is None:
+            assert self._shared is not None
+            return self._shared, None
+        lease = await self._pool.acquire()
+        return lease.value, lease
+
+    async def gauges(self) -> dict[str, float]:
+        """Those of the pool, here or in the server; empty where there is none, or no answer."""
+        if self._pool is not None:
+            return self._pool.gauges()
+        if self._gauges is None or self._shared is None or not self._shared.alive:
+            return {}
+        try:
+            result = await self._shared.call(self._gauges, {}, "", timeout_seconds=_GAUGE_SECONDS)
+        except (CallTimeout, MCPError, ToolInfrastructureError):
+            return {}
+        return {key: float(value) for key, value in (result.structured_content or {}).items()}
+
+    async def _connect(self) -> Connection:
+        connection = Connection(self.name, self._target, self.config.timeout_seconds, self._log, reopens=False)
+        try:
+            await connection.open()
+        except BaseException:
+            await connection.close()
+            raise
+        return connection
+
+    def _instances(self) -> Pool[Connection]:
+        async def make() -> Connection:
+            while self._first:
+                first = self._first.pop()
+                if first.alive:
+                    return first
+                await first.close()
+            return await self._connect()
+
+        config = self.config.pool
+        if self.environment is None and config.max_uses is None:
+            config = config.model_copy(update={"max_uses": 1})
+        return Pool(f"tool server {self.name}", make, config, healthy=Connection.answers, retire=Connection.close)
+
+    def _places(self, shared: Connection) -> Pool[Connection]:
+        async def make() -> Connection:
+            return shared
+
+        async def retire(connection: Connection) -> None:
+            """A place holds nothing."""
+
+        return Pool(f"tool server {self.name}", make, self.config.pool, retire=retire)
+
+    def _read(self, tools: Sequence[Tool]) -> None:
+        listed = {tool.name: tool for tool in tools}
+        roles = {(tool.meta or {}).get(ROLE_KEY): tool.name for tool in tools}
+        self._gauges = roles.get("gauges")
+        declared = "reset" in roles  # a server of ours says that it is an environment
+        if self.environment is None and declared:
+            self.environment = EnvironmentTools(
+                reset=roles["reset"], reward=roles.get("reward"), close=roles.get("close")
+            )
+        if declared:  # and its reset waits for an instance
+            self.reset_seconds += self.config.pool.wait_seconds
+        for role in ("reset", "reward", "close") if self.environment else ():
+            tool = getattr(self.environment, role)
+            if tool is None:
+                continue
+            if tool not in listed:
+                raise ValueError(
+                    f"mcp_servers.{self.name}.environment.{role}: the server has no tool {tool!r}, it offers "
+                    f"{_names(listed)}" + ("; name one of them" if role == "reset" else "; set it to null")
+                )
+            self.hidden[role] = listed[tool]
+        if self.environment and self.cache:
+            raise ValueError(f"mcp_servers.{self.name}.cache: it is an environment, with state per chain; remove it")
+        hidden = {tool.name for tool in self.hidden.values()} | {self._gauges}
+        seen = {name: tool for name, tool in listed.items() if name not in hidden}
+        allow, deny = self.config.allow, self.config.deny
+        for field, names in (("allow", allow or []), ("deny", deny)):
+            if unknown := [name for name in names if name not in seen]:
+                raise ValueError(
+                    f"mcp_servers.{self.name}.{field}: the server has no tool {unknown[0]!r} for models, it offers "
+                    f"{_names(seen)}; name one of them"
+                )
+        self.tools = [tool for name, tool in seen.items() if (allow is None or name in allow) and name not in deny]
+
+
+def _names(tools: dict[str, Tool]) -> str:
+    return ", ".join(tools) or "none"

@@ -1,0 +1,71 @@
+"""The network under a policy, a critic or a reference: its hidden states, under every attention implementation."""
+
+from typing import Any, Self
+
+import torch
+from jaxtyping import Float, Int
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from agentfactory.trainers.attention import attention_arguments, use_runs
+from agentfactory.trainers.network import decoder_layers
+
+
+class Backbone(nn.Module):
+    """A transformers network whose hidden states its subclasses make something of, in `forward`."""
+
+    def __init__(self, model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> None:
+        """`dtype` is the precision of the forward pass; below float32 it runs under autocast."""
+        super().__init__()
+        self.model = model
+        self.dtype = dtype
+        use_runs(self.network)
+
+    @property
+    def network(self) -> Any:
+        """The transformers model, with adapter layers in place if there is an adapter."""
+        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+
+    @property
+    def is_lora(self) -> bool:
+        """Whether an adapter is trained in place of the network's own weights."""
+        return isinstance(self.model, PeftModel)
+
+    @property
+    def _no_split_modules(self) -> list[str]:
+        # accelerate makes each module of these classes a unit of FSDP2
+        return sorted({type(layer).__name__ for layer in decoder_layers(self.network)})
+
+    def train(self, mode: bool = True) -> Self:
+        """Switches only the adapter's dropout: a network's own dropout would make the trainer's log-probabilities
+        differ from the server's."""
+        super().train(False)
+        self.training = mode
+        for name, module in self.named_modules():
+            if "lora_dropout" in name:
+                module.train(mode)
+        return self
+
+    def hidden(
+        self,
+        ids: Int[Tensor, "batch length"],
+        positions: Int[Tensor, "1 length"] | None = None,
+        ends: Int[Tensor, "1 length"] | None = None,
+    ) -> Float[Tensor, "batch length width"]:
+        """What the network makes of each token, before any head.
+
+        `positions` and `ends` say who sees whom in a line of several rows or a tree, as in MicroBatch. Without them
+        lines count from 0 and attend causally, which is exact for rows padded on the right.
+        """
+        arguments: dict[str, Any] = {}
+        if positions is not None and ends is not None:
+            kind = self.network.config._attn_implementation
+            arguments = attention_arguments(kind, positions, ends, self.dtype)
+        # each weight is used once: copies in self.dtype would only stand in memory until the pass ends, which gradient
+        # checkpointing and fsdp2 are there to avoid
+        lower = self.dtype != torch.float32
+        with torch.autocast(ids.device.type, dtype=self.dtype, enabled=lower, cache_enabled=False):
+            return self.network.base_model(
+                input_ids=ids, position_ids=positions, use_cache=False, **arguments
+            ).last_hidden_state

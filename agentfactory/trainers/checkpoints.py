@@ -1,0 +1,78 @@
+"""The checkpoints of one run: written when they are due, the newest and the best kept, resumed from."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from agentfactory.trainers.checkpoint import load_checkpoint, save_checkpoint
+from agentfactory.trainers.checkpoint_folder import flush, prune, read_info
+from agentfactory.trainers.config import TrainConfig
+from agentfactory.trainers.learner import Learner
+from agentfactory.trainers.lineage import Lineage
+
+
+class Checkpoints:
+    """Where a loop's weights come from and go to. Every process has one."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        train: TrainConfig,
+        info: dict[str, Any] | None = None,
+        files: Mapping[str, Path] | None = None,
+        resume: Path | None = None,
+    ) -> None:
+        """`info` (JSON) goes into each checkpoint as it is. `files` are those that the run appends to: a checkpoint
+        notes how long they are, so that a resumed run can cut what came after. `resume` is the checkpoint to go on
+        from."""
+        self.lineage = Lineage.from_json(read_info(resume)) if resume else Lineage()
+        self.path = resume
+        """The newest checkpoint."""
+        self.saved_step = self.lineage.step
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._train = train
+        self._info = info or {}
+        self._files = files or {}
+        self._resume = resume
+
+    def due(self, step: int) -> bool:
+        """Whether the recipe asks for a checkpoint of `step`."""
+        every = self._train.checkpoint_every
+        return step == self._train.steps or (every > 0 and step % every == 0)
+
+    def restore(self, learner: Learner) -> None:
+        """Put `learner` where the resumed checkpoint was; every process calls it. Does nothing in a new run."""
+        if self._resume:
+            load_checkpoint(self._resume, learner)
+
+    def save(self, learner: Learner) -> None:
+        """Write a checkpoint of the last finished step, and delete those that the recipe does not keep. Every process
+        calls it; returns when the checkpoint is durable.
+
+        Raises ValueError where train.keep_best names a figure that the run does not have.
+        """
+        main, step = learner.accelerator.is_main_process, self.lineage.step
+        info: dict[str, Any] = {}
+        if main:
+            files = {name: file for name, file in self._files.items() if file.exists()}
+            sizes = {name: file.stat().st_size for name, file in files.items()}
+            for file in files.values():
+                # what the checkpoint counts on
+                flush(file)
+            info = {**self._info, **self.lineage.to_json(), "files": sizes}
+        self.path = save_checkpoint(self._folder, step, learner, self._tokenizer, info)
+        self.saved_step = step
+        if main:
+            self._check_keep_best()
+            prune(self._folder, self._train.keep_last, self._train.keep_best)
+
+    def _check_keep_best(self) -> None:
+        wanted, lineage = self._train.keep_best, self.lineage
+        known = {*lineage.metrics, *lineage.after}
+        not_yet = lineage.evaluated is None and wanted is not None and wanted.startswith("eval/")
+        if wanted is not None and wanted not in known and not not_yet:
+            raise ValueError(f"train.keep_best: the run has no figure {wanted!r}; it has {', '.join(sorted(known))}")

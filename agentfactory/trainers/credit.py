@@ -1,0 +1,254 @@
+"""Credit assignment: from the rewards of a batch's chains to an advantage and a weight per sampled token."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate, pairwise
+from statistics import fmean, pvariance, stdev
+from typing import Any
+
+import numpy as np
+import torch
+
+from agentfactory.rollout.config import OutcomePolicy
+from agentfactory.rollout.trajectory import Group, Trajectory
+from agentfactory.trainers.advantages import (
+    gae,
+    grpo_advantages,
+    overlong_penalty,
+    process_advantages,
+    returns,
+    rloo_advantages,
+    whiten,
+)
+from agentfactory.trainers.batch import TrainingRow, training_row
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.losses import kl, token_weights
+
+
+@dataclass(frozen=True)
+class Credited:
+    """A batch's rows, ready to be trained."""
+
+    rows: list[TrainingRow] = field(default_factory=list)
+    normaliser: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class _Chain:
+    """A chain that has a reward. One whose outcome is masked takes part in baselines and is not trained: no rows."""
+
+    id: str
+    reward: float
+    turn_rewards: list[float]
+    """Empty where the reward gives none."""
+    ends: list[int]
+    """Number of sampled tokens up to the end of each turn that has a reward."""
+    rows: list[TrainingRow]
+    places: list[int]
+    """Which of the trajectory's rows these are: one in which nothing was sampled is not trained."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(row.targets) for row in self.rows)
+
+    def stream(self, name: str) -> list[float]:
+        """A stream of all its sampled tokens, which may stand in several rows: tool tokens are no steps."""
+        return [value for row in self.rows for value in row.streams[name]]
+
+
+class Credit:
+    """The chains of one batch of groups."""
+
+    def __init__(self, groups: Sequence[Group], recipe: TrainRecipe) -> None:
+        """Chains without a reward, and those whose outcome is to be dropped, are left out of everything."""
+        self._recipe = recipe
+        self._ids = [group.id for group in groups]
+        self._groups = [
+            [_chain(t, policy is OutcomePolicy.KEEP, recipe) for t in group.trajectories if (policy := _use(t, recipe))]
+            for group in groups
+        ]
+
+    @property
+    def rows(self) -> list[TrainingRow]:
+        """The rows to train, which may be scored before their advantages are known."""
+        return [row for chain in self._chains() for row in chain.rows]
+
+    def assign(self, rows: Sequence[TrainingRow]) -> Credited:
+        """Advantages and weights for `rows`: those of the property, with the streams that `needed_scores` names.
+
+        Weights follow `train.loss.normaliser`; a token's share of the policy term is 0 where its entropy is below the
+        batch's quantile (`train.loss.top_entropy`).
+        """
+        remaining = iter(rows)
+        chains = self._chains()
+        for chain in chains:
+            chain.rows = [next(remaining) for _ in chain.rows]
+        advantages, values, metrics = self._advantages()
+        trained = [index for index, chain in enumerate(chains) if chain.rows]
+        lengths = [chains[index].tokens for index in trained]
+        loss = self._recipe.train.loss
+        weights, normaliser = token_weights(lengths, loss.normaliser, self._recipe.rollout.max_total_tokens)
+        if loss.top_entropy < 1.0:
+            _keep_uncertain(chains, advantages, loss.top_entropy)
+        done: list[TrainingRow] = []
+        for index, weight in zip(trained, weights, strict=True):
+            chain = chains[index]
+            streams = {"advantage": advantages[index], "weight": [weight] * chain.tokens}
+            if values:
+                streams["return"] = values[index]
+            done += _with_streams(chain.rows, streams)
+        return Credited(done, normaliser, metrics)
+
+    def lines(self, step: int, rows: Sequence[TrainingRow], proximal: Sequence[list[float]] = ()) -> list[str]:
+        """JSON per group: what each trained token of its chains was credited with, from the rows of `assign` and, where
+        the policy was trained, the trainer's log-probabilities of their targets. Numbers have 6 decimals."""
+        none: list[list[float] | None] = [None] * len(rows)
+        remaining = iter(zip(rows, proximal or none, strict=True))
+        lines = []
+        for group, chains in zip(self._ids, self._groups, strict=True):
+            credited = {chain.id: [_noted(place, *next(remaining)) for place in chain.places] for chain in chains}
+            trained = {name: entries for name, entries in credited.items() if entries}
+            lines.append(json.dumps({"group": group, "step": step, "chains": trained}, separators=(",", ":")))
+        return lines
+
+    def _chains(self) -> list[_Chain]:
+        return [chain for group in self._groups for chain in group]
+
+    def _advantages(self) -> tuple[list[list[float]], list[list[float]], dict[str, float]]:
+        """Per chain and sampled token: advantages, and the returns that a critic learns (only with one); metrics."""
+        config = self._recipe.train.advantage
+        chains = self._chains()
+        match config.estimator:
+            case "grpo":
+                return self._relative(partial(grpo_advantages, scale=config.scale, batch_std=self._std())), [], {}
+            case "rloo":
+                return self._relative(rloo_advantages), [], {}
+            case "reinforce_pp_baseline":
+                return whiten(self._relative(partial(grpo_advantages, scale="none"))), [], {}
+        costs, metrics = self._costs(chains)
+        if config.estimator == "reinforce_pp":
+            return whiten([returns(cost, config.gamma) for cost in costs]), [], metrics
+        estimates = [
+            gae(cost, chain.stream("value"), config.gamma, config.gae_lambda)
+            for cost, chain in zip(costs, chains, strict=True)
+        ]
+        targets = [target for _, target in estimates]
+        errors = [
+            r - v for c, t in zip(chains, targets, strict=True) for r, v in zip(t, c.stream("value"), strict=True)
+        ]
+        variance = pvariance([value for target in targets for value in target] or [0.0])
+        if variance > 0:
+            metrics["critic/explained_variance"] = 1.0 - pvariance(errors) / variance
+        return whiten([advantage for advantage, _ in estimates]), targets, metrics
+
+    def _std(self) -> float | None:
+        """Of the rewards of the batch's chains, for `scale: batch`."""
+        rewards = [chain.reward for chain in self._chains()]
+        return stdev(rewards) if len(rewards) > 1 else None
+
+    def _relative(self, estimate: Callable[[list[float]], list[float]]) -> list[list[float]]:
+        """Advantages within groups: the chain's for all its tokens, and those of its turns if the reward gives any."""
+        scale = self._recipe.train.advantage.scale if self._recipe.train.advantage.estimator == "grpo" else "none"
+        turn_rewards = [reward for chain in self._chains() for reward in chain.turn_rewards]
+        turn_std = stdev(turn_rewards) if len(turn_rewards) > 1 else None
+        advantages: list[list[float]] = []
+        for group in self._groups:
+            whole = estimate([chain.reward for chain in group])
+            turns = process_advantages([chain.turn_rewards for chain in group], scale, turn_std)
+            for chain, advantage, by_turn in zip(group, whole, turns, strict=True):
+                tokens = [advantage] * chain.tokens
+                for (start, end), added in zip(pairwise([0, *chain.ends]), by_turn, strict=True):
+                    tokens[start:end] = [value + added for value in tokens[start:end]]
+                advantages.append(tokens)
+        return advantages
+
+    def _costs(self, chains: Sequence[_Chain]) -> tuple[list[list[float]], dict[str, float]]:
+        """Rewards per sampled token: the chain's at its last one, its turns' at their last ones, less the distance to
+        the reference where that is paid from the reward."""
+        distance = self._recipe.train.loss.kl
+        costs: list[list[float]] = []
+        paid: list[float] = []
+        for chain in chains:
+            cost = [0.0] * chain.tokens
+            if cost:
+                cost[-1] += chain.reward
+                for end, reward in zip(chain.ends, chain.turn_rewards, strict=True):
+                    if end:
+                        cost[end - 1] += reward
+                if distance.coefficient and distance.place == "reward":
+                    proximal, reference = (torch.tensor(chain.stream(name)) for name in ("proximal", "reference"))
+                    gaps = kl(distance.estimator, proximal, reference).tolist()
+                    paid += gaps
+                    cost = [reward - distance.coefficient * gap for reward, gap in zip(cost, gaps, strict=True)]
+            costs.append(cost)
+        return costs, {"kl": fmean(paid)} if paid else {}
+
+
+def needed_scores(recipe: TrainRecipe) -> list[str]:
+    """The streams that credit and loss need of the weights before the update; see Learner.score."""
+    loss = recipe.train.loss
+    names = []
+    if recipe.train.has_reference:
+        names.append("reference")
+        if loss.kl.place == "reward":
+            names.append("proximal")
+    if loss.top_entropy < 1.0:
+        names.append("entropy")
+    if recipe.train.has_critic:
+        names.append("value")
+    return names
+
+
+def _use(trajectory: Trajectory, recipe: TrainRecipe) -> OutcomePolicy | None:
+    policy = recipe.rollout.outcome_policy(trajectory.outcome)
+    used = policy in (OutcomePolicy.KEEP, OutcomePolicy.MASK)
+    return policy if used and trajectory.reward is not None else None
+
+
+def _chain(trajectory: Trajectory, trained: bool, recipe: TrainRecipe) -> _Chain:
+    assert trajectory.reward is not None
+    reward = trajectory.reward
+    overlong = recipe.train.overlong
+    if overlong is not None:
+        # rows may begin anew (a template that rewrites history, rollout.context): the last one fills the context
+        length = len(trajectory.rows[-1].token_ids) if trajectory.rows else 0
+        reward += overlong_penalty(length, recipe.rollout.max_total_tokens, overlong.buffer, overlong.penalty)
+    made = [(row, place) for place, row in enumerate(map(training_row, trajectory.rows)) if row] if trained else []
+    rows, places = [row for row, _ in made], [place for _, place in made]
+    if trajectory.turn_rewards is None:
+        return _Chain(trajectory.id, reward, [], [], rows, places)
+    lengths = [sum(trajectory.rows[row].mask[start:end]) for row, start, end in trajectory.turn_spans()]
+    return _Chain(trajectory.id, reward, trajectory.turn_rewards, list(accumulate(lengths)), rows, places)
+
+
+def _noted(place: int, row: TrainingRow, proximal: list[float] | None) -> dict[str, Any]:
+    """What one trained row was credited with, for `Credit.lines`."""
+    noted = {"row": place, "targets": row.targets, "advantage": _rounded(row.streams["advantage"])}
+    return noted if proximal is None else noted | {"proximal": _rounded(proximal)}
+
+
+def _rounded(values: list[float]) -> list[float]:
+    return np.asarray(values).round(6).tolist()
+
+
+def _with_streams(rows: Sequence[TrainingRow], streams: dict[str, list[float]]) -> list[TrainingRow]:
+    """Gives each row its part of a chain's streams."""
+    done, start = [], 0
+    for row in rows:
+        end = start + len(row.targets)
+        done.append(replace(row, streams=row.streams | {name: s[start:end] for name, s in streams.items()}))
+        start = end
+    return done
+
+
+def _keep_uncertain(chains: Sequence[_Chain], advantages: list[list[float]], share: float) -> None:
+    """Advantage 0 for all tokens but the `share` of highest entropy (Wang et al., 2025, arXiv:2506.01939, equation 4),
+    over the whole batch."""
+    entropies = [chain.stream("entropy") for chain in chains]
+    flat = np.concatenate([np.asarray(values) for values in entropies])
+    threshold = np.quantile(flat, 1.0 - share)
+    for index, values in enumerate(entropies):
+        advantages[index] = [a if e >= threshold else 0.0 for a, e in zip(advantages[index], values, strict=True)]

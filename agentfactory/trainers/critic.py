@@ -1,0 +1,138 @@
+"""The critic: values of states for GAE, learned beside the policy in one model."""
+
+import copy
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from agentfactory.trainers.adapters import CRITIC_ADAPTER, POLICY_ADAPTER, use_adapter
+from agentfactory.trainers.backbone import Backbone
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.network import apply_options, load_network
+from agentfactory.trainers.policy import Policy
+
+
+class Role(StrEnum):
+    """Whose forward pass it is."""
+
+    POLICY = "policy"
+    CRITIC = "critic"
+
+
+def role_of(name: str) -> Role:
+    """Who learns the weight that has this name in an ActorCritic (or in a Policy alone)."""
+    return Role.CRITIC if name.startswith("critic.") or f".{CRITIC_ADAPTER}." in name else Role.POLICY
+
+
+class Critic(nn.Module):
+    """A scalar head in float32, and the network below it unless that is the policy's base."""
+
+    def __init__(self, width: int, backbone: Backbone | None) -> None:
+        """`width` is the size of the hidden states; `backbone` is None where the critic is an adapter on the policy's
+        base."""
+        super().__init__()
+        self.backbone = backbone
+        # zero: the first values are 0, and the first advantages those of the returns alone. A vector, not a matrix of
+        # one row: it is sharded evenly, does not decay, and is not for optimisers that work on matrices
+        self.head = nn.Parameter(torch.zeros(width))
+
+    def forward(self, hidden: Float[Tensor, "targets width"]) -> Float[Tensor, "targets"]:
+        """Values, in units of reward."""
+        return hidden.float() @ self.head
+
+
+class ActorCritic(nn.Module):
+    """Policy and critic as children of one module, which is what accelerate prepares.
+
+    A training step runs each role's forward and backward pass by itself: with adapters both roles have one base, the
+    adapter in use is switched by the forward pass, and gradient checkpointing computes activations again in the
+    backward pass. Backward passes of a role leave the other's gradients untouched.
+    """
+
+    def __init__(self, policy: Policy, critic: Critic) -> None:
+        super().__init__()
+        self.policy = policy
+        self.critic = critic
+
+    @property
+    def _no_split_modules(self) -> list[str]:
+        # accelerate makes each module of these classes a unit of FSDP2; the critic's network has the same ones
+        return self.policy._no_split_modules
+
+    def forward(
+        self,
+        role: Role,
+        ids: Int[Tensor, "batch length"],
+        sources: Int[Tensor, "targets"],
+        labels: Int[Tensor, "targets"],
+        positions: Int[Tensor, "1 length"] | None = None,
+        ends: Int[Tensor, "1 length"] | None = None,
+        temperature: float = 1.0,
+        entropy_gradient: bool = False,
+    ) -> tuple[Float[Tensor, "targets"], Float[Tensor, "targets"]] | Float[Tensor, "targets"]:
+        """For the policy, log-probabilities and entropies: see `Policy.forward`. For the critic, the value of the state
+        that each label is sampled in, which is read at `sources`: no other position has a value.
+
+        A backward pass raises RuntimeError where a forward pass of the other role has switched the adapter since.
+        """
+        if role == Role.POLICY:
+            logprob, entropy = self.policy(ids, sources, labels, positions, ends, temperature, entropy_gradient)
+            return self._guarded(logprob), self._guarded(entropy)
+        base = self.critic.backbone or self.policy
+        if isinstance(base.model, PeftModel):
+            use_adapter(base.model, CRITIC_ADAPTER)
+        return self._guarded(self.critic(base.hidden(ids, positions, ends).flatten(0, 1)[sources]))
+
+    def parameters_of(self, role: Role) -> list[nn.Parameter]:
+        """The weights that a role learns: for clipping each role's gradient by itself."""
+        return [p for name, p in self.named_parameters() if p.requires_grad and role_of(name) == role]
+
+    def _guarded(self, output: Tensor) -> Tensor:
+        """`output`, whose backward pass is refused under another adapter than that of its forward pass."""
+        model = self.policy.model
+        if isinstance(model, PeftModel) and output.requires_grad:
+            output.register_hook(_same_adapter(model, model.active_adapter))
+        return output
+
+
+def _same_adapter(model: PeftModel, name: str) -> Callable[[Tensor], None]:
+    def check(gradient: Tensor) -> None:
+        if model.active_adapter != name:
+            raise RuntimeError(
+                f"backward pass of adapter {name} after a forward pass of {model.active_adapter}: run each role's "
+                "backward pass before the other's forward pass"
+            )
+
+    return check
+
+
+def make_actor_critic(
+    recipe: TrainRecipe, policy: Policy, device: torch.device | str = "cpu", network: PreTrainedModel | None = None
+) -> ActorCritic:
+    """A policy with a critic beside it, whose values are 0 until it has learned.
+
+    With `model.lora`, the critic is a second adapter, of the same shape, on the policy's base; else a network of its
+    own, `network` or by default that of `model.path`, with weights in float32 and no language-model head. Call it
+    before the policy is prepared.
+    """
+    output = policy.network.get_output_embeddings().weight
+    backbone = None
+    if isinstance(policy.model, PeftModel):
+        torch.manual_seed(recipe.seed)
+        policy.model.add_adapter(CRITIC_ADAPTER, copy.deepcopy(policy.model.peft_config[POLICY_ADAPTER]))
+        for name, parameter in policy.named_parameters():
+            if role_of(name) == Role.CRITIC:
+                parameter.data = parameter.data.float()
+                parameter.requires_grad_(True)
+    else:
+        own: Any = network or load_network(recipe, device)
+        apply_options(own, recipe.train, device)
+        backbone = Backbone(own.base_model, policy.dtype)
+    # under fsdp2 the policy still is on the CPU, whatever `device` is
+    return ActorCritic(policy, Critic(output.shape[-1], backbone).to(output.device)).train()

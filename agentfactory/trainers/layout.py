@@ -1,0 +1,86 @@
+"""Which layouts of rows are exact for a network."""
+
+import inspect
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agentfactory.trainers.attention import BY_RUNS, use_runs
+from agentfactory.trainers.backbone import Backbone
+from agentfactory.trainers.batch import Batching
+from agentfactory.trainers.config import TrainConfig
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_batching(network: PreTrainedModel, train: TrainConfig, measure: bool = True) -> Batching:
+    """`train.batching`, or for "auto" tree where that is exact for this network, else padded; the log says which.
+
+    Call it with the attention that transformers chose: `train.attention` may run on a GPU only. Without `measure` the
+    network's own word is enough, and no weight is read. Raises ValueError where the layout that is asked for would
+    change the network's results.
+    """
+    if train.batching == "padded":
+        return "padded"
+    asked: Batching = "tree" if train.batching == "auto" else train.batching
+    reason = _why_inexact(network, asked, train.attention, measure)
+    if train.batching != "auto" and reason is not None:
+        raise ValueError(f"train.batching: {asked} would be wrong: {reason}; use padded, or auto")
+    logger.info("train.batching: %s", asked if reason is None else f"padded, because {reason}")
+    return asked if reason is None else "padded"
+
+
+def _why_inexact(network: PreTrainedModel, batching: Batching, attention: str, measure: bool) -> str | None:
+    """Why rows that share a line would not get what they get alone; None if they do."""
+    config: Any = network.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        # what networks have that are older than layer_types
+        kinds = ["full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"]
+    others = sorted(set(kinds) - {"full_attention"})
+    if others:
+        return f"{type(network).__name__} has layers of {', '.join(others)}; only full_attention is exact"
+    takes = inspect.signature(network.base_model.forward).parameters
+    if "position_ids" not in takes or getattr(config, "alibi", False):
+        return f"{type(network).__name__} takes no positions"
+    if all(parameter.kind != parameter.VAR_KEYWORD for parameter in takes.values()):
+        return f"{type(network).__name__} hands nothing on to its attention"
+    use_runs(network)
+    kind = network.config._attn_implementation if attention in ("auto", "sdpa") else attention
+    if kind not in (BY_RUNS, "flex_attention") and not (batching == "packed" and kind.startswith("flash_attention")):
+        return f"train.attention={kind} takes no {batching} rows; sdpa and flex_attention do"
+    if not measure:
+        return None
+    # a network's own word is not enough: some take what they are told, and do not use it
+    error = _error(network, batching)
+    if error > (1e-4 if network.dtype == torch.float32 else 0.05):
+        return f"{type(network).__name__} gives rows that share a line other results, by {error:.1g} of the largest"
+    return None
+
+
+@torch.no_grad()
+def _error(network: PreTrainedModel, batching: Batching) -> float:
+    """How far hidden states of two short rows are from what they are alone, as a share of the largest."""
+    network.eval()
+    backbone = Backbone(network, network.dtype)
+    first, second = ids(network, [1, 2, 3, 4, 5, 6]), ids(network, [1, 2, 3, 7, 8, 9])
+    alone = backbone.hidden(torch.stack([first, second]))
+    place = torch.arange(6, device=first.device)
+    if batching == "packed":
+        line, positions, ends = torch.cat([first, second]), place.repeat(2), torch.full_like(place, 6)
+        ends = torch.cat([ends, ends + 6])
+        shared = backbone.hidden(line[None], positions[None], ends[None]).reshape(alone.shape)
+    else:
+        line, positions = torch.cat([first, second[3:]]), torch.cat([place, place[3:]])
+        ends = torch.tensor([9, 9, 9, 6, 6, 6, 9, 9, 9], device=first.device)
+        tree = backbone.hidden(line[None], positions[None], ends[None])[0]
+        shared = torch.stack([tree[:6], torch.cat([tree[:3], tree[6:]])])
+    return float((shared - alone).abs().max() / alone.abs().max())
+
+
+def ids(network: PreTrainedModel, tokens: list[int]) -> Tensor:
+    """Tokens on the network's device, within its vocabulary."""
+    return torch.tensor(tokens, device=network.device) % network.config.get_text_config().vocab_size

@@ -1,0 +1,185 @@
+"""Losses, one term per trained token.
+
+Terms are unweighted: callers sum weight x term over all tokens of all processes and divide by the batch's global
+normaliser (`token_weights` gives both), so that micro-batches, packing and processes change nothing. Two
+log-probabilities are compared with the policy's, never both in one ratio: `proximal`, the trainer's at the start of the
+update, which clipping bounds, and `behaviour`, the server's, whose mismatch with the former is corrected by a weight.
+`sequence` numbers the row that a token stands in; sums over a sequence are over the row's trained tokens.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from agentfactory.trainers.config import LossConfig, MismatchConfig
+
+PerToken = Float[Tensor, "targets"]
+Flags = Bool[Tensor, "targets"]
+RowNumbers = Int[Tensor, "targets"]
+
+
+def token_weights(
+    lengths: Sequence[int], normaliser: Literal["token", "sequence", "sequence_sum", "constant"], max_total_tokens: int
+) -> tuple[list[float], float]:
+    """What each token of a chain weighs, per chain, and what the sum over the batch is divided by.
+
+    `lengths` are the trained tokens of each chain, in all its rows; n of the chains have any.
+    token: 1, and the sum of the lengths (Yu et al., 2025, DAPO, arXiv:2503.14476, equation 8).
+    sequence: 1 / length, and n (Shao et al., 2024, GRPO, arXiv:2402.03300, equation 3).
+    sequence_sum: 1, and n (Ahmadian et al., 2024, RLOO, arXiv:2402.14740: the log-probability of the whole chain).
+    constant: 1, and n x `max_total_tokens` (Liu et al., 2025, Dr. GRPO, arXiv:2503.20783, section 3.2).
+    """
+    chains = sum(1 for length in lengths if length)
+    ones = [1.0] * len(lengths)
+    match normaliser:
+        case "token":
+            return ones, float(sum(lengths))
+        case "sequence":
+            return [1.0 / length if length else 0.0 for length in lengths], float(chains)
+        case "sequence_sum":
+            return ones, float(chains)
+        case "constant":
+            return ones, float(chains * max_total_tokens)
+
+
+def negative_log_likelihood(logprob: PerToken) -> PerToken:
+    """-log pi(token | context), in nats."""
+    return -logprob
+
+
+def policy_loss(
+    config: LossConfig, logprob: PerToken, proximal: PerToken, advantage: PerToken, sequence: RowNumbers
+) -> tuple[PerToken, Flags]:
+    """The terms of `config.policy`, and where its bound holds back the update. With r = exp(logprob - proximal):
+
+    clip: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), the surrogate of PPO (Schulman et al., 2017,
+    arXiv:1707.06347, equation 7) with separate bounds (DAPO, arXiv:2503.14476, equation 10). Where A < 0 it is at most
+    -dual_clip A (Ye et al., 2020, arXiv:1912.09729, equation 5), if that is set.
+
+    gspo: the same with s = exp(mean of log r over the sequence) in place of r (Zheng et al., 2025, arXiv:2507.18071,
+    equations 5 and 7), in the form of its equation 14, sg[s] pi / sg[pi]: the values are those of s, and each token's
+    gradient is its own. Where a sequence has one advantage that is the gradient of equation 5, else it keeps apart what
+    the turns deserve.
+
+    cispo: -sg[min(r, 1 + clip_high)] A log pi, whose gradient reaches every token (MiniMax, 2025, arXiv:2506.13585,
+    section 3.1, without a lower bound, as there).
+
+    sapo: -A sigmoid(t (r - 1)) 4 / t, with t = sapo_positive where A > 0, else sapo_negative (Gao et al., 2025,
+    arXiv:2511.20347): the slope in r is 1 at r = 1, and fades on both sides. Nothing is clipped.
+
+    reinforce: -A log pi (Williams, 1992). Nothing is clipped.
+    """
+    log_ratio = logprob - proximal
+    nothing = torch.zeros_like(logprob, dtype=torch.bool)
+    match config.policy:
+        case "clip":
+            return _clipped_surrogate(config, log_ratio.exp(), advantage)
+        case "gspo":
+            detached = log_ratio.detach()
+            # the same number as the mean, but differentiable in this token's log-probability
+            ratio = (_over_sequence(detached, sequence, mean=True) + (log_ratio - detached)).exp()
+            return _clipped_surrogate(config, ratio, advantage)
+        case "cispo":
+            ratio, bound = log_ratio.detach().exp(), 1 + config.clip_high
+            return -ratio.clamp(max=bound) * advantage * logprob, ratio > bound
+        case "sapo":
+            positive, negative = logprob.new_tensor([config.sapo_positive, config.sapo_negative])
+            temperature = torch.where(advantage > 0, positive, negative)
+            gate = torch.sigmoid(temperature * (log_ratio.exp() - 1)) * 4 / temperature
+            return -gate * advantage, nothing
+        case "reinforce":
+            return -advantage * logprob, nothing
+
+
+def _clipped_surrogate(config: LossConfig, ratio: PerToken, advantage: PerToken) -> tuple[PerToken, Flags]:
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    terms = -torch.min(ratio * advantage, ratio.clamp(low, high) * advantage)
+    clipped = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
+    if config.dual_clip is not None:
+        beyond = (ratio > config.dual_clip) & (advantage < 0)
+        terms = torch.where(beyond, -config.dual_clip * advantage, terms)
+        clipped = clipped | beyond
+    return terms, clipped
+
+
+def mismatch_weights(config: MismatchConfig, log_ratio: PerToken, sequence: RowNumbers) -> PerToken:
+    """Weights of the policy's terms that correct for the server sampling from other probabilities than the trainer
+    computes. `log_ratio` = proximal - behaviour; the weights carry no gradient. With w = exp(log_ratio), and W its
+    product over the sequence:
+
+    token_truncate: min(w, high) (TIS: Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy RL
+    training"; Ionides, 2008). token_mask: w, but 0 outside [low, high] (IcePop: Ling Team, 2025, arXiv:2510.18855).
+    sequence_truncate, sequence_mask: the same with W for all tokens of a sequence (Liu et al., 2025, "When speed kills
+    stability: demystifying RL collapse from the training-inference mismatch").
+    geometric_mask: 1, but 0 for sequences where W^(1 / length) is outside [low, high] (the same authors, part 3): its
+    bound does not tighten with the length, and belongs close to 1, say 0.99 and 1.01.
+    """
+    log_ratio = log_ratio.detach()
+    match config.correction:
+        case "none":
+            return torch.ones_like(log_ratio)
+        case "token_truncate":
+            return log_ratio.exp().clamp(max=config.high)
+        case "sequence_truncate":
+            return _over_sequence(log_ratio, sequence).exp().clamp(max=config.high)
+        case "token_mask":
+            ratio = log_ratio.exp()
+            return ratio.where(_within(config, ratio), 0.0)
+        case "sequence_mask":
+            ratio = _over_sequence(log_ratio, sequence).exp()
+            return ratio.where(_within(config, ratio), 0.0)
+        case "geometric_mask":
+            return _within(config, _over_sequence(log_ratio, sequence, mean=True).exp()).to(log_ratio.dtype)
+
+
+def _within(config: MismatchConfig, ratio: PerToken) -> Flags:
+    return (ratio >= config.low) & (ratio <= config.high)
+
+
+def _over_sequence(values: PerToken, sequence: RowNumbers, mean: bool = False) -> PerToken:
+    """The sum, or the mean, over the tokens of its sequence, for each token."""
+    counts = torch.bincount(sequence)
+    totals = values.new_zeros(len(counts)).index_add(0, sequence, values)
+    return (totals / counts if mean else totals)[sequence]
+
+
+def kl(estimator: Literal["k1", "k2", "k3"], logprob: PerToken, reference: PerToken) -> PerToken:
+    """Estimates of KL(policy || reference) from tokens of the policy (Schulman, 2020, "Approximating KL divergence").
+
+    With d = logprob - reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. k1 and k3 have the divergence as their
+    mean, and k3 is never negative. As a loss what counts is the gradient, the following times that of log pi:
+    k1: 1, whose mean is 0, so that it holds nothing back: use it as a cost in the reward only.
+    k2: d, whose mean is the gradient of KL(policy || reference).
+    k3: 1 - exp(-d), whose mean is the gradient of KL(reference || policy); it is at most 1 where the policy has become
+    surer than the reference, and unbounded where it has become less sure.
+    """
+    d = logprob - reference
+    match estimator:
+        case "k1":
+            return d
+        case "k2":
+            return d.square() / 2
+        case "k3":
+            return (-d).exp() - 1 + d
+
+
+def value_loss(value: PerToken, old_value: PerToken, returns: PerToken, clip: float | None) -> tuple[PerToken, Flags]:
+    """The critic's squared error, and where clipping stops its update: max((V - R)^2, (V' - R)^2) / 2, where V' is V
+    clipped to within `clip` of the value before the update, or (V - R)^2 / 2 for None (the value loss of OpenAI's PPO;
+    Engstrom et al., 2020, arXiv:2005.12729, section 3)."""
+    error = (value - returns).square()
+    if clip is None:
+        return error / 2, torch.zeros_like(value, dtype=torch.bool)
+    change = value - old_value
+    bounded = (old_value + change.clamp(-clip, clip) - returns).square()
+    return torch.max(error, bounded) / 2, (change.abs() > clip) & (bounded > error)
+
+
+def mismatch_kl(trainer: PerToken, server: PerToken) -> PerToken:
+    """The k3 estimate of KL(server || trainer) from tokens that the server sampled (Schulman, 2020, "Approximating KL
+    divergence"): exp(d) - 1 - d with d = trainer - server. Never negative."""
+    difference = trainer - server
+    return difference.exp() - 1 - difference

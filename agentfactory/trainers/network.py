@@ -1,0 +1,137 @@
+"""The transformers network of a recipe: loading it, and the options that change how it computes, not what."""
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+
+from agentfactory.tools.import_path import is_installed
+from agentfactory.trainers.config import TrainConfig, TrainRecipe
+
+logger = logging.getLogger(__name__)
+
+
+def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Any:
+    """The network of `model.path` on `device`, with transformers' own choice of attention: see `apply_options`.
+
+    Without `dtype`, its weights are float32 if all are trained; the base of an adapter keeps the model's dtype, or four
+    bits a weight. Under fsdp2 it stays on the CPU: each process moves only its share. Raises ValueError where it cannot
+    be trained.
+    """
+    config, device = recipe.model, torch.device(device)
+    if config.dtype == "float16":
+        raise ValueError("model.dtype: float16 gradients vanish without loss scaling; use bfloat16 or float32")
+    if (Path(config.path) / "adapter_config.json").exists():
+        raise ValueError(
+            f"model.path: {config.path} holds a LoRA adapter, not a model; to train on, set model.path to the base "
+            "model named in its adapter_config.json, or train the stage before without model.lora"
+        )
+    dtype = dtype or (getattr(torch, config.dtype) if config.lora else torch.float32)
+    load = partial(AutoModelForCausalLM.from_pretrained, config.path, dtype=dtype)
+    if config.lora and config.lora.quantization:
+        # QLoRA (arXiv:2305.14314): 4-bit NormalFloat, and the constants of its blocks quantised once more
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=config.lora.quantization,
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+        return _with_gradients(load(quantization_config=quantization, device_map={"": device}))
+    network: Any = load()
+    return network if recipe.train.strategy == "fsdp2" else network.to(device)
+
+
+def _with_gradients(network: PreTrainedModel) -> PreTrainedModel:
+    """Keep bitsandbytes from another layout of 4-bit weights that CPUs with AVX512-BF16 get in any pass without
+    gradients: later passes have none below such a layer, silently, and compute in bfloat16 whatever model.dtype is."""
+    # an extra, which only this needs
+    from bitsandbytes.nn import Linear4bit
+
+    for module in network.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+    return network
+
+
+def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.device | str) -> None:
+    """Attention implementation, layer kernels, compiled layers, gradient checkpointing and offloading, in place.
+
+    Raises ValueError where the network, the device, or what is installed has no such thing.
+    """
+    device = torch.device(device)
+    if train.attention != "auto":
+        if train.attention in ("flex_attention", "flash_attention_2"):
+            _need_gpu("train.attention", train.attention, device)
+        try:
+            network.set_attn_implementation(train.attention)
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"train.attention: {train.attention} cannot be used: {error}") from error
+    if train.liger:
+        _need_gpu("train.liger", "true", device)
+        _apply_liger(network)
+    if train.compile:
+        # with or without gradients and mask, one line or several, before or after an adapter's first layer: above the
+        # limit torch would run layers uncompiled
+        torch._dynamo.config.recompile_limit = 32
+    for layer in decoder_layers(network) if train.compile or train.gradient_checkpointing else []:
+        # the instance's forward, not its call: the hooks of FSDP2 stay outside
+        if train.compile:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+        if train.gradient_checkpointing:
+            # transformers' own checkpointing follows module.training, which turns dropout on as well
+            layer.forward = _checkpointed(layer.forward, offload=train.activation_offload, pin=device.type == "cuda")
+
+
+def _checkpointed(forward: Callable[..., Any], offload: bool, pin: bool) -> Callable[..., Any]:
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        # checkpointing keeps a layer's inputs only, so weights are not copied along
+        with save_on_cpu(pin_memory=pin) if offload else nullcontext():
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return recomputed
+
+
+def _apply_liger(network: PreTrainedModel) -> None:
+    if not is_installed("liger_kernel"):
+        raise ValueError("train.liger: liger-kernel is not installed; run `pip install -e '.[liger]'`")
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+
+    kind = network.config.model_type
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        known = ", ".join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))
+        raise ValueError(f"train.liger: liger-kernel has no kernels for {kind}, but for {known}")
+    # head and loss are the policy's own
+    _apply_liger_kernel_to_instance(network, fused_linear_cross_entropy=False, cross_entropy=False)
+
+
+def _need_gpu(field: str, value: str, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise ValueError(f"{field}: {value} needs a CUDA GPU, and this process trains on the {device.type.upper()}")
+
+
+def decoder_layers(network: PreTrainedModel) -> list[nn.Module]:
+    """The layers that transformers itself keeps on one device, outermost ones only; before they are sharded.
+
+    Raises ValueError where the network names none.
+    """
+    names = set(network._no_split_modules or ())
+    layers: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in network.modules():
+        if type(module).__name__ in names and module not in inside:
+            layers.append(module)
+            inside.update(module.modules())
+    if not layers:
+        raise ValueError(
+            f"model.path: {type(network).__name__} does not say what its layers are, which fsdp2, compile and "
+            "gradient_checkpointing need"
+        )
+    return layers

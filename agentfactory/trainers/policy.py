@@ -1,0 +1,196 @@
+"""The policy: one module that turns token ids into log-probabilities of chosen tokens."""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from agentfactory.trainers.adapters import POLICY_ADAPTER, use_adapter
+from agentfactory.trainers.backbone import Backbone
+from agentfactory.trainers.batch import Batching
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.layout import ids, resolve_batching
+from agentfactory.trainers.network import apply_options, load_network
+
+# Logits that exist at a time: 2**26 in float32 are 256 MiB, whatever the vocabulary's size.
+LOGITS_PER_CHUNK = 2**26
+
+
+class Policy(Backbone):
+    """A causal language model that scores tokens.
+
+    Backbone and head run inside `forward`, so that DDP and FSDP2 hooks, compile and LoRA see ordinary calls. The head
+    runs only where a token is scored, in chunks; log-softmax and entropy are computed in float32.
+    """
+
+    def __init__(self, model: PreTrainedModel | PeftModel, dtype: torch.dtype, batching: Batching = "padded") -> None:
+        """`batching` is how rows are to be laid out for this network; see Backbone for the others."""
+        super().__init__(model, dtype)
+        self.batching = batching
+
+    def forward(
+        self,
+        ids: Int[Tensor, "batch length"],
+        sources: Int[Tensor, "targets"],
+        labels: Int[Tensor, "targets"],
+        positions: Int[Tensor, "1 length"] | None = None,
+        ends: Int[Tensor, "1 length"] | None = None,
+        temperature: float = 1.0,
+        entropy_gradient: bool = False,
+    ) -> tuple[Float[Tensor, "targets"], Float[Tensor, "targets"]]:
+        """Log-probability of each label, and entropy in nats of the distribution it was drawn from (detached, unless
+        `entropy_gradient`).
+
+        `sources` are flat indices into batch x length: the position whose output predicts the label, which is the one
+        before the label's own in a plain row and the end of the shared prefix in a tree. `positions` and `ends`: see
+        `hidden`. Logits are divided by the sampling `temperature`.
+        """
+        if isinstance(self.model, PeftModel):
+            use_adapter(self.model, POLICY_ADAPTER)
+        with torch.autocast(ids.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
+            hidden = self.hidden(ids, positions, ends).flatten(0, 1)[sources]
+            size = max(1, LOGITS_PER_CHUNK // self.network.get_output_embeddings().weight.shape[0])
+            score = partial(self._score, temperature=temperature, entropy_gradient=entropy_gradient)
+            if len(labels) <= size:
+                return score(hidden, labels)
+            # more than one chunk: recompute a chunk's logits in the backward pass, so that only one set exists
+            parts = [
+                checkpoint(score, hidden[i : i + size], labels[i : i + size], use_reentrant=False)
+                for i in range(0, len(labels), size)
+            ]
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+    def _score(
+        self,
+        hidden: Float[Tensor, "chunk width"],
+        labels: Int[Tensor, "chunk"],
+        temperature: float,
+        entropy_gradient: bool,
+    ) -> tuple[Float[Tensor, "chunk"], Float[Tensor, "chunk"]]:
+        logits = self.network.get_output_embeddings()(hidden).float()
+        cap = getattr(self.network.config.get_text_config(), "final_logit_softcapping", None)
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        logits = logits / temperature if temperature != 1.0 else logits
+        total = logits.logsumexp(-1)
+        logprob = logits.gather(-1, labels[:, None]).squeeze(-1) - total
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropy = total - ((logits - total[:, None]).exp() * logits).sum(-1)
+        return logprob, entropy
+
+    def gather(self) -> dict[str, Float[Tensor, "..."]]:
+        """The weights that are trained, whole: the network's under their transformers names (tied ones once, in the
+        policy's dtype), or the adapter's under their peft names. Sharded weights are gathered, so every process calls
+        this; only rank 0 gets them then, the others an empty dictionary. The tensors may share memory with the
+        policy's: use them before the next update.
+        """
+        if isinstance(self.model, PeftModel):
+            trained = ((name, value) for name, value in self.model.named_parameters() if value.requires_grad)
+            state = _whole((name, value) for name, value in trained if f".{POLICY_ADAPTER}." in name)
+            return get_peft_model_state_dict(self.model, state_dict=state, save_embedding_layers=False)
+        return _whole(_untied(self.network), self.dtype)
+
+    def save_adapter(self, folder: Path, state: dict[str, Tensor]) -> Path:
+        """Writes a gathered adapter to `folder` in peft's format and returns the file of its weights."""
+        assert isinstance(self.model, PeftModel)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = self.model.peft_config[POLICY_ADAPTER]
+        # what is read back is for use, not for training; the flag is part of peft's format
+        config.inference_mode = True
+        config.save_pretrained(str(folder))
+        config.inference_mode = False
+        file = folder / "adapter_model.safetensors"
+        save_file({name: value.cpu() for name, value in state.items()}, file, metadata={"format": "pt"})
+        return file
+
+
+def _whole(entries: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Detached, in `dtype` if they are floats; of sharded ones, rank 0 keeps what is gathered one by one."""
+    whole = {}
+    for name, value in entries:
+        sharded = isinstance(value, DTensor)
+        full = value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
+        if not sharded or dist.get_rank() == 0:
+            whole[name] = full.to(dtype if full.is_floating_point() else None).contiguous()
+    return whole
+
+
+def _untied(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The entries of a state dictionary, without the second names of tied weights."""
+    seen: set[int] = set()
+    for name, value in network.state_dict(keep_vars=True).items():
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield name, value
+
+
+def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu") -> Policy:
+    """The policy of a recipe, with trainable weights in float32, on `device` (under fsdp2 still on the CPU).
+
+    With `model.lora`, the base is frozen and kept in the model's dtype, and the recipe's seed decides the adapter's
+    first weights. Raises ValueError where the model cannot be trained as asked.
+    """
+    network = load_network(recipe, device)
+    _check_head(network)
+    return make_policy(recipe, network, resolve_batching(network, recipe.train), device)
+
+
+def make_policy(
+    recipe: TrainRecipe, network: PreTrainedModel, batching: Batching, device: torch.device | str = "cpu"
+) -> Policy:
+    """The policy that a network becomes: the recipe's options, its adapter if it has one. No weight of the network is
+    read, so it may be one without any, such as agentfactory.trainers.memory plans with."""
+    config = recipe.model
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    apply_options(network, recipe.train, device)
+    if config.lora is None:
+        return Policy(network, dtype, batching).train()
+    alpha: Any = config.lora.alpha if config.lora.alpha is not None else 2 * config.lora.rank
+    lora = PeftLoraConfig(
+        r=config.lora.rank,
+        lora_alpha=alpha,
+        lora_dropout=config.lora.dropout,
+        target_modules=config.lora.target_modules,
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(recipe.seed)
+    model: Any = get_peft_model(network, lora, adapter_name=POLICY_ADAPTER)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return Policy(model, dtype, batching).train()
+
+
+@torch.no_grad()
+def _check_head(network: PreTrainedModel) -> None:
+    """The policy calls backbone and head itself; some networks do more to their logits (scale them, say).
+
+    Compares one short forward pass with the network's own and raises ValueError where they differ.
+    """
+    network.eval()
+    tokens = ids(network, list(range(8)))[None]
+    expected = (
+        network(tokens, use_cache=False)
+        .logits[0, :-1]
+        .float()
+        .log_softmax(-1)
+        .gather(-1, tokens[0, 1:, None])
+        .squeeze(-1)
+    )
+    given, _ = Policy(network, network.dtype)(tokens, torch.arange(7, device=network.device), tokens[0, 1:])
+    if not torch.allclose(given, expected, atol=1e-3 if network.dtype == torch.float32 else 0.1):
+        raise ValueError(
+            f"model.path: {type(network).__name__} changes its logits after the head in a way that the trainer does "
+            "not know; its log-probabilities would be wrong"
+        )

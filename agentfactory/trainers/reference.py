@@ -1,0 +1,68 @@
+"""The reference: the model that training began with, which KL terms hold the policy close to."""
+
+import torch
+from accelerate import Accelerator
+from jaxtyping import Float, Int
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from agentfactory.trainers.adapters import adapters_off
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.critic import ActorCritic, Role
+from agentfactory.trainers.network import apply_options, decoder_layers, load_network
+from agentfactory.trainers.policy import Policy
+
+
+class Reference:
+    """Scores tokens by the first weights, with the policy's own code: at the start the two are equal."""
+
+    def __init__(self, accelerator: Accelerator, frozen: Policy | None) -> None:
+        """`frozen` is None where the base of the policy's adapter is the reference."""
+        self._accelerator = accelerator
+        self._frozen = frozen
+
+    @property
+    def network(self) -> nn.Module | None:
+        """Its own network; None where that is the policy's base."""
+        return self._frozen
+
+    @torch.no_grad()
+    def logprobs(
+        self,
+        model: nn.Module,
+        ids: Int[Tensor, "batch length"],
+        sources: Int[Tensor, "targets"],
+        labels: Int[Tensor, "targets"],
+        positions: Int[Tensor, "1 length"] | None = None,
+        ends: Int[Tensor, "1 length"] | None = None,
+        temperature: float = 1.0,
+    ) -> Float[Tensor, "targets"]:
+        """Log-probability of each label: see `Policy.forward`. `model` is what accelerate prepared, whose base is used
+        where an adapter is trained; its adapters and what is trained in it stay as they are. Every process calls it.
+        """
+        inputs = (ids, sources, labels, positions, ends, temperature)
+        if self._frozen is not None:
+            return self._frozen(*inputs)[0]
+        unwrapped = self._accelerator.unwrap_model(model)
+        policy = unwrapped.policy if isinstance(unwrapped, ActorCritic) else unwrapped
+        role = (Role.POLICY,) if isinstance(unwrapped, ActorCritic) else ()
+        assert isinstance(policy.model, PeftModel)
+        with adapters_off(policy.model):
+            return model(*role, *inputs)[0]
+
+
+def make_reference(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> Reference:
+    """The reference of a recipe: the base of the policy's adapter, else a frozen copy from `model.path` in the model's
+    dtype, which fsdp2 shards like the policy."""
+    if isinstance(policy.model, PeftModel):
+        return Reference(accelerator, None)
+    network = load_network(recipe, accelerator.device, policy.dtype)
+    apply_options(network, recipe.train, accelerator.device)
+    network.requires_grad_(False)
+    frozen = Policy(network, policy.dtype).eval()
+    if recipe.train.strategy == "fsdp2":
+        # not left whole after a forward pass, as a root would be: there is no backward pass to free it
+        for unit in (*decoder_layers(network), frozen):
+            fully_shard(unit, reshard_after_forward=True)
+    return Reference(accelerator, frozen)

@@ -1,0 +1,129 @@
+"""HTTP to an inference server's control routes, from the trainer: rare, blocking calls with JSON in and out."""
+
+import http.client
+import json
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from agentfactory.rollout.client import missing_routes
+
+
+class SyncError(Exception):
+    """The server did not take new weights, or did not prove that it has them. It stops the run."""
+
+
+class ServerGoneError(SyncError):
+    """Nothing answers at the server's address; another server, or the same one started again, may do its work."""
+
+
+SLEEP_ROUTES = ("/sleep", "/wake_up", "/is_sleeping")
+"""What a server needs to be sent to sleep."""
+
+
+class ServerControl:
+    """One inference server. The standard library's client is enough here: a handful of calls per step, and it heeds
+    no proxy variables, which would break loopback addresses."""
+
+    def __init__(self, url: str, api_key_env: str | None = None, timeout_seconds: float = 600.0) -> None:
+        """`url` such as http://127.0.0.1:8000; `api_key_env` names the environment variable that holds the key."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"server.url: {url!r} is not an address such as http://127.0.0.1:8000")
+        self.url = url.rstrip("/")
+        self.asleep = False
+        """Whether it was sent to sleep from here, and is not awake as a whole: nothing runs on it."""
+        self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._host, self._port, self._prefix = parts.hostname, parts.port, parts.path.rstrip("/")
+        self._timeout = timeout_seconds
+        self._headers = {"Content-Type": "application/json"}
+        if api_key_env is not None:
+            if api_key_env not in os.environ:
+                raise ValueError(f"server.api_key_env: the environment variable {api_key_env} is not set")
+            self._headers["Authorization"] = f"Bearer {os.environ[api_key_env]}"
+
+    def get(self, path: str) -> dict[str, Any]:
+        """The JSON object that `path` answers. Raises SyncError with the server's words, ServerGoneError where
+        nothing answers."""
+        return self._request("GET", path, None)
+
+    def require(self, routes: Sequence[str]) -> None:
+        """Raises SyncError unless the server describes all of `routes`; it names the switch that turns them on."""
+        problem = missing_routes(self.url, list(self.get("/openapi.json").get("paths", {})), routes)
+        if problem:
+            raise SyncError(problem)
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Posts JSON; returns the answer if it is a JSON object, else {}. Raises SyncError with the server's words."""
+        return self._request("POST", path, body)
+
+    def sleep(self) -> None:
+        """Sends the server to sleep at level 1: its weights go to the host's memory, its caches are dropped, and
+        requests in flight are aborted. One that sleeps already goes on sleeping.
+
+        Raises SyncError where it refuses or stays awake.
+        """
+        fix = (
+            "start the server by `agentfactory train` or `agentfactory serve` with placement.mode=time_share (vLLM: "
+            "--enable-sleep-mode), or use placement.mode=split"
+        )
+        try:
+            self.post("/sleep?level=1&mode=abort")
+        except ServerGoneError:
+            raise
+        except SyncError as error:
+            raise SyncError(f"placement.mode: time_share: the server does not sleep: {error}; {fix}") from error
+        if not self.is_sleeping():
+            raise SyncError(f"placement.mode: time_share: {self.url} took /sleep and says that it is awake; {fix}")
+        self.asleep = True
+
+    def wake_up(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Wakes one part of a server that sleeps: the weights, then the cache, with which it goes on by itself.
+
+        Raises SyncError where it refuses, or is told to wake its cache and sleeps on.
+        """
+        fix = (
+            "it needs the memory that it had: end what else uses its device, or give it less "
+            "(server.gpu_memory_utilization; embedded: server.max_num_seqs or server.max_model_len), and go on with "
+            "--resume"
+        )
+        try:
+            self.post(f"/wake_up?tags={part}")
+        except ServerGoneError:
+            raise
+        except SyncError as error:
+            raise SyncError(f"placement.mode: time_share: the server does not wake up: {error}; {fix}") from error
+        if part == "kv_cache":
+            if self.is_sleeping():
+                raise SyncError(
+                    f"placement.mode: time_share: {self.url} took /wake_up and says that it is still asleep; {fix}"
+                )
+            self.asleep = False
+
+    def is_sleeping(self) -> bool:
+        """What the server says."""
+        return self.get("/is_sleeping").get("is_sleeping") is True
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        connection = self._connect(self._host, self._port, timeout=self._timeout)
+        try:
+            connection.request(method, self._prefix + path, json.dumps(body or {}), self._headers)
+            response = connection.getresponse()
+            text = response.read().decode("utf-8", "replace")
+        except OSError as error:
+            raise ServerGoneError(f"{method} {self.url}{path}: {error!r}") from error
+        except http.client.HTTPException as error:
+            raise ServerGoneError(f"{method} {self.url}{path}: {error!r}") from error
+        finally:
+            connection.close()
+        if response.status in (502, 503, 504):
+            raise ServerGoneError(f"{method} {self.url}{path} answered {response.status}: {text[:500]}")
+        if response.status != 200:
+            raise SyncError(f"{method} {self.url}{path} answered {response.status}: {text[:500]}")
+        # vLLM answers some of its routes with plain words or nothing
+        try:
+            answer = json.loads(text)
+        except json.JSONDecodeError:
+            return {}
+        return answer if isinstance(answer, dict) else {}

@@ -1,0 +1,115 @@
+"""Supervised fine-tuning on conversations or on saved rows: the loop."""
+
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from agentfactory.rollout.renderer import Renderer
+from agentfactory.rollout.trajectory import Row, read_groups
+from agentfactory.tools.messages import ToolSpec
+from agentfactory.trainers.batch import MicroBatch, TrainingRow, training_row
+from agentfactory.trainers.checkpoints import Checkpoints
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.learner import Learner, Targets, Terms
+from agentfactory.trainers.losses import negative_log_likelihood
+from agentfactory.trainers.rl import Log, TrainResult
+from agentfactory.trainers.stopping import Stop
+
+
+def conversation_rows(tasks: list[dict[str, Any]], renderer: Renderer) -> list[Row]:
+    """One row per conversation: `messages`, and `tools` in the OpenAI shape if the assistant has any. A message's
+    `weight` is the loss weight of its tokens, by default 1 for what the assistant wrote and 0 elsewhere.
+
+    Raises ValueError that names the row which is no such conversation.
+    """
+    rows = []
+    for number, task in enumerate(tasks, 1):
+        if "messages" not in task:
+            raise ValueError(f"data.path: row {number} has no 'messages'; supervised fine-tuning learns conversations")
+        try:
+            specs = [ToolSpec(**tool["function"]) for tool in task.get("tools") or []]
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"data.path: row {number}: 'tools' is not in the OpenAI shape: {error!r}") from error
+        rows.append(renderer.conversation_row(task["messages"], specs))
+    return rows
+
+
+def saved_rows(path: Path, min_reward: float | None = None) -> list[Row]:
+    """The rows of all chains of a trajectories file that did not fail, and that have at least `min_reward`, if given
+    (rejection sampling). Raises ValueError where none is left."""
+    if not path.exists():
+        raise ValueError(f"train.from_trajectories: {path} does not exist")
+    ended = [c for group in read_groups(path) for c in group.trajectories if not c.outcome.failed]
+    chosen = [c for c in ended if min_reward is None or (c.reward is not None and c.reward >= min_reward)]
+    if not chosen:
+        best = max((c.reward for c in ended if c.reward is not None), default=None)
+        raise ValueError(f"train.min_reward: no chain of {path} has at least {min_reward}; the best has {best}")
+    return [row for chain in chosen for row in chain.rows]
+
+
+def train_sft(
+    recipe: TrainRecipe,
+    accelerator: Accelerator,
+    checkpoints: Checkpoints,
+    *,
+    rows: list[Row] | None,
+    log: Log,
+    stop: Stop | None = None,
+) -> TrainResult:
+    """Runs steps up to `recipe.train.steps`, each of `batch_size` rows, in shuffled epochs, on the weighted likelihood
+    of their tokens; the loss is a mean over the weights of the step's tokens.
+
+    Every process calls it; only rank 0's `rows` and `log` are used. `checkpoints` and `stop` as in `train_rl`.
+    """
+    train = recipe.train
+    main = accelerator.is_main_process
+    stop = stop or Stop()
+    lineage = checkpoints.lineage
+    learner = Learner(recipe, accelerator)
+    checkpoints.restore(learner)
+    consumed = lineage.step * train.batch_size
+    examples = itertools.islice(_shuffled(rows or [], recipe.seed), consumed, None) if main else iter(())
+    for step in range(lineage.step + 1, train.steps + 1):
+        if stop.agreed(accelerator):
+            break
+        started = time.perf_counter()
+        batch = learner.deal(list(itertools.islice(examples, train.batch_size)))
+        learning_rate = learner.learning_rate
+        update = learner.update(batch, _weighted_likelihood)
+        learner.end_step()
+        seconds = time.perf_counter() - started
+        lineage.finish(step, [], seconds)
+        if main:
+            lineage.metrics = {
+                "step": step,
+                "loss": update.loss,
+                "grad_norm": update.grad_norm,
+                "learning_rate": learning_rate,
+                "tokens": batch.tokens,
+                "tokens_per_second": batch.tokens / seconds,
+                "seconds/step": seconds,
+            }
+            log(lineage.metrics)
+        if checkpoints.due(step):
+            checkpoints.save(learner)
+    if lineage.step > checkpoints.saved_step:
+        checkpoints.save(learner)
+    return TrainResult.of(checkpoints, stop)
+
+
+def _weighted_likelihood(index: int, part: MicroBatch, logprob: Targets, entropy: Targets) -> Terms:
+    return Terms(loss=(part.streams["weight"] * negative_log_likelihood(logprob)).sum())
+
+
+def _shuffled(rows: list[Row], seed: int) -> Iterator[TrainingRow]:
+    """Endless epochs, each its own shuffle that depends on (seed, epoch) alone."""
+    examples = [example for example in map(training_row, rows) if example is not None]
+    if not examples:
+        raise ValueError(f"data.path: none of its {len(rows)} rows has a token with a loss weight")
+    for epoch in itertools.count():
+        yield from random.Random(f"rows/{seed}/{epoch}").sample(examples, len(examples))

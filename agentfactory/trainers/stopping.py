@@ -1,0 +1,100 @@
+"""Ending a run early and in order: rank 0 hears a signal, and all ranks stop between the same two steps."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import TypeVar
+
+import psutil
+from accelerate import Accelerator
+from torch import distributed as dist
+
+from agentfactory.tools import lifeline
+
+Result = TypeVar("Result")
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class _WaitCutShort(Exception):
+    """Raised by the signal handler into a wait, and nowhere else."""
+
+
+class Stop:
+    """Whether the run is to end early: by SIGTERM or Ctrl-C. A signal never cuts an update or a checkpoint short, but
+    it cuts waits; before the first step it ends the process. A second one ends it in any case.
+
+    Without `listen` it never stops.
+    """
+
+    def __init__(self) -> None:
+        self.agreed_on: signal.Signals | None = None
+        """The signal that all ranks have agreed to stop for."""
+        self._heard: signal.Signals | None = None
+        self._listens = False
+        self._follows: threading.Event | None = None
+        self._stepping = False
+        self._waiting = False
+        self._on_signal: Callable[[], None] = lambda: None
+
+    @property
+    def heard(self) -> bool:
+        """Whether a signal has come to this process, agreed on or not."""
+        return self._heard is not None
+
+    def listen(self, accelerator: Accelerator, on_signal: Callable[[], None]) -> None:
+        """Rank 0 hears signals from now on, and calls `on_signal` when it will stop for one; the other ranks end when
+        rank 0 is gone. Every process calls it."""
+        self._listens, self._on_signal = True, on_signal
+        if accelerator.is_main_process:
+            for number in SIGNALS:
+                signal.signal(number, self._hear)
+        if accelerator.num_processes > 1:
+            first = [(os.getpid(), psutil.Process().create_time())]
+            dist.broadcast_object_list(first, src=0)
+            if not accelerator.is_main_process:
+                self._follows = lifeline.follow(*first[0])
+
+    def wait_for(self, call: Callable[[], Result]) -> Result | None:
+        """What `call` returns; None where a signal came before or comes meanwhile. For calls that wait for others, and
+        that nothing depends on once the run stops."""
+        try:
+            self._waiting = True
+            try:
+                return None if self._heard else call()
+            finally:
+                self._waiting = False
+        except _WaitCutShort:
+            return None
+
+    def agreed(self, accelerator: Accelerator) -> bool:
+        """Rank 0's decision, in all ranks: every process calls it at the start of each step."""
+        if self._listens and not self._stepping and not accelerator.is_main_process:
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+        self._stepping = True
+        decision = [self._heard]
+        if accelerator.num_processes > 1:
+            dist.broadcast_object_list(decision, src=0)
+        self.agreed_on = decision[0]
+        return self.agreed_on is not None
+
+    def end(self, accelerator: Accelerator) -> None:
+        """The run is over: the ranks may leave one after another. Every process calls it."""
+        if self._follows is not None:
+            self._follows.set()
+        accelerator.wait_for_everyone()
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self._heard is not None:
+            # somebody is out of patience; what is half written has no name yet
+            os._exit(128 + number)
+        if not self._stepping:
+            sys.exit(128 + number)
+        self._heard = signal.Signals(number)
+        self._on_signal()
+        if self._waiting:
+            self._waiting = False
+            raise _WaitCutShort

@@ -1,0 +1,189 @@
+"""The canary: a few fixed contexts whose next-token log-probabilities server and trainer compute at every version.
+
+Contents can be right where the server still computes with something else: a cache of older weights, a packed copy, an
+adapter that it lists and does not apply, a replica that nobody updated. The canary asks as rollouts do, by
+`/inference/v1/generate` and through the prefix cache, so it sees what they would get. vLLM's `prompt_logprobs` would
+not: such requests do not read the prefix cache. `logprob_token_ids` gives the log-probabilities of chosen tokens at
+the place of one sampled token.
+
+What other requests have pushed out of a server's cache since the last version is stale no more, and not seen.
+"""
+
+import logging
+import random
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentfactory.trainers.policy import Policy
+from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
+from agentfactory.trainers.sync.drift import Drift, Scores, Verdict
+from agentfactory.trainers.sync.protocol import SyncReport, WeightSync, find, on_each
+
+logger = logging.getLogger(__name__)
+
+CONTEXTS = 8
+CONTEXT_TOKENS = 144
+"""More than a block of vLLM's prefix cache, which is 128 tokens on a CPU and 16 on a GPU: shorter contexts are never
+cached, so a stale cache would go unseen."""
+CANDIDATES = 16
+"""Tokens scored after each context; vLLM gives 20 at most."""
+_INVALID = -9999.0
+"""What vLLM sends for a log-probability that is not a number."""
+
+
+Forward = Callable[..., tuple[Tensor, Tensor]]
+"""Called as a Policy is."""
+
+
+@dataclass(frozen=True)
+class CanaryRow:
+    """A context, and the tokens that are scored in the place after it."""
+
+    context: list[int]
+    candidates: list[int]
+
+
+def canary_rows(vocabulary: Sequence[int], longest: int, seed: int = 0) -> list[CanaryRow]:
+    """The canary's rows: tokens of `vocabulary` drawn by `seed`, so that all processes have the same. A context has at
+    most `longest` tokens."""
+    draw = random.Random(seed)
+    length, count = min(CONTEXT_TOKENS, longest), min(CANDIDATES, len(vocabulary))
+    return [CanaryRow(draw.choices(vocabulary, k=length), draw.sample(vocabulary, count)) for _ in range(CONTEXTS)]
+
+
+@torch.no_grad()
+def trainer_scores(policy: Policy, rows: Sequence[CanaryRow], forward: Forward | None = None) -> Scores:
+    """The trainer's log-probabilities of all candidates, row by row, at temperature 1. Where the policy is sharded,
+    every process calls it, with the `forward` that gathers its weights (default: the policy's own)."""
+    device = next(policy.parameters()).device
+    contexts = [row.context for row in rows]
+    length, count = len(contexts[0]), len(rows[0].candidates)
+    ends = torch.arange(1, len(rows) + 1, device=device) * length - 1
+    labels = torch.tensor([row.candidates for row in rows], device=device).flatten()
+    trained = policy.training
+    policy.eval()  # no dropout of an adapter
+    logprobs, _ = (forward or policy)(torch.tensor(contexts, device=device), ends.repeat_interleave(count), labels)
+    policy.train(trained)
+    return logprobs.double().cpu().numpy()
+
+
+def server_scores(server: ServerControl, rows: Sequence[CanaryRow], report: SyncReport, fresh: bool) -> Scores:
+    """The same of a server, with the weights of `report`; `fresh` keeps apart from all that other requests have cached,
+    by a salt of its own: so what they cached stays as it is, and a cache that is never dropped grows ever staler to
+    those who read it. Raises SyncError."""
+
+    def score(row: CanaryRow) -> list[float]:
+        # vLLM puts the sampled token before the candidates and cuts what is too many: one is asked for twice
+        asked = [*row.candidates, row.candidates[0]]
+        params = {"max_tokens": 1, "temperature": 1.0, "logprobs": len(asked), "logprob_token_ids": asked}
+        body: dict[str, Any] = {"token_ids": row.context, "model": report.model, "sampling_params": params}
+        salt = secrets.token_hex(16) if fresh else report.cache_salt
+        if salt is not None:
+            body["cache_salt"] = salt
+        choice = server.post("/inference/v1/generate", body)["choices"][0]
+        versions = {span["version"] for span in choice["weight_versions"] or []}
+        if not report.is_adapter and versions != {report.label}:
+            raise SyncError(f"{server.url} generates with version {versions}, not with {report.label!r}")
+        given = {entry["token_id"]: entry["logprob"] for entry in choice["logprobs"]["content"][0]["top_logprobs"]}
+        missing = [token for token in row.candidates if given.get(token, _INVALID) == _INVALID]
+        if missing:
+            raise SyncError(
+                f"{server.url} gives no log-probability for token {missing[0]}, which logprob_token_ids asks"
+            )
+        return [given[token] for token in row.candidates]
+
+    with ThreadPoolExecutor(len(rows)) as pool:
+        return np.array([logprob for scores in pool.map(score, rows) for logprob in scores])
+
+
+class Canary:
+    """Judges, version by version, whether each server's log-probabilities follow the trainer's. See Drift."""
+
+    def __init__(
+        self, servers: Sequence[ServerControl], rows: Sequence[CanaryRow], dtype: str, rounded: bool = False
+    ) -> None:
+        """`servers` are empty in processes that only compute the trainer's scores; `dtype` is the policy's
+        (`model.dtype`); `rounded`: servers and trainer compute with other weights by design (see
+        TrainRecipe.rounding)."""
+        self.rows = list(rows)
+        self._servers = servers
+        self._drifts: defaultdict[str, Drift] = defaultdict(lambda: Drift(dtype, len(self.rows), rounded))
+
+    def trainer_scores(self, policy: Policy, forward: Forward | None = None) -> Scores:
+        """See the function of the same name."""
+        return trainer_scores(policy, self.rows, forward)
+
+    def prove(self, report: SyncReport, trainer: Scores) -> dict[str, float]:
+        """Scores the version of `report` on every server; `trainer` are the policy's scores of the same version.
+
+        Returns metrics: those of the server that proves least. Raises SyncError where a server does not serve what the
+        trainer has sent.
+        """
+        verdicts: list[Verdict] = []
+        on_each(self._servers, lambda server: verdicts.append(self._judge(server, report, trainer)))
+        slopes = [verdict.slope for verdict in verdicts if verdict.slope is not None]
+        metrics = {
+            "sync/provable": float(all(verdict.provable for verdict in verdicts)),
+            "sync/canary_drift": max(verdict.drift for verdict in verdicts),
+            "sync/canary_cache_gap": max(verdict.cache_gap for verdict in verdicts),
+            "sync/canary_noise": max(drift.noise for drift in self._drifts.values()),
+        }
+        return {**metrics, "sync/canary_slope": min(slopes)} if slopes else metrics
+
+    def prove_again(self, report: SyncReport, url: str) -> None:
+        """After WeightSync.restore: the server at `url` must score as it did before. Raises SyncError."""
+        server = find(self._servers, url)
+        drift = self._drifts[server.url]
+        if drift.started:
+            scores = server_scores(server, self.rows, report, fresh=True)
+            self._accept(server, report, drift.judge_again(scores))
+
+    def _judge(self, server: ServerControl, report: SyncReport, trainer: Scores) -> Verdict:
+        drift = self._drifts[server.url]
+        if drift.started:
+            # what an earlier version left in the cache is met before this one fills it
+            cached = server_scores(server, self.rows, report, fresh=False)
+            fresh = server_scores(server, self.rows, report, fresh=True)
+            verdict = drift.judge(cached, fresh, trainer)
+        else:
+            fresh = server_scores(server, self.rows, report, fresh=True)
+            cached = server_scores(server, self.rows, report, fresh=False)
+            verdict = drift.start(cached, fresh, trainer)
+        if not verdict.provable:
+            logger.info("version %d: not yet provable by its log-probabilities on %s", report.version, server.url)
+        return self._accept(server, report, verdict)
+
+    def _accept(self, server: ServerControl, report: SyncReport, verdict: Verdict) -> Verdict:
+        if verdict.failure is not None:
+            raise SyncError(f"{server.url}, version {report.version} ({report.label}): {verdict.failure}")
+        return verdict
+
+
+def push_proven(
+    sync: WeightSync,
+    canary: Canary | None,
+    version: int,
+    policy: Policy,
+    state: dict[str, Tensor],
+    scores: Scores | None,
+) -> tuple[SyncReport, dict[str, float]]:
+    """Pushes a version and has the canary prove it; returns the canary's metrics too. `scores` are the trainer's.
+
+    Servers that are gone when the canary asks get the version again, as soon as `sync` finds one.
+    """
+    while True:
+        report = sync.push(version, policy, state)
+        if canary is None or scores is None:
+            return report, {}
+        try:
+            return report, canary.prove(report, scores)
+        except ServerGoneError as error:
+            logger.warning("version %d is pushed again: %s", version, error)

@@ -1,0 +1,56 @@
+"""The update of a server's full weights, whatever they travel by: pause, transfer, prove, resume."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
+from agentfactory.trainers.sync.content import prove_full_weights
+
+
+def update_full_weights(
+    servers: list[ServerControl],
+    label: str,
+    state: dict[str, Tensor],
+    transfer: Callable[[], None],
+    keep_caches: bool,
+) -> str:
+    """Pauses all servers, lets `transfer` bring `state` into them, proves it in each, and resumes them. Returns the
+    digest of what is proven (see check_content).
+
+    Running requests keep their tokens and go on under the new weights. Their caches are recomputed; with `keep_caches`
+    all caches stay, and requests must keep apart from those of older weights by their cache salt. Where a proof fails,
+    SyncError is raised and the servers stay paused: only proven weights generate. A server whose cache is asleep runs
+    nothing, and goes on by itself once that is awake: it is neither paused nor resumed.
+    """
+    for server in servers:
+        if not server.asleep:
+            # vLLM would drop the caches here already, those of running requests too
+            server.post("/pause?mode=keep&clear_cache=false")
+        server.post("/start_weight_update")
+    transfer()
+    digest = ""
+    for server in servers:
+        server.post("/finish_weight_update", {"weight_version": label})
+        # answers 200 also when it did nothing: caches of the old weights would stay in use
+        dropped = keep_caches or server.post("/reset_prefix_cache?reset_running_requests=true").get("success") is True
+        if not dropped:
+            raise SyncError(f"{server.url}/reset_prefix_cache did not drop the caches of the old weights")
+        digest = prove_full_weights(server, label, state)
+    for server in servers:
+        if not server.asleep:
+            server.post("/resume")
+    return digest
+
+
+def holds_full_weights(server: ServerControl, label: str, state: dict[str, Tensor]) -> bool:
+    """Whether a server proves to hold this version. One that is paused was left so by a failure."""
+    if server.get("/is_paused").get("is_paused") is True:
+        return False
+    try:
+        prove_full_weights(server, label, state)
+    except ServerGoneError:
+        raise
+    except SyncError:
+        return False
+    return True

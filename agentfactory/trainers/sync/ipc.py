@@ -1,0 +1,199 @@
+"""Sync by shared memory: full weights from trainer to server on one GPU, or between processes on one machine's CPU."""
+
+import base64
+import pickle
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from agentfactory.rollout.embedded.shared_memory import CPU, memory_key
+from agentfactory.trainers.policy import Policy
+from agentfactory.trainers.server_control import ServerControl, SyncError
+from agentfactory.trainers.sync.full import holds_full_weights, update_full_weights
+from agentfactory.trainers.sync.protocol import SyncReport, base_model, find, on_each
+
+BUFFER_BYTES = 2**28
+"""Size of the shared buffer, unless one weight is larger. It exists while weights travel only, beside both models."""
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class Buffer:
+    """Memory that a server can open. Raises SyncError where there is too little of it."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        """`capacity` bytes on `device`."""
+        self.handles: dict[str, tuple[Any, ...]]
+        """What a server opens it by, under the key of the memory."""
+        self._block: SharedMemory | None = None
+        self._bytes: Tensor
+        if device.type == "cuda":
+            self._bytes = torch.empty(capacity, dtype=torch.uint8, device=device)
+            self.handles = {memory_key(device): reduce_tensor(self._bytes)[1]}
+        else:
+            _check_shared_memory(capacity)
+            self._block = SharedMemory(create=True, size=capacity)
+            self._bytes = torch.frombuffer(self._block.buf, dtype=torch.uint8, count=capacity)
+            self.handles = {CPU: (self._block.name, capacity)}
+
+    def fill(self, part: list[tuple[str, Tensor]]) -> None:
+        """Write tensors one after the other, wherever they are; returns when they can be read."""
+        start = 0
+        for _, value in part:
+            flat = value.detach().contiguous().view(-1).view(torch.uint8)
+            self._bytes[start : start + len(flat)].copy_(flat)
+            start += len(flat)
+        if self._bytes.is_cuda:
+            torch.cuda.synchronize(self._bytes.device)
+
+    def close(self) -> None:
+        """Give the memory back to the system: the server may be waiting for it."""
+        del self._bytes
+        if self._block is not None:
+            self._block.close()
+            self._block.unlink()
+        else:
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
+
+
+class IpcSync:
+    """Full weights, part by part through memory that trainer and server share, as vLLM's `ipc` weight transfer engine
+    takes them in its packed mode: vLLM servers are started with `--weight-transfer-config '{"backend": "ipc"}'`.
+
+    A trainer on a GPU shares a buffer of this GPU (CUDA IPC, untested on a GPU), one on a CPU a block of
+    `multiprocessing.shared_memory`, which the embedded engine takes. The policy's weights may lie elsewhere than the
+    buffer: those of a parked trainer go from the CPU into a GPU's. Proof: a server echoes the version, and its checksum
+    of every weight equals ours.
+    """
+
+    def __init__(
+        self,
+        servers: list[ServerControl],
+        keep_caches: bool = False,
+        device: torch.device | None = None,
+        buffer_bytes: int = BUFFER_BYTES,
+    ) -> None:
+        """Raises SyncError where a server cannot open this process's memory. `device` is the buffer's, by default the
+        current GPU, where there is none the CPU; `keep_caches`: see update_full_weights."""
+        self._servers = servers
+        self._keep_caches = keep_caches
+        self._buffer_bytes = buffer_bytes
+        gpu = torch.cuda.is_available()
+        self._device = device or (torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"))
+        self._model = base_model(servers)
+        self._version = 0
+        # of the version that was pushed last, for a server that is started again: the policy's own move on
+        self._copy: dict[str, Tensor] = {}
+        self._digest = ""
+        for server in servers:
+            self._init(server)
+
+    def push(self, version: int, policy: Policy, state: dict[str, Tensor]) -> SyncReport:
+        """See WeightSync."""
+        started = time.perf_counter()
+        if self._copy.keys() != state.keys():
+            self._copy = {name: torch.empty_like(value, device="cpu") for name, value in state.items()}
+        for name, value in state.items():
+            self._copy[name].copy_(value)
+        self._version = version
+        on_each(self._servers, lambda server: self._update(server, state))
+        return self._report(started)
+
+    def restore(self, url: str) -> SyncReport:
+        """See WeightSync."""
+        assert self._copy
+        started = time.perf_counter()
+        server = find(self._servers, url)
+        if not holds_full_weights(server, str(self._version), self._copy):
+            self._update(server, self._copy)
+        return self._report(started)
+
+    def close(self) -> None:
+        """See WeightSync. Nothing is shared between two pushes."""
+
+    def _init(self, server: ServerControl) -> None:
+        answer = server.post("/init_weight_transfer_engine", {"init_info": {"packed": True}})
+        own = memory_key(self._device)
+        readable = answer.get("memory")  # vLLM does not say; it reads its GPUs' memory
+        if readable is None and own == CPU:
+            raise SyncError(
+                f"sync.backend: ipc: {server.url} takes weights from a GPU's memory only, and the trainer has no GPU; "
+                "use sync.backend: file"
+            )
+        if readable is not None and own not in readable:
+            raise SyncError(
+                f"sync.backend: ipc: {server.url} can read the memory of {', '.join(readable)}, and the trainer's is "
+                f"{own}; let both use one GPU, or use sync.backend: file"
+            )
+
+    def _update(self, server: ServerControl, state: dict[str, Tensor]) -> None:
+        # each time: one that was started again since the last version has not begun
+        self._init(server)
+        largest = max(value.nbytes for value in state.values())
+        total = sum(value.nbytes for value in state.values())
+        capacity = max(largest, min(total, self._buffer_bytes))
+        # a buffer for each server: torch counts one opening for each handle
+        with closing(Buffer(capacity, self._device)) as buffer:
+            pickled = base64.b64encode(pickle.dumps(buffer.handles)).decode("ascii")
+
+            def transfer() -> None:
+                for part in parts(state, capacity):
+                    buffer.fill(part)
+                    # answers when it has copied the part
+                    server.post(
+                        "/update_weights", {"update_info": {**description(part), "ipc_handles_pickled": pickled}}
+                    )
+
+            label = str(self._version)
+            self._digest = update_full_weights([server], label, self._copy, transfer, self._keep_caches)
+
+    def _report(self, started: float) -> SyncReport:
+        label = str(self._version)
+        size = sum(value.nbytes for value in self._copy.values())
+        salt = label if self._keep_caches else None
+        seconds = time.perf_counter() - started
+        return SyncReport(self._version, label, self._model, size, seconds, self._digest, salt)
+
+
+def parts(state: dict[str, Tensor], capacity: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Weights in parts of at most `capacity` bytes, which none of them exceeds. Wide dtypes come first, so that each
+    tensor begins at a multiple of its own width."""
+    part: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, value in sorted(state.items(), key=lambda entry: -entry[1].itemsize):
+        if part and size + value.nbytes > capacity:
+            yield part
+            part, size = [], 0
+        part.append((name, value))
+        size += value.nbytes
+    if part:
+        yield part
+
+
+def description(part: list[tuple[str, Tensor]]) -> dict[str, list[Any]]:
+    """What the receiver of a part needs to know beside the handle."""
+    return {
+        "names": [name for name, _ in part],
+        "dtype_names": [str(value.dtype).removeprefix("torch.") for _, value in part],
+        "shapes": [list(value.shape) for _, value in part],
+        "tensor_sizes": [value.nbytes for _, value in part],
+    }
+
+
+def _check_shared_memory(capacity: int) -> None:
+    # a write beyond what there is kills the process by a signal; a container has 64 MiB by default
+    free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else capacity
+    if free < capacity:
+        raise SyncError(
+            f"sync.backend: ipc: {_SHARED_MEMORY} has {free / 2**20:.0f} MiB free, and weights travel in parts of "
+            f"{capacity / 2**20:.0f} MiB; enlarge it (docker run --shm-size), or use sync.backend: file"
+        )

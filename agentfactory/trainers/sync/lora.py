@@ -1,0 +1,129 @@
+"""Sync by adapter files: megabytes, and nothing is paused."""
+
+import shutil
+import time
+from collections import OrderedDict
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from agentfactory.trainers.policy import Policy
+from agentfactory.trainers.server_control import ServerControl, SyncError
+from agentfactory.trainers.sync.content import file_digest
+from agentfactory.trainers.sync.protocol import SyncReport, find, on_each
+
+_WEIGHTS = "adapter_model.safetensors"
+
+
+class LoraSync:
+    """Adapter files, under a new name and path per version: a running turn keeps the adapter that it began with.
+
+    No server tells the bytes of an adapter that it has loaded, so the proof ties the name to them step by step: the
+    name was free on the server before (what it answered to then was nothing), the server lists it afterwards with the
+    very path that was sent, the path carries the digest of the adapter's weights and was never used before, and the
+    file there still has this digest after loading. That the server computes with what it read is for the canary.
+    """
+
+    def __init__(self, servers: list[ServerControl], folder: Path, run: str, attempt: int, keep: int) -> None:
+        """Adapters are called {run}-{attempt}-v{version}; a version that is pushed again gets -2, -3 and so on.
+
+        Every server must be able to read `folder` under the same path. The `keep` newest stay loaded:
+        rollout.max_staleness + 2, so that no turn loses its adapter; a server must hold as many (server.max_loras).
+        """
+        self._servers = servers
+        self._folder = folder
+        self._prefix = f"{run}-{attempt}-v"
+        self._keep = keep
+        self._pushes: dict[int, int] = {}
+        self._loaded: OrderedDict[str, Path] = OrderedDict()
+        self._last: tuple[int, str, str] | None = None
+        self._unfinished: int | None = None
+
+    def push(self, version: int, policy: Policy, state: dict[str, Tensor]) -> SyncReport:
+        """See WeightSync."""
+        started = time.perf_counter()
+        if self._unfinished != version:
+            self._begin(version, policy, state)
+        on_each(self._servers, self._complete)
+        self._unfinished = None
+        return self._report(started)
+
+    def restore(self, url: str) -> SyncReport:
+        """See WeightSync. The server gets all adapters that are in use, under their names: one that was started again
+        has never used these."""
+        started = time.perf_counter()
+        self._complete(find(self._servers, url))
+        return self._report(started)
+
+    def _begin(self, version: int, policy: Policy, state: dict[str, Tensor]) -> None:
+        """Makes room on the servers, and writes the adapter."""
+        while len(self._loaded) >= self._keep:
+            oldest, old_path = next(iter(self._loaded.items()))
+            on_each(self._servers, partial(_unload, name=oldest))
+            del self._loaded[oldest]
+            shutil.rmtree(old_path)
+        self._pushes[version] = self._pushes.get(version, 0) + 1
+        again = f"-{self._pushes[version]}" if self._pushes[version] > 1 else ""
+        name = f"{self._prefix}{version}{again}"
+        # written under a passing name: the final one carries the digest of what was written
+        passing = (self._folder / f".{name}").resolve()
+        digest = file_digest(policy.save_adapter(passing, state))
+        path = passing.with_name(f"{name}-{digest[:16]}")
+        passing.rename(path)
+        self._loaded[name] = path
+        self._last = version, name, digest
+        self._unfinished = version
+
+    def _complete(self, server: ServerControl) -> None:
+        """Loads what is in use and not loaded. A server that was away, or that an earlier attempt of the run has used,
+        may hold what is no more in use; one that has slept may list what it has lost (vLLM #53888), so it loads all
+        anew."""
+        listed = _listed(server)
+        for name, root in listed.items():
+            ours = root is not None and Path(root).parent == self._folder.resolve()
+            if ours and (server.asleep or name not in self._loaded):
+                _unload(server, name)
+        for name, path in self._loaded.items():
+            if server.asleep or listed.get(name) != str(path):
+                _load(server, name, path)
+
+    def close(self) -> None:
+        """See WeightSync. The adapters stay: the servers may read them again."""
+
+    def _report(self, started: float) -> SyncReport:
+        assert self._last is not None
+        version, name, digest = self._last
+        size = (self._loaded[name] / _WEIGHTS).stat().st_size
+        return SyncReport(version, name, name, size, time.perf_counter() - started, digest)
+
+
+def _unload(server: ServerControl, name: str) -> None:
+    # a server that was started again has forgotten it
+    if name in _listed(server):
+        server.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+
+def _load(server: ServerControl, name: str, path: Path) -> None:
+    """Loads an adapter into a server and proves it. Raises SyncError."""
+    held = _listed(server)
+    if name in held:
+        raise SyncError(
+            f"{server.url} already serves an adapter called {name}, from {held[name]}: its weights are not the "
+            "trainer's; unload it, or give the run another name"
+        )
+    server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+    root = _listed(server).get(name)
+    if root != str(path):
+        raise SyncError(
+            f"{server.url} took the adapter {name} and serves it from {root}, not from {path}: it was not loaded"
+            if root
+            else f"{server.url} answered that it loaded the adapter {name}, and does not list it in /v1/models"
+        )
+    if not path.name.endswith(file_digest(path / _WEIGHTS)[:16]):
+        raise SyncError(f"{path / _WEIGHTS} changed while {server.url} loaded it: its weights are not the trainer's")
+
+
+def _listed(server: ServerControl) -> dict[str, str | None]:
+    """The path of every model that a server lists, by name."""
+    return {card["id"]: card.get("root") for card in server.get("/v1/models").get("data", [])}

@@ -1,0 +1,224 @@
+"""Sync by NCCL broadcast: full weights from the trainer's GPU to servers on other GPUs.
+
+Untested on a GPU. Its protocol is tested over gloo, against a receiver that cuts the stream as vLLM 0.32 does
+(vllm/distributed/weight_transfer/nccl_engine.py); NCCL itself has never carried it.
+"""
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from agentfactory.trainers.policy import Policy
+from agentfactory.trainers.server_control import ServerControl, SyncError
+from agentfactory.trainers.sync.full import update_full_weights
+from agentfactory.trainers.sync.protocol import SyncReport, base_model, find
+
+# Bytes per broadcast. Both sides cut the stream of weights by this figure, which travels in `init_info`.
+BUFFER_BYTES = 2**30
+
+
+class BroadcastGroup(Protocol):
+    """The group of the trainer (rank 0) and all workers of all servers."""
+
+    def broadcast(self, buffer: UInt8[Tensor, "bytes"]) -> None:
+        """Sends `buffer` from rank 0 to every worker; returns when it may be freed."""
+
+    def close(self) -> None:
+        """Leaves the group."""
+
+
+OpenGroup = Callable[[str, int, int], BroadcastGroup]
+"""(master address, master port, world size) -> the group, joined as rank 0; blocks until all have joined."""
+
+
+class VllmGroup:
+    """The group as vLLM's workers join it: its own rendezvous and its own NCCL communicator. Untested on a GPU."""
+
+    def __init__(self, address: str, port: int, world_size: int) -> None:
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+        rendezvous = {"master_address": address, "master_port": port, "world_size": world_size}
+        self._communicator: Any = trainer_init(rendezvous)
+
+    def broadcast(self, buffer: UInt8[Tensor, "bytes"]) -> None:
+        """See BroadcastGroup."""
+        self._communicator.broadcast(buffer, src=0)
+        torch.cuda.current_stream().synchronize()
+
+    def close(self) -> None:
+        """See BroadcastGroup."""
+        self._communicator.destroy()
+
+
+def why_impossible() -> str | None:
+    """Why this process cannot send weights by NCCL; None where it can."""
+    if not torch.cuda.is_available():
+        return "the trainer has no CUDA device; use sync.backend: file"
+    try:
+        import vllm.distributed.weight_transfer.nccl_common  # noqa: F401
+    except ImportError as error:
+        return f"the trainer joins the servers' group by vLLM's own code, which cannot be imported here ({error})"
+    return None
+
+
+class NcclSync:
+    """Full weights by packed broadcast, through vLLM's `nccl` weight transfer engine: servers are started with
+    `--weight-transfer-config '{"backend": "nccl"}'`, on other devices than the trainer's. Untested on a GPU.
+
+    The policy is gathered from all ranks before anything is sent: sending while gathering hangs with more than two
+    ranks. Proof: a server echoes the version, and its checksum of every weight equals ours.
+    """
+
+    def __init__(
+        self,
+        servers: list[ServerControl],
+        keep_caches: bool = False,
+        open_group: OpenGroup | None = None,
+        buffer_bytes: int = BUFFER_BYTES,
+    ) -> None:
+        """Joins one group with all workers of all servers. Raises SyncError where NCCL cannot work, with the reason.
+        `open_group` is for other transports than NCCL; `keep_caches`: see update_full_weights."""
+        if open_group is None:
+            reason = why_impossible()
+            if reason:
+                raise SyncError(f"sync.backend: nccl: {reason}")
+            open_group = VllmGroup
+        self._servers = servers
+        self._keep_caches = keep_caches
+        self._buffer_bytes = buffer_bytes
+        self._model = base_model(servers)
+        self._last: SyncReport | None = None
+        workers = [int(server.get("/get_world_size")["world_size"]) for server in servers]
+        address, port = _own_address(servers), _free_port()
+        info = {
+            "master_address": address,
+            "master_port": port,
+            "world_size": 1 + sum(workers),
+            "packed": True,
+            "packed_buffer_size_bytes": buffer_bytes,
+            "packed_num_buffers": 2,
+        }
+        # servers answer once the group is complete, so they are asked while we join it
+        offsets = [1 + sum(workers[:index]) for index in range(len(servers))]
+        joined: list[BroadcastGroup] = []
+        _together(
+            lambda: joined.append(open_group(address, port, 1 + sum(workers))),
+            *(
+                _post(server, "/init_weight_transfer_engine", {"init_info": {**info, "rank_offset": offset}})
+                for server, offset in zip(servers, offsets, strict=True)
+            ),
+        )
+        self._group = joined[0]
+
+    def push(self, version: int, policy: Policy, state: dict[str, Tensor]) -> SyncReport:
+        """See WeightSync."""
+        started = time.perf_counter()
+        label = str(version)
+        info = {
+            "names": list(state),
+            "dtype_names": [str(value.dtype).removeprefix("torch.") for value in state.values()],
+            "shapes": [list(value.shape) for value in state.values()],
+        }
+
+        def broadcast() -> None:
+            for buffer in packed(state, self._buffer_bytes):
+                self._group.broadcast(buffer)
+
+        def transfer() -> None:
+            # servers answer when they have received everything
+            _together(broadcast, *(_post(s, "/update_weights", {"update_info": info}) for s in self._servers))
+
+        digest = update_full_weights(self._servers, label, state, transfer, self._keep_caches)
+        size = sum(value.nbytes for value in state.values())
+        salt = label if self._keep_caches else None
+        seconds = time.perf_counter() - started
+        self._last = SyncReport(version, label, self._model, size, seconds, digest, salt)
+        return self._last
+
+    def restore(self, url: str) -> SyncReport:
+        """See WeightSync. A server that was started again has left the group, which cannot be mended: SyncError."""
+        assert self._last is not None
+        echoed = find(self._servers, url).get("/weight_info").get("weight_version")
+        if echoed != self._last.label:
+            raise SyncError(
+                f"{url} was started again and serves version {echoed!r}: the NCCL group ended with it; resume the run "
+                "from its last checkpoint"
+            )
+        return self._last
+
+    def close(self) -> None:
+        """See WeightSync."""
+        self._group.close()
+
+
+def packed(state: dict[str, Tensor], buffer_bytes: int) -> Iterator[UInt8[Tensor, "bytes"]]:
+    """Weights as a stream of buffers. A buffer ends with the weight that takes it beyond `buffer_bytes`: the receiver
+    cuts by the same rule from names, dtypes and shapes alone."""
+    parts: list[Tensor] = []
+    size = 0
+    for value in state.values():
+        parts.append(value.contiguous().view(-1).view(torch.uint8))
+        size += parts[-1].numel()
+        if size > buffer_bytes:
+            yield torch.cat(parts)
+            parts, size = [], 0
+    if parts:
+        yield torch.cat(parts)
+
+
+def _post(server: ServerControl, path: str, body: dict[str, Any]) -> Callable[[], None]:
+    def post() -> None:
+        server.post(path, body)
+
+    return post
+
+
+def _together(*calls: Callable[[], None]) -> None:
+    """Runs calls that wait for each other, and raises the first error at once.
+
+    What still waits then waits for a peer that will never come: its thread is left behind, and must not keep the
+    process from ending.
+    """
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def run(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            ended.put(error)
+        else:
+            ended.put(None)
+
+    for call in calls:
+        threading.Thread(target=run, args=(call,), daemon=True).start()
+    for _ in calls:
+        error = ended.get()
+        if error is not None:
+            raise error
+
+
+def _own_address(servers: list[ServerControl]) -> str:
+    """The address of this machine towards the servers. No packet is sent to find it."""
+    found = set()
+    for server in servers:
+        parts = urlsplit(server.url)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((parts.hostname, parts.port or 80))
+            found.add(probe.getsockname()[0])
+    if len(found) > 1:
+        raise SyncError(f"sync.backend: nccl: the servers reach this machine by different addresses: {sorted(found)}")
+    return found.pop()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

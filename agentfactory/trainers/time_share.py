@@ -1,0 +1,144 @@
+"""Who has the device when: one GPU that trainer and server use in turns (`placement.mode: time_share`)."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor
+
+from agentfactory.trainers.learner import Learner
+from agentfactory.trainers.parking import Parking
+from agentfactory.trainers.policy import Policy
+from agentfactory.trainers.server_control import ServerControl, SyncError
+from agentfactory.trainers.stopping import Stop
+from agentfactory.trainers.sync.patient import patiently
+from agentfactory.trainers.sync.protocol import SyncReport, WeightSync
+
+_LEAST_FREED = 2**20
+"""Bytes that a server frees at least when it goes to sleep."""
+
+
+class Turns:
+    """The loop's view: what it computes with the policy's weights, it computes within `training`. Here trainer and
+    server have devices, or shares of one, of their own, and nothing is to be done."""
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """The trainer's turn."""
+        yield
+
+    def share(self, learner: Learner) -> None:
+        """`learner` was made in the present turn: at its end it leaves the device."""
+
+    def take_seconds(self) -> dict[str, float]:
+        """What changing turns has taken since the last call, by metric name."""
+        return {}
+
+
+class TimeShare(Turns):
+    """The server sleeps while the trainer has the device, and the trainer is parked while the server has it.
+
+    `training` sends the server to sleep and brings the learner in; at its end the learner is parked, and the server
+    sleeps on: `waking` wakes it around the update of its weights, which is then proven as ever. A turn that ends by an
+    error parks nothing. A run that is stopped within a turn leaves its server asleep, which the next attempt finds so.
+    On a CPU the trainer's tensors are where they would be parked, so only the order is kept.
+    """
+
+    def __init__(
+        self,
+        server: ServerControl,
+        device: torch.device,
+        patience_seconds: float,
+        stop: Stop | None = None,
+        moves: bool | None = None,
+    ) -> None:
+        """`device` is the trainer's. A server that does not answer when it is to sleep is waited for, for
+        `patience_seconds` or until `stop` hears a signal. `moves`: whether the learner is copied from and to the device
+        (default: unless that is the CPU)."""
+        self._server = server
+        self._device = device
+        self._patience = patience_seconds
+        self._stop = stop or Stop()
+        self._moves = device.type != "cpu" if moves is None else moves
+        self._parking: Parking | None = None
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """See Turns. Raises SyncError where the server does not sleep, ServerGoneError where it is gone for good."""
+        with self._timed("seconds/sleep"):
+            patiently(self._send_to_sleep, "the trainer's turn", self._patience, lambda: self._stop.heard)
+        with self._timed("seconds/bring_in"):
+            if self._parking is not None:
+                self._parking.bring_in()
+        yield
+        with self._timed("seconds/park"):
+            if self._parking is not None:
+                self._parking.park()
+
+    def share(self, learner: Learner) -> None:
+        """See Turns."""
+        self._parking = Parking(learner) if self._moves else None
+
+    def waking(self, sync: WeightSync) -> WeightSync:
+        """`sync` into the server that this one sends to sleep."""
+        return _WakingSync(sync, self._server, self._timed)
+
+    def take_seconds(self) -> dict[str, float]:
+        """See Turns."""
+        taken, self._seconds = self._seconds, {}
+        return taken
+
+    def _send_to_sleep(self) -> None:
+        before = free_memory(self._device)
+        # one that an earlier attempt has left asleep frees nothing more
+        first = before is not None and self._parking is None and not self._server.is_sleeping()
+        self._server.sleep()
+        freed = (free_memory(self._device) or 0) - (before or 0)
+        if first and freed < _LEAST_FREED:
+            raise SyncError(
+                f"placement.mode: time_share: {self._server.url} says that it sleeps and has freed {max(freed, 0)} "
+                f"bytes of {self._device}: start it on the trainer's GPU (vLLM with --enable-sleep-mode), or use "
+                "placement.mode=separate"
+            )
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+class _WakingSync:
+    """A WeightSync into a server that sleeps: its weights are awake while they are updated, its cache afterwards."""
+
+    def __init__(self, sync: WeightSync, server: ServerControl, timed: Callable[[str], AbstractContextManager[None]]):
+        self._sync = sync
+        self._server = server
+        self._timed = timed
+
+    def push(self, version: int, policy: Policy, state: dict[str, Tensor]) -> SyncReport:
+        """See WeightSync. Raises SyncError too where the server does not wake up."""
+        if not self._server.asleep:
+            # the same version again, after the canary had found nobody
+            return self._sync.push(version, policy, state)
+        with self._timed("seconds/wake"):
+            self._server.wake_up("weights")
+        report = self._sync.push(version, policy, state)
+        with self._timed("seconds/wake"):
+            self._server.wake_up("kv_cache")
+        return report
+
+    def restore(self, url: str) -> SyncReport:
+        """See WeightSync."""
+        return self._sync.restore(url)
+
+    def close(self) -> None:
+        """See WeightSync."""
+        self._sync.close()
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that no process uses of a GPU; None of other devices."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None

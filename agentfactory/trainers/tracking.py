@@ -1,0 +1,269 @@
+"""Experiment trackers beside metrics.jsonl, through accelerate's classes for them: the same numbers under the same
+names, the recipe, and a few chains per step as a table."""
+
+import base64
+import importlib
+import io
+import json
+import logging
+import re
+import secrets
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import yaml
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from PIL import Image
+
+from agentfactory.rollout.trajectory import Group, Trajectory
+from agentfactory.tools.messages import Message, text_of
+from agentfactory.trainers.config import TrackConfig
+
+logger = logging.getLogger(__name__)
+
+RUNS = "tracking.json"
+"""In the run folder: how the trackers call the run, so that a resumed one goes on in the same."""
+
+TABLE = "trajectories"
+COLUMNS = ("step", "group", "chain", "reward", "outcome", "turns", "conversation")
+MOST_CHARACTERS = 20_000
+"""Of a conversation in a table."""
+MOST_IMAGES = 3
+"""Of a chain in a table: the last ones."""
+
+_UNNAMED = re.compile(r"[^\w\-. :/]", re.ASCII)
+"""What mlflow takes in no name; a reward's part may be called so."""
+
+
+_VARIABLE = re.compile(r"\$\{\w+\}")
+_HIDDEN = "(not shown)"
+
+
+class TrackingError(Exception):
+    """A tracker does not start; the message says which, why, and what to do."""
+
+
+class Tracking:
+    """The trackers of one run; rank 0 has them. A context manager, which ends their runs with this one.
+
+    The run goes on where a tracker fails on the way: what it was to get is in metrics.jsonl, and a warning says so.
+    """
+
+    def __init__(self, config: TrackConfig, name: str, folder: Path, recipe: dict[str, Any], done: int = 0) -> None:
+        """Start the trackers, on the run called `name` in `folder`; `recipe` is what they show as its configuration.
+        `done` steps are kept of an earlier attempt.
+
+        Raises TrackingError where one does not start.
+        """
+        self._config = config
+        self._folder = folder
+        self._done = done
+        self._recipe = _without_secrets(recipe)
+        self._runs = _read(folder / RUNS)
+        self._runs.setdefault("key", secrets.token_hex(4))
+        self._trackers: dict[str, GeneralTracker] = {}
+        for tracker in config.trackers:
+            # a part of the command's output is for machines
+            with redirect_stdout(sys.stderr):
+                try:
+                    self._trackers[tracker] = self._start(tracker, f"{name}-{self._runs['key']}")
+                # their own errors, and those of their servers, have nothing in common
+                except Exception as error:
+                    self._end(failed=True)
+                    raise TrackingError(
+                        f"track.trackers: {tracker} does not start: {error}; fix: see docs/tracking.md for what it "
+                        f"needs, or leave it out: metrics.jsonl has the same numbers"
+                    ) from error
+            # at once: an attempt in which the next one does not start leaves a run to go on with
+            (folder / RUNS).write_text(json.dumps(self._runs) + "\n", encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """What was appended to metrics.jsonl."""
+        step = int(metrics["step"])
+        # the others have a place of their own for the step
+        numbers = {name: value for name, value in metrics.items() if name != "step"}
+        for tracker, running in self._trackers.items():
+            if tracker == "wandb":
+                self._try(tracker, running.log, dict(metrics))
+            elif tracker == "mlflow":
+                self._try(tracker, running.log, {_UNNAMED.sub("_", k): v for k, v in numbers.items()}, step=step)
+            else:
+                self._try(tracker, running.log, numbers, step=step)
+
+    def note_groups(self, step: int, groups: Sequence[Group]) -> None:
+        """The groups of a step: some of their chains go into the tables."""
+        chains = chosen(groups, self._config.trajectories)
+        for tracker, running in self._trackers.items():
+            if chains and tracker != "tensorboard":
+                self._try(tracker, _log_table, running, tracker, step, chains)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end(failed=error is not None)
+
+    def _end(self, failed: bool) -> None:
+        for tracker, running in self._trackers.items():
+            finish: Callable[[], Any] = running.finish
+            if failed and tracker == "wandb":
+                finish = _wandb_failed(running)
+            elif failed and tracker == "mlflow":
+                finish = _mlflow_failed
+            with redirect_stdout(sys.stderr):
+                self._try(tracker, finish)
+
+    def _start(self, tracker: str, name: str) -> GeneralTracker:
+        make = LOGGER_TYPE_TO_CLASS[tracker]
+        project, folder, known = self._config.project, self._folder, self._runs.get(tracker)
+        if tracker == "tensorboard":
+            # what an earlier attempt wrote of the steps that come again is left out by its readers
+            running = make(project, str(folder / "tensorboard"), purge_step=self._done + 1 if known else None)
+            running.start()
+            recipe = yaml.safe_dump(self._recipe, sort_keys=False, allow_unicode=True)
+            running.writer.add_text("recipe", f"```yaml\n{recipe}```", self._done)
+        elif tracker == "wandb":
+            wandb = importlib.import_module("wandb")
+            running = make(
+                project,
+                id=self._runs["key"],
+                name=name,
+                # with it, a run that is new would wait for the server too
+                resume="allow" if known else None,
+                dir=str(folder),
+                config=self._recipe,
+                # what goes through the terminal is the command's
+                settings=wandb.Settings(console="off"),
+            )
+            running.start()
+            # not wandb's own step, which cannot go back: a resumed run trains some steps again
+            running.tracker.define_metric("*", step_metric="step")
+        elif tracker == "trackio":
+            running = make(project, name=name, resume="allow", config=self._recipe)
+            running.start()
+        else:
+            running = make(project, run_name=name, run_id=known)
+            running.start()
+            if known is None:
+                # its parameters are for good
+                running.store_init_configuration(_leaves(self._recipe))
+        self._runs[tracker] = running.tracker.info.run_id if tracker == "mlflow" else name
+        return running
+
+    def _try(self, tracker: str, what: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+        try:
+            what(*arguments, **named)
+        # a server that is away, a disk that is full: days of training do not hang on it
+        except Exception as error:
+            logger.warning("%s did not take what it was given, which metrics.jsonl has: %s", tracker, error)
+
+
+def chosen(groups: Sequence[Group], count: int) -> list[tuple[Group, Trajectory]]:
+    """At most `count` chains of those that have a reward, evenly from the lowest to the highest."""
+    chains = [(group, chain) for group in groups for chain in group.trajectories if chain.reward is not None]
+    chains.sort(key=lambda pair: pair[1].reward or 0.0)
+    if count >= len(chains):
+        return chains
+    places = [round(number * (len(chains) - 1) / max(count - 1, 1)) for number in range(count)]
+    # of one alone, the best says more than the worst
+    return [chains[place] for place in places] if count != 1 else chains[-1:]
+
+
+def conversation(messages: Sequence[Message]) -> str:
+    """A chain's messages as text, each under the name of who speaks; a long one lacks its middle."""
+    said = []
+    for message in messages:
+        calls = [call["function"] for call in message.get("tool_calls") or []]
+        parts = [
+            str(message.get("reasoning_content") or ""),
+            text_of(message.get("content") or ""),
+            *(f"-> {call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})" for call in calls),
+        ]
+        who = " ".join(str(message[name]) for name in ("role", "name") if message.get(name))
+        said.append("\n".join([f"[{who}]", *filter(None, parts)]))
+    text = "\n\n".join(said)
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    half = MOST_CHARACTERS // 2
+    return f"{text[:half]}\n\n[... {len(text) - 2 * half} characters ...]\n\n{text[-half:]}"
+
+
+def _cells(step: int, group: Group, chain: Trajectory) -> list[Any]:
+    return [step, group.id, chain.id, chain.reward, chain.outcome.value, chain.turns, conversation(chain.messages)]
+
+
+def _images(chain: Trajectory) -> list[Image.Image]:
+    """The last images that the chain holds; those elsewhere on the web are not fetched."""
+    parts = [part for m in chain.messages if isinstance(m.get("content"), list) for part in m["content"]]
+    urls = [part["image_url"]["url"] for part in parts if part.get("type") == "image_url"]
+    held = [url.partition(",")[2] for url in urls if url.startswith("data:image/")]
+    return [Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB") for data in held[-MOST_IMAGES:]]
+
+
+def _log_table(running: GeneralTracker, tracker: str, step: int, chains: Sequence[tuple[Group, Trajectory]]) -> None:
+    module = importlib.import_module(tracker)
+    data = [_cells(step, group, chain) for group, chain in chains]
+    if tracker == "mlflow":
+        table = {name: [row[place] for row in data] for place, name in enumerate(COLUMNS)}
+        module.log_table(data=table, artifact_file=f"{TABLE}.json")
+        return
+    images = [_images(chain) for _, chain in chains]
+    # a cell of wandb's tables holds one image
+    most = max(map(len, images))
+    columns = [*COLUMNS, *(f"image_{number}" for number in range(1, most + 1))]
+    shown = [[module.Image(image) for image in own] + [None] * (most - len(own)) for own in images]
+    table = module.Table(columns=columns, data=[row + own for row, own in zip(data, shown, strict=True)])
+    if tracker == "wandb":
+        running.log({TABLE: table, "step": step})
+    else:
+        running.log({TABLE: table}, step=step)
+
+
+def _wandb_failed(running: GeneralTracker) -> Callable[[], Any]:
+    return lambda: running.tracker.finish(exit_code=1)
+
+
+def _mlflow_failed() -> None:
+    importlib.import_module("mlflow").end_run("FAILED")
+
+
+def _without_secrets(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe, as people elsewhere may see it: what is written out among the variables and headers of tool servers,
+    or in the query of an address, may be a key; `${NAME}` alone is none."""
+    servers = {}
+    for server, section in (recipe.get("mcp_servers") or {}).items():
+        kept = dict(section)
+        for name in ("env", "headers"):
+            values = section.get(name) or {}
+            kept[name] = {key: value if _VARIABLE.fullmatch(value) else _HIDDEN for key, value in values.items()}
+        if section.get("url"):
+            kept["url"] = _without_query(section["url"])
+        servers[server] = kept
+    return recipe | {"mcp_servers": servers} if servers else recipe
+
+
+def _without_query(url: str) -> str:
+    """An address without its query, nor a user's name and password."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # a variable in the place of an IPv6 address
+        return _HIDDEN
+    query = _HIDDEN if parts.query else ""
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query=query, fragment="").geturl()
+
+
+def _leaves(data: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(data, dict) and data:
+        return {name: leaf for key, value in data.items() for name, leaf in _leaves(value, f"{prefix}.{key}").items()}
+    return {prefix.removeprefix("."): data}
+
+
+def _read(path: Path) -> dict[str, str]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -1,1 +1,0 @@
-"""Acting: trajectories, rendering, chains, scheduling, rewards, the inference client and server, evaluation."""

@@ -1,1 +1,0 @@
-"""What agents act on: messages, calls and results, `@tool`, `Environment`, MCP sessions and our own MCP servers."""

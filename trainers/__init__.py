@@ -1,1 +1,0 @@
-"""Learning: batches, policy, advantages, losses, weight sync, checkpoints and the training loops."""
