@@ -19,6 +19,7 @@ from agentfactory.tools.import_path import own_python
 from agentfactory.trainers.config import ACCELERATE
 
 _SAY_EVERY_SECONDS = 10.0
+TRAINER = ("-m", "agentfactory.train")
 
 Say = Callable[[str], None]
 
@@ -128,12 +129,12 @@ def _train_one(
 def _trainer_command(recipe: Recipe) -> list[str]:
     if recipe.train.processes == 1:
         # what `accelerate launch` would do for one process, without the seconds that it takes to import torch
-        return own_python("-m", "agentfactory.train")
+        return own_python(*TRAINER)
     configuration = ACCELERATE / f"{recipe.train.strategy}.yaml"
     return own_python(
         *("-m", "accelerate.commands.launch", "--config_file", str(configuration)),
         *("--num_processes", str(recipe.train.processes), "--main_process_port", "0"),
-        *("-m", "agentfactory.train"),
+        *TRAINER,
     )
 
 

@@ -1,9 +1,11 @@
 """What many tests start from: the quickstart, trained for a few steps by the user's own command, and a server on it."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,8 +37,24 @@ settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Has pytest-xdist hand out the files in our order; by itself it begins with those of many tests."""
+    """Has pytest-xdist hand out the files in our order; by itself it begins with those of many tests.
+
+    A shell's background jobs ignore Ctrl-C, and what `nohup` starts ignores hang-ups: so do the tests, but by a
+    handler, which a child does not inherit.
+    """
     config.option.loadscopereorder = False
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Ends with what was skipped, how often, and how to get it."""
+    reasons = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
+    if reasons:
+        terminalreporter.section("not tested here")
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count} {'test' if count == 1 else 'tests'}: {reason.removeprefix('Skipped: ')}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

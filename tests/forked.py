@@ -36,7 +36,7 @@ IMPORTED = [
     "pytest",
 ]
 COMMAND = "agentfactory.cli"
-ENGINE, TRAINER = "agentfactory.rollout.embedded.__main__", "train"
+ENGINE, TRAINER = "agentfactory.rollout.embedded.__main__", "agentfactory.train"
 READY_WITHIN = 120.0
 """Seconds that an engine may take to start."""
 

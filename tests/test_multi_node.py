@@ -172,6 +172,6 @@ def test_a_wrong_launch_is_told_with_the_command_of_each_machine(monkeypatch: py
     train = TrainConfig(steps=1, processes=16, strategy="fsdp2")
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     where = "--num_machines 2 --machine_rank R --main_process_ip ADDRESS"
-    assert f"fsdp2.yaml {where} --num_processes 16 train.py RECIPE" in launch_command(train, "cuda")
+    assert f"fsdp2.yaml {where} --num_processes 16 -m agentfactory.train RECIPE" in launch_command(train, "cuda")
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
     assert "machine" not in launch_command(train, "cuda")

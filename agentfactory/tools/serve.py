@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfac
         fault = error.errors()[0]
         parser.error(f"{_flag(str(fault['loc'][0]))}: {fault['msg']}, got {fault['input']}")
     idle_seconds = None if options.http is None else options.idle_seconds or IDLE_SECONDS
+    import_path.append_folders([Path.cwd()])
     try:
         with redirect_stdout(sys.stderr):  # stdout carries the protocol
             objects = [found for reference in options.objects for found in _load(reference)]

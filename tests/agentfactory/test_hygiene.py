@@ -20,7 +20,7 @@ GONE_WITHIN = 10.0
 """Seconds after which no process of a broken run may be left."""
 
 MARKS = {
-    "trainer": "train.py",
+    "trainer": "-m agentfactory.train ",
     "worker": "agentfactory.rollout.worker",
     "server": "agentfactory.rollout.embedded",
     "tool server": "agentfactory.tools.serve",

@@ -56,7 +56,7 @@ COMMAND = """
 import sys
 from pathlib import Path
 from agentfactory import cli, launcher
-launcher.TRAIN_SCRIPT = Path("trainer.py").resolve()
+launcher.TRAINER = [str(Path("trainer.py").resolve())]
 sys.exit(cli.main(sys.argv[1:]))
 """
 

@@ -431,7 +431,7 @@ LAUNCH = """
 import sys
 from pathlib import Path
 from agentfactory import cli, launcher
-launcher.TRAIN_SCRIPT = Path("trainer.py").resolve()
+launcher.TRAINER = [str(Path("trainer.py").resolve())]
 sys.exit(cli.main(sys.argv[1:]))
 """
 

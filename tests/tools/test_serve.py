@@ -190,7 +190,7 @@ async def test_a_client_that_vanished_does_not_keep_its_instance(tmp_path: Path)
 
 def test_stdout_belongs_to_the_protocol(tmp_path: Path) -> None:
     (tmp_path / "loud.py").write_text(
-        "from agentfactory.tools.tool import tool\nprint('while loading')\n\n@tool\ndef talk() -> str:\n    return 'x'\n"
+        "from agentfactory import tool\n\nprint('while loading')\n\n@tool\ndef talk() -> str:\n    return 'x'\n"
     )
     command = [sys.executable, "-m", "agentfactory.tools.serve", "loud.py:talk"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=True)
