@@ -356,7 +356,7 @@ def _check_vllm(recipe: "Recipe", refuse: Refuse, lack: Lack) -> None:
         )
     elif missing is not None:
         problem = f"{display(Path(python or sys.executable))} has vLLM, but not AgentFactory"
-        lack("server.python", problem, "run `pip install --no-deps -e .` with it, in AgentFactory's folder")
+        lack("server.python", problem, "run `pip install --no-deps .` with it, in AgentFactory's folder")
 
 
 def _is_loopback(host: str) -> bool:

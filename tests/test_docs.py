@@ -308,9 +308,12 @@ def test_every_option_is_among_the_commands() -> None:
 
 def test_every_module_and_picture_has_its_place() -> None:
     contributing = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    for package in ("agentfactory", "trainers", "rollout", "tools"):
-        table = contributing[contributing.index(f"Within `{package}/`") :].split("\n\n")[1]
-        for file in (REPOSITORY / package).glob("[!_]*.py"):
+    for folder, title in {
+        "agentfactory": "Of the face",
+        **{f"agentfactory/{name}": f"Within `agentfactory/{name}/`" for name in ("trainers", "rollout", "tools")},
+    }.items():
+        table = contributing[contributing.index(title) :].split("\n\n")[1]
+        for file in (REPOSITORY / folder).glob("[!_]*.py"):
             assert f"`{file.name}`" in table, file
     pages = "".join(page.read_text(encoding="utf-8") for page in SHOWN)
     for picture in (path for kind in ("png", "svg") for path in DOCS.glob(f"*.{kind}")):

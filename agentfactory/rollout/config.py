@@ -232,7 +232,7 @@ class ServerConfig(Section):
     """vllm, or the embedded engine: one small decode loop for a CPU or one GPU."""
     python: str | None = None
     """Python to run vLLM with, such as .venv-vllm/bin/python; null is the one that runs this. AgentFactory must be
-    installed there too, `pip install --no-deps -e .` is enough."""
+    installed there too, `pip install --no-deps .` is enough."""
     url: str | list[str] | None = None
     """Address of a server that is already running, or a list of several; null starts one."""
     retry_seconds: float = Field(default=300.0, gt=0)

@@ -115,12 +115,12 @@ _FAILURES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"(?:No module named|find module specification for) '?rollout",
-        "AgentFactory is not installed where vLLM is; fix: run `pip install --no-deps -e .` with that Python",
+        "AgentFactory is not installed where vLLM is; fix: run `pip install --no-deps .` with that Python",
     ),
     (
         r"Invalid weight transfer backend: (\w+)",
         "vLLM does not know the weight-transfer backend {0}, which AgentFactory adds as a plugin; fix: install "
-        "AgentFactory where vLLM is (`pip install --no-deps -e .`), and let VLLM_PLUGINS be unset or hold agentfactory",
+        "AgentFactory where vLLM is (`pip install --no-deps .`), and let VLLM_PLUGINS be unset or hold agentfactory",
     ),
     (
         r"max_model_len \((\d+)\) is greater than the derived max_model_len \(([^)]*)\)",

@@ -98,6 +98,7 @@ class ChainAccount:
         self._calls: Counter[str] = Counter()
         self._running = 0
         self._since = 0.0  # when the first of those that run began
+        self._time_over = False  # a call was cut: a timer's clock may run ahead of sums of seconds by a rounding
 
     def admit(self, call: ToolCall, place: int, now: float) -> ToolResult | float:
         """Check a call, the `place`-th of its turn from 0, that may begin `now`.
@@ -167,6 +168,7 @@ class ChainAccount:
 
     def settle_cut(self, seconds: float) -> ToolResult:
         """What the model reads of a call that was cut short after `seconds`, when `tool_seconds` were over."""
+        self._time_over = True
         text = f"Stopped: the limit of {self._all_seconds} is reached."
         return ToolResult(self._breach(Limit.TOOL_SECONDS, text, _ANSWER), CallError.LIMIT, seconds)
 
@@ -183,7 +185,9 @@ class ChainAccount:
         return self.seconds + (now - self._since if self._running else 0.0)
 
     def _is_time_over(self, now: float) -> bool:
-        return self.config.tool_seconds is not None and self._seconds_until(now) >= self.config.tool_seconds
+        if self.config.tool_seconds is None:
+            return False
+        return self._time_over or self._seconds_until(now) >= self.config.tool_seconds
 
     def _refuse(self, limit: Limit, reached: str, advice: str) -> ToolResult:
         text = f"Not run: the limit of {reached} is reached."

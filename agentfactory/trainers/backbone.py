@@ -64,7 +64,7 @@ class Backbone(nn.Module):
             arguments = attention_arguments(kind, positions, ends, self.dtype)
         # each weight is used once: copies in self.dtype would only stand in memory until the pass ends, which gradient
         # checkpointing and fsdp2 are there to avoid
-        lower = self.dtype != torch.float32
+        lower = self.dtype.itemsize < 4
         with torch.autocast(ids.device.type, dtype=self.dtype, enabled=lower, cache_enabled=False):
             return self.network.base_model(
                 input_ids=ids, position_ids=positions, use_cache=False, **arguments

@@ -44,7 +44,7 @@ class Critic(nn.Module):
 
     def forward(self, hidden: Float[Tensor, "targets width"]) -> Float[Tensor, "targets"]:
         """Values, in units of reward."""
-        return hidden.float() @ self.head
+        return hidden.to(self.head.dtype) @ self.head
 
 
 class ActorCritic(nn.Module):

@@ -142,7 +142,7 @@ def _need_bitsandbytes(name: str, device: torch.device) -> None:
     if device.type != "cuda":
         raise ValueError(f"train.optimizer.name: {name} needs a CUDA GPU, and this process trains on the {device.type}")
     if not is_installed("bitsandbytes"):
-        raise ValueError(f"train.optimizer.name: {name} needs bitsandbytes; run `pip install -e '.[bitsandbytes]'`")
+        raise ValueError(f"train.optimizer.name: {name} needs bitsandbytes; run `pip install bitsandbytes`")
 
 
 def make_schedule(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:

@@ -31,7 +31,8 @@ class Policy(Backbone):
     """A causal language model that scores tokens.
 
     Backbone and head run inside `forward`, so that DDP and FSDP2 hooks, compile and LoRA see ordinary calls. The head
-    runs only where a token is scored, in chunks; log-softmax and entropy are computed in float32.
+    runs only where a token is scored, in chunks; log-softmax and entropy are computed in float32 (of a network
+    in float64, in float64).
     """
 
     def __init__(self, model: PreTrainedModel | PeftModel, dtype: torch.dtype, batching: Batching = "padded") -> None:
@@ -58,7 +59,7 @@ class Policy(Backbone):
         """
         if isinstance(self.model, PeftModel):
             use_adapter(self.model, POLICY_ADAPTER)
-        with torch.autocast(ids.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
+        with torch.autocast(ids.device.type, dtype=self.dtype, enabled=self.dtype.itemsize < 4):
             hidden = self.hidden(ids, positions, ends).flatten(0, 1)[sources]
             size = max(1, LOGITS_PER_CHUNK // self.network.get_output_embeddings().weight.shape[0])
             score = partial(self._score, temperature=temperature, entropy_gradient=entropy_gradient)
@@ -78,7 +79,8 @@ class Policy(Backbone):
         temperature: float,
         entropy_gradient: bool,
     ) -> tuple[Float[Tensor, "chunk"], Float[Tensor, "chunk"]]:
-        logits = self.network.get_output_embeddings()(hidden).float()
+        logits = self.network.get_output_embeddings()(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         cap = getattr(self.network.config.get_text_config(), "final_logit_softcapping", None)
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap

@@ -222,27 +222,6 @@ def test_an_unknown_public_name_is_an_attribute_error() -> None:
         from agentfactory import no_such_name  # noqa: F401
 
 
-@pytest.mark.parametrize("name", ["tools.py", "rollout.py", "trainers/__init__.py"])
-def test_a_users_file_of_our_packages_name_is_told(project: Path, name: str) -> None:
-    (project / name).parent.mkdir(exist_ok=True)
-    (project / name).write_text("print('mine')\n")
-    command = [sys.executable, "-m", "agentfactory", "train", "recipe.yaml", "--dry-run"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 2
-    assert str(project / name) in result.stderr
-    assert "-P" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
-
-
-def test_the_installed_command_is_not_shadowed(project: Path) -> None:
-    (project / "tools.py").write_text("print('mine')\n")
-    command = [str(Path(sys.executable).with_name("agentfactory")), "train", "recipe.yaml", "--dry-run"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "mine" not in result.stdout
-
-
 def test_the_options_of_eval_are_checked(project: Path, agentfactory: Command) -> None:
     result = agentfactory("eval", "recipe.yaml", "--checkpoint", "model", "--model", "Qwen/Qwen3-4B")
     assert result.returncode == 2

@@ -52,7 +52,7 @@ def test_the_command_says_what_it_wrote(tmp_path: Path, monkeypatch: pytest.Monk
         ("My-Task", "is to name a Python file"),
         ("class", "is to name a Python file"),
         ("json", "a module of Python's or AgentFactory's"),
-        ("tools", "a module of Python's or AgentFactory's"),
+        ("agentfactory", "a module of Python's or AgentFactory's"),
         ("yaml", "the name of an installed package"),
     ],
 )

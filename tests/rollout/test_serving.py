@@ -9,6 +9,7 @@ import pytest
 
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.serving import explain, missing_from, ready_url, server_command, stage
+from agentfactory.tools.import_path import own_python
 
 
 def command(
@@ -22,9 +23,8 @@ def command(
 
 def test_vllm_gets_what_the_recipe_says() -> None:
     text = command("file", python="/v/bin/python", max_model_len=512, max_num_seqs=7)
-    assert text.startswith(
-        "/v/bin/python -m agentfactory.rollout.vllm_server m --host 127.0.0.1 --port 0 --dtype bfloat16 "
-    )
+    server = shlex.join(own_python("-m", "agentfactory.rollout.vllm_server", executable="/v/bin/python"))
+    assert text.startswith(f"{server} m --host 127.0.0.1 --port 0 --dtype bfloat16 ")
     assert "--max-model-len 512 --max-num-seqs 7" in text
     assert "--logprobs-mode processed_logprobs" in text
     assert '--weight-transfer-config \'{"backend": "file"}\'' in text

@@ -4,7 +4,6 @@ import asyncio
 import re
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +16,7 @@ from agentfactory.tools import limits
 from agentfactory.tools.config import Limit, LimitsConfig
 from agentfactory.tools.limits import ChainAccount, ChainLimits, Rates, check_limits
 from agentfactory.tools.messages import CallError, Content, ToolCall, ToolInfrastructureError, ToolResult
+from tests.conftest import REPOSITORY
 from tests.waiting import pass_time
 
 WORDS = "one two three four five six"
@@ -265,7 +265,7 @@ def test_what_is_refused_is_not_counted_as_made() -> None:
 
 
 def test_the_page_and_the_module_have_the_order_of_the_checks() -> None:
-    page = (Path(limits.__file__).parent.parent / "docs" / "limits.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs" / "limits.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| \d+ \| `limits\.(\w+)`", page, re.MULTILINE) == list(Limit)
     assert re.findall(r"^\d\. `(\w+)`", limits.__doc__ or "", re.MULTILINE) == list(Limit)
 

