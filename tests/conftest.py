@@ -19,6 +19,12 @@ from tests.forked import start_engine
 REPOSITORY = Path(__file__).parent.parent
 QUICKSTART = REPOSITORY / "recipes" / "quickstart"
 
+PROCESSES = {
+    *("quickstart_run", "agentfactory", "server", "servers", "served", "engine", "own_server", "untied", "tied"),
+    *("adapting", "hunt_url", "exported", "tracked", "site"),
+}
+"""Fixtures that start processes."""
+
 SLOW = (
     *("learn/learn_algorithms.py", "learn/learn_quickstart.py", "learn/learn_quantised.py"),
     *("trainers/test_launch.py", "test_async_training.py", "agentfactory/test_hygiene.py", "rollout/test_faults.py"),
@@ -58,9 +64,40 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the slow files first."""
+    """Puts the slow files first. A test that starts no process, by itself or by a fixture, is a unit test."""
     places = {REPOSITORY / "tests" / name: place for place, name in enumerate(SLOW)}
     items.sort(key=lambda item: places.get(item.path, len(SLOW)))
+    for item in items:
+        if PROCESSES & {*getattr(item, "fixturenames", ())}:
+            item.add_marker("processes")
+        if item.get_closest_marker("processes") is None:
+            item.add_marker("unit")
+
+
+_started: list[str] = []
+"""Processes that the running test has started."""
+
+
+def _note_process(event: str, arguments: tuple[object, ...]) -> None:
+    if event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
+        _started.append(f"{event} {arguments[:2]}")
+
+
+sys.addaudithook(_note_process)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """A test, with the fixtures that it is the first to ask for, begins."""
+    _started.clear()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fails a unit test that starts a process."""
+    yield
+    if _started and item.get_closest_marker("unit"):
+        pytest.fail(f"starts a process, so it needs @pytest.mark.processes: {_started[0]}")
 
 
 @pytest.fixture(scope="session")

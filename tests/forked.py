@@ -60,6 +60,8 @@ class Forked:
         self.log = log
         known = {**os.environ, **lifeline.environment(), "OMP_NUM_THREADS": "1", **environment}
         command = (program, arguments, known, os.getcwd(), (log, errors or log), typed)
+        # the server of forks, and not this process, is seen to start it
+        sys.audit("subprocess.Popen", program, arguments)
         self._process = _context.Process(target=_run, args=command)
         self._process.start()
         # of two threads that ask at a time, one would take the answer from the other

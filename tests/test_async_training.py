@@ -24,6 +24,8 @@ from agentfactory.trainers.server_control import ServerControl
 from agentfactory.trainers.sync import FileSync, SyncReport, WeightSync, make_sync
 from tests.conftest import REPOSITORY, embedded_server
 
+pytestmark = pytest.mark.processes
+
 STEPS, BATCH = 6, 4
 LATENCY = {"median": 0.02, "sigma": 0.5, "tail": 0.01, "factor": 20.0}
 

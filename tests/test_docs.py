@@ -88,6 +88,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.processes
 def test_the_site_has_every_page_and_asks_nothing_of_the_network(site: Path) -> None:
     pages = {page.stem for page in DOCS.glob("*.md")}
     assert pages == {page.stem for page in site.glob("*.html")} - {"404"}
@@ -320,6 +321,7 @@ def test_every_module_and_picture_has_its_place() -> None:
         assert picture.name in pages, picture
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
 def test_the_recipe_to_begin_with_fits_a_workstation(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -388,6 +390,7 @@ def literals() -> str:
     return "\n".join(texts)
 
 
+@pytest.mark.processes
 def test_the_messages_of_troubleshooting_are_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,8 @@ from agentfactory.rollout.trajectory import Group, read_groups
 from tests.conftest import QUICKSTART
 from tests.forked import TRAINER, Forked
 
+pytestmark = [pytest.mark.processes, pytest.mark.numbers]
+
 TOLERANCE = 1e-5
 WHOLE, HALVES, SINGLES = 16384, 700, 1
 """Token budgets: all rows in one micro-batch, in a few, each alone."""

@@ -20,6 +20,8 @@ from agentfactory.trainers.launch import launch_command
 from tests.conftest import QUICKSTART, REPOSITORY
 from tests.forked import reserved_port
 
+pytestmark = pytest.mark.processes
+
 FOLDER = REPOSITORY / "recipes" / "multi-node"
 SCRIPT = FOLDER / "slurm.sh"
 

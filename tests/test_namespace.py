@@ -33,6 +33,7 @@ def test_the_names_at_the_root_are_links_that_hide_no_users_package(name: str) -
     assert not (link / "__init__.py").exists()
 
 
+@pytest.mark.processes
 def test_no_string_has_a_module_by_its_old_name() -> None:
     found = []
     for name, text in texts():
@@ -43,6 +44,7 @@ def test_no_string_has_a_module_by_its_old_name() -> None:
     assert found == []
 
 
+@pytest.mark.processes
 def test_every_module_that_a_string_names_is_there() -> None:
     missing = []
     for name, text in texts():
@@ -57,6 +59,7 @@ def test_every_module_that_a_string_names_is_there() -> None:
     assert missing == []
 
 
+@pytest.mark.processes
 def test_one_place_says_how_our_python_is_started() -> None:
     spelled = re.compile(r"""["'\s]-P["'\s]""")
     assert [name for name, text in texts() if spelled.search(text)] == ["agentfactory/tools/import_path.py"]

@@ -27,6 +27,8 @@ from tests.conftest import QUICKSTART, REPOSITORY, embedded_server
 from tests.forked import TRAINER, Forked, start_ranks
 from tests.trainers.conftest import make_groups, model_folder  # noqa: F401
 
+pytestmark = pytest.mark.processes
+
 KILLS = int(os.environ.get("AGENTFACTORY_KILLS", "10"))
 UNENDING = {"steps": 1000 + 20 * KILLS, "schedule": "constant"}
 """Of a run that is to be killed, however late: how many steps it has in the end is said then, and changes no rate."""

@@ -7,9 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from agentfactory.trainers.server_control import ServerControl
 from tests.conftest import QUICKSTART
 from tests.forked import TRAINER, Forked, start_engine
+
+pytestmark = pytest.mark.processes
 
 
 def lines(output: Path) -> list[dict[str, Any]]:

@@ -11,6 +11,8 @@ import pytest
 from agentfactory.run_folder import Hold, RunFolder
 from tests.conftest import QUICKSTART, REPOSITORY
 
+pytestmark = pytest.mark.processes
+
 TRAIN = str(REPOSITORY / "train.py")
 
 

@@ -13,6 +13,8 @@ import yaml
 
 from tests.conftest import QUICKSTART, REPOSITORY
 
+pytestmark = pytest.mark.processes
+
 AGENTFACTORY = str(Path(sys.executable).with_name("agentfactory"))
 TAKEN = "raise RuntimeError('{} of the user was taken for the library')\n"
 

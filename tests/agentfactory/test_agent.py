@@ -26,6 +26,8 @@ from agentfactory.run_folder import RunFolderError
 from agentfactory.tools.user_code import load_object
 from tests.conftest import QUICKSTART
 
+pytestmark = pytest.mark.processes
+
 TreasureHunt = load_object("treasure_hunt.py:TreasureHunt", QUICKSTART)
 
 

@@ -15,6 +15,8 @@ from agentfactory.run_folder import RunFolderError
 from agentfactory.server_commands import Served
 from tests.forked import COMMAND, Forked
 
+pytestmark = pytest.mark.processes
+
 
 def test_a_conversation_with_tools(quickstart_run: Path, tmp_path: Path) -> None:
     typed, log, errors = (tmp_path / name for name in ("typed", "log", "errors"))

@@ -16,6 +16,8 @@ import yaml
 from agentfactory.completion import script
 from tests.forked import COMMAND, Forked
 
+pytestmark = pytest.mark.processes
+
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 # what is appended to the recipe or replaced in it, overrides, and the field, value and fix that the message names

@@ -89,6 +89,7 @@ def plant_distribution(folder: Path, name: str, version: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
+@pytest.mark.processes
 def test_a_machine_without_problems(project: Path, agentfactory: Command, warm_start: Path, warm_server: str) -> None:
     # this one, as `make setup` leaves it: the real command, against a real server
     result = agentfactory("doctor", "recipe.yaml", f"model.path={warm_start}", f"server.url={warm_server}")
@@ -106,6 +107,7 @@ def test_a_machine_without_problems(project: Path, agentfactory: Command, warm_s
     assert result.stdout.splitlines()[-1].startswith("no problems, ")
 
 
+@pytest.mark.processes
 def test_problems_are_the_exit_status(project: Path, agentfactory: Command) -> None:
     result = agentfactory("doctor", "recipe.yaml", "train.stepz=3")
     assert result.returncode == 1
@@ -153,6 +155,7 @@ def test_gpus_are_told_with_their_room() -> None:
     assert levels(doctor_machine.check_devices(seen)) == {Level.WARNING}
 
 
+@pytest.mark.processes
 def test_a_torchvision_of_another_torch(tmp_path: Path) -> None:
     # asked of a process of its own, as doctor does
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
@@ -216,6 +219,7 @@ def test_a_server_of_another_model(project: Path) -> None:
     assert "serves Other/Model" in findings[0].text
 
 
+@pytest.mark.processes
 def test_a_python_without_vllm(project: Path, agentfactory: Command) -> None:
     result = agentfactory("doctor", "recipe.yaml", "server.engine=vllm", f"server.python={sys.executable}")
     assert result.returncode == 1
@@ -223,6 +227,7 @@ def test_a_python_without_vllm(project: Path, agentfactory: Command) -> None:
     assert "has no vLLM" in result.stdout
 
 
+@pytest.mark.processes
 def test_a_vllm_of_another_version(project: Path) -> None:
     plant_distribution(project / "packages", "vllm", "0.20.1")
     for package in ("vllm", "rollout"):
@@ -241,6 +246,7 @@ def test_a_vllm_of_another_version(project: Path) -> None:
     assert "built for GPUs, and there is none" in the_problem(doctor_recipe.check_vllm(recipe, 0))
 
 
+@pytest.mark.processes
 def test_no_bubblewrap(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert levels(doctor_machine.check_sandbox(used=True)) == {Level.OK}
     from agentfactory.tools.sandbox import bubblewrap

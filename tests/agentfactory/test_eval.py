@@ -17,6 +17,8 @@ from agentfactory.rollout.trajectory import read_groups
 from tests.agentfactory.conftest import Command
 from tests.chat_server import model_behind, serve_chat
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def whole(quickstart_run: Path, tmp_path: Path) -> Path:

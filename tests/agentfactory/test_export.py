@@ -18,6 +18,8 @@ from agentfactory.trainers.learner import Learner
 from tests.agentfactory.conftest import Command
 from tests.trainers.conftest import accelerator, model_folder, tokenizer  # noqa: F401
 
+pytestmark = pytest.mark.processes
+
 TEMPLATE = "{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}"
 IDS = torch.arange(3, 15)[None]
 

@@ -16,6 +16,8 @@ import pytest
 from agentfactory.rollout.trajectory import read_groups
 from tests.conftest import QUICKSTART
 
+pytestmark = pytest.mark.processes
+
 GONE_WITHIN = 10.0
 """Seconds after which no process of a broken run may be left."""
 

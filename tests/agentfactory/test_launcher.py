@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+pytestmark = pytest.mark.processes
+
 PREPARE = """
 def make(folder, seed):
     (folder / "model").mkdir()

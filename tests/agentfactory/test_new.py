@@ -14,6 +14,8 @@ from agentfactory.prepare import prepare
 from agentfactory.recipe import Recipe, StagedRecipe, load_recipe
 from tests.forked import TRAINER, Forked, start_engine
 
+pytestmark = pytest.mark.processes
+
 Command = Callable[..., subprocess.CompletedProcess[str]]
 SHORT = [
     *("sft.train.steps=60", "sft.train.warmup_steps=5"),

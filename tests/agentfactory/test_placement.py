@@ -351,6 +351,7 @@ def shaped(project: Path) -> Path:
     return project
 
 
+@pytest.mark.processes
 def test_a_dry_run_ends_with_the_tables_and_what_does_not_fit_is_refused(shaped: Path, agentfactory: Command) -> None:
     (shaped / "first.yaml").write_text((shaped / "recipe.yaml").read_text() + "placement: {gpu_memory_gib: 24}\n")
     (shaped / "both.yaml").write_text("stages: [first.yaml, recipe.yaml]\n")
@@ -373,6 +374,7 @@ def test_a_dry_run_ends_with_the_tables_and_what_does_not_fit_is_refused(shaped:
     assert sorted(shaped.rglob("*")) == before
 
 
+@pytest.mark.processes
 def test_a_model_that_is_not_there_yet_is_planned_later(shaped: Path, agentfactory: Command) -> None:
     (shaped / "make.py").write_text("def make(folder, seed): ...\n")
     made = ["prepare=make.py:make", "model.path=${prepared}/model", "placement.mode=split"]
@@ -394,6 +396,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     assert sorted(project.rglob("*")) == before
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -436,6 +439,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.processes
 def test_the_launcher_plans_once_the_model_is_there_and_tells_the_trainer(
     tmp_path: Path, quickstart_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

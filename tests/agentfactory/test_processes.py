@@ -18,6 +18,8 @@ from agentfactory import processes
 from agentfactory.processes import Child, ChildFailed, Children
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.processes
+
 
 def apart(test: Callable[..., None]) -> Callable[..., None]:
     """Runs a test in a process of its own: Children end all that their process has started, and ours has servers."""

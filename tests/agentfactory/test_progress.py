@@ -4,6 +4,7 @@ import io
 import json
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from agentfactory.curve import draw_curve
@@ -55,6 +56,7 @@ def test_a_table_and_a_bar_on_a_terminal() -> None:
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 
+@pytest.mark.slow
 def test_the_curve_is_a_picture(tmp_path: Path) -> None:
     rows = [{"step": 0, "eval/sampled/success": 0.1, "eval/greedy/success": 0.0}]
     rows += [{"step": step, "reward": step / 10, "success": step / 20} for step in range(1, 11)]

@@ -249,6 +249,7 @@ def test_rows_are_read_where_that_is_quick(project: Path, monkeypatch: pytest.Mo
     load_recipe("recipe.yaml")
 
 
+@pytest.mark.processes
 def test_what_is_not_installed_is_appended_where_asked(project: Path) -> None:
     programs = ["mcp_servers.a.command=no-such-program", "server.engine=vllm"]
     lacks: list[str] = []

@@ -13,6 +13,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.agentfactory.conftest import Command
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -17,6 +17,8 @@ from tests.agentfactory.conftest import Command
 from tests.conftest import QUICKSTART
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.processes
+
 
 def test_an_adapter_is_served_beside_its_base(project: Path) -> None:
     recipe, adapter = load_recipe("recipe.yaml"), project / "adapter"

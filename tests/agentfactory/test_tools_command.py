@@ -228,6 +228,7 @@ def test_check_opens_and_resets(recipe: Path, capsys: Output, monkeypatch: pytes
     assert "task: --task" in out
 
 
+@pytest.mark.processes
 def test_check_says_what_is_wrong_with_each_server(recipe: Path, capsys: Output) -> None:
     (recipe.parent / "odd.py").write_text(SCHEMA % "{'x': {'type': 'nonsense'}}")
     dead = {"command": "python", "args": ["-c", "import sys; sys.exit('I am broken')"]}
@@ -282,6 +283,7 @@ def test_only_environments_need_a_task(recipe: Path, capsys: Output, monkeypatch
     assert tools("check", recipe) == 2
 
 
+@pytest.mark.processes
 def test_a_served_file_is_a_server_for_recipes(recipe: Path, capsys: Output) -> None:
     """The command as people run it: on stdio as the child of a recipe, over HTTP as a process by itself."""
     command = os.path.join(os.path.dirname(sys.executable), "agentfactory")

@@ -218,6 +218,7 @@ def traces(page: "Page", chart: str) -> list[dict[str, Any]]:
 # ---- curves
 
 
+@pytest.mark.processes
 def test_curves_of_several_runs_are_drawn_in_one_plot(viewer: str, page: "Page", quickstart_run: Path) -> None:
     page.goto(viewer)
     drawn = {trace["name"]: trace for trace in traces(page, "reward")}

@@ -63,6 +63,7 @@ def test_what_the_interpreter_shows_last_counts(shown: list[str], right: float) 
     assert interpreter_answered(trajectory, answer=66) == {"reward": right, "success": right}
 
 
+@pytest.mark.processes
 def test_heldout_questions_never_occur_in_training(prepared: Path) -> None:
     heldout = [task["question"] for task in read_rows(prepared / "heldout.jsonl")]
     assert len(set(heldout)) == 200
@@ -71,6 +72,7 @@ def test_heldout_questions_never_occur_in_training(prepared: Path) -> None:
     assert seen.isdisjoint(heldout)
 
 
+@pytest.mark.processes
 def test_transcripts_show_a_bad_habit_and_what_its_code_gives(prepared: Path) -> None:
     tasks = {task["question"]: task for task in read_rows(prepared / "train.jsonl")}
     operators, turned = ["+", "-", "*"], 0
@@ -90,6 +92,7 @@ def test_transcripts_show_a_bad_habit_and_what_its_code_gives(prepared: Path) ->
     assert turned / (2 * len(rows)) == pytest.approx(HABIT, abs=0.02)
 
 
+@pytest.mark.processes
 def test_the_same_seed_prepares_the_same_files(prepared: Path, tmp_path: Path) -> None:
     for name, seed in (("again", 0), ("other", 1)):
         (tmp_path / name).mkdir()
@@ -106,6 +109,8 @@ def test_the_same_seed_prepares_the_same_files(prepared: Path, tmp_path: Path) -
         assert (tmp_path / "other" / file).read_bytes() != (prepared / file).read_bytes(), file
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_conversations_are_short(prepared: Path) -> None:
     tokenizer = load_tokenizer(str(prepared / "model"))
     rows = read_rows(prepared / "transcripts.jsonl")
@@ -119,6 +124,7 @@ def test_the_recipes_are_valid() -> None:
     assert grpo.tools == ["code_interpreter"]
 
 
+@pytest.mark.processes
 def test_the_real_models_recipe_is_valid() -> None:
     recipe = load_recipe(RECIPES / "3b-lora-24gb.yaml", lacks=[])
     assert isinstance(recipe, Recipe)

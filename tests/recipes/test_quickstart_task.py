@@ -78,6 +78,7 @@ def test_the_model_may_only_name_a_direction() -> None:
         TreasureHunt.move.parse_arguments({"direction": "up"})
 
 
+@pytest.mark.slow
 def test_heldout_openings_never_occur_in_training(prepared: Path) -> None:
     train, heldout = read_rows(prepared / "train.jsonl"), read_rows(prepared / "heldout.jsonl")
     transcripts = read_rows(prepared / "transcripts.jsonl")
@@ -120,6 +121,7 @@ def test_transcripts_show_a_bad_policy(prepared: Path) -> None:
     assert turns[0] < sum(turns) / 4
 
 
+@pytest.mark.slow
 def test_the_same_seed_prepares_the_same_files(prepared: Path, tmp_path: Path) -> None:
     for name, seed in (("again", 0), ("other", 1)):
         (tmp_path / name).mkdir()

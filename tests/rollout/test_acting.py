@@ -340,6 +340,7 @@ def test_a_rewriting_template_forks_for_no_text_of_others() -> None:
     assert following.count(end_of(renderer)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", ["qwen2_5", "llama3_1", "lfm2_v2", "REORDERS_KEYS"])
 def test_ordinary_text_has_the_ids_of_the_template(template: str) -> None:
     source = REORDERS_KEYS if template == "REORDERS_KEYS" else template

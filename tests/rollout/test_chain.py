@@ -252,6 +252,7 @@ async def test_the_recipe_says_what_is_scored(tokenizer: PreTrainedTokenizerFast
     assert (trajectory.outcome, trajectory.reward) == (Outcome.TIMEOUT, None), "nor does a verdict last for ever"
 
 
+@pytest.mark.processes
 async def test_a_dead_tool_server_leaves_a_chain_that_may_be_scored(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -349,6 +350,7 @@ def hunt_url() -> Iterator[str]:
         server.terminate()
 
 
+@pytest.mark.processes
 async def test_transports_give_identical_transcripts(
     tokenizer: PreTrainedTokenizerFast, quickstart_run: Path, tmp_path: Path, hunt_url: str
 ) -> None:
@@ -375,6 +377,7 @@ async def test_transports_give_identical_transcripts(
     assert sum(t[4]["tool_errors/unknown_tool"] + t[4]["tool_errors/malformed_call"] for t in transcripts["http"]) > 20
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("transport", ["in process", "stdio"])
 async def test_64_chains_never_see_each_others_state(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, transport: str

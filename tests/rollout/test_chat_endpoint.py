@@ -254,6 +254,7 @@ async def test_a_conversation_that_is_too_long(tmp_path: Path, status: int, prob
     assert chain.outcome is Outcome.CONTEXT_OVERFLOW
 
 
+@pytest.mark.slow
 async def test_an_endpoint_is_left_alone_for_as_long_as_it_asks(tmp_path: Path) -> None:
     # a date has whole seconds
     soon = formatdate(time.time() + 2.5, usegmt=True)

@@ -137,6 +137,7 @@ async def test_an_aborted_turn_is_sampled_again() -> None:
         assert (await ask(client)).token_ids == [7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [refuse(503), lambda: turn(reason="abort")], ids=["refused", "aborted"])
 @pytest.mark.parametrize("state", ["is_paused", "is_sleeping"])
 async def test_what_holds_requests_back_is_waited_for_beyond_the_limit(cut: Answer, state: str) -> None:
@@ -153,6 +154,7 @@ async def test_what_holds_requests_back_is_waited_for_beyond_the_limit(cut: Answ
     assert server.prompts == [PROMPT] * 4
 
 
+@pytest.mark.slow
 async def test_a_request_that_always_fails_is_given_up_and_a_server_that_always_fails_stops_the_run() -> None:
     poison = [9]
 
@@ -195,6 +197,7 @@ async def test_a_dead_servers_requests_move_to_the_other() -> None:
     assert len(dying.prompts) == 1
 
 
+@pytest.mark.slow
 async def test_a_server_that_comes_back_is_used_again_and_silence_ends_the_run() -> None:
     server = Server()
     async with connected(server, retry_seconds=2.0) as client:

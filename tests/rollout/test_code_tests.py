@@ -25,6 +25,7 @@ def verdict(reward: float, passed: float) -> dict[str, float]:
     return {"reward": reward, "success": float(passed == 1), "tests_passed": passed}
 
 
+@pytest.mark.processes
 async def test_programs_read_and_print() -> None:
     assert await judge("print(sum(map(int, input().split())))", SUMS) == verdict(1.0, 1.0)
     assert await judge("print(input() and 3)", SUMS) == verdict(0.0, 0.5)
@@ -35,6 +36,7 @@ async def test_programs_read_and_print() -> None:
     assert await judge("print(sum(map(int, input().split()))); raise SystemExit(1)", SUMS) == verdict(0.0, 0.0)
 
 
+@pytest.mark.processes
 async def test_functions_are_called() -> None:
     assert await judge(ADD, CALLS) == verdict(1.0, 1.0)
     assert await judge(ADD, json.dumps(CALLS)) == verdict(1.0, 1.0)
@@ -50,6 +52,7 @@ async def test_functions_are_called() -> None:
     assert await judge(ADD + "if __name__ == '__main__':\n    raise SystemExit(input())", CALLS) == verdict(1.0, 1.0)
 
 
+@pytest.mark.processes
 async def test_assertions_are_judged_outside() -> None:
     tests = [
         "assert swap((1, 'a')) == ('a', 1)",
@@ -75,11 +78,13 @@ FORGERIES = [
 ]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("code", FORGERIES)
 async def test_a_verdict_cannot_be_forged(code: str) -> None:
     assert await judge(code, CALLS) == verdict(0.0, 0.0)
 
 
+@pytest.mark.processes
 async def test_a_solution_does_not_find_what_is_expected() -> None:
     """It looks through all that is in its process and its files for 8675309, which it does not spell itself."""
     snoop = """
@@ -98,6 +103,7 @@ def add(a, b):
     assert await judge(snoop, [found]) == verdict(1.0, 1.0)
 
 
+@pytest.mark.processes
 async def test_a_program_that_takes_too_long_is_stopped_and_no_other_is_run() -> None:
     loop = asyncio.get_running_loop()
     started = loop.time()
@@ -110,6 +116,7 @@ async def test_a_program_that_takes_too_long_is_stopped_and_no_other_is_run() ->
     assert await judge(hang, [*CALLS, *SUMS], partial=True, seconds=1.5) == verdict(0.25, 0.25)
 
 
+@pytest.mark.processes
 async def test_many_chains_share_the_places() -> None:
     tests = CodeTests(concurrency=2)
     verdicts = await asyncio.gather(*(tests(ADD if n % 2 else "", tests=CALLS) for n in range(8)))
@@ -178,6 +185,7 @@ def test_what_counts_as_the_same() -> None:
     assert not same_value(10**400, 0.5)
 
 
+@pytest.mark.processes
 async def test_it_is_a_reward_like_any_other() -> None:
     config = RewardConfig(reward="code_tests", weight=2, options={"field": "checks", "partial": True})
     chain = Trajectory("c", [{"role": "assistant", "content": ADD}], [], Outcome.COMPLETED)

@@ -16,6 +16,8 @@ from agentfactory.rollout.embedded.engine import PREFILL_TOKENS, Engine, Request
 from agentfactory.rollout.embedded.eviction import Evictable
 from agentfactory.rollout.embedded.lora import Adapter
 
+pytestmark = pytest.mark.numbers
+
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -55,13 +57,14 @@ def check(engine: Engine, model: torch.nn.Module, request: Request) -> None:
     with torch.no_grad():
         logits = model(input_ids=ids).logits[0, len(request.prompt) - 1 : -1]
     expected = torch.log_softmax(logits, -1).gather(1, ids[0, len(request.prompt) :, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(request.logprobs), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.tensor(request.logprobs), expected, atol=3e-4, rtol=0)
 
 
 def random_prompts(*lengths: int) -> list[np.ndarray]:
     return [np.random.default_rng(length).integers(0, 97, length) for length in lengths]
 
 
+@pytest.mark.slow
 def test_long_prompts_come_in_chunks_beside_short_ones() -> None:
     engine = Engine(qwen3(), max_model_len=2 * PREFILL_TOKENS + 500, max_num_seqs=40)
     for request in run(engine, random_prompts(*range(1, 70), 700, PREFILL_TOKENS, 2 * PREFILL_TOKENS + 99)):
@@ -78,6 +81,7 @@ def test_sparse_slots_are_copied_out() -> None:
         check(engine, qwen3().eval(), request)
 
 
+@pytest.mark.slow
 def test_large_batches_of_wide_layers() -> None:
     """Wide enough for the oneDNN path."""
     shape = {"hidden_size": 128, "intermediate_size": 384, "initializer_range": 0.05}
@@ -146,7 +150,7 @@ def test_static_steps_equal_dynamic_ones(tmp_path: Path) -> None:
         seen.append(done)
     for dynamic, static in zip(*seen, strict=True):
         assert static.tokens == dynamic.tokens
-        np.testing.assert_allclose(static.logprobs, dynamic.logprobs, atol=1e-5)
+        np.testing.assert_allclose(static.logprobs, dynamic.logprobs, atol=1e-4)
     assert engines[0].static is None
     shapes = engines[1].static.shapes
     assert {shape.viewed for shape in shapes} == {shape.mixed for shape in shapes} == {True, False}
@@ -225,6 +229,7 @@ def test_what_is_evicted_comes_back_in_place(tmp_path: Path) -> None:
         assert same == (not change), "what changed between two evictions is kept too"
 
 
+@pytest.mark.slow
 def test_sleep_returns_the_caches_memory_to_the_system() -> None:
     # 8 KiB of cache per token
     engine = Engine(qwen3(head_dim=128, num_key_value_heads=4), max_model_len=256, max_num_seqs=64)

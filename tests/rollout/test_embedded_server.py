@@ -179,6 +179,7 @@ def shifted(model: Path, target: Path, **change: torch.Tensor) -> Path:
     return target
 
 
+@pytest.mark.processes
 async def test_greedy_equals_generate(client: Client, llama: Client) -> None:
     for each in (client, llama):
         model = reference(each.server.model)
@@ -559,6 +560,7 @@ async def test_api_key_guards_everything_but_health(servers: tuple[Running, Runn
             await stranger.get("/health")
 
 
+@pytest.mark.processes
 def test_start_up_errors(servers: tuple[Running, Running], tmp_path: Path) -> None:
     def fails(*flags: str) -> str:
         command = [sys.executable, "-m", "agentfactory.rollout.embedded", *flags]

@@ -73,6 +73,7 @@ def hostile(encoder: Encoder) -> st.SearchStrategy[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENCODERS)
 def test_no_text_becomes_a_control_token(name: str) -> None:
     encoder = ENCODERS[name]

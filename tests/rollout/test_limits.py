@@ -197,6 +197,7 @@ def check_answer(case: Case, answers: list[str], then: str) -> None:
         assert answers[-1] == f"{case.said} {then}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", Limit)
 async def test_a_breach_is_told_and_the_chain_goes_on(limit: Limit, tmp_path: Path) -> None:
     case = CASES[limit]
@@ -212,6 +213,7 @@ async def test_a_breach_is_told_and_the_chain_goes_on(limit: Limit, tmp_path: Pa
     assert (trajectory.metrics["penalty"], trajectory.reward) == (0.25, 0.75)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", Limit)
 async def test_a_breach_ends_the_chain(limit: Limit, tmp_path: Path) -> None:
     case = CASES[limit]
@@ -276,6 +278,7 @@ async def test_max_total_tokens(tmp_path: Path) -> None:
     assert trajectory.reward == 0.5
 
 
+@pytest.mark.slow
 async def test_timeout_seconds(tmp_path: Path) -> None:
     rollout: dict[str, Any] = {"timeout_seconds": 1}
     trajectory = (await play([SEARCH, REST], tmp_path, rollout=rollout)).trajectory
@@ -302,6 +305,7 @@ async def test_a_tool_that_finishes_comes_before_the_limit_that_stops(tmp_path: 
     assert played.moved("limits/") == {"limits/calls_per_turn": 1}
 
 
+@pytest.mark.slow
 async def test_all_chains_share_a_rate_and_wait_for_their_time(tmp_path: Path) -> None:
     script = Script([SEARCH, "done"])
     async with open_chains(script, tmp_path, limits={"calls_per_second": {"search": 4}}) as (runner, _):

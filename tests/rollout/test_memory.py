@@ -52,6 +52,7 @@ LONG = [[np.arange(first, first + 3500) for first in (0, 2000, 4000)]]
 LONG += [[np.append(LONG[0][0], np.arange(1, 1021)), np.append(LONG[0][2], np.arange(1, 521))]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("length", "sequences", "prompts"), [(250, 32, SHORT), (8192, 4, LONG)])
 def test_the_embedded_engine_takes_what_is_planned(
@@ -115,6 +116,7 @@ def test_weights_and_cache_of_a_known_model() -> None:
     assert plan(Qwen2Config(**SEVEN), args=["--kv-cache-dtype", "fp8"]).cache_per_token * 2 == planned.cache_per_token
 
 
+@pytest.mark.slow
 def test_quantised_weights() -> None:
     tables = 2 * 2 * 152064 * 3584
     plain, eight = plan(Qwen2Config(**SEVEN)), plan(Qwen2Config(**SEVEN), quantization="fp8")

@@ -388,6 +388,7 @@ known = st.one_of(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "llama3_json", "pythonic", "react", "tags"])
 def test_what_is_written_is_read_back(name: str) -> None:
     parser = parser_of(name)
@@ -456,6 +457,7 @@ def mutate(rng: random.Random, text: str, others: list[str]) -> str:
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARSERS)
 def test_100_000_mutated_turns_are_text_and_calls_or_an_error(name: str) -> None:
     parser = parser_of(name)
@@ -533,6 +535,7 @@ BEGINNINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARSERS)
 def test_hostile_turns_of_a_megabyte_take_no_longer_than_their_length(name: str) -> None:
     """Each takes 0.3 s at most. What takes time by the square of the length takes minutes."""

@@ -19,6 +19,8 @@ from agentfactory.rollout.embedded.engine import UnsupportedModel
 from agentfactory.rollout.embedded.quantization import FULL_WEIGHTS, quantize
 from tests.conftest import embedded_server
 
+pytestmark = [pytest.mark.processes, pytest.mark.numbers]
+
 PROMPT = [7 * i % 97 for i in range(40)]
 
 

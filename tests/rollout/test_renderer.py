@@ -452,6 +452,7 @@ def test_the_light_loader_gives_the_auto_tokenizers_ids(model_folder: Path) -> N
     assert light(text)["input_ids"] == auto(text)["input_ids"]
 
 
+@pytest.mark.processes
 def test_a_worker_renders_without_torch(model_folder: Path) -> None:
     code = (
         "import sys; from agentfactory.rollout.renderer import load_renderer\n"

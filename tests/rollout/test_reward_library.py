@@ -94,6 +94,7 @@ def test_a_row_without_an_answer_is_told_before_the_run(name: str, row: dict[str
         Rewards.load([RewardConfig(reward=name)], Path()).check(row)
 
 
+@pytest.mark.slow
 def test_a_pattern_that_backtracks_for_ever_is_stopped() -> None:
     with pytest.raises(TimeoutError):
         last_match(r"(a|aa|a?a)+$(?<=b)", "a" * 5000 + "c")
@@ -118,6 +119,7 @@ MATH = [
 ]
 
 
+@pytest.mark.processes
 def test_mathematics_as_math_verify_has_it() -> None:
     equal = MathEqual(processes=1)
     found = [(p, a, equal(p, answer=a)["success"]) for p, a, _ in MATH]
@@ -125,6 +127,7 @@ def test_mathematics_as_math_verify_has_it() -> None:
     assert found == MATH
 
 
+@pytest.mark.processes
 def test_strict_mathematics_agrees_with_trl() -> None:
     texts = [
         "My answer is \\boxed{\\frac{1}{3}}",
@@ -144,6 +147,7 @@ def test_strict_mathematics_agrees_with_trl() -> None:
     assert set(ours) == {0.0, 1.0}
 
 
+@pytest.mark.processes
 async def test_mathematics_of_gsm8k_and_of_tags() -> None:
     row = {"answer": "She has 1,000 + 18.\n#### 1,018"}
     for prediction, reward in (("So \\boxed{1018}", 1.0), ("She has 1018.", 1.0), ("She has 1000.", 0.0)):
@@ -153,6 +157,7 @@ async def test_mathematics_of_gsm8k_and_of_tags() -> None:
     assert (await score("math_equal", "<answer>x + 1</answer>", {"answer": "1"}, **tagged)).reward == 0.0
 
 
+@pytest.mark.processes
 def test_a_prediction_on_which_sympy_hangs_is_wrong_and_the_next_is_judged() -> None:
     equal = MathEqual(processes=1, seconds=1.0)
     for bomb in ("$9^{9^{9^{9}}}$", "$" + "a b " * 100_000 + "$"):
@@ -163,6 +168,7 @@ def test_a_prediction_on_which_sympy_hangs_is_wrong_and_the_next_is_judged() -> 
     assert children("agentfactory.rollout.rewards.math_process") == []
 
 
+@pytest.mark.processes
 def test_an_answer_that_cannot_be_read_is_an_error() -> None:
     equal = MathEqual(processes=1, seconds=1.0)
     with pytest.raises(RewardError, match="can read none of the answers"):
@@ -175,6 +181,7 @@ def test_an_answer_that_cannot_be_read_is_an_error() -> None:
     equal.close()
 
 
+@pytest.mark.processes
 async def test_comparing_does_not_hold_up_the_loop_nor_more_processes_than_allowed() -> None:
     async with Rewards.load([RewardConfig(reward="math_equal", options={"processes": 2})], Path()) as rewards:
         chains = [said(f"it is {n}") for n in range(20)]
@@ -188,6 +195,7 @@ async def test_comparing_does_not_hold_up_the_loop_nor_more_processes_than_allow
         assert len(children("agentfactory.rollout.rewards.math_process")) <= 2
 
 
+@pytest.mark.processes
 def test_nothing_is_left_of_a_worker_that_was_killed() -> None:
     code = "from agentfactory.rollout.rewards.math_equal import MathEqual; print(0, flush=True)\n"
     code += "MathEqual(seconds=2)('$' + 'a b ' * 100_000 + '$', answer='1')"
@@ -341,6 +349,7 @@ async def test_a_judge_gets_so_many_requests_at_a_time(judge: JudgeServer) -> No
     assert (len(judge.requests), judge.most) == (12, 3)
 
 
+@pytest.mark.slow
 async def test_what_can_heal_is_tried_again(judge: JudgeServer) -> None:
     answers: list[Any] = [503, 429, "Score: 1"]
     judge.answer = lambda prompt: answers.pop(0)
@@ -444,6 +453,7 @@ def test_the_page_lists_every_reward_and_option() -> None:
         assert [option for option in options if f"`{option}" not in line] == []
 
 
+@pytest.mark.processes
 async def test_what_the_page_shows_works(tmp_path: Path) -> None:
     blocks: dict[str, list[str]] = {"python": [], "yaml": [], "json": []}
     for language, text in BLOCK.findall(PAGE):

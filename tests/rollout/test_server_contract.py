@@ -222,12 +222,14 @@ def shifted(model: Path, target: Path) -> Path:
     return target
 
 
+@pytest.mark.processes
 async def test_routes_are_described(client: Client) -> None:
     assert (await client.get("/openapi.json"))["paths"].keys() >= ROUTES
     async with InferenceClient(client.server.url) as ours:
         await ours.check_routes()
 
 
+@pytest.mark.processes
 async def test_routes_for_adapters_are_described(adapting: Served) -> None:
     async with connect(adapting) as client:
         assert (await client.get("/openapi.json"))["paths"].keys() >= ADAPTER_ROUTES
@@ -360,6 +362,7 @@ def test_full_updates_are_proven(untied: Served, tmp_path: Path) -> None:
     check_full_updates(untied, tmp_path)
 
 
+@pytest.mark.processes
 def test_full_updates_of_tied_embeddings_are_proven(tied: Served, tmp_path: Path) -> None:
     check_full_updates(tied, tmp_path)
 

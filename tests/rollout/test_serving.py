@@ -102,5 +102,6 @@ def test_a_log_tells_how_far_the_server_is() -> None:
     assert ready_url([*log, "ready http://127.0.0.1:1"]) == "http://127.0.0.1:1"
 
 
+@pytest.mark.processes
 def test_what_a_python_lacks_is_found_without_importing_it() -> None:
     assert missing_from(None) in (None, "vllm")

@@ -23,6 +23,8 @@ from tests.conftest import QUICKSTART
 from tests.recording_proxy import Recording, record
 from tests.scripted_server import serve_script
 
+pytestmark = pytest.mark.numbers
+
 CHAINS = 200
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from agentfactory.rollout.vllm_guard import KEY_VARIABLE, RequireKey
 
+pytestmark = pytest.mark.processes
+
 RIGHT = {"authorization": "Bearer s3cret"}
 
 

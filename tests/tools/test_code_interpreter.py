@@ -14,6 +14,8 @@ from agentfactory.tools.messages import ToolCall
 from agentfactory.tools.toolset import open_toolset
 from tests.waiting import pass_time, until
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 async def interpreter() -> AsyncIterator[CodeInterpreter]:

@@ -17,6 +17,8 @@ from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.toolset import open_toolset
 from tests.tools.test_isolation import ask, recipe_of
 
+pytestmark = pytest.mark.processes
+
 PYTHON = Path(sys.executable).resolve()
 
 

@@ -62,6 +62,7 @@ async def at_rest(toolset: Toolset) -> dict[str, float]:
     return gauges
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "chains"), [("in process", 1000), ("subprocess", 1000), ("http", 1000), ("http sessions", 100)]
 )
@@ -125,6 +126,7 @@ async def test_a_thousand_chains_over_sixteen_instances(kind: str, chains: int, 
     assert set(children()) <= before
 
 
+@pytest.mark.processes
 async def test_a_stateful_process_serves_one_chain(folder: Path) -> None:
     """Nothing could make it forget: a word of another chain is never read."""
     async with open_toolset(recipe_of(pad={**NOTEBOOK, "pool": {"capacity": 2, "warm": 1}}), folder) as toolset:
@@ -140,6 +142,7 @@ async def test_a_stateful_process_serves_one_chain(folder: Path) -> None:
         assert (await at_rest(toolset))["environments/pad/recycled"] == 12
 
 
+@pytest.mark.processes
 async def test_an_environments_process_serves_many(folder: Path) -> None:
     entry = {**NOTEBOOK, "environment": ROLES, "pool": {"capacity": 1}}
     async with open_toolset(recipe_of(pad=entry), folder) as toolset:
@@ -153,6 +156,7 @@ async def test_an_environments_process_serves_many(folder: Path) -> None:
     assert (gauges["environments/pad/made"], gauges["environments/pad/idle"]) == (1, 1)
 
 
+@pytest.mark.processes
 async def test_a_process_at_work_on_a_call_that_was_given_up_is_replaced(folder: Path) -> None:
     """Else the late call would act on the next chain's state."""
     entry = {**NOTEBOOK, "environment": ROLES, "pool": {"capacity": 1}}
@@ -165,6 +169,7 @@ async def test_a_process_at_work_on_a_call_that_was_given_up_is_replaced(folder:
         assert (await at_rest(toolset))["environments/pad/broken"] == 1
 
 
+@pytest.mark.processes
 async def test_a_process_that_dies_ends_its_chain_alone(folder: Path) -> None:
     entry = {**NOTEBOOK, "deny": [], "pool": {"capacity": 2}}
     async with (
@@ -183,6 +188,7 @@ async def test_a_process_that_dies_ends_its_chain_alone(folder: Path) -> None:
         assert (gauges["environments/pad/in_use"], gauges["environments/pad/broken"]) == (1, 1)
 
 
+@pytest.mark.processes
 async def test_idle_processes_that_died_are_replaced(folder: Path) -> None:
     entry = {**NOTEBOOK, "environment": ROLES, "pool": {"warm": 2}}
     before = set(children())
@@ -198,6 +204,7 @@ async def test_idle_processes_that_died_are_replaced(folder: Path) -> None:
         assert (await at_rest(toolset))["environments/pad/broken"] == 2
 
 
+@pytest.mark.processes
 async def test_the_wait_for_an_instance_is_bounded(folder: Path) -> None:
     entry = {**NOTEBOOK, "pool": {"capacity": 1, "wait_seconds": 0.1}}
     async with open_toolset(recipe_of(pad=entry), folder) as toolset, toolset.chain("a", {}):
@@ -207,6 +214,7 @@ async def test_the_wait_for_an_instance_is_bounded(folder: Path) -> None:
                 pass
 
 
+@pytest.mark.processes
 async def test_chains_that_need_two_scarce_servers_never_block_each_other(folder: Path) -> None:
     one = {**NOTEBOOK, "environment": ROLES, "pool": {"capacity": 2, "wait_seconds": 60}}
     two = {**one, "prefix": "second_", "pool": {"capacity": 1, "wait_seconds": 60}}
@@ -225,6 +233,7 @@ async def test_chains_that_need_two_scarce_servers_never_block_each_other(folder
     } == {0}
 
 
+@pytest.mark.processes
 async def test_nothing_stays_where_one_server_does_not_start(folder: Path) -> None:
     before = set(children())
     servers = {"pad": NOTEBOOK, "shared": {**NOTEBOOK, "isolation": "shared"}, "bad": {"command": "no-such-program"}}
@@ -234,6 +243,7 @@ async def test_nothing_stays_where_one_server_does_not_start(folder: Path) -> No
     assert set(children()) <= before
 
 
+@pytest.mark.processes
 async def test_a_server_without_sessions_is_refused(folder: Path) -> None:
     with running("sessions.py", "0", "stateless") as (_, url):
         reason = r"tool server pad: .*gives its clients no sessions \(Mcp-Session-Id\); use isolation: shared"
@@ -242,6 +252,7 @@ async def test_a_server_without_sessions_is_refused(folder: Path) -> None:
                 pass
 
 
+@pytest.mark.processes
 async def test_sessions_of_a_server_that_was_started_anew_are_replaced(folder: Path) -> None:
     port = reserved_port()
     with running("sessions.py", str(port)) as (process, url):
@@ -258,6 +269,7 @@ async def test_sessions_of_a_server_that_was_started_anew_are_replaced(folder: P
                 assert (await at_rest(toolset))["environments/pad/broken"] == 1
 
 
+@pytest.mark.processes
 async def test_sessions_keep_chains_apart(folder: Path) -> None:
     with running("sessions.py", "0") as (_, url):
         entry = {"url": url, "isolation": "session", "pool": {"capacity": 4}}

@@ -10,6 +10,8 @@ import pytest
 
 from agentfactory.tools import lifeline
 
+pytestmark = pytest.mark.processes
+
 FOLLOWER = """
 import signal, sys, time
 from pathlib import Path

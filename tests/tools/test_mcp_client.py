@@ -20,6 +20,8 @@ from tests.forked import reserved_port
 from tests.tools.conftest import OBJECTS, http_server, stdio_server
 from tests.waiting import until
 
+pytestmark = pytest.mark.processes
+
 
 def recipe_of(**servers: Any) -> ToolsRecipe:
     return ToolsRecipe.model_validate({"mcp_servers": servers})

@@ -175,6 +175,7 @@ def test_what_other_servers_answer() -> None:
     assert content_of(CallToolResult(content=[])) == ""
 
 
+@pytest.mark.processes
 def test_pillow_is_not_needed_without_images() -> None:
     code = (
         "import sys\nsys.modules['PIL'] = None\n"

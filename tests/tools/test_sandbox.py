@@ -33,6 +33,8 @@ from tests.tools import attacks
 from tests.tools.attacks import ATTACKS, OUTPUT, SECRET, attack, check
 from tests.waiting import pass_time, until
 
+pytestmark = pytest.mark.processes
+
 NOBODY = 65534
 
 

@@ -43,6 +43,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.processes
 def test_children_end_when_their_parent_is_killed(folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", PARENT, str(folder), str(tmp_path / "blocking")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
@@ -85,6 +86,7 @@ def test_command_lines_that_are_wrong(
     assert said.out == ""
 
 
+@pytest.mark.processes
 def test_a_wrong_command_line_ends_the_process_with_status_2(folder: Path) -> None:
     command = [sys.executable, "-m", "agentfactory.tools.serve", "scratchpad.py:sub"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
@@ -156,6 +158,7 @@ async def _visit(client: Client, chain: str) -> Any:
     return content_of(await client.call_tool("reset", {}, meta=meta))
 
 
+@pytest.mark.processes
 async def test_a_whole_file_over_stdio(tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(SHOP)
     options = ["--option", "owner=Ada", "--option", "shelves=3", "--max-uses", "2", "--capacity", "1"]
@@ -172,6 +175,7 @@ async def test_a_whole_file_over_stdio(tmp_path: Path) -> None:
             await client.call_tool("close", {}, meta={CHAIN_KEY: chain})  # type: ignore[arg-type]
 
 
+@pytest.mark.processes
 async def test_a_client_that_vanished_does_not_keep_its_instance(tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(SHOP)
     options = ["--option", "owner=Ada", "--capacity", "1", "--idle-seconds", "3"]
@@ -188,6 +192,7 @@ async def test_a_client_that_vanished_does_not_keep_its_instance(tmp_path: Path)
             server.terminate()
 
 
+@pytest.mark.processes
 def test_stdout_belongs_to_the_protocol(tmp_path: Path) -> None:
     (tmp_path / "loud.py").write_text(
         "from agentfactory import tool\n\nprint('while loading')\n\n@tool\ndef talk() -> str:\n    return 'x'\n"

@@ -17,6 +17,8 @@ from agentfactory.tools.toolset import open_toolset
 from tests.forked import reserved_port
 from tests.third_party_servers import everything, everything_over_http, time_server
 
+pytestmark = pytest.mark.processes
+
 __all__ = ["everything"]  # a fixture
 
 WAYS = ("stdio", "process", "http", "session")

@@ -87,6 +87,7 @@ async def transcript(toolset: Toolset, key: str) -> list[Any]:
     return seen
 
 
+@pytest.mark.processes
 async def test_transports_give_identical_transcripts(recipes: dict[str, ToolsRecipe], folder: Path) -> None:
     seen = {}
     for transport, recipe in recipes.items():
@@ -144,6 +145,7 @@ async def test_transports_give_identical_transcripts(recipes: dict[str, ToolsRec
     assert worthless == "environment pad: reward: ValueError: beyond measure"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_chains_never_see_each_other(recipes: dict[str, ToolsRecipe], folder: Path, transport: str) -> None:
     async def live(toolset: Toolset, number: int) -> None:
@@ -160,6 +162,7 @@ async def test_chains_never_see_each_other(recipes: dict[str, ToolsRecipe], fold
         await asyncio.gather(*(live(toolset, number) for number in range(64)))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_rewards_of_turns_pass_every_transport(
     recipes: dict[str, ToolsRecipe], folder: Path, transport: str
@@ -169,6 +172,7 @@ async def test_rewards_of_turns_pass_every_transport(
         assert await session.reward() == EnvironmentReward(0.5, {}, [1.0, -0.25])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_timeout_is_told_and_disturbs_nobody(http_url: str, folder: Path, transport: str) -> None:
     ways: dict[str, dict[str, object]]
@@ -452,6 +456,7 @@ async def test_no_tools(folder: Path) -> None:
         assert await session.reward() is None
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("recipe", "error", "reason"),
     [

@@ -21,6 +21,8 @@ from agentfactory.trainers.advantages import (
 )
 from tests.trainers.trl_oracle import Chains, GrpoOracle, RlooOracle, make_oracle
 
+pytestmark = pytest.mark.numbers
+
 NAN = float("nan")
 
 

@@ -14,6 +14,8 @@ from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.learner import Learner
 from agentfactory.trainers.policy_update import update_policy
 
+pytestmark = pytest.mark.numbers
+
 Rows = Callable[..., Row]
 BATCHINGS: tuple[Batching, ...] = ("padded", "packed", "tree")
 

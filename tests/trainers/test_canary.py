@@ -24,6 +24,8 @@ from agentfactory.trainers.sync.canary import (
 from agentfactory.trainers.sync.protocol import SyncReport
 from tests.conftest import embedded_server
 
+pytestmark = pytest.mark.numbers
+
 ROWS = canary_rows(range(64), longest=40)
 BASE = SyncReport(version=0, label="0", model="policy", bytes=0, seconds=0.0, digest="")
 
@@ -48,6 +50,7 @@ def test_rows_are_the_same_for_all_who_ask() -> None:
     assert all(len(row.context) == 144 for row in canary_rows(range(64), longest=8191))
 
 
+@pytest.mark.processes
 def test_server_and_trainer_score_the_same_tokens(own_server: ServerControl, policy: Policy) -> None:
     trainer = trainer_scores(policy, ROWS)
     assert policy.training

@@ -21,6 +21,8 @@ from agentfactory.trainers.rl import train_rl
 from agentfactory.trainers.sft import train_sft
 from agentfactory.trainers.source import SavedGroups
 
+pytestmark = pytest.mark.numbers
+
 Make = Callable[..., TrainRecipe]
 MakeGroups = Callable[..., list[Group]]
 

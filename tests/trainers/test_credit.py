@@ -12,6 +12,8 @@ from agentfactory.trainers.batch import TrainingRow
 from agentfactory.trainers.config import ALGORITHMS, TrainRecipe
 from agentfactory.trainers.credit import Credit, Credited, needed_scores
 
+pytestmark = pytest.mark.numbers
+
 Make = Callable[..., TrainRecipe]
 
 

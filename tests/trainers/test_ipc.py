@@ -64,6 +64,7 @@ def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             SharedMemory(name)
 
 
+@pytest.mark.processes
 def test_full_weights_arrive_in_parts(policy: Policy, server: ServerControl) -> None:
     sync = IpcSync([server], device=torch.device("cpu"), buffer_bytes=SMALL)
     for version in (0, 1, 2):
@@ -87,6 +88,7 @@ def test_the_recipe_asks_for_it(make_recipe: Callable[..., TrainRecipe], server:
     assert isinstance(make_sync(recipe, [server], tmp_path, "run", 0), IpcSync)
 
 
+@pytest.mark.processes
 def test_a_server_that_lost_the_version_gets_it_back(policy: Policy, server: ServerControl, model_folder: Path) -> None:
     """What is sent to it are the weights that were pushed, though the policy has moved on."""
     with embedded_server(model_folder, "--max-model-len", "64") as url:

@@ -21,6 +21,8 @@ from agentfactory.trainers.launch import LaunchError, check_launch, make_acceler
 from agentfactory.trainers.server_control import ServerControl
 from tests.forked import Forked
 
+pytestmark = [pytest.mark.processes, pytest.mark.numbers]
+
 SCRIPT = Path(__file__).with_name("launched.py")
 ROOT = SCRIPT.parents[2]
 CONFIGURATION = "compute_environment: LOCAL_MACHINE\nnum_processes: 2\nnum_machines: 1\nmachine_rank: 0\n"

@@ -22,6 +22,8 @@ from agentfactory.trainers.losses import (
     value_loss,
 )
 
+pytestmark = pytest.mark.numbers
+
 ONE_ROW = torch.zeros(8, dtype=torch.int64)
 
 

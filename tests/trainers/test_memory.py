@@ -28,6 +28,8 @@ from agentfactory.trainers.memory_trace import _trace, fullest, trace
 from agentfactory.trainers.network import load_network
 from agentfactory.trainers.optimizer import make_optimizer
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 SHAPES: dict[str, PreTrainedConfig] = {
     # a large head that is tied, fewer keys than queries

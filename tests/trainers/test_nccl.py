@@ -20,6 +20,8 @@ from agentfactory.trainers.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync import NcclSync
 from agentfactory.trainers.sync.nccl import packed
 
+pytestmark = pytest.mark.processes
+
 RECEIVER = Path(__file__).with_name("gloo_receiver.py")
 
 

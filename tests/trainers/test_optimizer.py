@@ -16,6 +16,8 @@ from agentfactory.trainers.critic import Role, make_actor_critic, role_of
 from agentfactory.trainers.optimizer import make_optimizer, make_schedule
 from agentfactory.trainers.policy import Policy, load_policy
 
+pytestmark = pytest.mark.numbers
+
 Make = Callable[..., TrainRecipe]
 
 

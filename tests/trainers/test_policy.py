@@ -31,6 +31,9 @@ from agentfactory.trainers.attention import BY_RUNS, attention_by_runs
 from agentfactory.trainers.config import TrainConfig, TrainRecipe
 from agentfactory.trainers.layout import resolve_batching
 from agentfactory.trainers.policy import Policy, load_policy
+from tests.trainers.float64 import assert_equal, in_float64
+
+pytestmark = pytest.mark.numbers
 
 Make = Callable[..., TrainRecipe]
 
@@ -51,22 +54,20 @@ def reference(network: torch.nn.Module, temperature: float = 1.0) -> tuple[Tenso
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_equals_plain_transformers(make_recipe: Make, model_folder: Path, temperature: float) -> None:
-    policy = load_policy(make_recipe())
-    network = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    for given, expected in zip(score(policy, temperature), reference(network, temperature), strict=True):
-        torch.testing.assert_close(given, expected, atol=1e-6, rtol=1e-6)
+    policy = in_float64(load_policy(make_recipe()))
+    network = in_float64(AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32))
+    assert_equal(score(policy, temperature), reference(network, temperature))
 
 
 def test_chunks_change_nothing(make_recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, chunked = (load_policy(make_recipe()) for _ in range(2))
+    whole, chunked = (in_float64(load_policy(make_recipe())) for _ in range(2))
     expected = score(whole)
     monkeypatch.setattr(policy_module, "LOGITS_PER_CHUNK", 130)  # two positions of a vocabulary of 64
     given = score(chunked)
-    torch.testing.assert_close(given, expected, atol=1e-6, rtol=1e-6)
+    assert_equal(given, expected)
     expected[0].sum().backward()
     given[0].sum().backward()
-    for one, other in zip(whole.parameters(), chunked.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, atol=1e-6, rtol=1e-5)
+    assert_equal([weight.grad for weight in chunked.parameters()], [weight.grad for weight in whole.parameters()])
 
 
 def test_bfloat16_keeps_weights_and_scores_in_float32(make_recipe: Make) -> None:
@@ -88,7 +89,7 @@ def test_gather_has_transformers_names_and_tied_weights_once(make_recipe: Make) 
 
 
 def test_adapter_is_loaded_by_peft(make_recipe: Make, model_folder: Path, tmp_path: Path) -> None:
-    policy = load_policy(make_recipe(lora={"rank": 3, "dropout": 0.5}))
+    policy = in_float64(load_policy(make_recipe(lora={"rank": 3, "dropout": 0.5})))
     trainable = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     assert trainable
     assert all("lora_" in name for name in trainable)
@@ -100,10 +101,10 @@ def test_adapter_is_loaded_by_peft(make_recipe: Make, model_folder: Path, tmp_pa
     state = policy.gather()
     policy.save_adapter(tmp_path, state)
     network = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    loaded = PeftModel.from_pretrained(network, tmp_path)
+    loaded = PeftModel.from_pretrained(in_float64(network), tmp_path, autocast_adapter_dtype=False)
     assert loaded.peft_config["default"].lora_alpha == 6
-    torch.testing.assert_close(score(policy), reference(loaded), atol=1e-5, rtol=1e-5)
-    assert not torch.allclose(score(policy)[0], score(load_policy(make_recipe()))[0], atol=1e-3)
+    assert_equal(score(policy), reference(loaded))
+    assert not torch.allclose(score(policy)[0], score(in_float64(load_policy(make_recipe())))[0], atol=1e-3)
 
 
 def test_only_the_adapters_dropout_follows_training(make_recipe: Make) -> None:
@@ -143,7 +144,7 @@ def test_refusals_name_the_field(make_recipe: Make, tmp_path: Path) -> None:
 
 
 def test_entropy_has_a_gradient_only_when_asked(make_recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = load_policy(make_recipe())
+    policy = in_float64(load_policy(make_recipe()))
     assert not score(policy)[1].requires_grad
     labels = IDS.flatten()[TARGETS]
     expected = torch.autograd.grad(reference(policy.network, 0.6)[1].sum(), list(policy.network.parameters()))
@@ -151,7 +152,7 @@ def test_entropy_has_a_gradient_only_when_asked(make_recipe: Make, monkeypatch: 
         monkeypatch.setattr(policy_module, "LOGITS_PER_CHUNK", chunk)
         _, entropy = policy(IDS, TARGETS - 1, labels, temperature=0.6, entropy_gradient=True)
         given = torch.autograd.grad(entropy.sum(), list(policy.network.parameters()))
-        torch.testing.assert_close(given, expected, atol=1e-5, rtol=1e-5)
+        assert_equal(given, expected)
     with torch.no_grad():
         assert not policy(IDS, TARGETS - 1, labels, entropy_gradient=True)[1].requires_grad
 
@@ -162,33 +163,38 @@ def tree() -> tuple[Tensor, Tensor, Tensor]:
     return IDS[1:], positions, torch.tensor([[12] * 5 + [9] * 4 + [12] * 3])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
 def test_every_attention_sees_a_token_s_own_rows(make_recipe: Make, attention: str) -> None:
-    """flex_attention has no backward pass on a CPU: its forward pass is called as the policy's own."""
+    """flex_attention has no backward pass on a CPU, and no float64: its forward pass is called as the policy's own."""
     policy = load_policy(make_recipe())
-    if attention != "sdpa":
+    same = partial(torch.testing.assert_close, atol=1e-4, rtol=0)
+    if attention == "sdpa":
+        policy, same = in_float64(policy), assert_equal
+    else:
         policy.network.set_attn_implementation(attention)
     ids, positions, ends = tree()
     first, second = ids[:, :9], torch.cat([ids[:, :5], ids[:, 9:]], 1)
     with torch.no_grad():
         hidden = policy.hidden(ids, positions, ends)
-        alone = AutoModelForCausalLM.from_pretrained(policy.network.config._name_or_path, dtype=torch.float32).model
-        torch.testing.assert_close(hidden[:, :9], alone(first).last_hidden_state, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(hidden[:, 9:], alone(second).last_hidden_state[:, 5:], atol=1e-5, rtol=1e-5)
+        network = AutoModelForCausalLM.from_pretrained(policy.network.config._name_or_path, dtype=torch.float32)
+        alone = network.model.to(policy.dtype)
+        same(hidden[:, :9], alone(first).last_hidden_state)
+        same(hidden[:, 9:], alone(second).last_hidden_state[:, 5:])
 
 
 def test_flash_attention_finds_packed_rows_by_their_positions(make_recipe: Make) -> None:
     """sdpa under another name, since the kernels need a GPU: it finds sequences by their positions as well."""
     AttentionInterface.register("flash_attention_by_sdpa", sdpa_attention_forward)
     AttentionMaskInterface.register("flash_attention_by_sdpa", sdpa_mask)
-    policy = load_policy(make_recipe())
+    policy = in_float64(load_policy(make_recipe()))
     positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 0]])
     ends = torch.tensor([[6] * 6 + [11] * 5 + [12]])
     with torch.no_grad():
         expected = policy.hidden(IDS[:1], positions, ends)
         # by its public method, transformers looks for the kernels
         policy.network.config._attn_implementation = "flash_attention_by_sdpa"
-        torch.testing.assert_close(policy.hidden(IDS[:1], positions, ends), expected, atol=1e-5, rtol=1e-5)
+        assert_equal(policy.hidden(IDS[:1], positions, ends), expected)
 
 
 @pytest.mark.parametrize(
@@ -244,6 +250,7 @@ def test_flash_attention_takes_packed_rows(make_recipe: Make) -> None:
     assert resolve_batching(network, train) == "packed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
 def test_options_change_no_gradient(
     make_recipe: Make, monkeypatch: pytest.MonkeyPatch, lora: dict[str, int] | None
@@ -261,7 +268,7 @@ def test_options_change_no_gradient(
         "all": {"gradient_checkpointing": True, "activation_offload": True, "compile": True},
     }
     for name, train in options.items():
-        policy = load_policy(make_recipe(lora=lora, **train))
+        policy = in_float64(load_policy(make_recipe(lora=lora, **train)))
         sizes: list[int] = []
 
         def pack(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
@@ -276,7 +283,7 @@ def test_options_change_no_gradient(
     assert kept["checkpointing"] < 0.5 * kept["none"]
     assert kept["offload"] < kept["checkpointing"]
     for name in options:
-        torch.testing.assert_close(found[name], found["none"], atol=1e-5, rtol=1e-5)
+        assert_equal(found[name], found["none"])
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ from agentfactory.trainers.rl import train_rl
 from agentfactory.trainers.source import SavedGroups
 from tests.trainers.test_launch import TWO_PROCESSES, launch
 
+pytestmark = pytest.mark.numbers
+
 Make = Callable[..., TrainRecipe]
 MakeGroups = Callable[..., list[Group]]
 

@@ -22,6 +22,8 @@ from agentfactory.trainers.source import SavedGroups
 from agentfactory.trainers.sync import FileSync, LoraSync
 from agentfactory.trainers.sync.canary import Canary, canary_rows
 
+pytestmark = pytest.mark.numbers
+
 Make = Callable[..., TrainRecipe]
 MakeGroups = Callable[..., list[Group]]
 

@@ -149,6 +149,7 @@ def with_first_weights(model: Path, dtype: str, url: str, folder: Path) -> None:
     sync.close()
 
 
+@pytest.mark.processes
 def test_an_honest_sync_is_proven(served: tuple[str, str], start: Start) -> None:
     """Float32: at every step. Bfloat16 rounds most of an update of 1e-6 away, and its noise is 0.003 nats: at step
     27, with a slope of 0.94."""
@@ -177,6 +178,7 @@ def test_stale_weights(served: tuple[str, str], start: Start, tmp_path: Path) ->
     assert "differs from the trainer's after the update" in reason
 
 
+@pytest.mark.processes
 def test_a_stale_replica(served: tuple[str, str], model: Path, start: Start, tmp_path: Path) -> None:
     """The server that is proven is not the one that generates, which has the version's name and the first weights: the
     canary alone can see it. Float32: step 1. Bfloat16: step 27, the first that is provable."""

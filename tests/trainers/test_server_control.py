@@ -56,6 +56,7 @@ class Sleeper:
         """Nothing was written."""
 
 
+@pytest.mark.slow
 def test_a_version_waits_for_a_server_as_long_as_the_recipe_says(make_recipe: Callable[..., TrainRecipe]) -> None:
     policy = load_policy(make_recipe())
     sleeper = Sleeper(answers_from=3)

@@ -21,6 +21,8 @@ from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.metrics import METRICS
 from agentfactory.trainers.sft import _shuffled, conversation_rows, saved_rows, train_sft
 
+pytestmark = pytest.mark.numbers
+
 Make = Callable[..., TrainRecipe]
 
 
@@ -50,7 +52,7 @@ def test_loss_is_the_mean_over_weights(
         return float(network(torch.tensor([ids])).logits[0, position - 1].log_softmax(-1)[ids[position]])
 
     total = 0.5 * logprob([3, 4, 5], 1) + 4.0 * logprob([3, 4, 5], 2) + logprob([7, 8, 9], 2)
-    assert logged[0]["loss"] == pytest.approx(-total / 5.5, abs=1e-6)
+    assert logged[0]["loss"] == pytest.approx(-total / 5.5, abs=1e-5)
     assert logged[0]["tokens"] == 3
     assert logged[0].keys() <= {metric.name for metric in METRICS}
 

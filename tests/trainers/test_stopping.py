@@ -11,6 +11,8 @@ from accelerate import Accelerator
 
 from agentfactory.trainers.stopping import Stop
 
+pytestmark = pytest.mark.processes
+
 Signalled = Callable[..., tuple[str, int]]
 
 

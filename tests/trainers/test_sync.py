@@ -17,6 +17,8 @@ from agentfactory.trainers.sync.content import check_content, file_digest, param
 from tests.conftest import embedded_server
 from tests.forked import reserved_port
 
+pytestmark = pytest.mark.processes
+
 VOCABULARY = 64
 PROMPT = [5, 9, 12, 3, 7]
 

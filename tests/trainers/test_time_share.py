@@ -226,6 +226,7 @@ UPDATE = [
 ]
 
 
+@pytest.mark.processes
 def test_full_weights_are_updated_in_turns(train: Train, recorder: Recorder) -> None:
     logged = train()
     turn = [*SLEEP, "trainer: bring_in", "trainer: park", *UPDATE]

@@ -22,6 +22,8 @@ from agentfactory.trainers.learner import Learner, Loss, Terms, Update
 from agentfactory.trainers.policy_update import update_policy
 from tests.trainers.trl_oracle import Chains, GrpoOracle, make_oracle, make_trainer
 
+pytestmark = pytest.mark.numbers
+
 GROUP_SIZE = 4
 MAX_TOTAL_TOKENS = 50
 
