@@ -209,8 +209,17 @@ def play(
     return played
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("k", [0, 1, 2, 4])
+def bound(k: int, kind: str, *marks: pytest.MarkDecorator) -> Any:
+    return pytest.param(k, kind == "lora", id=f"{k}-{kind}", marks=marks)
+
+
+FURTHER = [(0, "lora"), (1, "full"), (2, "full"), (2, "lora"), (4, "lora")]
+
+
+@pytest.mark.parametrize(
+    ("k", "lora"),
+    [bound(0, "full"), bound(1, "lora"), bound(4, "full"), *(bound(*each, pytest.mark.long) for each in FURTHER)],
+)
 def test_nothing_older_than_the_bound_is_trained(
     server: str, warm_start: Path, quickstart_run: Path, tmp_path: Path, k: int, lora: bool
 ) -> None:

@@ -106,9 +106,11 @@ def shuffled(groups: list[Group]) -> list[Group]:
         {"batching": "padded", "token_budget": SINGLES},
         {"batching": "packed", "token_budget": HALVES},
         {"batching": "tree", "token_budget": HALVES},
-        {"batching": "tree", "processes": 2, "strategy": "ddp", "token_budget": HALVES},
-        {"batching": "padded", "processes": 2, "strategy": "fsdp2", "token_budget": HALVES},
         {"batching": "auto", "order": "shuffled", "token_budget": WHOLE},
+        {"batching": "padded", "processes": 2, "strategy": "fsdp2", "token_budget": HALVES},
+        pytest.param(
+            {"batching": "tree", "processes": 2, "strategy": "ddp", "token_budget": HALVES}, marks=pytest.mark.long
+        ),
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )

@@ -106,6 +106,7 @@ def test_commands(start: str, place: str, project: Path, quickstart_run: Path, w
     assert "user" in run(*STARTS[start], "tools", "call", recipe, "whose", cwd=cwd)
 
 
+@pytest.mark.parametrize("project", ["package"], indirect=True)
 def test_training(project: Path, quickstart_run: Path, warm_start: Path) -> None:
     """Launcher, trainer, worker, server and a pool of processes, all of them from the user's folder."""
     serve = ["-m", "agentfactory", "tools", "serve", "tasks/world.py:World"]
@@ -125,7 +126,7 @@ def test_training(project: Path, quickstart_run: Path, warm_start: Path) -> None
 SCRIPTS = {"file": [str(REPOSITORY / "train.py")], "module": ["-m", "agentfactory.train"]}
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ["file", pytest.param("module", marks=pytest.mark.long)])
 @pytest.mark.parametrize("project", ["plain folder"], indirect=True)
 def test_accelerate_launch(
     script: str, project: Path, quickstart_run: Path, warm_start: Path, warm_server: str

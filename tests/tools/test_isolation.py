@@ -64,7 +64,13 @@ async def at_rest(toolset: Toolset) -> dict[str, float]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("kind", "chains"), [("in process", 1000), ("subprocess", 1000), ("http", 1000), ("http sessions", 100)]
+    ("kind", "chains"),
+    [
+        ("in process", 1000),
+        ("subprocess", 1000),
+        pytest.param("http", 1000, marks=pytest.mark.long),
+        ("http sessions", 100),
+    ],
 )
 async def test_a_thousand_chains_over_sixteen_instances(kind: str, chains: int, folder: Path) -> None:
     before = set(children())

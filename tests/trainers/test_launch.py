@@ -180,9 +180,20 @@ def test_an_adapter_trained_under_fsdp2_is_loaded_by_peft_and_by_the_server(
     ("configuration", "flags", "cpu_by_environment", "reason"),
     [
         (FSDP + "use_cpu: true\n", [], False, "started 2 processes, but accelerate set up 1"),
-        (FSDP + "use_cpu: false\n", [], True, "the launcher's configuration asks for FSDP, and accelerate set up 2"),
+        pytest.param(
+            *(
+                FSDP + "use_cpu: false\n",
+                [],
+                True,
+                "the launcher's configuration asks for FSDP, and accelerate set up 2",
+            ),
+            marks=pytest.mark.long,
+        ),
         (None, ["--cpu", "--num_processes", "2"], False, "but accelerate set up 1 process(es) as NO"),
-        (CONFIGURATION + "distributed_type: MULTI_CPU\nuse_cpu: true\n", [], False, "but accelerate set up 1 process"),
+        pytest.param(
+            *(CONFIGURATION + "distributed_type: MULTI_CPU\nuse_cpu: true\n", [], False, "accelerate set up 1 process"),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["fsdp yaml with use_cpu", "fsdp for ddp", "--cpu", "MULTI_CPU yaml"],
 )

@@ -164,7 +164,7 @@ def tree() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("flex_attention", marks=pytest.mark.long)])
 def test_every_attention_sees_a_token_s_own_rows(make_recipe: Make, attention: str) -> None:
     """flex_attention has no backward pass on a CPU, and no float64: its forward pass is called as the policy's own."""
     policy = load_policy(make_recipe())

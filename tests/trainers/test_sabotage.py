@@ -28,7 +28,7 @@ from tests.trainers import sabotage
 
 VOCABULARY = 256
 LEARNING_RATE = 1e-6
-DTYPES = ["float32", "bfloat16"]
+DTYPES = ["float32", pytest.param("bfloat16", marks=pytest.mark.long)]
 
 
 @pytest.fixture(scope="module")
