@@ -9,18 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.learn.runs import SEEDS, train
+from tests.learn.runs import FULL, SEEDS, assert_risen, shortened, train
 
 ALGORITHMS = os.environ.get("ALGORITHMS", "ppo reinforce_pp rloo dapo gspo").split()
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_algorithm_learns_in_as_many_steps(tmp_path: Path, habit: Path, algorithm: str) -> None:
+def test_every_algorithm_learns(tmp_path: Path, habit: Path, algorithm: str) -> None:
     recipe = "ppo.yaml" if algorithm == "ppo" else "grpo.yaml"
-    settings = [f"train.algorithm={algorithm}", f"model.path={habit}"]
-    # at a constant rate RLOO, whose advantages shrink as the task is solved, once fell from 0.97 to 0.55 in five steps
-    settings += ["train.schedule=wsd", "train.decay_steps=15"]
+    settings = shortened(f"train.algorithm={algorithm}", f"model.path={habit}")
+    if FULL:
+        # at a constant rate RLOO, whose advantages shrink as the task is solved, once fell from 0.97 to 0.55 in 5 steps
+        settings += ["train.schedule=wsd", "train.decay_steps=15"]
     summary = train(recipe, SEEDS[0], tmp_path, *settings)
     if "CURVES" in os.environ:
         shutil.copy(tmp_path / "run" / "metrics.jsonl", Path(os.environ["CURVES"]) / f"{algorithm}.jsonl")
-    assert summary["success_after"] >= 0.80
+    assert_risen(summary, full=0.80)
