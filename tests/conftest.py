@@ -68,7 +68,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {REPOSITORY / "tests" / name: place for place, name in enumerate(SLOW)}
     items.sort(key=lambda item: places.get(item.path, len(SLOW)))
     for item in items:
-        if PROCESSES & {*getattr(item, "fixturenames", ())}:
+        # what has a target of its own (learn_*, vllm_*, wheel_*, gpu_*) runs whole commands
+        if PROCESSES & {*getattr(item, "fixturenames", ())} or not item.path.name.startswith("test_"):
             item.add_marker("processes")
         if item.get_closest_marker("processes") is None:
             item.add_marker("unit")
