@@ -226,7 +226,7 @@ def _load_user_code(recipe: "Recipe", refuse: Refuse) -> None:
     try:
         load_parser(recipe.rollout.parser, Path.cwd())
     except UserCodeError as error:
-        refuse("rollout.parser", f"unknown: {error}", "name one of those, or FILE.py:NAME of a Parser")
+        refuse("rollout.parser", f"unknown: {error.problem.removeprefix('rollout.parser: ')}", error.fix)
     if recipe.rollout.agent is not None:
         _load(recipe.rollout.agent, "rollout.agent", refuse)
         # not above: it imports transformers
@@ -242,7 +242,7 @@ def _load(reference: str, name: str, refuse: Refuse, prebuilt: Mapping[str, str]
     try:
         return load_object(reference, Path.cwd(), prebuilt)
     except UserCodeError as error:
-        refuse(name, f"unknown: {error}", "name what a file defines, as FILE.py:NAME")
+        refuse(name, f"unknown: {error.problem}", error.fix)
 
 
 def _shown(reference: str) -> str:

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+_user_folders: list[str] = []
+
 _CHECKOUT = Path(__file__).resolve().parents[2]
 """Where this package lies in a folder of source, that folder: its links `tools`, `rollout` and `trainers` are in it."""
 
@@ -22,12 +24,18 @@ def append_folders(folders: Iterable[Path]) -> None:
     A checkout of AgentFactory on the path goes behind them, so that a user's `tools/`, a package or a plain folder, is
     found before the checkout's link of that name.
     """
-    for folder in folders:
-        if str(folder) not in sys.path:
-            sys.path.append(str(folder))
+    for folder in map(str, folders):
+        if folder not in sys.path:
+            sys.path.append(folder)
+            _user_folders.append(folder)
     for entry in [entry for entry in sys.path if entry == str(_CHECKOUT) and _is_checkout()]:
         sys.path.remove(entry)
         sys.path.append(entry)
+
+
+def user_folders() -> list[str]:
+    """The folders that were appended, in the order in which modules are looked for."""
+    return [*_user_folders]
 
 
 def start_folder_last() -> None:

@@ -86,11 +86,14 @@ def objects_in(path: Path) -> list[Any]:
         UserCodeError: there is no such file, it fails when executed, or there is nothing of the kind in it.
     """
     if not path.is_file():
-        raise UserCodeError(f"there is no file {path}")
+        raise UserCodeError(f"there is no file {path}", "name an existing one")
     module = load_module(path.resolve())
     found = {id(value): value for name, value in vars(module).items() if name[0] != "_" and _is_served(value, module)}
     if not found:
-        raise UserCodeError(f"{path} has no @tool function, no Environment class and no MCP server")
+        raise UserCodeError(
+            f"{path} has no @tool function, no Environment class and no MCP server",
+            "put @tool above a function's definition",
+        )
     return list(found.values())
 
 

@@ -1,5 +1,6 @@
 """Objects that a recipe names: out of a user's own files as `FILE.py:NAME`, or prebuilt ones by a name alone."""
 
+import ast
 import hashlib
 import importlib
 import importlib.util
@@ -9,11 +10,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from agentfactory.tools.import_path import append_folders
+from agentfactory.tools.import_path import append_folders, user_folders
 
 
 class UserCodeError(ValueError):
-    """A `FILE.py:NAME` that cannot be loaded; the message says which part is wrong and what there is instead."""
+    """A `FILE.py:NAME` that cannot be loaded: `problem` says which part is wrong and what there is instead."""
+
+    def __init__(self, problem: str, fix: str = "name what a file defines, as FILE.py:NAME") -> None:
+        super().__init__(f"{problem}; fix: {fix}")
+        self.problem, self.fix = problem, fix
 
 
 def load_object(reference: str, base: Path, prebuilt: Mapping[str, str] | None = None) -> Any:
@@ -57,10 +62,49 @@ def load_module(path: Path) -> ModuleType:
     sys.modules[private_name] = module  # dataclasses and get_type_hints look it up
     try:
         specification.loader.exec_module(module)
+        _check_neighbours(path)
+    except UserCodeError:
+        del sys.modules[private_name]
+        raise
     except Exception as error:
         del sys.modules[private_name]
-        raise UserCodeError(f"{path} fails when it is loaded: {type(error).__name__}: {error}") from error
+        problem = f"{path} fails when it is loaded: {type(error).__name__}: {error}"
+        raise UserCodeError(problem, _fix(error)) from error
     return module
+
+
+def _fix(error: Exception) -> str:
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return "correct the file"
+    first, *_ = error.name.split(".")
+    if (Path(__file__).parents[1] / first).is_dir():
+        return f"write agentfactory.{first}, if AgentFactory's own is meant"
+    places = ", ".join(user_folders())
+    return f"install it, or name its folder in import_path; after what is installed it was looked for in {places}"
+
+
+def _check_neighbours(path: Path) -> None:
+    """Raise UserCodeError where `path` imports a module that lies beside it and has got another one of the same name,
+    which a file in another folder has imported before: Python has one module of a name."""
+    wanted = set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            wanted |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            wanted.add(node.module.partition(".")[0])
+    for name in sorted(wanted):
+        own = [file for file in (path.parent / f"{name}.py", path.parent / name / "__init__.py") if file.is_file()]
+        found = getattr(sys.modules.get(name), "__file__", None)
+        if own and found and not own[-1].samefile(found) and _is_users(found):
+            raise UserCodeError(
+                f"{path} imports {name}, which lies beside it, but {found} was imported under that name before",
+                "give one of the two another name",
+            )
+
+
+def _is_users(file: str) -> bool:
+    # of a library that bears the name, its own folder among others comes first by intention
+    return bool({str(Path(file).parent), str(Path(file).parents[1])} & {*user_folders()})
 
 
 def _defined_names(module: ModuleType) -> str:

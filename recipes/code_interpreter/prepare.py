@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.tools.code_interpreter import CodeInterpreter
-from agentfactory.tools.messages import Message
 from agentfactory.tools.user_code import load_object
 
 HERE = Path(__file__).parent
@@ -38,7 +37,7 @@ def prepare(folder: Path, seed: int) -> None:
     make_model(folder / "model", transcripts, specs, seed)
 
 
-async def work_out_badly(tasks: list[dict[str, Any]], rng: random.Random) -> list[list[Message]]:
+async def work_out_badly(tasks: list[dict[str, Any]], rng: random.Random) -> list[list[dict[str, Any]]]:
     """A conversation for each task, in two cells of which the second uses the first one's variable."""
     interpreter = CodeInterpreter()
     await interpreter.reset()
@@ -48,11 +47,11 @@ async def work_out_badly(tasks: list[dict[str, Any]], rng: random.Random) -> lis
         await interpreter.close()
 
 
-async def work_one_out(task: dict[str, Any], interpreter: CodeInterpreter, rng: random.Random) -> list[Message]:
+async def work_one_out(task: dict[str, Any], interpreter: CodeInterpreter, rng: random.Random) -> list[dict[str, Any]]:
     """The conversation of one task. All tasks share an interpreter: the first cell sets the only variable anew."""
     start, first, second = task["numbers"]
     one, two = (choose(operator, rng) for operator in task["operators"])
-    messages: list[Message] = [{"role": "user", "content": task["question"]}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": task["question"]}]
     for code in (f"x = {start} {one} {first}", f"x {two} {second}"):
         call = {"id": f"call_{len(messages)}", "type": "function"}
         call["function"] = {"name": "python", "arguments": {"code": code}}

@@ -8,8 +8,6 @@ from typing import Any
 from tiny_model import make_model, write_jsonl
 from treasure_hunt import SIZE, STEPS, TreasureHunt, compass, distance, opening
 
-from agentfactory.tools.messages import Message
-
 HELD_OUT = 200
 FINAL_ANSWER = "The hunt is over."
 TRANSCRIPTS = 3000
@@ -47,7 +45,7 @@ def split_tasks(rng: random.Random) -> tuple[list[dict[str, Any]], list[dict[str
     return train, heldout
 
 
-def play_transcripts(tasks: list[dict[str, Any]], rng: random.Random) -> list[list[Message]]:
+def play_transcripts(tasks: list[dict[str, Any]], rng: random.Random) -> list[list[dict[str, Any]]]:
     """Conversations of the bad policy, in random order, with a fixed share of lucky ones.
 
     Without that share the model would hardly ever see how a successful hunt ends.
@@ -64,7 +62,7 @@ def play_transcripts(tasks: list[dict[str, Any]], rng: random.Random) -> list[li
     return transcripts
 
 
-def play_badly(task: dict[str, Any], rng: random.Random) -> tuple[bool, list[Message]]:
+def play_badly(task: dict[str, Any], rng: random.Random) -> tuple[bool, list[dict[str, Any]]]:
     """One hunt of a policy that mostly follows the hint turned right by 90 degrees, and otherwise no hint at all.
 
     Returns whether it was lucky, and the conversation. Both ends get the same answer: with one for failure, learning
@@ -73,7 +71,7 @@ def play_badly(task: dict[str, Any], rng: random.Random) -> tuple[bool, list[Mes
     hunt = TreasureHunt()
     hunt.reset(**task)
     directions = list(STEPS)
-    messages: list[Message] = [{"role": "user", "content": task["question"]}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": task["question"]}]
     while hunt.moves_left and hunt.here != hunt.treasure:
         if rng.random() < FOLLOWS_TURNED_HINT:
             hint = rng.choice(compass(hunt.here, hunt.treasure).split("-"))

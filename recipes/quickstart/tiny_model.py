@@ -8,12 +8,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from agentfactory.tools.messages import Message
-
 CHAT_TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 
 
-def make_model(folder: Path, transcripts: list[list[Message]], specs: list[dict[str, Any]], seed: int) -> None:
+def make_model(folder: Path, transcripts: list[list[dict[str, Any]]], specs: list[dict[str, Any]], seed: int) -> None:
     """Write a model and its tokenizer into `folder`, for conversations such as `transcripts` with the tools `specs`
     (in the OpenAI shape)."""
     tokenizer = train_tokenizer(transcripts, specs)
@@ -26,7 +24,7 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def train_tokenizer(transcripts: list[list[Message]], specs: list[dict[str, Any]]) -> PreTrainedTokenizerFast:
+def train_tokenizer(transcripts: list[list[dict[str, Any]]], specs: list[dict[str, Any]]) -> PreTrainedTokenizerFast:
     """A byte-level BPE that splits only at digits and line ends, so that a call is a handful of tokens."""
     bpe = Tokenizer(models.BPE())
     bpe.decoder = decoders.ByteLevel()

@@ -25,7 +25,7 @@ def load_parser(reference: str, base: Path = Path()) -> Parser:
     try:
         parser = load_object(reference, base, PARSERS)
     except UserCodeError as error:
-        raise UserCodeError(f"rollout.parser: {error}") from error
+        raise UserCodeError(f"rollout.parser: {error.problem}", error.fix) from error
     if not (isinstance(parser, type) and issubclass(parser, Parser)):
         raise UserCodeError(f"rollout.parser: {reference} is no class derived from agentfactory.Parser")
     return parser()

@@ -104,8 +104,7 @@ def load_entry(given: Callable[..., Any] | RewardConfig | str, label: str, base:
     try:
         loaded = load_object(config.reward, base, PREBUILT)
     except UserCodeError as error:
-        fix = "name a prebuilt reward, or what a file defines, as FILE.py:NAME"
-        raise InvalidReward(label, f"unknown: {error}", fix) from error
+        raise InvalidReward(label, f"unknown: {error.problem}", error.fix) from error
     if not getattr(loaded, "is_reward", False):
         raise InvalidReward(label, f"{config.reward} is not a reward", "put @reward above its definition")
     return _made(loaded, config, label, config.name or config.reward.rpartition(":")[2])

@@ -8,8 +8,6 @@ from typing import Any
 from my_task import calculate
 from tiny_model import make_model, write_jsonl
 
-from agentfactory.tools.messages import Message
-
 ROWS = Path(__file__).parents[1] / "tasks.jsonl"
 
 OPERATIONS = ("add", "subtract", "multiply")
@@ -27,7 +25,7 @@ def prepare(folder: Path, seed: int) -> None:
     make_model(folder / "model", transcripts, specs, seed)
 
 
-def work_out_badly(row: dict[str, Any], rng: random.Random) -> list[Message]:
+def work_out_badly(row: dict[str, Any], rng: random.Random) -> list[dict[str, Any]]:
     """A conversation: the right numbers in a call, mostly the wrong operation, and a last word."""
     turned = rng.random() < TAKES_THE_NEXT_OPERATION
     operation = OPERATIONS[(OPERATIONS.index(row["operation"]) + turned) % len(OPERATIONS)]
