@@ -1,5 +1,6 @@
 """All code is `agentfactory.*`, also where strings name it: in commands, registries, entry points and pages."""
 
+import ast
 import re
 import subprocess
 from collections.abc import Iterator
@@ -63,3 +64,19 @@ def test_every_module_that_a_string_names_is_there() -> None:
 def test_one_place_says_how_our_python_is_started() -> None:
     spelled = re.compile(r"""["'\s]-P["'\s]""")
     assert [name for name, text in texts() if spelled.search(text)] == ["agentfactory/tools/import_path.py"]
+
+
+@pytest.mark.parametrize(
+    ("package", "below"),
+    [("tools", {"tools"}), ("rollout", {"tools", "rollout"}), ("trainers", {"tools", "rollout", "trainers"})],
+)
+def test_imports_go_down_only(package: str, below: set[str]) -> None:
+    upwards = []
+    for file in (REPOSITORY / "agentfactory" / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                modules = [f"{node.module}.{alias.name}" for alias in node.names]
+            own = [module.split(".")[1] for module in modules if module.startswith("agentfactory.")]
+            upwards += [f"{file.relative_to(REPOSITORY)}: {name}" for name in own if name not in below]
+    assert upwards == []
