@@ -96,7 +96,7 @@ def recipe_file(name: str | Path, base: Path) -> Path:
     """The file that `name` means, a path relative to `base`; where there is none, one of the recipes that come with
     AgentFactory, such as recipes/quickstart/quickstart.yaml."""
     path, own = (base / Path(name).expanduser()).resolve(), RECIPES.parent / name
-    return own.resolve() if Path(name).parts[:1] == (RECIPES.name,) and own.is_file() and not path.exists() else path
+    return own.resolve() if Path(name).parts[:1] == (RECIPES.name,) and own.exists() and not path.exists() else path
 
 
 def read_mapping(path: Path, source: str, name: str) -> dict[str, Any]:
@@ -106,8 +106,8 @@ def read_mapping(path: Path, source: str, name: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise RecipeError(source, name, f"{display(path)}: no such file", "name an existing recipe") from None
     except IsADirectoryError:
-        own = path / "recipe.yaml"
-        fix = f"name {display(own)}" if own.is_file() else "name a YAML file"
+        inside = [file for file in (path / "recipe.yaml", path / f"{path.name}.yaml") if file.is_file()]
+        fix = f"name {display(inside[0])}" if inside else "name a YAML file"
         raise RecipeError(source, name, f"{display(path)}: is a folder", fix) from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(source, name, f"{display(path)}: cannot be read: {error}", "name a YAML file") from None

@@ -72,7 +72,7 @@ def _check_name(task: str) -> None:
     fix = "choose another name, such as word_problems"
     if not re.fullmatch(r"[a-z][a-z0-9_]*", task) or keyword.iskeyword(task):
         raise NewError(f"TASK: got {task!r}, which is to name a Python file; fix: {fix}: a-z, 0-9 and _")
-    if task in sys.stdlib_module_names or task in ("train", "tiny", "agentfactory"):
+    if task in sys.stdlib_module_names or task in ("tiny", "agentfactory"):
         raise NewError(f"TASK: {task!r} is the name of a module of Python's or AgentFactory's; fix: {fix}")
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from agentfactory.tools import import_path, lifeline
-from agentfactory.tools.user_code import load_object
+from agentfactory.tools.user_code import UserCodeError, load_object
 
 
 def prepare(reference: str, folder: Path, seed: int) -> None:
@@ -23,4 +23,7 @@ def prepare(reference: str, folder: Path, seed: int) -> None:
 if __name__ == "__main__":
     lifeline.follow_parent()
     import_path.append_folders(map(Path, sys.argv[4:]))
-    prepare(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    try:
+        prepare(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    except UserCodeError as error:
+        sys.exit(str(error))

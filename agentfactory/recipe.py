@@ -143,9 +143,11 @@ def _load_staged(
         else:
             fix = _did_you_mean(first, [*stages, *Recipe.model_fields], Recipe)
             raise RecipeError(COMMAND_LINE, name, f"unknown key {first!r}", fix)
+    for name, stage in stages.items():
+        _check_import_path(stage, f"{name}.import_path")
     _set_import_path(composed, *stages.values())
     _set_output(composed)
-    whole = _validate(StagedRecipe, composed, "")
+    whole = _validate(StagedRecipe, composed, f"{composed.data['output']}/prepared")
     append_folders(whole.import_path)
     check_prepare(whole.prepare, composed)
     prepared = whole.output / "prepared"
@@ -200,8 +202,8 @@ def _give_to_stage(whole: StagedRecipe, name: str, stage: Composed, previous: st
             f"got {prepare!r}",
             f"stages share one: name it in the {whole.name} recipe",
         )
-    given = {"seed": whole.seed, "output": f"{whole.output}/{name}", "import_path": whole.import_path}
-    stage.data |= given
+    stage.data |= {"seed": whole.seed, "output": f"{whole.output}/{name}"}
+    stage.data["import_path"] = [str(folder) for folder in whole.import_path]
     if previous is not None:
         model = stage.data.setdefault("model", {})
         if isinstance(model, dict):
@@ -209,12 +211,23 @@ def _give_to_stage(whole: StagedRecipe, name: str, stage: Composed, previous: st
 
 
 def _set_import_path(composed: Composed, *stages: Composed) -> None:
-    """Where nothing says another: the folders of the files; of a stage that says one, its own."""
-    folders = list(composed.folders)
+    """Where the recipe says none, the folders of its files; a stage adds its own."""
+    _check_import_path(composed, "import_path")
+    said = composed.data.get("import_path")
+    folders = composed.folders if said is None else said
     for stage in stages:
-        said = stage.data.get("import_path")
-        folders += map(Path, said) if isinstance(said, list) else stage.folders
-    composed.data.setdefault("import_path", list(dict.fromkeys(folders)))
+        own = stage.data.get("import_path")
+        if own is not None or said is None:
+            folders = [*folders, *(stage.folders if own is None else own)]
+    composed.data["import_path"] = [*dict.fromkeys(map(str, folders))]
+
+
+def _check_import_path(composed: Composed, field: str) -> None:
+    # before the lists of the whole and its stages are joined
+    said = composed.data.get("import_path")
+    if said is not None and not (isinstance(said, list) and all(isinstance(folder, str) for folder in said)):
+        problem = f"got {short(said)}, not a list of folders"
+        raise RecipeError(composed.origin("import_path"), field, problem, "write it as [FOLDER, ...]")
 
 
 def _set_output(composed: Composed) -> None:

@@ -6,7 +6,7 @@ rollout worker. `--resume [PATH]` goes on with the run in `output`. `agentfactor
 the stages of a staged recipe.
 """
 
-from agentfactory.tools import import_path, lifeline
+from agentfactory.tools import import_path
 
 if __name__ == "__main__":
     import_path.start_folder_last()
@@ -28,6 +28,7 @@ from agentfactory.composition import COMMAND_LINE
 from agentfactory.progress import Progress, tell_warnings
 from agentfactory.recipe import Recipe, RecipeError, StagedRecipe, load_recipe
 from agentfactory.run_folder import Hold, RunFolder, RunFolderError
+from agentfactory.tools import lifeline
 
 
 def load(arguments: list[str]) -> tuple[Recipe, str | None]:

@@ -6,10 +6,12 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-_user_folders: list[str] = []
-
 _CHECKOUT = Path(__file__).resolve().parents[2]
 """Where this package lies in a folder of source, that folder: its links `tools`, `rollout` and `trainers` are in it."""
+
+_folders: list[str] = []
+_appended: dict[bool, list[str]] = {True: [], False: []}
+"""Of them, those that only we have put on the path: folders of files, then those of recipes."""
 
 
 def own_python(*arguments: str, executable: str | None = None) -> list[str]:
@@ -18,29 +20,40 @@ def own_python(*arguments: str, executable: str | None = None) -> list[str]:
     return [executable or sys.executable, "-P", *arguments]
 
 
-def append_folders(folders: Iterable[Path]) -> None:
-    """Append folders of user code to the import path, where they are not on it already.
+def append_folders(folders: Iterable[Path], of_file: bool = False) -> None:
+    """Append folders of user code to the import path, where they are not on it already; those `of_file`, in which a
+    FILE.py lies, before those of recipes.
 
     A checkout of AgentFactory on the path goes behind them, so that a user's `tools/`, a package or a plain folder, is
     found before the checkout's link of that name.
     """
     for folder in map(str, folders):
-        if folder not in sys.path:
-            sys.path.append(folder)
-            _user_folders.append(folder)
-    for entry in [entry for entry in sys.path if entry == str(_CHECKOUT) and _is_checkout()]:
-        sys.path.remove(entry)
-        sys.path.append(entry)
+        if folder not in _folders:
+            _folders.append(folder)
+        if folder not in sys.path or (of_file and folder in _appended[False]):
+            _appended[of_file].append(folder)
+            if of_file and folder in _appended[False]:
+                _appended[False].remove(folder)
+    checkout = [entry for entry in sys.path if entry == str(_CHECKOUT) and _is_checkout()]
+    last = [*_appended[True], *_appended[False], *checkout]
+    sys.path[:] = [entry for entry in sys.path if entry not in last] + list(dict.fromkeys(last))
 
 
 def user_folders() -> list[str]:
-    """The folders that were appended, in the order in which modules are looked for."""
-    return [*_user_folders]
+    """The folders of user code, in the order in which they came."""
+    return [*_folders]
 
 
 def start_folder_last() -> None:
     """Move what Python has put first on the import path, the current folder (`python -m`) or the folder of the script,
-    to its end. For the beginning of a command's main module, before it imports libraries."""
+    to its end. For the beginning of a command's main module, before it imports anything else.
+
+    Ends the process where another `agentfactory` in that folder hides this package.
+    """
+    package = sys.modules["agentfactory"]
+    if getattr(package, "__file__", None) != str(Path(__file__).parents[1] / "__init__.py"):
+        hiding = next(iter(package.__path__))
+        sys.exit(f"agentfactory: {hiding} hides AgentFactory; fix: run `agentfactory`, or start in another folder")
     if not sys.flags.safe_path:
         folder = sys.path.pop(0)
         append_folders([Path(folder or os.getcwd())])

@@ -4,6 +4,11 @@ On stdio by default, until stdin ends. With `--http`, streamable HTTP on 127.0.0
 SIGINT or SIGTERM; the line `ready http://127.0.0.1:PORT/mcp` on stdout says that it listens.
 """
 
+from agentfactory.tools import import_path
+
+if __name__ == "__main__":
+    import_path.start_folder_last()
+
 import argparse
 import json
 import os
@@ -17,11 +22,6 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from agentfactory.tools import import_path, lifeline
-
-if __name__ == "__main__":
-    import_path.start_folder_last()
-
 import anyio
 import uvicorn
 from mcp.server import Server
@@ -29,6 +29,7 @@ from mcp.server.mcpserver import MCPServer
 from mcp.server.stdio import stdio_server
 from pydantic import ValidationError
 
+from agentfactory.tools import lifeline
 from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.environment import Environment
 from agentfactory.tools.mcp_server import build_server

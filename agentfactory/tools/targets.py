@@ -1,5 +1,6 @@
 """Where an MCP server is: what a recipe's entry means on this machine, secrets filled in."""
 
+import json
 import os
 import re
 import sys
@@ -13,6 +14,7 @@ from mcp.server.mcpserver import MCPServer
 
 from agentfactory.tools.config import Isolation, McpServerConfig
 from agentfactory.tools.containers import Container
+from agentfactory.tools.import_path import own_python, user_folders
 from agentfactory.tools.mcp_server import build_server
 from agentfactory.tools.prebuilt import PREBUILT
 from agentfactory.tools.user_code import load_object
@@ -34,7 +36,7 @@ Target = Server[Any] | MCPServer | StdioServerParameters | Container | HttpAddre
 def target_of(name: str, config: McpServerConfig, base: Path) -> Target:
     """The object, process, container or address that `config` means.
 
-    `command: python` is this interpreter; paths start at `base`.
+    `command: python` is this interpreter, and its modules (`-m`) import as user code does; paths start at `base`.
 
     Raises:
         UserCodeError, TypeError: `module` cannot be loaded or served.
@@ -50,12 +52,18 @@ def target_of(name: str, config: McpServerConfig, base: Path) -> Target:
     if config.container is not None:
         return Container(name, config.container, config.args, env)
     assert config.command is not None
-    return StdioServerParameters(
-        command=sys.executable if config.command == "python" else config.command,
-        args=config.args,
-        env=env,
-        cwd=base / (config.cwd or "."),
-    )
+    cwd = base / (config.cwd or ".")
+    command, *args = _program(config.command, config.args, cwd)
+    return StdioServerParameters(command=command, args=args, env=env, cwd=cwd)
+
+
+def _program(command: str, args: list[str], cwd: Path) -> list[str]:
+    if command != "python":
+        return [command, *args]
+    if args[:1] != ["-m"]:
+        return [sys.executable, *args]
+    folders = json.dumps([*dict.fromkeys([str(cwd), *user_folders()])])
+    return own_python("-m", "agentfactory.tools.run_module", folders, *args[1:])
 
 
 def _expand(field: str, values: dict[str, str]) -> dict[str, str]:

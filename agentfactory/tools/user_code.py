@@ -5,7 +5,9 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,9 +26,9 @@ class UserCodeError(ValueError):
 def load_object(reference: str, base: Path, prebuilt: Mapping[str, str] | None = None) -> Any:
     """Load `NAME` out of `FILE.py`, a path relative to `base`; or what `prebuilt` (name -> `package.module:NAME`) has.
 
-    The file is executed once per process, under a private module name, so that it can neither shadow nor be shadowed
-    by another module. It may import what is installed, and what stands beside it: its folder is appended to the import
-    path.
+    The file is executed once per process. It may import what is installed, and what stands beside it: its folder is
+    appended to the import path. Where `import FILE` would find it, it is that module; else it has a private name, so
+    that it can neither shadow nor be shadowed by another module.
 
     Raises:
         UserCodeError: malformed reference, no such file, the file fails when executed, or it does not define the name.
@@ -51,60 +53,111 @@ def load_object(reference: str, base: Path, prebuilt: Mapping[str, str] | None =
 
 def load_module(path: Path) -> ModuleType:
     """Execute the file `path`, as `load_object` does. Raises UserCodeError where it fails."""
-    append_folders([path.parent])
-    private_name = f"_agentfactory_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-    if private_name in sys.modules:
-        return sys.modules[private_name]
-    specification = importlib.util.spec_from_file_location(private_name, path)
+    append_folders([path.parent], of_file=True)
+    private = f"_agentfactory_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    name = path.stem if _is_same(_origin(path.stem), path) else private
+    if name in sys.modules:
+        return sys.modules[name]
+    specification = importlib.util.spec_from_file_location(name, path)
     assert specification is not None  # a path that ends in .py always has one, and a loader
     assert specification.loader is not None
     module = importlib.util.module_from_spec(specification)
-    sys.modules[private_name] = module  # dataclasses and get_type_hints look it up
+    sys.modules[name] = module  # dataclasses and get_type_hints look it up
     try:
         specification.loader.exec_module(module)
         _check_neighbours(path)
-    except UserCodeError:
-        del sys.modules[private_name]
-        raise
-    except Exception as error:
-        del sys.modules[private_name]
-        problem = f"{path} fails when it is loaded: {type(error).__name__}: {error}"
-        raise UserCodeError(problem, _fix(error)) from error
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, UserCodeError):
+            raise
+        if not isinstance(error, (Exception, SystemExit)):
+            raise
+        problem = f"{path} fails when it is loaded: {type(error).__name__}: {error}{_place(error, path)}"
+        raise UserCodeError(problem, _fix(error, path)) from error
     return module
 
 
-def _fix(error: Exception) -> str:
-    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+def _origin(name: str) -> str | None:
+    """The file of the module `name`, if it is imported, or where it would be imported from."""
+    if name in sys.modules:
+        return getattr(sys.modules[name], "__file__", None)
+    # parent packages are imported for it, and may fail
+    with suppress(Exception):
+        specification = importlib.util.find_spec(name)
+        return specification.origin if specification and specification.has_location else None
+    return None
+
+
+def _is_same(file: str | None, path: Path) -> bool:
+    return file is not None and Path(file).exists() and path.samefile(file)
+
+
+def _place(error: BaseException, path: Path) -> str:
+    """Where a helper of the file `path` has failed."""
+    if isinstance(error, SyntaxError):
+        file, line = error.filename, error.lineno
+    else:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        file, line = last.filename, last.lineno
+    is_helper = file is not None and file != str(path) and str(Path(file).parent) in user_folders()
+    return f" ({file}, line {line})" if is_helper else ""
+
+
+def _fix(error: BaseException, path: Path) -> str:
+    if isinstance(error, SystemExit):
+        return "let nothing end the program when the file is imported"
+    if not isinstance(error, ImportError):
         return "correct the file"
-    first, *_ = error.name.split(".")
-    if (Path(__file__).parents[1] / first).is_dir():
-        return f"write agentfactory.{first}, if AgentFactory's own is meant"
-    places = ", ".join(user_folders())
-    return f"install it, or name its folder in import_path; after what is installed it was looked for in {places}"
+    if "no known parent package" in str(error):
+        return "write `import NAME` for a file beside it"
+    first = (error.name or "").partition(".")[0]
+    if any((path.parent / neighbour).exists() for neighbour in (f"{first}.py", f"{first}/__init__.py")) and first:
+        if not isinstance(error, ModuleNotFoundError) and not _is_users(_origin(first)):
+            return f"give {path.parent / first} another name: the library {first} comes before it"
+        return "correct the file"
+    if not isinstance(error, ModuleNotFoundError):
+        return "correct the file"
+    places = ", ".join(folder + ("" if Path(folder).is_dir() else " (no folder)") for folder in user_folders())
+    fix = f"install it, or name its folder in import_path; after what is installed it was looked for in {places}"
+    return fix + (f"; AgentFactory's own is agentfactory.{first}" if first in ("rollout", "tools", "trainers") else "")
 
 
 def _check_neighbours(path: Path) -> None:
-    """Raise UserCodeError where `path` imports a module that lies beside it and has got another one of the same name,
-    which a file in another folder has imported before: Python has one module of a name."""
-    wanted = set()
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    """Raise UserCodeError where `path`, or a module beside it that was imported, imports another module that lies
+    beside it and gets one of the same name out of another folder of user code: Python has one module of a name."""
+    files = [path]
+    for module in [*sys.modules.values()]:
+        file = getattr(module, "__file__", None)
+        if file and file.endswith(".py") and Path(file).parent == path.parent and file != str(path):
+            files.append(Path(file))
+    for file in files:
+        for name in sorted(_imports(file)):
+            place = path.parent.joinpath(*name.split("."))
+            own = next((each for each in (place / "__init__.py", place.with_suffix(".py")) if each.is_file()), None)
+            if own and _is_users(found := _origin(name)) and not _is_same(found, own):
+                raise UserCodeError(
+                    f"{file} imports {name}, which lies beside it, but by that name Python finds {found}",
+                    "give one of the two another name",
+                )
+
+
+def _imports(file: Path) -> set[str]:
+    """Every module that a file may import by its whole name, at its beginning or later."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
-            wanted |= {alias.name.partition(".")[0] for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            wanted.add(node.module.partition(".")[0])
-    for name in sorted(wanted):
-        own = [file for file in (path.parent / f"{name}.py", path.parent / name / "__init__.py") if file.is_file()]
-        found = getattr(sys.modules.get(name), "__file__", None)
-        if own and found and not own[-1].samefile(found) and _is_users(found):
-            raise UserCodeError(
-                f"{path} imports {name}, which lies beside it, but {found} was imported under that name before",
-                "give one of the two another name",
-            )
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    # a package is imported with its modules
+    return {".".join(name.split(".")[: end + 1]) for name in found for end in range(name.count(".") + 1)}
 
 
-def _is_users(file: str) -> bool:
-    # of a library that bears the name, its own folder among others comes first by intention
-    return bool({str(Path(file).parent), str(Path(file).parents[1])} & {*user_folders()})
+def _is_users(file: str | None) -> bool:
+    # a library of the name comes first by intention; a user's folder may hold an environment of libraries
+    if file is None or "site-packages" in Path(file).parts:
+        return False
+    return any(Path(file).is_relative_to(folder) for folder in user_folders())
 
 
 def _defined_names(module: ModuleType) -> str:

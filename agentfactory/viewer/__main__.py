@@ -1,5 +1,10 @@
 """`python -m agentfactory.viewer RUN [RUN ...]`: the same as `agentfactory view`."""
 
+from agentfactory.tools import import_path
+
+if __name__ == "__main__":
+    import_path.start_folder_last()
+
 import argparse
 import sys
 from collections.abc import Sequence

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.tools.import_path import user_folders
+from agentfactory.tools.import_path import append_folders, user_folders
 from agentfactory.tools.user_code import UserCodeError, load_object
 
 
@@ -48,30 +48,62 @@ def test_a_file_imports_what_stands_beside_it(tmp_path: Path) -> None:
     assert user_folders()[-1] == str(tmp_path)
 
 
-def test_of_two_modules_of_one_name_the_second_is_told(tmp_path: Path) -> None:
+IMPORTS = {
+    "at its beginning": "from {name} import VALUE\n",
+    "later": "def value():\n    from {name} import VALUE\n    return VALUE\nVALUE = 0\n",
+    "of a folder": "from {name}.inner import VALUE\n",
+    "by another": "from by_{name} import VALUE\n",
+}
+
+
+@pytest.mark.parametrize("kind", IMPORTS)
+def test_of_two_modules_of_one_name_the_second_is_told(tmp_path: Path, kind: str) -> None:
+    name = f"helpers_{[*IMPORTS].index(kind)}"
     for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "steps_of.py").write_text(f"VALUE = '{folder}'\n")
-        (tmp_path / folder / "mine.py").write_text("from steps_of import VALUE\n")
-    assert load_object("one/mine.py:VALUE", tmp_path) == "one"
-    with pytest.raises(
-        UserCodeError, match=r"two/mine.py imports steps_of, .*one/steps_of.py was imported .*another name"
-    ):
+        (tmp_path / folder / name).mkdir(parents=True)
+        (tmp_path / folder / f"by_{name}_{folder}.py").write_text(f"from {name} import VALUE\n")
+        (tmp_path / folder / name / "inner.py").write_text(f"VALUE = '{folder}'\n")
+        if kind != "of a folder":
+            (tmp_path / folder / f"{name}.py").write_text(f"VALUE = '{folder}'\n")
+        text = IMPORTS[kind].format(name=name)
+        (tmp_path / folder / "mine.py").write_text(text.replace(f"by_{name}", f"by_{name}_{folder}"))
+    assert load_object("one/mine.py:VALUE", tmp_path) in ("one", 0)
+    told = rf"two/.*\.py imports {name}.*, which lies beside it, but .* finds .*one/{name}.*; fix: give one of the two another"
+    with pytest.raises(UserCodeError, match=told):
         load_object("two/mine.py:VALUE", tmp_path)
-    # the same module, by another file
-    (tmp_path / "one" / "other.py").write_text("from steps_of import VALUE\n")
-    assert load_object("one/other.py:VALUE", tmp_path) == "one"
+
+
+def test_a_files_own_folder_comes_before_the_recipes(tmp_path: Path) -> None:
+    (tmp_path / "tasks").mkdir()
+    for folder in ("", "tasks"):
+        (tmp_path / folder / "nearest.py").write_text(f"VALUE = '{folder}'\n")
+    (tmp_path / "tasks" / "mine.py").write_text("from nearest import VALUE\n")
+    append_folders([tmp_path])
+    assert load_object("tasks/mine.py:VALUE", tmp_path) == "tasks"
+
+
+def test_a_file_that_others_import_is_the_same_module(tmp_path: Path) -> None:
+    (tmp_path / "world_of.py").write_text("LIMIT = 3\nclass World: pass\nfrom helps_world import make\n")
+    (tmp_path / "helps_world.py").write_text("import world_of\nfrom world_of import LIMIT\ndef make(): return world_of.World()\n")
+    world, make = (load_object(f"world_of.py:{name}", tmp_path) for name in ("World", "make"))
+    assert isinstance(make(), world)
 
 
 @pytest.mark.parametrize(
     ("line", "fix"),
     [
         ("import no_such_module", r"No module named 'no_such_module'; fix: install it, or .* import_path; .* in .*/"),
-        ("from viewer import runs", "No module named 'viewer'; fix: write agentfactory.viewer"),
+        ("from no_such.place import x", "No module named 'no_such'; fix: install it"),
         ("1 / 0", "division by zero; fix: correct the file"),
+        ("import broken_helper", r"SyntaxError: .*broken_helper.py, line 1\); fix: correct the file"),
+        ("from . import broken_helper", "fix: write `import NAME` for a file beside it"),
+        ("from yaml import mine", "give .*yaml.py another name: the library yaml comes before it"),
+        ("raise SystemExit(3)", "SystemExit: 3; fix: let nothing end the program"),
     ],
 )
 def test_what_a_file_lacks_is_told_with_the_fix(tmp_path: Path, line: str, fix: str) -> None:
     (tmp_path / "lacks.py").write_text(f"{line}\n")
+    (tmp_path / "broken_helper.py").write_text("def (\n")
+    (tmp_path / "yaml.py").write_text("mine = 1\n")
     with pytest.raises(UserCodeError, match=fix):
         load_object("lacks.py:x", tmp_path)
