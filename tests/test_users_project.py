@@ -99,11 +99,13 @@ def test_commands(start: str, place: str, project: Path, quickstart_run: Path, w
     """From the user's folder, and from the checkout, of which Python sees the links `tools` and `rollout` first."""
     serve = ["-m", "agentfactory.tools.serve", "tasks/world.py:whose"]
     pooled = {"command": "python", "args": serve, "isolation": "process", "pool": {"capacity": 2}}
-    write_recipe(project, quickstart_run, warm_start, mcp_servers={"pooled": pooled})
+    theirs = {"command": "python", "args": ["-m", "mcp_server_time", "--local-timezone", "UTC"]}
+    write_recipe(project, quickstart_run, warm_start, mcp_servers={"pooled": pooled, "time": theirs})
     cwd = project if place == "project" else REPOSITORY
     recipe = str(project / "recipe.yaml")
     assert "import_path:\n- " + str(project) in run(*STARTS[start], "train", recipe, "--dry-run", cwd=cwd)
     assert "user" in run(*STARTS[start], "tools", "call", recipe, "whose", cwd=cwd)
+    assert "get_current_time" in run(*STARTS[start], "tools", "list", recipe, cwd=cwd)
 
 
 @pytest.mark.parametrize("project", ["package"], indirect=True)

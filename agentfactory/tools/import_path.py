@@ -34,9 +34,10 @@ def append_folders(folders: Iterable[Path], of_file: bool = False) -> None:
             _appended[of_file].append(folder)
             if of_file and folder in _appended[False]:
                 _appended[False].remove(folder)
-    checkout = [entry for entry in sys.path if entry == str(_CHECKOUT) and _is_checkout()]
-    last = [*_appended[True], *_appended[False], *checkout]
-    sys.path[:] = [entry for entry in sys.path if entry not in last] + list(dict.fromkeys(last))
+    last = [*_appended[True], *_appended[False]]
+    if str(_CHECKOUT) in sys.path and _is_checkout():
+        last = [*(folder for folder in last if folder != str(_CHECKOUT)), str(_CHECKOUT)]
+    sys.path[:] = [*(entry for entry in sys.path if entry not in last), *last]
 
 
 def user_folders() -> list[str]:

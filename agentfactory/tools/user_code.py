@@ -1,6 +1,7 @@
 """Objects that a recipe names: out of a user's own files as `FILE.py:NAME`, or prebuilt ones by a name alone."""
 
 import ast
+import filecmp
 import hashlib
 import importlib
 import importlib.util
@@ -111,10 +112,9 @@ def _fix(error: BaseException, path: Path) -> str:
     if "no known parent package" in str(error):
         return "write `import NAME` for a file beside it"
     first = (error.name or "").partition(".")[0]
-    if any((path.parent / neighbour).exists() for neighbour in (f"{first}.py", f"{first}/__init__.py")) and first:
-        if not isinstance(error, ModuleNotFoundError) and not _is_users(_origin(first)):
-            return f"give {path.parent / first} another name: the library {first} comes before it"
-        return "correct the file"
+    beside = [each for each in (path.parent / f"{first}.py", path.parent / first / "__init__.py") if each.is_file()]
+    if beside and not isinstance(error, ModuleNotFoundError) and not _is_users(_origin(first)):
+        return f"give {beside[0]} another name: the library {first} comes before it"
     if not isinstance(error, ModuleNotFoundError):
         return "correct the file"
     places = ", ".join(folder + ("" if Path(folder).is_dir() else " (no folder)") for folder in user_folders())
@@ -134,7 +134,9 @@ def _check_neighbours(path: Path) -> None:
         for name in sorted(_imports(file)):
             place = path.parent.joinpath(*name.split("."))
             own = next((each for each in (place / "__init__.py", place.with_suffix(".py")) if each.is_file()), None)
-            if own and _is_users(found := _origin(name)) and not _is_same(found, own):
+            found = _origin(name) if own else None
+            # of a copy, either will do
+            if own and found and _is_users(found) and not filecmp.cmp(found, own, shallow=False):
                 raise UserCodeError(
                     f"{file} imports {name}, which lies beside it, but by that name Python finds {found}",
                     "give one of the two another name",

@@ -262,12 +262,12 @@ def test_what_is_not_installed_is_appended_where_asked(project: Path) -> None:
 def test_user_code_imports_from_the_folders_of_the_recipes_files(project: Path) -> None:
     (project / "deep").mkdir()
     (project / "deep" / "recipe.yaml").write_text("extends: ../recipe.yaml\n")
-    assert load("deep/recipe.yaml").import_path == [project / "deep", project]
-    assert load("recipe.yaml", "import_path=[deep]").import_path == [project / "deep"]
+    assert single("deep/recipe.yaml").import_path == [project / "deep", project]
+    assert single("recipe.yaml", "import_path=[deep]").import_path == [project / "deep"]
     (project / "both.yaml").write_text("name: both\nstages: [{name: one, extends: deep/recipe.yaml}]\n")
-    assert load("both.yaml").stages[0].import_path == [project, project / "deep"]
-    whole = load("both.yaml", "import_path=[here]", "one.import_path=['${prepared}/lib']")
+    assert staged("both.yaml").stages[0].import_path == [project, project / "deep"]
+    whole = staged("both.yaml", "import_path=[here]", "one.import_path=['${prepared}/lib']")
     assert whole.import_path == whole.stages[0].import_path == [project / "here", whole.output / "prepared" / "lib"]
     for wrong in ("import_path=lib", "one.import_path=[1]", "one.import_path={a: b}"):
         with pytest.raises(RecipeError, match=r"import_path: got .*, not a list of folders; fix: write it as \[FOLDER"):
-            load("both.yaml", wrong)
+            staged("both.yaml", wrong)

@@ -68,7 +68,7 @@ def test_of_two_modules_of_one_name_the_second_is_told(tmp_path: Path, kind: str
         text = IMPORTS[kind].format(name=name)
         (tmp_path / folder / "mine.py").write_text(text.replace(f"by_{name}", f"by_{name}_{folder}"))
     assert load_object("one/mine.py:VALUE", tmp_path) in ("one", 0)
-    told = rf"two/.*\.py imports {name}.*, which lies beside it, but .* finds .*one/{name}.*; fix: give one of the two another"
+    told = rf"two/.*\.py imports {name}.*, which lies beside it, but .* finds .*one/{name}.*; fix: give one of the two"
     with pytest.raises(UserCodeError, match=told):
         load_object("two/mine.py:VALUE", tmp_path)
 
@@ -84,7 +84,8 @@ def test_a_files_own_folder_comes_before_the_recipes(tmp_path: Path) -> None:
 
 def test_a_file_that_others_import_is_the_same_module(tmp_path: Path) -> None:
     (tmp_path / "world_of.py").write_text("LIMIT = 3\nclass World: pass\nfrom helps_world import make\n")
-    (tmp_path / "helps_world.py").write_text("import world_of\nfrom world_of import LIMIT\ndef make(): return world_of.World()\n")
+    text = "import world_of\nfrom world_of import LIMIT\ndef make(): return world_of.World()\n"
+    (tmp_path / "helps_world.py").write_text(text)
     world, make = (load_object(f"world_of.py:{name}", tmp_path) for name in ("World", "make"))
     assert isinstance(make(), world)
 
