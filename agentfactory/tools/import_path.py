@@ -10,8 +10,8 @@ _CHECKOUT = Path(__file__).resolve().parents[2]
 """Where this package lies in a folder of source, that folder: its links `tools`, `rollout` and `trainers` are in it."""
 
 _folders: list[str] = []
-_appended: dict[bool, list[str]] = {True: [], False: []}
-"""Of them, those that only we have put on the path: folders of files, then those of recipes."""
+_appended: dict[str, bool] = {}
+"""Of them, those that only we have put on the path; and whether a FILE.py lies there."""
 
 
 def own_python(*arguments: str, executable: str | None = None) -> list[str]:
@@ -30,11 +30,9 @@ def append_folders(folders: Iterable[Path], of_file: bool = False) -> None:
     for folder in map(str, folders):
         if folder not in _folders:
             _folders.append(folder)
-        if folder not in sys.path or (of_file and folder in _appended[False]):
-            _appended[of_file].append(folder)
-            if of_file and folder in _appended[False]:
-                _appended[False].remove(folder)
-    last = [*_appended[True], *_appended[False]]
+        if folder not in sys.path or folder in _appended:
+            _appended[folder] = of_file or _appended.get(folder, False)
+    last = sorted(_appended, key=lambda folder: not _appended[folder])
     if str(_CHECKOUT) in sys.path and _is_checkout():
         last = [*(folder for folder in last if folder != str(_CHECKOUT)), str(_CHECKOUT)]
     sys.path[:] = [*(entry for entry in sys.path if entry not in last), *last]
