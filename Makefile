@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 SEEDS ?= 0 1 2
+# Processes of `make test`: more than two cores, because they wait a third of their time.
+WORKERS ?= 3
 BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
@@ -27,11 +29,11 @@ $(VENV)/.installed-dev: setup.py
 quickstart: $(VENV)/.installed
 	$(BIN)/agentfactory train recipes/quickstart/quickstart.yaml $(ARGS)
 
-# Two processes of one thread each: most tests wait for processes of their own, and threads that wait for others spin.
+# One thread each: most tests wait for processes of their own, and threads that wait for others spin.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(PYTEST) $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) $(ARGS)
 
 # What starts no process and takes no seconds: under a minute.
 test-fast: $(VENV)/.installed-dev

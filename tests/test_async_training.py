@@ -252,6 +252,7 @@ def test_nothing_older_than_the_bound_is_trained(
         assert sum(versions > 1 for versions, _ in gaps) >= 5, "chains span updates"
 
 
+@pytest.mark.long
 def test_kept_caches_are_marked_and_their_mismatch_is_reported(
     server: str, warm_start: Path, quickstart_run: Path, tmp_path: Path
 ) -> None:
@@ -266,6 +267,7 @@ def test_kept_caches_are_marked_and_their_mismatch_is_reported(
     assert all(0 < step["mixed_tokens"] < 1 and step["mismatch/mixed"] > 0 for step in reported)
 
 
+@pytest.mark.long
 def test_the_number_of_chains_follows_the_servers_load(
     server: str, warm_start: Path, quickstart_run: Path, tmp_path: Path
 ) -> None:

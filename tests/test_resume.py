@@ -257,9 +257,10 @@ def live_recipe(folder: Path, model: Path, tasks: Path, url: str, k: int, lora: 
     return folder / "recipe.yaml"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("k", "lora"),
-    [pytest.param(0, False, marks=pytest.mark.long, id="synchronous"), pytest.param(2, True, id="ahead")],
+    [pytest.param(0, False, id="synchronous"), pytest.param(2, True, id="ahead")],
 )
 def test_live_every_task_is_trained_once_whatever_is_killed(
     warm_start: Path, quickstart_run: Path, tmp_path: Path, k: int, lora: bool

@@ -150,6 +150,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 def test_a_killed_script_leaves_no_server(warm_start: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "script.py"), str(warm_start)]

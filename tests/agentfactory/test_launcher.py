@@ -119,6 +119,7 @@ def test_stages_run_in_order_each_from_the_last_ones_checkpoint(staged: Path) ->
     assert (staged.parents[1] / "again" / "prepared").is_dir()
 
 
+@pytest.mark.long
 def test_a_run_that_has_learned_nothing_says_so(staged: Path) -> None:
     figures = {
         "{}": None,

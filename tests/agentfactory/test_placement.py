@@ -440,6 +440,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 @pytest.mark.processes
+@pytest.mark.long
 def test_the_launcher_plans_once_the_model_is_there_and_tells_the_trainer(
     tmp_path: Path, quickstart_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

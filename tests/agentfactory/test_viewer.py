@@ -351,6 +351,7 @@ def test_text_is_found_wherever_it_was_said_and_however_it_is_written(viewer: st
     assert found("iVBORw0KGgo") == set()
 
 
+@pytest.mark.long
 def test_twenty_thousand_trajectories_list_without_stalling(
     page: "Page", tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -166,6 +166,7 @@ async def test_a_server_that_is_killed_comes_back_with_the_current_weights(
     assert log.count("has proven to hold version") + log.count("waits for a server") >= 2
 
 
+@pytest.mark.long
 async def test_of_two_servers_one_is_enough(tmp_path: Path, warm_start: Path, tasks: Path) -> None:
     with servers(tmp_path, warm_start, 2) as (first, second):
         with training(tmp_path, warm_start, tasks, [first.url, second.url]) as run:

@@ -33,7 +33,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("kind", ["willing", "stubborn"])
+@pytest.mark.parametrize("kind", ["willing", pytest.param("stubborn", marks=pytest.mark.long)])
 def test_a_follower_ends_when_its_parent_is_killed(tmp_path: Path, kind: str) -> None:
     up = tmp_path / "up"
     parent = subprocess.Popen([sys.executable, "-c", PARENT, FOLLOWER, str(up), kind])
