@@ -27,13 +27,14 @@ PROCESSES = {
 
 SLOW = (
     *("learn/learn_algorithms.py", "learn/learn_quickstart.py", "learn/learn_quantised.py"),
-    *("trainers/test_launch.py", "test_async_training.py", "agentfactory/test_hygiene.py", "rollout/test_faults.py"),
-    *("test_resume.py", "test_invariance.py", "tools/test_isolation.py", "trainers/test_sabotage.py"),
-    *("tools/test_sandbox.py", "agentfactory/test_agent.py", "tools/test_third_party.py", "trainers/test_memory.py"),
-    *("agentfactory/test_viewer.py", "agentfactory/test_placement.py", "test_time_share.py", "trainers/test_qlora.py"),
+    *("trainers/test_launch.py", "tools/test_sandbox.py", "test_async_training.py", "trainers/test_memory.py"),
+    *("tools/test_third_party.py", "tools/test_isolation.py", "agentfactory/test_hygiene.py", "rollout/test_faults.py"),
+    *("test_resume.py", "test_invariance.py", "test_users_project.py", "trainers/test_sabotage.py"),
+    *("agentfactory/test_agent.py", "agentfactory/test_viewer.py", "agentfactory/test_placement.py"),
+    *("test_time_share.py", "trainers/test_qlora.py"),
 )
-"""The files that take longest. They go first, so that parallel processes end together; the very first needs no
-quickstart, which one process trains while the other has something to do."""
+"""The files that take longest. They go first, so that parallel processes end together; the very first need no
+quickstart, which one process trains while the others have something to do."""
 
 
 # the same examples in every run: a rare failure must not stop those who changed something else. Others by

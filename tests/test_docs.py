@@ -322,7 +322,8 @@ def test_every_module_and_picture_has_its_place() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("page", ["README.md", pytest.param("docs/quickstart.md", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
 def test_the_recipe_to_begin_with_fits_a_workstation(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

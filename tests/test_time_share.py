@@ -24,6 +24,7 @@ def lines(output: Path) -> list[dict[str, Any]]:
     return [line for line in logged if "loss" in line]
 
 
+@pytest.mark.long
 def test_a_run_that_takes_turns_can_be_killed_and_resumed(
     quickstart_run: Path, warm_start: Path, tmp_path: Path
 ) -> None:

@@ -93,8 +93,17 @@ def run(*command: str, cwd: Path | None = None, **environment: str) -> str:
 STARTS = {"installed": [AGENTFACTORY], "python -m": [sys.executable, "-m", "agentfactory"]}
 
 
-@pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("place", ["project", "checkout"])
+@pytest.mark.parametrize(
+    ("start", "place", "project"),
+    [
+        ("installed", "project", "package"),
+        ("installed", "checkout", "plain folder"),
+        ("python -m", "project", "plain folder"),
+        ("python -m", "checkout", "package"),
+        pytest.param("python -m", "checkout", "plain folder", marks=pytest.mark.long),
+    ],
+    indirect=["project"],
+)
 def test_commands(start: str, place: str, project: Path, quickstart_run: Path, warm_start: Path) -> None:
     """From the user's folder, and from the checkout, of which Python sees the links `tools` and `rollout` first."""
     serve = ["-m", "agentfactory.tools.serve", "tasks/world.py:whose"]

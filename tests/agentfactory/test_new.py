@@ -95,6 +95,7 @@ def test_no_held_out_question_is_trained(folder: Path) -> None:
     assert not trained & held_out
 
 
+@pytest.mark.long
 def test_the_tiny_recipe_trains_to_a_reward(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # the stages as `agentfactory train` runs them; the command itself, and how well it learns: tests/learn/learn_new.py
     monkeypatch.chdir(tmp_path)
