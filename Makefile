@@ -37,14 +37,14 @@ test: $(VENV)/.installed-dev
 
 # What starts no process and takes no seconds: under a minute.
 test-fast: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(PYTEST) -m 'unit and not slow and not long' $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) -m 'unit and not slow' $(ARGS)
 
 # The comparisons of numbers with the instructions of other processors, and with two threads; `make test` has one.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 test-numbers: $(VENV)/.installed-dev
 	$(AVX2) OMP_NUM_THREADS=1 $(PYTEST) -m 'numbers and not long' tests $(ARGS)
-	$(AVX2) OMP_NUM_THREADS=2 $(PYTEST) -m 'numbers and unit and not long' tests/trainers tests/rollout $(ARGS)
-	OMP_NUM_THREADS=2 $(PYTEST) -m 'numbers and unit and not long' tests/trainers tests/rollout $(ARGS)
+	$(AVX2) OMP_NUM_THREADS=2 $(PYTEST) -m 'numbers and unit' tests/trainers tests/rollout $(ARGS)
+	OMP_NUM_THREADS=2 $(PYTEST) -m 'numbers and unit' tests/trainers tests/rollout $(ARGS)
 
 # What takes too long for `make test`: every command of the pages, benchmarks, real servers of others.
 test-long: $(VENV)/.installed-dev

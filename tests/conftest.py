@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # what has a target of its own (learn_*, vllm_*, wheel_*, gpu_*) runs whole commands
         if PROCESSES & {*getattr(item, "fixturenames", ())} or not item.path.name.startswith("test_"):
             item.add_marker("processes")
-        if item.get_closest_marker("processes") is None:
+        if not any(map(item.get_closest_marker, ("processes", "long"))):
             item.add_marker("unit")
 
 

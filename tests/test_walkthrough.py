@@ -1,6 +1,6 @@
 """README.md and the pages of docs/, followed in a terminal by somebody who begins: every `bash` block, line by line.
 
-That takes minutes, so `make learn` runs it. Blocks that only give the form of a command are `sh`.
+That takes minutes, so `make test-long` runs it. Blocks that only give the form of a command are `sh`.
 """
 
 import json
