@@ -54,6 +54,8 @@ class Terminal:
         done = subprocess.run(
             ["bash", "-c", whole],
             cwd=self.folder,
+            # `make test-long ARGS=...` hands its arguments to every make below it
+            env={name: value for name, value in os.environ.items() if name not in ("ARGS", "MAKEFLAGS")},
             input=typing,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
