@@ -11,7 +11,8 @@ import pytest
 
 from tests.learn.runs import FULL, SEEDS, assert_risen, shortened, train
 
-ALGORITHMS = os.environ.get("ALGORITHMS", "ppo reinforce_pp rloo dapo gspo").split()
+ALL = "ppo reinforce_pp rloo dapo gspo"
+ALGORITHMS = os.environ.get("ALGORITHMS", ALL if FULL else "ppo rloo gspo").split()
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
