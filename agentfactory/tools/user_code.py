@@ -27,9 +27,9 @@ class UserCodeError(ValueError):
 def load_object(reference: str, base: Path, prebuilt: Mapping[str, str] | None = None) -> Any:
     """Load `NAME` out of `FILE.py`, a path relative to `base`; or what `prebuilt` (name -> `package.module:NAME`) has.
 
-    The file is executed once per process. It may import what is installed, and what stands beside it: its folder is
-    appended to the import path. Where `import FILE` would find it, it is that module; else it has a private name, so
-    that it can neither shadow nor be shadowed by another module.
+    The file is executed once per process. It may import installed libraries and the modules beside it: its folder is
+    appended to the import path. If `import FILE` finds this file, the module has that name; otherwise it gets a private
+    one, so that it neither shadows another module nor is shadowed by one.
 
     Raises:
         UserCodeError: malformed reference, no such file, the file fails when executed, or it does not define the name.
@@ -123,8 +123,11 @@ def _fix(error: BaseException, path: Path) -> str:
 
 
 def _check_neighbours(path: Path) -> None:
-    """Raise UserCodeError where `path`, or a module beside it that was imported, imports another module that lies
-    beside it and gets one of the same name out of another folder of user code: Python has one module of a name."""
+    """Check that imports of neighbouring modules find the neighbours.
+
+    Python has one module of a name, so a file in another folder may have taken it. Checks `path` and the modules of its
+    folder that are imported. Raises UserCodeError.
+    """
     files = [path]
     for module in [*sys.modules.values()]:
         file = getattr(module, "__file__", None)
