@@ -70,6 +70,7 @@ class Play:
                 return StopReason.MAX_TOKENS if completion.cut else StopReason.ANSWER
             if parsed.error is not None:
                 self.counts[CallError.MALFORMED_CALL] += 1
+                trajectory.malformed_turns.append(trajectory.turns - 1)
                 answers, ending = self.renderer.complaint(_explain(parsed.error, completion)), None
             else:
                 results = await self.limits.run(parsed.calls, session.call)

@@ -147,6 +147,8 @@ class Trajectory:
     error: str | None = None
     turn_rewards: list[float] | None = None
     stop_reason: StopReason | None = None
+    malformed_turns: list[int] = field(default_factory=list)
+    """Numbers of the assistant turns, from 0, whose calls could not be read."""
 
     def turn_spans(self) -> list[tuple[int, int, int]]:
         """(row, start, end) of each assistant turn: its tokens are [start, end) of `rows[row]`, from the first sampled

@@ -23,6 +23,9 @@ class AdvantageConfig(Section):
     batch; reinforce_pp_baseline: less the group's mean, whitened over the batch; gae: by a learned critic."""
     scale: Literal["none", "group", "batch"] = "group"
     """grpo: divide by the standard deviation of the group's rewards, or of the batch's."""
+    malformed_turns: Literal["not_rewarded", "like_others"] = "not_rewarded"
+    """not_rewarded: tokens of a turn whose calls cannot be read have an advantage of at most 0, so that a chain that
+    succeeds in spite of one does not teach it."""
     gamma: Share = 1.0
     """reinforce_pp, gae: discount per sampled token."""
     gae_lambda: Share = 1.0
@@ -76,6 +79,9 @@ class LossConfig(Section):
     """token: mean over all tokens (DAPO); sequence: over each chain's tokens, then over chains (GRPO); sequence_sum:
     sum over tokens, mean over chains; constant: sum over chains x rollout.max_total_tokens (Dr. GRPO)."""
     kl: KlConfig = KlConfig()
+    behaviour_kl: float = Field(default=0.1, ge=0)
+    """Weight of the distance to the weights that sampled, KL(policy || behaviour), which holds the policy where its
+    data come from while they are old (rollout.max_staleness). Nothing where the two agree: see docs/staleness.md."""
     entropy_bonus: float = Field(default=0.0, ge=0)
     """Weight of the policy's entropy, which is raised."""
     top_entropy: float = Field(default=1.0, gt=0, le=1)

@@ -45,7 +45,9 @@ class _Chain:
     turn_rewards: list[float]
     """Empty where the reward gives none."""
     ends: list[int]
-    """Number of sampled tokens up to the end of each turn that has a reward."""
+    """Number of sampled tokens up to the end of each turn; empty where no turn is credited apart."""
+    malformed: list[int]
+    """Which turns are not to be rewarded."""
     rows: list[TrainingRow]
     places: list[int]
     """Which of the trajectory's rows these are: one in which nothing was sampled is not trained."""
@@ -87,6 +89,8 @@ class Credit:
         for chain in chains:
             chain.rows = [next(remaining) for _ in chain.rows]
         advantages, values, metrics = self._advantages()
+        for chain, advantage in zip(chains, advantages, strict=True):
+            _reward_no_malformed_turn(chain, advantage)
         trained = [index for index, chain in enumerate(chains) if chain.rows]
         lengths = [chains[index].tokens for index in trained]
         loss = self._recipe.train.loss
@@ -160,8 +164,9 @@ class Credit:
             turns = process_advantages([chain.turn_rewards for chain in group], scale, turn_std)
             for chain, advantage, by_turn in zip(group, whole, turns, strict=True):
                 tokens = [advantage] * chain.tokens
-                for (start, end), added in zip(pairwise([0, *chain.ends]), by_turn, strict=True):
-                    tokens[start:end] = [value + added for value in tokens[start:end]]
+                if by_turn:
+                    for (start, end), added in zip(pairwise([0, *chain.ends]), by_turn, strict=True):
+                        tokens[start:end] = [value + added for value in tokens[start:end]]
                 advantages.append(tokens)
         return advantages
 
@@ -175,9 +180,10 @@ class Credit:
             cost = [0.0] * chain.tokens
             if cost:
                 cost[-1] += chain.reward
-                for end, reward in zip(chain.ends, chain.turn_rewards, strict=True):
-                    if end:
-                        cost[end - 1] += reward
+                if chain.turn_rewards:
+                    for end, reward in zip(chain.ends, chain.turn_rewards, strict=True):
+                        if end:
+                            cost[end - 1] += reward
                 if distance.coefficient and distance.place == "reward":
                     proximal, reference = (torch.tensor(chain.stream(name)) for name in ("proximal", "reference"))
                     gaps = kl(distance.estimator, proximal, reference).tolist()
@@ -218,10 +224,20 @@ def _chain(trajectory: Trajectory, trained: bool, recipe: TrainRecipe) -> _Chain
         reward += overlong_penalty(length, recipe.rollout.max_total_tokens, overlong.buffer, overlong.penalty)
     made = [(row, place) for place, row in enumerate(map(training_row, trajectory.rows)) if row] if trained else []
     rows, places = [row for row, _ in made], [place for _, place in made]
-    if trajectory.turn_rewards is None:
-        return _Chain(trajectory.id, reward, [], [], rows, places)
+    malformed = trajectory.malformed_turns if recipe.train.advantage.malformed_turns == "not_rewarded" else []
+    if trajectory.turn_rewards is None and not malformed:
+        return _Chain(trajectory.id, reward, [], [], [], rows, places)
     lengths = [sum(trajectory.rows[row].mask[start:end]) for row, start, end in trajectory.turn_spans()]
-    return _Chain(trajectory.id, reward, trajectory.turn_rewards, list(accumulate(lengths)), rows, places)
+    ends = list(accumulate(lengths))
+    return _Chain(trajectory.id, reward, trajectory.turn_rewards or [], ends, malformed, rows, places)
+
+
+def _reward_no_malformed_turn(chain: _Chain, advantages: list[float]) -> None:
+    """Bounds the advantages of tokens in malformed turns at 0. A chain may succeed in spite of a turn that could not be
+    read, never because of it: rewarded all the same, it would teach the format to drift."""
+    for turn in chain.malformed if advantages else []:
+        start, end = [0, *chain.ends][turn : turn + 2]
+        advantages[start:end] = [min(advantage, 0.0) for advantage in advantages[start:end]]
 
 
 def _noted(place: int, row: TrainingRow, proximal: list[float] | None) -> dict[str, Any]:

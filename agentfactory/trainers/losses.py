@@ -16,6 +16,9 @@ from torch import Tensor
 
 from agentfactory.trainers.config import LossConfig, MismatchConfig
 
+SMALLEST_COMPLEMENT = 1e-6
+"""Of a probability: less cannot be told from 0 in float32."""
+
 PerToken = Float[Tensor, "targets"]
 Flags = Bool[Tensor, "targets"]
 RowNumbers = Int[Tensor, "targets"]
@@ -164,6 +167,35 @@ def kl(estimator: Literal["k1", "k2", "k3"], logprob: PerToken, reference: PerTo
             return d.square() / 2
         case "k3":
             return (-d).exp() - 1 + d
+
+
+def behaviour_kl(logprob: PerToken, behaviour: PerToken) -> PerToken:
+    """KL(policy || behaviour) of one choice each: the sampled token, or any other. With p and q the policy's and the
+    behaviour's probabilities of the sampled token:
+
+    p log(p / q) + (1 - p) log((1 - p) / (1 - q))
+
+    the binary divergence of Qi et al., 2026, arXiv:2602.04879, in the other direction; it is at most the divergence
+    over the vocabulary. Its gradient is p (logit p - logit q) times that of log p. So it is strong where tokens that
+    were all but certain are so no longer, long before other ones are sampled in their place, and weak where the policy
+    chooses among many. 0, as is its gradient, where the policy is the one that sampled.
+
+    Complements below 1e-6 count as 1e-6: log-probabilities in float32 tell them no closer.
+    """
+    p, odds = logprob.detach().exp(), _log_odds(logprob.detach())
+    gap = odds - _log_odds(behaviour)
+    value = p * gap + _log_complement(logprob.detach()) - _log_complement(behaviour)
+    # written out: where a complement is bounded, the terms that cancel would not
+    return value + p * gap * (logprob - logprob.detach())
+
+
+def _log_odds(logprob: PerToken) -> PerToken:
+    return logprob - _log_complement(logprob)
+
+
+def _log_complement(logprob: PerToken) -> PerToken:
+    """log(1 - exp(logprob))."""
+    return (-torch.expm1(logprob)).clamp(min=SMALLEST_COMPLEMENT).log()
 
 
 def value_loss(value: PerToken, old_value: PerToken, returns: PerToken, clip: float | None) -> tuple[PerToken, Flags]:

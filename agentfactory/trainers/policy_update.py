@@ -6,7 +6,7 @@ from torch import Tensor
 from agentfactory.trainers.batch import Batch, MicroBatch
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.learner import Learner, Targets, Terms, Update
-from agentfactory.trainers.losses import kl, mismatch_kl, mismatch_weights, policy_loss, value_loss
+from agentfactory.trainers.losses import behaviour_kl, kl, mismatch_kl, mismatch_weights, policy_loss, value_loss
 
 
 def update_policy(
@@ -48,6 +48,10 @@ def update_policy(
             "mixed": mixed.sum(),
             "mismatch_mixed": gap.abs()[mixed].sum(),
         }
+        if config.behaviour_kl:
+            held = behaviour_kl(logprob, streams["behaviour"])
+            terms = terms + config.behaviour_kl * held
+            sums["behaviour_kl"] = held.detach()[real].sum()
         if config.kl.coefficient and config.kl.place == "loss":
             distance = kl(config.kl.estimator, logprob, streams["reference"])
             terms = terms + config.kl.coefficient * distance
@@ -92,6 +96,8 @@ def update_metrics(updates: list[Update], batch: Batch) -> dict[str, float]:
         }
         if mixed := first.sums["mixed"]:
             metrics |= {"mismatch/mixed": first.sums["mismatch_mixed"] / mixed, "mixed_tokens": mixed / batch.tokens}
+    if "behaviour_kl" in first.sums:
+        metrics["mismatch/behaviour_kl"] = first.sums["behaviour_kl"] / batch.tokens
     if "kl" in first.sums:
         metrics["kl"] = first.sums["kl"] / batch.tokens
     if "value_loss" in first.sums:
