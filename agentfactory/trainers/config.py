@@ -79,7 +79,7 @@ class LossConfig(Section):
     """token: mean over all tokens (DAPO); sequence: over each chain's tokens, then over chains (GRPO); sequence_sum:
     sum over tokens, mean over chains; constant: sum over chains x rollout.max_total_tokens (Dr. GRPO)."""
     kl: KlConfig = KlConfig()
-    behaviour_kl: float = Field(default=0.1, ge=0)
+    behaviour_kl: float = Field(default=0.3, ge=0)
     """Weight of the distance to the weights that sampled, KL(policy || behaviour), which holds the policy where its
     data come from while they are old (rollout.max_staleness). Nothing where the two agree: see docs/staleness.md."""
     entropy_bonus: float = Field(default=0.0, ge=0)

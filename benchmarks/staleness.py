@@ -1,0 +1,154 @@
+"""Does training ahead learn as surely as training in step: success after 50 steps by staleness, algorithm and seed.
+
+The quickstart's task, its moves taking a log-normal time (median 0.03 s, sigma 0.5; 2 % of them ten times as long), so
+that chains of a group end at different times and long ones are overtaken. All runs begin with the warm start of the
+quickstart's first stage, and train the same recipe by `agentfactory train`; the other algorithms than grpo with a rate
+that falls over the last 15 steps, as in `make learn-worlds`. Success is that of 200 held-out tasks, sampled; a run has
+collapsed where it ends below 0.5. The last line is JSON: by algorithm and staleness, the mean over that of staleness 0
+(`mean/...`), and the worst run of all that are stale (`worst`).
+
+    python benchmarks/staleness.py [--quick] [--algorithms grpo rloo ...] [--staleness 0 1 2 4] [--seeds 0 1 ...]
+        [--jobs 2] [--output FOLDER] [key=value ...]
+
+Runs that `--output` holds already are not repeated, so that a study can be broken off, gone on with and extended.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import yaml
+from async_training import NO_LATENCY, QUICKSTART, write_recipe, write_tasks
+
+LATENCY = {"median": 0.03, "sigma": 0.5, "tail": 0.02, "factor": 10.0}
+STEPS = 50
+COLLAPSED = 0.5
+OTHERS = ("train.schedule=wsd", "train.decay_steps=15")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of the study."""
+
+    algorithm: str
+    staleness: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.algorithm}-{self.staleness}-{self.seed}"
+
+
+def agentfactory(threads: int, log: Path, *arguments: str) -> None:
+    """Run a command; raises CalledProcessError where it fails, and says where its output is."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    with log.open("w") as output:
+        command = [sys.executable, "-m", "agentfactory", *arguments]
+        status = subprocess.run(command, env=environment, stdout=output, stderr=output, check=False).returncode
+    if status:
+        raise RuntimeError(f"{' '.join(arguments)} failed with status {status}; see {log}")
+
+
+def prepare(folder: Path, threads: int) -> dict[str, Path]:
+    """Make the warm start and the recipes, by algorithm (ppo, and all others)."""
+    warm = folder / "warm"
+    if not (warm / "summary.json").exists():
+        agentfactory(
+            threads, folder / "warm.log", "train", str(QUICKSTART / "sft.yaml"), f"output={warm}", "--overwrite"
+        )
+    (model,) = (warm / "checkpoints").iterdir()
+    tasks = write_tasks(warm / "prepared" / "train.jsonl", folder / "tasks.jsonl", LATENCY)
+    # what is measured is training: held-out tasks are played without latency
+    heldout = write_tasks(warm / "prepared" / "heldout.jsonl", folder / "heldout.jsonl", NO_LATENCY)
+    recipe = write_recipe(folder, model, tasks, heldout, STEPS)
+    with_critic = yaml.safe_load(recipe.read_text()) | {}
+    ppo = yaml.safe_load((QUICKSTART / "ppo.yaml").read_text(encoding="utf-8"))
+    with_critic["train"] |= ppo["train"] | {"steps": STEPS}
+    path = folder / "ppo.yaml"
+    path.write_text(yaml.safe_dump(with_critic), encoding="utf-8")
+    return {"grpo": recipe, "ppo": path}
+
+
+def train(run: Run, folder: Path, recipes: dict[str, Path], threads: int, overrides: list[str]) -> dict[str, Any]:
+    """What a run came to: it is trained unless it is there."""
+    output = folder / run.name
+    if not (output / "summary.json").exists() or _read(output / "summary.json")["status"] != "completed":
+        settings = [f"train.algorithm={run.algorithm}", f"rollout.max_staleness={run.staleness}", f"seed={run.seed}"]
+        settings += [] if run.algorithm == "grpo" else OTHERS
+        recipe = str(recipes.get(run.algorithm, recipes["grpo"]))
+        log = folder / f"{run.name}.log"
+        agentfactory(threads, log, "train", recipe, f"output={output}", "--overwrite", *settings, *overrides)
+    steps = [entry for entry in map(json.loads, (output / "metrics.jsonl").open()) if "loss" in entry]
+    figures = {
+        "success": _read(output / "summary.json")["success_after"],
+        "age": statistics.fmean(step["staleness/mean"] for step in steps),
+        "entropy": max(step["entropy"] for step in steps),
+        "warnings": [line for line in (output / "logs" / "train.log").read_text().splitlines() if "warning" in line],
+    }
+    print(
+        f"{run.name}: success {figures['success']:.3f}, mean age of tokens {figures['age']:.2f}, "
+        f"highest entropy {figures['entropy']:.2f}",
+        flush=True,
+    )
+    return figures
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def tell(found: dict[Run, dict[str, Any]]) -> dict[str, float]:
+    """Print the table; returns the figures of the last line."""
+    by_mode: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for run, figures in found.items():
+        by_mode[run.algorithm, run.staleness].append(figures["success"])
+    print("\n| algorithm | staleness | seeds | success, mean | worst | collapsed |\n|---|---|---|---|---|---|")
+    ratios: dict[str, float] = {}
+    for (algorithm, staleness), success in sorted(by_mode.items()):
+        collapsed = sum(value < COLLAPSED for value in success)
+        mean = statistics.fmean(success)
+        print(f"| {algorithm} | {staleness} | {len(success)} | {mean:.3f} | {min(success):.3f} | {collapsed} |")
+        in_step = by_mode.get((algorithm, 0))
+        if staleness and in_step:
+            ratios[f"mean/{algorithm}/{staleness}"] = round(mean / statistics.fmean(in_step), 3)
+    if stale := [figures["success"] for run, figures in found.items() if run.staleness]:
+        ratios["worst"] = round(min(stale), 3)
+    return ratios
+
+
+def main() -> None:
+    """Run the study."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one seed at staleness 0 and 4")
+    parser.add_argument("--algorithms", nargs="+", default=["grpo"])
+    parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 2, 4])
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(10)))
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side, each with its share of the cores")
+    parser.add_argument("--output", type=Path, help="where the runs are kept; a temporary folder by default")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
+    options = parser.parse_intermixed_args()
+    if options.quick:
+        options.staleness, options.seeds = [0, 4], [0]
+    threads = max(1, len(os.sched_getaffinity(0)) // options.jobs)
+    runs = [Run(*chosen) for chosen in product(options.algorithms, options.staleness, options.seeds)]
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(options.jobs) as pool:
+        folder = options.output or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        recipes = prepare(folder, threads * options.jobs)
+        results = pool.map(lambda run: train(run, folder, recipes, threads, options.overrides), runs)
+        ratios = tell(dict(zip(runs, results, strict=True)))
+    print(json.dumps(ratios))
+
+
+if __name__ == "__main__":
+    main()
