@@ -17,8 +17,9 @@ from agentfactory.command_line import parse
 if TYPE_CHECKING:
     from agentfactory.recipe import Recipe, StagedRecipe
 
-OK, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
-"""Exit statuses: done; something failed; a bad recipe or command line, with nothing written; Ctrl-C or SIGTERM."""
+OK, FAILED, REFUSED, STOPPED, INTERRUPTED = 0, 1, 2, 3, 130
+"""Exit statuses: done; something failed; a bad recipe or command line, with nothing written; a symptom of
+train.stop_when; Ctrl-C or SIGTERM."""
 
 _TRACEBACK_LINES = 16
 """Of a traceback, what is shown: with the error it fits a screen."""
@@ -103,6 +104,8 @@ def _run(options: argparse.Namespace) -> int:
         return _end(f"interrupted by {str(error) or 'Ctrl-C'}; run folder {folder}{goes_on}", INTERRUPTED)
     except ChildFailed as error:
         return _end(f"failed: {error}; run folder {folder}", FAILED)
+    except launcher.RunStopped as error:
+        return _end(f"stopped: {error}; run folder {folder}", STOPPED)
     except Exception as error:
         _show_traceback()
         return _end(f"failed: {type(error).__name__}: {error}; run folder {folder}", FAILED)

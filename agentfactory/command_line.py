@@ -69,6 +69,7 @@ exit status:
   0    done
   1    something failed; of doctor: there are problems
   2    a bad command line or recipe: nothing was done
+  3    of train: train.stop_when has ended the run
   130  interrupted by Ctrl-C or SIGTERM
 """
 _HAVE_OVERRIDES = ("doctor", "train", "serve", "rollout", "eval")

@@ -24,9 +24,13 @@ TRAINER = ("-m", "agentfactory.train")
 Say = Callable[[str], None]
 
 
+class RunStopped(Exception):
+    """A symptom of train.stop_when has ended the run; the message says which, and where the best checkpoint is."""
+
+
 def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, say: Say) -> None:
     """Run every stage; leaves a run folder. `resume` goes on with the one that is there, from this checkpoint or AUTO.
-    Raises ChildFailed, RunFolderError, RecipeError, KeyboardInterrupt."""
+    Raises ChildFailed, RunStopped, RunFolderError, RecipeError, KeyboardInterrupt."""
     with Hold(recipe.output) as hold:
         hold.take()
         _train(recipe, overwrite, resume, say, hold)
@@ -70,8 +74,9 @@ def _train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, s
                 placement = placements[0] if part.recipe is due[0] else None
                 _train_part(part, folder, parts[number - 1].folder if number else None, placement, children, say)
     except BaseException as error:
-        interrupted = isinstance(error, KeyboardInterrupt)
-        status, reason = ("interrupted", str(error) or "Ctrl-C") if interrupted else ("failed", str(error))
+        statuses = {KeyboardInterrupt: "interrupted", RunStopped: "stopped"}
+        status = next((name for kind, name in statuses.items() if isinstance(error, kind)), "failed")
+        reason = str(error) or "Ctrl-C"
         folder.write_summary({**folder.read_summary(), "status": status, "reason": reason, "seed": recipe.seed})
         raise
     last = parts[-1].folder
@@ -121,7 +126,13 @@ def _train_one(
         placement.check_trainers_room()
     env, log = _trainer_env(recipe, folder) | placement.environment("trainer"), folder.logs / "train.log"
     trainer = children.start("trainer", command, log, env=env, show=True, is_finishing=folder.is_finishing)
-    children.wait(trainer)
+    try:
+        children.wait(trainer)
+    except ChildFailed:
+        summary = folder.read_summary()
+        if summary.get("status") == "stopped":
+            raise RunStopped("; ".join([summary["reason"], *_best(summary)])) from None
+        raise
     if server is not None:
         children.stop(server)
 
@@ -255,9 +266,19 @@ def _conclusion(name: str, summary: dict[str, Any], folder: Path, curve: Path | 
     if "train_wall_seconds" in summary:
         figures.append(f"{summary['train_wall_seconds']:.0f} s of training")
     places = [f"checkpoint {display(Path(summary['checkpoint']))}"] if summary.get("checkpoint") else []
+    places += _best(summary)
     places += [f"curve {display(curve)}"] if curve else []
     places.append(f"run folder {display(folder)}")
     return f"{name}: " + "; ".join([*([", ".join(figures)] if figures else []), *places])
+
+
+def _best(summary: dict[str, Any]) -> list[str]:
+    """The best checkpoint, where it is not the last one."""
+    best = summary.get("best_checkpoint")
+    if not best or best["path"] == summary.get("checkpoint"):
+        return []
+    (metric,) = best.keys() - {"path", "step"}
+    return [f"best checkpoint {display(Path(best['path']))} ({metric} {best[metric]:.2f})"]
 
 
 def _not_risen(summary: dict[str, Any]) -> str | None:

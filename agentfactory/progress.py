@@ -116,14 +116,12 @@ class Progress:
 def tell_warnings(say: Callable[[str], None]) -> Iterator[None]:
     """While inside, `say` gets a line for whatever our packages' loggers warn of."""
     handler = _Warnings(say)
-    loggers = [logging.getLogger(package) for package in ("agentfactory", "rollout", "tools", "trainers")]
-    for logger in loggers:
-        logger.addHandler(handler)
+    logger = logging.getLogger("agentfactory")
+    logger.addHandler(handler)
     try:
         yield
     finally:
-        for logger in loggers:
-            logger.removeHandler(handler)
+        logger.removeHandler(handler)
 
 
 class _Warnings(logging.Handler):

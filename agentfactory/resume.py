@@ -30,8 +30,10 @@ _MAY_DIFFER = (
     *("rollout.concurrency", "rollout.timeout_seconds"),
     *("train.processes", "train.strategy", "train.batching", "train.token_budget", "train.attention"),
     *("train.gradient_checkpointing", "train.activation_offload", "train.liger", "train.compile"),
-    *("train.steps", "train.checkpoint_every", "train.keep_last", "train.keep_best"),
+    *("train.steps", "train.checkpoint_every", "train.keep_last", "train.keep_best", "train.stop_when"),
 )
+_BEFORE = {"train.loss.behaviour_kl": 0.0, "train.advantage.malformed_turns": "like_others"}
+"""What runs were trained with whose recipes do not have the field yet."""
 
 
 class State(StrEnum):
@@ -119,7 +121,7 @@ def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> 
         before, where = yaml.safe_load(folder.recipe.read_text(encoding="utf-8")), folder.recipe
     else:
         before, where = read_info(checkpoint)["recipe"], checkpoint
-    old, new = _leaves(before), _leaves(yaml.safe_load(recipe.to_yaml()))
+    old, new = _BEFORE | _leaves(before), _leaves(yaml.safe_load(recipe.to_yaml()))
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name) and not f"{name}.".startswith(tuple(f"{field}." for field in _MAY_DIFFER)):
             problem = f"got {short(new.get(name))}, but {display(where)} was trained with {short(old.get(name))}"

@@ -29,6 +29,15 @@ from agentfactory.progress import Progress, tell_warnings
 from agentfactory.recipe import Recipe, RecipeError, StagedRecipe, load_recipe
 from agentfactory.run_folder import Hold, RunFolder, RunFolderError
 from agentfactory.tools import lifeline
+from agentfactory.trainers.best_checkpoint import BestCheckpoint, find_best
+from agentfactory.trainers.checkpoint_folder import checkpoints as found_checkpoints
+from agentfactory.trainers.health import Finding, Health, Symptom
+
+# by its name as a module: run by `python -m` it is __main__
+logger = logging.getLogger("agentfactory.train")
+
+STOPPED = 3
+"""Exit status of a run that a symptom of train.stop_when ended."""
 
 
 def load(arguments: list[str]) -> tuple[Recipe, str | None]:
@@ -74,9 +83,9 @@ def open_folder(recipe: Recipe, resumed: str | None, hold: Hold) -> tuple[RunFol
     return folder, checkpoint
 
 
-def train(recipe: Recipe, resumed: str | None) -> signal.Signals | None:
-    """Train, and leave a run folder: rank 0 writes it and owns the worker, the sync and the log. Returns the signal
-    that has ended it early, if one has."""
+def train(recipe: Recipe, resumed: str | None) -> signal.Signals | Symptom | None:
+    """Train, and leave a run folder: rank 0 writes it and owns the worker, the sync and the log. Returns what has ended
+    it early, if anything has."""
     # torch and transformers take seconds to import; a broken recipe is told before
     import transformers
     from accelerate.utils import broadcast_object_list
@@ -132,10 +141,21 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | None:
             tracking = Tracking(recipe.track, folder.title, folder.path, info["recipe"], lineage.step)
             stack.enter_context(tracking)
 
+        health = Health()
+        findings: list[Finding] = []
+        for metrics in folder.read_metrics() if main else ():
+            # of a run that goes on: what it was compared with before
+            health.note(metrics)
+
         def show(metrics: dict[str, Any]) -> None:
             progress.update(metrics)
             if tracking is not None:
                 tracking.log(metrics)
+            for finding in health.note(metrics):
+                logger.warning("%s", finding.text)
+                findings.append(finding)
+                if finding.symptom in train.stop_when:
+                    stop.ask(finding.symptom)
 
         def note(step: int, groups: list[Group], credit: list[str]) -> None:
             folder.note_credit(credit)
@@ -211,19 +231,43 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | None:
             figures |= {f"{name}_after": value for name, value in _headline(result.after).items()}
             folder.write_summary(
                 {
-                    "status": "interrupted" if stop.agreed_on else "completed",
+                    "status": _status(stop.agreed_on),
+                    **({"reason": _reason(stop.agreed_on, findings)} if stop.agreed_on else {}),
                     **figures,
                     "steps": result.steps,
                     "train_wall_seconds": result.seconds,
                     "seed": recipe.seed,
                     "checkpoint": str(result.checkpoint) if result.checkpoint else None,
+                    "best_checkpoint": _named(find_best(found_checkpoints(folder.checkpoints), train.keep_best)),
+                    "warnings": [finding.text for finding in findings],
                 }
             )
         if stop.agreed_on and main:
-            progress.note(f"stopped by {stop.agreed_on.name} after step {result.steps}; go on with --resume")
+            goes_on = "go on with --resume" if isinstance(stop.agreed_on, signal.Signals) else "see train.stop_when"
+            progress.note(f"stopped by {stop.agreed_on.name} after step {result.steps}; {goes_on}")
         stop.end(accelerator)
         accelerator.end_training()
     return stop.agreed_on
+
+
+def _status(ended_by: signal.Signals | Symptom | None) -> str:
+    """For summary.json."""
+    if ended_by is None:
+        return "completed"
+    return "interrupted" if isinstance(ended_by, signal.Signals) else "stopped"
+
+
+def _reason(ended_by: signal.Signals | Symptom, findings: list[Finding]) -> str:
+    """For summary.json."""
+    if isinstance(ended_by, signal.Signals):
+        return ended_by.name
+    said = next(finding.text for finding in findings if finding.symptom is ended_by)
+    return f"train.stop_when: {ended_by}: {said}"
+
+
+def _named(best: BestCheckpoint | None) -> dict[str, Any] | None:
+    """For summary.json."""
+    return {"path": str(best.path), "step": best.step, best.metric: best.value} if best else None
 
 
 def _headline(figures: dict[str, float]) -> dict[str, float]:
@@ -233,8 +277,8 @@ def _headline(figures: dict[str, float]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Run the command line; returns the exit status: 0 done, 1 failed, 2 the recipe or launch is wrong, 128 + its
-    number where a signal came."""
+    """Run the command line; returns the exit status: 0 done, 1 failed, 2 the recipe or launch is wrong, 3 a symptom of
+    train.stop_when ended it, 128 + its number where a signal came."""
     lifeline.follow_parent()
     # so that the worker and the progress display are closed in order
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -261,6 +305,8 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    if isinstance(ended_by, Symptom):
+        return STOPPED
     return 128 + ended_by if ended_by else 0
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from agentfactory.composition import short
 from agentfactory.rollout.config import EqualRewards
 from agentfactory.tools.import_path import is_installed
+from agentfactory.trainers.best_checkpoint import AUTO
 from agentfactory.trainers.metrics import METRICS
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def _check_schedule(recipe: "Recipe", refuse: Refuse) -> None:
 
 def _check_kept(recipe: "Recipe", refuse: Refuse, runs_chains: bool) -> None:
     wanted = recipe.train.keep_best
-    if wanted is None:
+    if wanted in (None, AUTO):
         return
     if recipe.train.keep_last is None:
         refuse("train.keep_best", f"got {wanted!r}, but nothing is deleted", "set train.keep_last too, or remove it")

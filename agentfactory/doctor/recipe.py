@@ -71,10 +71,11 @@ def _checkpoints(recipe: Recipe) -> int:
     """How many checkpoints are on the disk at a time."""
     train = recipe.train
     made = -(-train.steps // train.checkpoint_every) if train.checkpoint_every else 1
+    best = train.keep_best is not None and recipe.eval.every > 0
     if train.keep_last is None:
-        return made
+        return made + best
     # the next one is whole before the oldest goes
-    return min(made, train.keep_last + (train.keep_best is not None) + 1)
+    return min(made, train.keep_last + 1) + best
 
 
 def check_fit(recipe: Recipe, room: int) -> Iterator[Finding]:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,6 +11,8 @@ from typing import Any
 
 INFO = "trainer_state.json"
 DIGESTS = "digests.json"
+ONLY_BEST = "only_best"
+"""In INFO, true: the checkpoint was not due, and written because its evaluation was the best so far."""
 
 
 class DamagedCheckpointError(Exception):
@@ -85,20 +86,14 @@ def newest_whole(paths: list[Path]) -> Path | None:
     return None
 
 
-def prune(folder: Path, keep_last: int | None, keep_best: str | None) -> None:
-    """Deletes all checkpoints but the `keep_last` newest and the one of the highest finite figure `keep_best` (of
-    several, the newest), and what killed runs have left. None keeps all."""
+def prune(folder: Path, keep_last: int | None, best: Path | None) -> None:
+    """Deletes all checkpoints but the `keep_last` newest (None: all) and the `best` one, and what killed runs have
+    left. One that was written only because it was the best goes when it no longer is."""
     for left in [*folder.glob(".step-*.partial"), *folder.glob(".step-*.deleted")]:
         shutil.rmtree(left)
-    if keep_last is None:
-        return
     found = checkpoints(folder)
-    kept = set(found[-keep_last:])
-    if keep_best is not None:
-        figures = {path: read_info(path)["metrics"].get(keep_best) for path in found}
-        # NaN compares with nothing: the highest would depend on the order
-        known = [path for path in found if figures[path] is not None and math.isfinite(figures[path])]
-        kept |= {max(known, key=lambda path: (figures[path], step_of(path)))} if known else set()
+    due = [path for path in found if not read_info(path).get(ONLY_BEST)]
+    kept = {*(due if keep_last is None else due[-keep_last:]), best}
     for path in found:
         if path not in kept:
             # first out of sight: what is half deleted must not be taken for a checkpoint

@@ -4,10 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+from torch import distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from agentfactory.trainers.best_checkpoint import AUTO, figure, find_best, metric_names
 from agentfactory.trainers.checkpoint import load_checkpoint, save_checkpoint
-from agentfactory.trainers.checkpoint_folder import flush, prune, read_info
+from agentfactory.trainers.checkpoint_folder import ONLY_BEST, checkpoints, flush, prune, read_info
 from agentfactory.trainers.config import TrainConfig
 from agentfactory.trainers.learner import Learner
 from agentfactory.trainers.lineage import Lineage
@@ -44,14 +47,29 @@ class Checkpoints:
         every = self._train.checkpoint_every
         return step == self._train.steps or (every > 0 and step % every == 0)
 
+    def is_best(self, accelerator: Accelerator) -> bool:
+        """Whether the last finished step was evaluated, and best so far by `train.keep_best`: rank 0's answer, in all
+        ranks. Every process calls it."""
+        answer = [False]
+        if accelerator.is_main_process and self.lineage.evaluated == self.lineage.step > 0:
+            names = [name for name in metric_names(self._train.keep_best) if name in self.lineage.after]
+            value = figure(self.lineage.after, names[0]) if names else None
+            if value is not None and (self.lineage.best is None or value > self.lineage.best):
+                self.lineage.best, answer = value, [True]
+        if accelerator.num_processes > 1:
+            dist.broadcast_object_list(answer, src=0)
+        return answer[0]
+
     def restore(self, learner: Learner) -> None:
         """Put `learner` where the resumed checkpoint was; every process calls it. Does nothing in a new run."""
         if self._resume:
             load_checkpoint(self._resume, learner)
 
-    def save(self, learner: Learner) -> None:
+    def save(self, learner: Learner, only_best: bool = False) -> None:
         """Write a checkpoint of the last finished step, and delete those that the recipe does not keep. Every process
         calls it; returns when the checkpoint is durable.
+
+        With `only_best` it is kept as long as it is the best.
 
         Raises ValueError where train.keep_best names a figure that the run does not have.
         """
@@ -63,15 +81,18 @@ class Checkpoints:
             for file in files.values():
                 # what the checkpoint counts on
                 flush(file)
-            info = {**self._info, **self.lineage.to_json(), "files": sizes}
+            info = {**self._info, **self.lineage.to_json(), "files": sizes, ONLY_BEST: only_best}
         self.path = save_checkpoint(self._folder, step, learner, self._tokenizer, info)
         self.saved_step = step
         if main:
             self._check_keep_best()
-            prune(self._folder, self._train.keep_last, self._train.keep_best)
+            best = find_best(checkpoints(self._folder), self._train.keep_best)
+            prune(self._folder, self._train.keep_last, best.path if best else None)
 
     def _check_keep_best(self) -> None:
         wanted, lineage = self._train.keep_best, self.lineage
+        if wanted == AUTO:
+            return
         known = {*lineage.metrics, *lineage.after}
         not_yet = lineage.evaluated is None and wanted is not None and wanted.startswith("eval/")
         if wanted is not None and wanted not in known and not not_yet:

@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from agentfactory.rollout.config import EqualRewards, RolloutRecipe
 from agentfactory.tools.config import Section
+from agentfactory.trainers.health import Symptom
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -201,8 +202,14 @@ class TrainConfig(Section):
     """Steps between checkpoints; 0 writes one at the end."""
     keep_last: PositiveInt | None = None
     """Delete older checkpoints than the last so many; null keeps all."""
-    keep_best: str | None = None
-    """Metric, such as eval/sampled/success, whose highest checkpoint is kept too."""
+    keep_best: str | None = "auto"
+    """Metric whose highest checkpoint is kept too; auto is eval/sampled/success, or eval/sampled/reward where tasks
+    have no success. Where it is an evaluation's, each one that is the best so far (eval.every) is followed by a
+    checkpoint. null keeps none for it."""
+    stop_when: list[Symptom] = []
+    """End the run, with the status `stopped`, at the first of these symptoms, which are told in any case. no_gradient:
+    nothing to learn in 5 steps; entropy, mismatch: far from what they were; success: less than half its best. See
+    docs/troubleshooting.md."""
     processes: PositiveInt = 1
     """Trainer processes; a launch with another number is refused."""
     strategy: Literal["single", "ddp", "fsdp2"] = "single"

@@ -30,6 +30,8 @@ class Lineage:
     """The latest evaluation."""
     evaluated: int | None = None
     """The step of the latest evaluation."""
+    best: float | None = None
+    """The best figure of an evaluation, by `train.keep_best`, since the first step."""
 
     def finish(self, step: int, groups: list[str], seconds: float) -> None:
         """`step` is done, and has trained `groups`."""
@@ -58,7 +60,7 @@ class Lineage:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Lineage":
         """The inverse of `to_json`; other keys are passed over. The groups are those of an earlier checkpoint."""
-        known = {name: data[name] for name in cls.__dataclass_fields__}
+        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
         return cls(**{**known, "trained": set(expand(data["trained"])), "groups": []})
 
 

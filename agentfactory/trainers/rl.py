@@ -17,6 +17,7 @@ from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.checkpoints import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.credit import Credit, Credited, needed_scores
+from agentfactory.trainers.health import Symptom
 from agentfactory.trainers.learner import Learner
 from agentfactory.trainers.metrics import group_metrics
 from agentfactory.trainers.policy_update import update_metrics, update_policy
@@ -47,8 +48,8 @@ class TrainResult:
     """Evaluation of the first weights."""
     after: dict[str, float]
     """Evaluation of the last weights."""
-    stopped: Signals | None
-    """The signal that ended it before its last step."""
+    stopped: Signals | Symptom | None
+    """What ended it before its last step."""
 
     @classmethod
     def of(cls, checkpoints: Checkpoints, stop: Stop) -> "TrainResult":
@@ -102,19 +103,21 @@ def train_rl(
         logger.info("version %d is live as %s, digest of its content %s", version, report.model, report.digest)
         return {"sync/bytes": report.bytes, "seconds/sync": time.perf_counter() - started, **proof}
 
-    def evaluate(step: int) -> None:
-        due = step in (0, train.steps) or (every and step % every == 0)
+    def evaluate(step: int) -> bool:
+        """Whether the step is one to evaluate."""
+        due = step in (0, train.steps) or (every > 0 and step % every == 0)
         if source is None or not due or lineage.evaluated == step:
-            return
+            return due
         started = time.perf_counter()
         metrics = stop.wait_for(source.evaluate)
         if metrics is not None:
             lineage.note_evaluation(step, metrics)
         if metrics:
             log({"step": step, **metrics, "seconds/eval": time.perf_counter() - started})
+        return True
 
-    def save() -> None:
-        checkpoints.save(learner)
+    def save(only_best: bool = False) -> None:
+        checkpoints.save(learner, only_best)
         if source:
             source.acknowledge(lineage.take_groups())
 
@@ -186,9 +189,9 @@ def train_rl(
                 **sync_metrics,
             }
             log(lineage.metrics)
-        evaluate(step)
-        if checkpoints.due(step):
-            save()
+        is_best = evaluate(step) and checkpoints.is_best(accelerator)
+        if is_best or checkpoints.due(step):
+            save(only_best=not checkpoints.due(step))
     if lineage.step > checkpoints.saved_step:
         # a signal came between two checkpoints
         save()

@@ -1,4 +1,5 @@
-"""Ending a run early and in order: rank 0 hears a signal, and all ranks stop between the same two steps."""
+"""Ending a run early and in order: rank 0 hears a signal or is asked to, and all ranks stop between the same two
+steps."""
 
 import os
 import signal
@@ -13,6 +14,7 @@ from accelerate import Accelerator
 from torch import distributed as dist
 
 from agentfactory.tools import lifeline
+from agentfactory.trainers.health import Symptom
 
 Result = TypeVar("Result")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -23,15 +25,17 @@ class _WaitCutShort(Exception):
 
 
 class Stop:
-    """Whether the run is to end early: by SIGTERM or Ctrl-C. A signal never cuts an update or a checkpoint short, but
-    it cuts waits; before the first step it ends the process. A second one ends it in any case.
+    """Whether the run is to end early: by SIGTERM or Ctrl-C, or because of a symptom (`train.stop_when`). A signal
+    never cuts an update or a checkpoint short, but it cuts waits; before the first step it ends the process. A second
+    one ends it in any case.
 
-    Without `listen` it never stops.
+    Without `listen` no signal stops it.
     """
 
     def __init__(self) -> None:
-        self.agreed_on: signal.Signals | None = None
-        """The signal that all ranks have agreed to stop for."""
+        self.agreed_on: signal.Signals | Symptom | None = None
+        """What all ranks have agreed to stop for."""
+        self._asked: Symptom | None = None
         self._heard: signal.Signals | None = None
         self._listens = False
         self._follows: threading.Event | None = None
@@ -57,13 +61,17 @@ class Stop:
             if not accelerator.is_main_process:
                 self._follows = lifeline.follow(*first[0])
 
+    def ask(self, symptom: Symptom) -> None:
+        """Stop after the present step; rank 0 calls it."""
+        self._asked = self._asked or symptom
+
     def wait_for(self, call: Callable[[], Result]) -> Result | None:
-        """What `call` returns; None where a signal came before or comes meanwhile. For calls that wait for others, and
-        that nothing depends on once the run stops."""
+        """What `call` returns; None where the run is to stop, or a signal comes meanwhile. For calls that wait for
+        others, and that nothing depends on once the run stops."""
         try:
             self._waiting = True
             try:
-                return None if self._heard else call()
+                return None if self._heard or self._asked else call()
             finally:
                 self._waiting = False
         except _WaitCutShort:
@@ -75,7 +83,7 @@ class Stop:
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
         self._stepping = True
-        decision = [self._heard]
+        decision = [self._heard or self._asked]
         if accelerator.num_processes > 1:
             dist.broadcast_object_list(decision, src=0)
         self.agreed_on = decision[0]

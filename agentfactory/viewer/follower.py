@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentfactory.viewer.best_checkpoint import BestCheckpoint
+from agentfactory.trainers.best_checkpoint import BestCheckpoint
 from agentfactory.viewer.index import Index, Line, rows_of
 from agentfactory.viewer.runs import CreditLine, Run, Runs
 from agentfactory.viewer.saved_groups import outline

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from agentfactory.rollout.trajectory import CREDIT_FILE
 from agentfactory.run_folder import RECIPE, RunFolder
-from agentfactory.viewer.best_checkpoint import BestCheckpoint, find_best
+from agentfactory.trainers.best_checkpoint import BestCheckpoint, find_best
 from agentfactory.viewer.growing_file import GrowingFile
 
 _CHECKPOINT = re.compile(r"step-\d+")
@@ -99,7 +99,7 @@ class Run:
             return  # the run deletes checkpoints: the next look tells
         if seen != self._checkpoints_seen:
             metric = self._setting("train", "keep_best")
-            self.best = find_best(found, metric) if metric else None
+            self.best = find_best(found, metric)
             self._checkpoints_seen = seen
 
     def follow_metrics(self, most: int) -> bool:
@@ -142,13 +142,14 @@ class Run:
             self.problems.append(problem)
 
     def status(self) -> str:
-        """`completed`, `failed`, `interrupted`, or `in progress`, also of a run that was killed without a word."""
+        """`completed`, `stopped` (train.stop_when), `failed`, `interrupted`, or `in progress`, also of a run that was
+        killed without a word."""
         summary = self.summary()
         if summary:
             return str(summary.get("status", "completed"))
         whole = _read_json(self.path.parent / "summary.json") if (self.path.parent / RECIPE).is_file() else {}
         status = str(whole.get("status", ""))
-        return status if status in ("failed", "interrupted") else "in progress"
+        return status if status in ("failed", "interrupted", "stopped") else "in progress"
 
     def summary(self) -> dict[str, Any]:
         """summary.json; empty until the run has ended."""

@@ -21,10 +21,10 @@ from starlette.testclient import TestClient
 
 from agentfactory.rollout.trajectory import CREDIT_FILE, Group, read_groups
 from agentfactory.run_folder import RunFolder
+from agentfactory.trainers.best_checkpoint import find_best
 from agentfactory.trainers.metrics import METRICS
 from agentfactory.viewer.__main__ import main
 from agentfactory.viewer.app import make_app
-from agentfactory.viewer.best_checkpoint import find_best
 from agentfactory.viewer.charts import charts
 from agentfactory.viewer.export import export
 from agentfactory.viewer.follower import Follower

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.trainers.best_checkpoint import BestCheckpoint, find_best
 from agentfactory.trainers.checkpoint_folder import (
     DamagedCheckpointError,
     checkpoint_path,
@@ -19,11 +20,18 @@ from agentfactory.trainers.checkpoint_folder import (
 from agentfactory.trainers.lineage import Lineage, compact, expand
 
 
-def write(folder: Path, step: int, success: float | None = None) -> Path:
+def best(folder: Path) -> Path | None:
+    found = find_best(checkpoints(folder), "eval/sampled/success")
+    return found and found.path
+
+
+def write(folder: Path, step: int, success: float | None = None, only_best: bool = False) -> Path:
     path = checkpoint_path(folder, step)
     with written_aside(path) as aside:
         metrics = {} if success is None else {"eval/sampled/success": success}
-        (aside / "trainer_state.json").write_text(json.dumps({"step": step, "metrics": metrics}))
+        (aside / "trainer_state.json").write_text(
+            json.dumps({"step": step, "metrics": metrics, "only_best": only_best})
+        )
         (aside / "model").mkdir()
         (aside / "model" / "weights").write_bytes(bytes(range(256)))
     return path
@@ -66,9 +74,9 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     (tmp_path / ".step-000003.partial").mkdir()
     (tmp_path / ".step-000003.deleted").mkdir()
     (tmp_path / "set-aside").mkdir()
-    prune(tmp_path, None, "eval/sampled/success")
+    prune(tmp_path, None, best(tmp_path))
     assert len(checkpoints(tmp_path)) == 6, "nothing says that any may go"
-    prune(tmp_path, 2, "eval/sampled/success")
+    prune(tmp_path, 2, best(tmp_path))
     assert names(tmp_path) == ["set-aside", "step-000006", "step-000010", "step-1000000"]
     prune(tmp_path, 1, None)
     assert names(tmp_path) == ["set-aside", "step-1000000"]
@@ -77,12 +85,37 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
 def test_a_figure_that_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
     for step, success in ((10, math.nan), (20, 0.5), (30, 0.9), (40, math.inf), (50, math.nan), (60, 0.1)):
         write(tmp_path, step, success)
-    prune(tmp_path, 2, "eval/sampled/success")
+    prune(tmp_path, 2, best(tmp_path))
     assert names(tmp_path) == ["step-000030", "step-000050", "step-000060"]
     for path, success in zip(checkpoints(tmp_path), (math.nan, None, math.nan), strict=True):
         (path / "trainer_state.json").write_text(json.dumps({"metrics": {"eval/sampled/success": success}}))
-    prune(tmp_path, 1, "eval/sampled/success")
+    prune(tmp_path, 1, best(tmp_path))
     assert names(tmp_path) == ["step-000060"]
+
+
+def test_one_that_was_written_as_the_best_goes_when_it_no_longer_is(tmp_path: Path) -> None:
+    write(tmp_path, 10, 0.5)
+    write(tmp_path, 13, 0.8, only_best=True)
+    write(tmp_path, 20, 0.7)
+    prune(tmp_path, None, best(tmp_path))
+    assert names(tmp_path) == ["step-000010", "step-000013", "step-000020"]
+    write(tmp_path, 26, 0.9, only_best=True)
+    prune(tmp_path, 1, best(tmp_path))
+    assert names(tmp_path) == ["step-000020", "step-000026"], "the newest that was due stays beside it"
+    write(tmp_path, 30, 0.9)
+    prune(tmp_path, None, best(tmp_path))
+    assert names(tmp_path) == ["step-000020", "step-000030"]
+
+
+def test_by_itself_success_decides_and_reward_where_there_is_none(tmp_path: Path) -> None:
+    write(tmp_path, 10, 0.5)
+    write(tmp_path, 20)
+    (tmp_path / "step-000020" / "trainer_state.json").write_text('{"metrics": {"eval/sampled/reward": 9.0}}')
+    assert find_best(checkpoints(tmp_path), "auto") == BestCheckpoint(
+        tmp_path / "step-000010", 10, "eval/sampled/success", 0.5
+    )
+    assert find_best(checkpoints(tmp_path)[1:], "auto").value == 9.0
+    assert find_best(checkpoints(tmp_path), None) is None
 
 
 def test_ids_are_kept_as_ranges() -> None:

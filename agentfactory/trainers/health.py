@@ -1,0 +1,158 @@
+"""Is the run alive? Looks at each step's figures beside those of the steps before, and says what no run recovers from
+by itself."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from statistics import fmean, median
+from typing import Any
+
+Figures = Mapping[str, Any]
+"""A step's line of metrics.jsonl."""
+
+WINDOW = 20
+"""Steps that the present one is compared with."""
+SETTLED = 4
+"""Steps to see before there is anything to compare with."""
+NO_GRADIENT_STEPS = 5
+ENTROPY_FACTOR, ENTROPY_STEPS = 2.5, 2
+"""Entropy so many times above the median, or twice as many times below it, for so many steps."""
+MISMATCH_FACTOR, MISMATCH_LEAST, MISMATCH_STEPS = 20.0, 0.1, 3
+"""KL(server || trainer) so many times above the median, and above so many nats, for so many steps."""
+SUCCESS_STEPS, SUCCESS_LEAST = 4, 0.2
+"""Success is averaged over so many steps; from this best on a fall by half is more than chance, and from a quarter of
+it a fall to nothing. Of tasks that have no success the reward counts, where it fell by more than its deviation."""
+PAGE = "docs/troubleshooting.md, 'A run that dies'"
+
+
+class Symptom(StrEnum):
+    """What is wrong with a run."""
+
+    NO_GRADIENT = "no_gradient"
+    ENTROPY = "entropy"
+    MISMATCH = "mismatch"
+    SUCCESS = "success"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A symptom, and what a person is told of it: figures, the likely cause, and the page to read."""
+
+    symptom: Symptom
+    text: str
+
+
+@dataclass
+class Health:
+    """Give it each step's figures, in their order. What it found is told once, and again only after the symptom was
+    gone."""
+
+    _steps: deque[Figures] = field(default_factory=lambda: deque(maxlen=WINDOW + SUCCESS_STEPS))
+    _best: float = 0.0
+    """Highest success, or reward where there is none, averaged over SUCCESS_STEPS."""
+    _best_step: int = 0
+    _run: dict[str, int] = field(default_factory=dict)
+    """For how many steps each sign has been there."""
+    _told: set[Symptom] = field(default_factory=set)
+
+    def note(self, figures: Figures) -> list[Finding]:
+        """Look at one line of metrics.jsonl; what is new of it. Lines of evaluations are passed over."""
+        if "grad_norm" not in figures or "groups/equal_rewards" not in figures:
+            return []
+        self._steps.append(figures)
+        found: list[Finding] = []
+        for symptom, look in self._looks().items():
+            text = look(figures)
+            if text is None:
+                self._told.discard(symptom)
+            elif symptom not in self._told:
+                self._told.add(symptom)
+                found.append(Finding(symptom, f"step {figures['step']}: {text}; {_cause(figures)}; see {PAGE}"))
+        return found
+
+    def _looks(self) -> dict[Symptom, Callable[[Figures], str | None]]:
+        return {
+            Symptom.NO_GRADIENT: self._no_gradient,
+            Symptom.ENTROPY: self._entropy,
+            Symptom.MISMATCH: self._mismatch,
+            Symptom.SUCCESS: self._success,
+        }
+
+    def _no_gradient(self, figures: Figures) -> str | None:
+        # where every chain succeeds there is nothing left to learn
+        solved = figures.get("success", 0.0) == 1.0
+        steps = self._lasts("no gradient", figures["groups/equal_rewards"] == 1.0 and not solved)
+        if steps < NO_GRADIENT_STEPS:
+            return None
+        return (
+            f"nothing was learned in {steps} steps: in every group all chains have the same reward "
+            f"({_goal(figures)} {figures[_goal(figures)]:.2g}, grad_norm {figures['grad_norm']:.2g})"
+        )
+
+    def _entropy(self, figures: Figures) -> str | None:
+        entropy, usual = figures.get("entropy"), self._usual("entropy")
+        if entropy is None or usual is None:
+            return None
+        above = self._lasts("entropy above", entropy > ENTROPY_FACTOR * usual)
+        # a policy that is getting better is also getting surer
+        worse = figures.get("success", 0.0) <= (self._usual("success") or 0.0)
+        below = self._lasts("entropy below", worse and entropy < usual / (2 * ENTROPY_FACTOR))
+        if max(above, below) < ENTROPY_STEPS:
+            return None
+        return f"entropy is {entropy:.3g} nats, and its median over the steps before is {usual:.3g}"
+
+    def _mismatch(self, figures: Figures) -> str | None:
+        gap, usual = figures.get("mismatch/kl"), self._usual("mismatch/kl")
+        if gap is None or usual is None:
+            return None
+        steps = self._lasts("mismatch", gap > max(MISMATCH_LEAST, MISMATCH_FACTOR * usual))
+        if steps < MISMATCH_STEPS:
+            return None
+        return f"mismatch/kl is {gap:.2g} nats, and its median over the steps before is {usual:.2g}"
+
+    def _success(self, figures: Figures) -> str | None:
+        name = _goal(figures)
+        recent = [step[name] for step in list(self._steps)[-SUCCESS_STEPS:] if name in step]
+        if len(recent) < SUCCESS_STEPS:
+            return None
+        level = fmean(recent)
+        if level > self._best:
+            self._best, self._best_step = level, figures["step"]
+        if name == "success":
+            fell = self._best >= SUCCESS_LEAST or (self._best >= SUCCESS_LEAST / 4 and level == 0.0)
+        else:
+            fell = self._best - level > max(step["reward_std"] for step in self._steps)
+        if not fell or level >= self._best / 2:
+            return None
+        best = f"{self._best:.2f} up to step {self._best_step}"
+        return f"{name} was {level:.2f} over the last {SUCCESS_STEPS} steps, and {best}"
+
+    def _usual(self, name: str) -> float | None:
+        """Median of a figure over the steps before; those with a sign of something wrong are among them, so a change
+        that lasts becomes the usual."""
+        values = [step[name] for step in list(self._steps)[-WINDOW - 1 : -1] if name in step]
+        return median(values) if len(values) >= SETTLED else None
+
+    def _lasts(self, sign: str, there: bool) -> int:
+        """For how many steps a sign has been there, without a gap."""
+        self._run[sign] = self._run.get(sign, 0) + 1 if there else 0
+        return self._run[sign]
+
+
+def _goal(figures: Figures) -> str:
+    return "success" if "success" in figures else "reward"
+
+
+def _cause(figures: Figures) -> str:
+    """The most likely one, by the figures."""
+    turns = figures.get("turns", 0.0)
+    malformed = figures.get("trajectory/tool_errors/malformed_call", 0.0)
+    cut = figures.get("trajectory/truncated_turns", 0.0)
+    if turns and malformed > 0.1 * turns:
+        return f"the format has been lost: the calls of {malformed:.1f} of {turns:.1f} turns a chain cannot be read"
+    if turns and cut > 0.3 * turns:
+        return f"{cut:.1f} of {turns:.1f} turns a chain are cut at rollout.max_tokens"
+    if figures.get("staleness/max", 0) > 0 and figures.get("mismatch/kl", 0.0) > MISMATCH_LEAST:
+        return "the updates outrun the data: lower train.learning_rate or rollout.max_staleness"
+    return f"a likely cause is train.learning_rate, {figures.get('learning_rate', 0.0):.2g}"
