@@ -108,6 +108,7 @@ class Play:
         except Exception as error:
             self._blame_agent("parse", error)
             raise
+        self._note_roles(parsed, completion)
         self.trajectory.messages.append(parsed.message)
         self.context.say(parsed.message)
         self.counts["truncated_turns"] += completion.cut
@@ -136,6 +137,11 @@ class Play:
     def _append(self, completion: Completion) -> None:
         self.row.append_sampled(completion.token_ids, completion.logprobs, completion.versions, completion.mask)
         self.trajectory.turns += 1
+
+    def _note_roles(self, parsed: Parsed, completion: Completion) -> None:
+        # an agent of one's own may have parsed something else than the turn
+        if len(parsed.roles) == len(completion.token_ids):
+            self.row.note_roles(parsed.roles)
 
     def _blame_agent(self, hook: str, error: Exception) -> None:
         """Raise AgentError where the hooks are a user's: what goes wrong in our own is a bug."""
@@ -222,7 +228,9 @@ class Play:
         turn = self._turn()
         completion = await turn.sample()
         self._append(completion)
-        message = turn.parse(completion).message
+        parsed = turn.parse(completion)
+        self._note_roles(parsed, completion)
+        message = parsed.message
         # nobody answers a call that stands in it
         self.trajectory.messages.append({key: value for key, value in message.items() if key != "tool_calls"})
         return message["content"]

@@ -16,6 +16,7 @@ from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.encoding import MARK, Encoder, map_strings, skip_marked
 from agentfactory.rollout.parsers import Parser, Reading, load_parser
 from agentfactory.rollout.probing import PROBE_TOOLS, Behaviour, Use, choose_template
+from agentfactory.rollout.roles import TokenLengths, turn_roles
 from agentfactory.rollout.templates import ChatTemplate, RenderError, shared_length, split_reasoning
 from agentfactory.rollout.trajectory import Row
 from agentfactory.rollout.transcript import Line, as_lines, transcript
@@ -30,12 +31,13 @@ Spans = list[tuple[int, int, float]]
 class Parsed:
     """What a sampled turn says. `error` is what is wrong with it, in words for the model; then no call of the turn is
     executed and `message` holds the text as it was written. `answer` is the final answer, where the way of acting marks
-    one."""
+    one. `roles` has a letter for each sampled token (roles.turn_roles); empty: unknown."""
 
     message: Message
     calls: list[ToolCall] = field(default_factory=list)
     error: str | None = None
     answer: str | None = None
+    roles: str = ""
 
 
 class Renderer(Protocol):
@@ -118,6 +120,7 @@ class TemplateRenderer:
         self.behaviour = behaviour
         self.parser = parser
         self._encoder = Encoder(tokenizer, behaviour.end, behaviour.frame)
+        self._lengths = TokenLengths(tokenizer)
         # without one in the template, turns end with the tokenizer's own, which the template does not write
         end: Any = tokenizer.convert_tokens_to_ids(behaviour.end) if behaviour.end else tokenizer.eos_token_id
         self._end: int | None = end
@@ -174,12 +177,20 @@ class TemplateRenderer:
             message["content"] = thought + message["content"]
         elif reasoning:
             message["reasoning_content"] = reasoning
+        arguments = [given for _, given in found.calls]
+        roles = turn_roles(
+            self._lengths.of(sampled_ids),
+            text.removeprefix(prefix),
+            (reasoning or "", found.content),
+            arguments,
+            found.error is not None,
+        )
         if found.error is not None:
-            return Parsed(message, error=found.error)
+            return Parsed(message, error=found.error, roles=roles)
         calls = [ToolCall(f"call_{first_call + n}", *call) for n, call in enumerate(found.calls)]
         if calls and self.parser.native:
             message["tool_calls"] = [call.to_openai() for call in calls]
-        return Parsed(message, calls, answer=found.answer)
+        return Parsed(message, calls, answer=found.answer, roles=roles)
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
         """See Renderer. Raises ValueError where the way of acting cannot call these tools."""

@@ -25,12 +25,16 @@ class WeightVersions:
             raise ValueError(f"the server sampled with weights called {label!r}, which this run never published")
         return self.numbers[label]
 
+    def age(self, label: str, version: int) -> int:
+        """How many versions older than `version` what is called `label` is. Raises ValueError as `number` does."""
+        return version - self.number(label)
+
     def ages(self, groups: list[Group], version: int) -> Counter[int]:
         """How many of the sampled tokens are how many versions older than `version`."""
         ages: Counter[int] = Counter()
         for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
             for span in (span for row in trajectory.rows for span in row.versions):
-                ages[version - self.number(span.version)] += span.end - span.start
+                ages[self.age(span.version, version)] += span.end - span.start
         return ages
 
 

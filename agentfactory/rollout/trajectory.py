@@ -62,6 +62,10 @@ _FAILURES = frozenset(
 )
 
 
+NO_ROLE = "."
+"""In Row.roles: of a token that nobody sampled."""
+
+
 @dataclass
 class Span:
     """Tokens [start, end) of a row were sampled by the weights labelled `version`.
@@ -84,6 +88,8 @@ class Row:
     `logprobs` are the server's, of the sampled token after temperature (0.0 where the mask is 0).
     `weights` scale a token's loss (SFT; None means 1 on the mask).
     `turn_ends`: where each assistant turn ends, behind its last token (None: each run of 1s in the mask is a turn).
+    `roles`: a letter per token, of the sampled ones what they are there for (roles.ROLES); context at the end has none,
+    and where nothing is known it is empty.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -92,6 +98,7 @@ class Row:
     versions: list[Span] = field(default_factory=list)
     weights: list[float] | None = None
     turn_ends: list[int] | None = None
+    roles: str = ""
 
     def append_context(self, token_ids: list[int]) -> None:
         """Add tokens that nobody sampled: prompts, tool results, closing tokens."""
@@ -112,6 +119,10 @@ class Row:
         self.logprobs += logprobs
         self.versions += [replace(span, start=start + span.start, end=start + span.end) for span in versions]
         self.turn_ends = [*(self.turn_ends or []), len(self.token_ids)]
+
+    def note_roles(self, roles: str) -> None:
+        """What the last tokens, those of a turn, are there for."""
+        self.roles = self.roles.ljust(len(self.token_ids) - len(roles), NO_ROLE) + roles
 
     def turn_spans(self) -> list[tuple[int, int]]:
         """[start, end) of each assistant turn, from its first sampled token on; empty where nothing was sampled."""

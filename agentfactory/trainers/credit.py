@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from agentfactory.rollout.config import OutcomePolicy
-from agentfactory.rollout.trajectory import Group, Trajectory
+from agentfactory.rollout.trajectory import Group, Row, Trajectory
 from agentfactory.trainers.advantages import (
     gae,
     grpo_advantages,
@@ -51,6 +51,8 @@ class _Chain:
     rows: list[TrainingRow]
     places: list[int]
     """Which of the trajectory's rows these are: one in which nothing was sampled is not trained."""
+    sources: list[Row]
+    """The trajectory's rows that these were made of."""
 
     @property
     def tokens(self) -> int:
@@ -77,6 +79,11 @@ class Credit:
     def rows(self) -> list[TrainingRow]:
         """The rows to train, which may be scored before their advantages are known."""
         return [row for chain in self._chains() for row in chain.rows]
+
+    @property
+    def sources(self) -> list[Row]:
+        """What each of `rows` was made of."""
+        return [source for chain in self._chains() for source in chain.sources]
 
     def assign(self, rows: Sequence[TrainingRow]) -> Credited:
         """Advantages and weights for `rows`: those of the property, with the streams that `needed_scores` names.
@@ -224,12 +231,13 @@ def _chain(trajectory: Trajectory, trained: bool, recipe: TrainRecipe) -> _Chain
         reward += overlong_penalty(length, recipe.rollout.max_total_tokens, overlong.buffer, overlong.penalty)
     made = [(row, place) for place, row in enumerate(map(training_row, trajectory.rows)) if row] if trained else []
     rows, places = [row for row, _ in made], [place for _, place in made]
+    sources = [trajectory.rows[place] for place in places]
     malformed = trajectory.malformed_turns if recipe.train.advantage.malformed_turns == "not_rewarded" else []
     if trajectory.turn_rewards is None and not malformed:
-        return _Chain(trajectory.id, reward, [], [], [], rows, places)
+        return _Chain(trajectory.id, reward, [], [], [], rows, places, sources)
     lengths = [sum(trajectory.rows[row].mask[start:end]) for row, start, end in trajectory.turn_spans()]
     ends = list(accumulate(lengths))
-    return _Chain(trajectory.id, reward, trajectory.turn_rewards or [], ends, malformed, rows, places)
+    return _Chain(trajectory.id, reward, trajectory.turn_rewards or [], ends, malformed, rows, places, sources)
 
 
 def _reward_no_malformed_turn(chain: _Chain, advantages: list[float]) -> None:

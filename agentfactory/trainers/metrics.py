@@ -61,6 +61,11 @@ METRICS = [
     Metric("critic/loss", "", "half the squared error of the critic's values, mean over tokens and updates"),
     Metric("critic/clip_fraction", "", "share of the tokens whose value is clipped, mean over updates"),
     Metric("critic/explained_variance", "", "1 - variance of (return - value) / variance of returns; 1 is perfect"),
+    Metric("mismatch/format", "nats", "mismatch/mean of the tokens of the format: tags, names, ends of turns"),
+    Metric("mismatch/arguments", "nats", "mismatch/mean of the tokens of arguments' values"),
+    Metric("mismatch/text", "nats", "mismatch/mean of the tokens of words, those outside of calls"),
+    Metric("mismatch/age/<versions>", "nats", "mismatch/mean of the tokens that are so many versions old"),
+    Metric("mismatch/behaviour_kl", "nats", "KL(policy || behaviour) as train.loss.behaviour_kl weighs it, mean"),
     Metric("mismatch/kl", "nats", "KL(server || trainer) by the k3 estimate, mean over tokens, before the update"),
     Metric("eval/<metric>", "", "what the rollout worker measures on held-out tasks"),
 ]

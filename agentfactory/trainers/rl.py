@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -20,6 +21,7 @@ from agentfactory.trainers.credit import Credit, Credited, needed_scores
 from agentfactory.trainers.health import Symptom
 from agentfactory.trainers.learner import Learner
 from agentfactory.trainers.metrics import group_metrics
+from agentfactory.trainers.mismatch import mismatch_by_kind
 from agentfactory.trainers.policy_update import update_metrics, update_policy
 from agentfactory.trainers.source import GroupSource
 from agentfactory.trainers.stopping import Stop
@@ -144,6 +146,7 @@ def train_rl(
                 f"{recipe.rollout.max_staleness} (a bug)"
             )
         credit = Credit(groups, recipe)
+        age = partial(weights.age, version=step - 1)
         if main and not credit.rows:
             outcomes = sorted({t.outcome.value for group in groups for t in group.trajectories})
             raise ValueError(f"step {step}: no chain of the batch can be trained; they ended {', '.join(outcomes)}")
@@ -159,19 +162,19 @@ def train_rl(
             updated = time.perf_counter()
             expected = canary_scores()
             by_row: dict[int, dict[str, list[float]]] = {}
-            if recipe.track.credit and proximal:
+            if proximal:
                 by_row = learner.by_row(batch, [{"proximal": values} for values in proximal])
         sync_metrics = publish(step, expected)
+        scored = [by_row[number]["proximal"] for number in range(len(by_row))]
         if main and note is not None:
             # meanwhile chains run on the new weights
-            noted: list[str] = []
-            if recipe.track.credit:
-                scored = [by_row[number]["proximal"] for number in range(len(by_row))]
-                noted = credit.lines(step, credited.rows, scored)
-            note(step, groups, noted)
+            note(step, groups, credit.lines(step, credited.rows, scored) if recipe.track.credit else [])
         ended = time.perf_counter()
         lineage.finish(step, [group.id for group in groups], ended - started)
         if main:
+            mismatches = (
+                mismatch_by_kind(credited.rows, credit.sources, scored, age if sync else None) if scored else {}
+            )
             lineage.metrics = {
                 "step": step,
                 "version": step,
@@ -179,6 +182,7 @@ def train_rl(
                 **(source.figures() if source else {}),
                 **credited.metrics,
                 **update_metrics(updates, batch),
+                **mismatches,
                 "learning_rate": learning_rate,
                 "tokens": batch.tokens,
                 "tokens_per_second": batch.tokens / (ended - started),

@@ -1,0 +1,89 @@
+"""What each token of a turn is there for: the words, the values of arguments, or the format that calls are written
+in."""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+FORMAT, ARGUMENTS, TEXT = "f", "a", "t"
+"""The roles, a letter for each token: see `turn_roles`."""
+ROLES = {"format": FORMAT, "arguments": ARGUMENTS, "text": TEXT}
+"""By the names that metrics have."""
+
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class TokenLengths:
+    """How many bytes of text each token is; a token is decoded once."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, int] = {}
+
+    def of(self, ids: Sequence[int]) -> list[int]:
+        """The length of each id."""
+        for token in set(ids) - self._known.keys():
+            self._known[token] = self._measure(token)
+        return [self._known[token] for token in ids]
+
+    def _measure(self, token: int) -> int:
+        raw: Any = self._tokenizer.convert_ids_to_tokens(token)
+        if raw is not None and "\u2581" in raw:
+            # alone, it would lose the space that it begins with
+            return len(raw.replace("\u2581", " ").encode())
+        text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        if "\ufffd" in text and raw is not None:
+            # a part of a character: byte-level vocabularies write a byte as one character
+            return 1 if _BYTE.fullmatch(raw) else len(raw)
+        return len(text.encode())
+
+
+def turn_roles(
+    lengths: Sequence[int], text: str, words: Iterable[str], arguments: Iterable[dict[str, Any]], malformed: bool
+) -> str:
+    """A letter for each token of a turn, whose `lengths` in bytes add up to those of `text` and what ends the turn.
+
+    arguments: the token has a part of a value of a call's arguments in it. text: no such, but a part of the `words`,
+    those outside of calls. format: all others, that is tags, names, punctuation, the token that ends the turn, and all
+    of a `malformed` turn. Values and words are looked for in their order; one that is written otherwise in the turn
+    than read from it (an escaped character, say) may be missed, and then counts as format.
+    """
+    whole = text.encode()
+    letters = bytearray(FORMAT.encode() * (sum(lengths) + len(whole)))
+    if not malformed:
+        _mark(letters, whole, (line.strip() for part in words for line in part.splitlines()), TEXT)
+        _mark(letters, whole, (value for values in arguments for value in _written(values)), ARGUMENTS)
+    roles, start = [], 0
+    for length in lengths:
+        held = letters[start : start + length].decode()
+        roles.append(next((role for role in (ARGUMENTS, TEXT) if role in held), FORMAT))
+        start += length
+    return "".join(roles)
+
+
+def _mark(letters: bytearray, text: bytes, sought: Iterable[str], role: str) -> None:
+    position = 0
+    for piece in sought:
+        found = text.find(piece.encode(), position) if piece else -1
+        if found >= 0:
+            position = found + len(piece.encode())
+            letters[found:position] = role.encode() * (position - found)
+
+
+def _written(value: Any) -> Iterable[str]:
+    """The leaves of a value, as they most likely stand in the text."""
+    if isinstance(value, dict):
+        for inner in value.values():
+            yield from _written(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _written(inner)
+    elif isinstance(value, str):
+        written = json.dumps(value, ensure_ascii=False)[1:-1]
+        yield from (written.split("\\n") if "\n" in value else [written])
+    else:
+        yield json.dumps(value)
