@@ -49,29 +49,27 @@ def turn_roles(
 
     arguments: the token has a part of a value of a call's arguments in it. text: no such, but a part of the `words`,
     those outside of calls. format: all others, that is tags, names, punctuation, the token that ends the turn, and all
-    of a `malformed` turn. Values and words are looked for in their order; one that is written otherwise in the turn
-    than read from it (an escaped character, say) may be missed, and then counts as format.
+    of a `malformed` turn. Words are looked for from the front and values from the end, where calls stand; what is
+    written otherwise in the turn than read from it (an escaped character, say) may be missed, and counts as format.
     """
     whole = text.encode()
     letters = bytearray(FORMAT.encode() * (sum(lengths) + len(whole)))
     if not malformed:
-        _mark(letters, whole, (line.strip() for part in words for line in part.splitlines()), TEXT)
-        _mark(letters, whole, (value for values in arguments for value in _written(values)), ARGUMENTS)
+        start, end = 0, len(whole)
+        for line in (line.strip().encode() for part in words for line in part.splitlines()):
+            if line and (found := whole.find(line, start)) >= 0:
+                start = found + len(line)
+                letters[found:start] = TEXT.encode() * len(line)
+        for value in reversed([value.encode() for values in arguments for value in _written(values)]):
+            if value and (found := whole.rfind(value, 0, end)) >= 0:
+                end = found
+                letters[found : found + len(value)] = ARGUMENTS.encode() * len(value)
     roles, start = [], 0
     for length in lengths:
         held = letters[start : start + length].decode()
         roles.append(next((role for role in (ARGUMENTS, TEXT) if role in held), FORMAT))
         start += length
     return "".join(roles)
-
-
-def _mark(letters: bytearray, text: bytes, sought: Iterable[str], role: str) -> None:
-    position = 0
-    for piece in sought:
-        found = text.find(piece.encode(), position) if piece else -1
-        if found >= 0:
-            position = found + len(piece.encode())
-            letters[found:position] = role.encode() * (position - found)
 
 
 def _written(value: Any) -> Iterable[str]:

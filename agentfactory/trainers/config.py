@@ -24,9 +24,9 @@ class AdvantageConfig(Section):
     batch; reinforce_pp_baseline: less the group's mean, whitened over the batch; gae: by a learned critic."""
     scale: Literal["none", "group", "batch"] = "group"
     """grpo: divide by the standard deviation of the group's rewards, or of the batch's."""
-    malformed_turns: Literal["not_rewarded", "like_others"] = "not_rewarded"
-    """not_rewarded: tokens of a turn whose calls cannot be read have an advantage of at most 0, so that a chain that
-    succeeds in spite of one does not teach it."""
+    malformed_turns: Literal["blamed", "like_others"] = "blamed"
+    """blamed: tokens of a turn whose calls cannot be read have an advantage of at most minus the root mean square of
+    their group's, so that a chain that succeeds in spite of one does not teach it."""
     gamma: Share = 1.0
     """reinforce_pp, gae: discount per sampled token."""
     gae_lambda: Share = 1.0

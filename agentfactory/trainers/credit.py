@@ -1,6 +1,7 @@
 """Credit assignment: from the rewards of a batch's chains to an advantage and a weight per sampled token."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -47,7 +48,7 @@ class _Chain:
     ends: list[int]
     """Number of sampled tokens up to the end of each turn; empty where no turn is credited apart."""
     malformed: list[int]
-    """Which turns are not to be rewarded."""
+    """Which turns are to be blamed."""
     rows: list[TrainingRow]
     places: list[int]
     """Which of the trajectory's rows these are: one in which nothing was sampled is not trained."""
@@ -96,8 +97,9 @@ class Credit:
         for chain in chains:
             chain.rows = [next(remaining) for _ in chain.rows]
         advantages, values, metrics = self._advantages()
-        for chain, advantage in zip(chains, advantages, strict=True):
-            _reward_no_malformed_turn(chain, advantage)
+        remaining_advantages = iter(advantages)
+        for group in self._groups:
+            _blame_malformed_turns(group, [next(remaining_advantages) for _ in group])
         trained = [index for index, chain in enumerate(chains) if chain.rows]
         lengths = [chains[index].tokens for index in trained]
         loss = self._recipe.train.loss
@@ -232,7 +234,7 @@ def _chain(trajectory: Trajectory, trained: bool, recipe: TrainRecipe) -> _Chain
     made = [(row, place) for place, row in enumerate(map(training_row, trajectory.rows)) if row] if trained else []
     rows, places = [row for row, _ in made], [place for _, place in made]
     sources = [trajectory.rows[place] for place in places]
-    malformed = trajectory.malformed_turns if recipe.train.advantage.malformed_turns == "not_rewarded" else []
+    malformed = trajectory.malformed_turns if recipe.train.advantage.malformed_turns == "blamed" else []
     if trajectory.turn_rewards is None and not malformed:
         return _Chain(trajectory.id, reward, [], [], [], rows, places, sources)
     lengths = [sum(trajectory.rows[row].mask[start:end]) for row, start, end in trajectory.turn_spans()]
@@ -240,12 +242,18 @@ def _chain(trajectory: Trajectory, trained: bool, recipe: TrainRecipe) -> _Chain
     return _Chain(trajectory.id, reward, trajectory.turn_rewards or [], ends, malformed, rows, places, sources)
 
 
-def _reward_no_malformed_turn(chain: _Chain, advantages: list[float]) -> None:
-    """Bounds the advantages of tokens in malformed turns at 0. A chain may succeed in spite of a turn that could not be
-    read, never because of it: rewarded all the same, it would teach the format to drift."""
-    for turn in chain.malformed if advantages else []:
-        start, end = [0, *chain.ends][turn : turn + 2]
-        advantages[start:end] = [min(advantage, 0.0) for advantage in advantages[start:end]]
+def _blame_malformed_turns(chains: Sequence[_Chain], advantages: Sequence[list[float]]) -> None:
+    """Bounds the advantages of tokens in malformed turns by minus the root mean square of the group's. A chain may
+    succeed in spite of a turn that could not be read, never because of it: rewarded all the same, it would teach the
+    format to drift. A bound of 0 is not enough: where chains with such a turn do well, those without one are below
+    average."""
+    if not any(chain.malformed for chain in chains):
+        return
+    bound = -math.sqrt(fmean([value**2 for chain in advantages for value in chain] or [0.0]))
+    for chain, values in zip(chains, advantages, strict=True):
+        for turn in chain.malformed if values else []:
+            start, end = [0, *chain.ends][turn : turn + 2]
+            values[start:end] = [min(value, bound) for value in values[start:end]]
 
 
 def _noted(place: int, row: TrainingRow, proximal: list[float] | None) -> dict[str, Any]:

@@ -122,7 +122,8 @@ class Health:
         if name == "success":
             fell = self._best >= SUCCESS_LEAST or (self._best >= SUCCESS_LEAST / 4 and level == 0.0)
         else:
-            fell = self._best - level > max(step["reward_std"] for step in self._steps)
+            # rewards that are costs have no half
+            fell = self._best > 0 and self._best - level > max(step["reward_std"] for step in self._steps)
         if not fell or level >= self._best / 2:
             return None
         best = f"{self._best:.2f} up to step {self._best_step}"

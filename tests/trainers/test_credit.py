@@ -1,6 +1,7 @@
 """From rewards to advantages and weights, against values worked by hand."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
 
@@ -129,6 +130,47 @@ def test_turn_rewards_reach_the_tokens_of_their_turn_and_before(make_recipe: Mak
     done = credited(make_recipe(), group(first, second))
     unit = 1.0 / ((2 / 3) ** 0.5 + 1e-4)
     assert advantages(done) == [[0.0, 0.0, unit], [0.0, 0.0, 0.0]]
+
+
+def malformed(reward: float, *turns: int) -> Trajectory:
+    """A chain of a turn of 2 tokens and one of 1, of which these cannot be read."""
+    made = chain(reward)
+    made.malformed_turns = list(turns)
+    return made
+
+
+def test_a_turn_that_cannot_be_read_is_blamed(make_recipe: Make) -> None:
+    groups = group(malformed(3.0, 0), malformed(1.0, 1), chain(2.0))
+    recipe = make_recipe(advantage={"scale": "none"})
+    # the group's advantages are 1, -1 and 0, for 3 tokens each
+    bound = -math.sqrt(2 / 3)
+    assert advantages(credited(recipe, groups)) == [[bound, bound, 1.0], [-1.0] * 3, [0.0] * 3]
+    recipe = make_recipe(advantage={"scale": "none", "malformed_turns": "like_others"})
+    assert advantages(credited(recipe, groups)) == [[1.0] * 3, [-1.0] * 3, [0.0] * 3]
+    # where nothing is to be learned, nothing is blamed
+    assert advantages(credited(make_recipe(), group(malformed(1.0, 0), chain(1.0)))) == [[0.0] * 3] * 2
+
+
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS.keys() - {"sft"}))
+def test_every_algorithm_blames_a_turn_that_cannot_be_read(make_recipe: Make, algorithm: str) -> None:
+    groups = [group(malformed(5.0, 1), malformed(1.0, 0), chain(0.0), chain(4.0))]
+    values = [{"value": [0.0] * 3}] * 4
+    for rule in ("blamed", "like_others"):
+        recipe = make_recipe(algorithm=algorithm, advantage={"malformed_turns": rule})
+        best, worse, *others = (row.streams["advantage"] for row in credited(recipe, *groups, scores=values).rows)
+        assert best[0] > 0
+        assert worse[0] < 0
+        assert best[2] < 0 if rule == "blamed" else best[2] > 0
+        assert others[1][0] > 0
+
+
+def test_turn_rewards_do_not_keep_a_malformed_turn_from_blame(make_recipe: Make) -> None:
+    first, second = malformed(0.0, 1), chain(0.0)
+    first.turn_rewards, second.turn_rewards = [0.0, 2.0], [0.0, 0.0]
+    done = credited(make_recipe(advantage={"scale": "none"}), group(first, second))
+    # before: 1, 1, 1.5 and -1, -1, -0.5
+    bound = -math.sqrt((2 + 1.5**2 + 2 + 0.5**2) / 6)
+    assert advantages(done) == [[1.0, 1.0, bound], [-1.0, -1.0, -0.5]]
 
 
 def test_overlong_chains_are_punished(make_recipe: Make) -> None:

@@ -127,7 +127,9 @@ def test_loss_and_gradient_equal_trl(
     assert 0 < stopped.sum() < sum(chains.lengths) or case.name in UNBOUNDED
 
     mismatch = {"correction": correction or "none", "low": low or 0.0, "high": high or 2.0}
-    recipe = make_recipe(loss={**case.loss, "mismatch": mismatch}, advantage=case.advantage, updates_per_batch=2)
+    recipe = make_recipe(
+        loss={"behaviour_kl": 0.0, **case.loss, "mismatch": mismatch}, advantage=case.advantage, updates_per_batch=2
+    )
     recipe.rollout.max_total_tokens = MAX_TOTAL_TOKENS
     ours = our_loss(chains, recipe)
     our_gradients = torch.autograd.grad(ours, (current, entropy), allow_unused=True)
@@ -148,7 +150,9 @@ def test_k2_has_the_gradient_of_trls_corrected_k3(
     oracle = make_oracle(GrpoOracle, model_folder, tmp_path, chains, GROUP_SIZE, loss_type="dapo", beta=0.3)
     theirs = torch.autograd.grad(oracle.loss(oracle.score()), current)[0]
     loss = {"kl": {"coefficient": 0.3, "estimator": "k2"}, "mismatch": {"correction": "none"}}
-    ours = torch.autograd.grad(our_loss(chains, make_recipe(loss=loss, updates_per_batch=2)), current)[0]
+    ours = torch.autograd.grad(
+        our_loss(chains, make_recipe(loss={"behaviour_kl": 0.0, **loss}, updates_per_batch=2)), current
+    )[0]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
@@ -228,7 +232,9 @@ def test_updates_of_a_model_equal_trl(
     rows = [make_row(rng, turns=3) for _ in range(6)]
     advantages = [rng.gauss(0.0, 1.0) for _ in rows]
     loss = {"clip_high": 0.3, "mismatch": {"correction": "none"}}
-    recipe = make_recipe(learning_rate=3e-2, updates_per_batch=2, max_grad_norm=1e9, token_budget=100, loss=loss)
+    recipe = make_recipe(
+        learning_rate=3e-2, updates_per_batch=2, max_grad_norm=1e9, token_budget=100, loss={"behaviour_kl": 0.0, **loss}
+    )
     learner = Learner(recipe, accelerator, temperature=0.7)
     made = [training_row(row, advantage) for row, advantage in zip(rows, advantages, strict=True)]
     batch = learner.deal([row for row in made if row])

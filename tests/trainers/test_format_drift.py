@@ -1,0 +1,94 @@
+"""A scripted policy breaks the format in a tenth of its successes: the format does not spread to the one that learns."""
+
+import random
+from collections.abc import Callable
+from statistics import fmean
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from agentfactory.trainers.batch import TrainingRow, training_row
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.credit import Credit
+from agentfactory.trainers.learner import Learner, Terms
+from agentfactory.trainers.losses import negative_log_likelihood
+from agentfactory.trainers.policy_update import update_policy
+
+pytestmark = pytest.mark.numbers
+
+PROMPT, OPEN, CLOSE, GOOD, BAD = [5, 6, 7], 11, 12, 21, 22
+BATCHES = 40
+
+
+def row_of(*said: int) -> Row:
+    row = Row()
+    row.append_context(PROMPT)
+    row.append_sampled([*said], [0.0] * len(said), [Span("0", 0, len(said))])
+    return row
+
+
+def chains(number: int, draw: random.Random, off: float, on_purpose: bool) -> Group:
+    """Twenty chains as the policy would play them: turns leave out the opening with its probability `off`, and then
+    nothing is done and the chain fails; of the others half succeed. A tenth of these are broken `on_purpose`."""
+    made = []
+    for place in range(20):
+        lost, succeeds, scripted = draw.random() < off, place < 10, on_purpose and place == 0
+        broken = lost or scripted
+        said = [GOOD if succeeds else BAD, CLOSE] if broken else [OPEN, GOOD if succeeds else BAD, CLOSE]
+        reward = float(succeeds and (scripted or not lost))
+        chain = Trajectory(f"{number}.{place}", [], [row_of(*said)], Outcome.COMPLETED, reward, turns=1)
+        chain.malformed_turns = [0] if broken else []
+        made.append(chain)
+    return Group(f"g{number}", {}, made)
+
+
+def learn_the_format(learner: Learner) -> None:
+    """Until all but a few in a thousand calls begin as they should."""
+    rows: list[TrainingRow] = [row for a in (GOOD, BAD) if (row := training_row(row_of(OPEN, a, CLOSE)))]
+
+    def loss(index: int, part: object, logprob: torch.Tensor, entropy: torch.Tensor) -> object:
+        return Terms(loss=negative_log_likelihood(logprob).sum())
+
+    for _ in range(60):
+        learner.update(learner.deal(rows), loss)  # type: ignore[arg-type]
+
+
+def off_format(learner: Learner) -> float:
+    """The probability that a turn does not begin with the opening."""
+    row = training_row(row_of(OPEN))
+    assert row is not None
+    (scored,) = learner.score([row], ["proximal"])
+    return 1 - torch.tensor(scored.streams["proximal"][0]).exp().item()
+
+
+def train(recipe: TrainRecipe, accelerator: Accelerator, on_purpose: bool) -> float:
+    """The probability of a broken turn, mean over the second half of the run."""
+    learner, draw = Learner(recipe, accelerator), random.Random(0)
+    learn_the_format(learner)
+    lost = [off_format(learner)]
+    assert lost[0] < 0.02
+    for number in range(BATCHES):
+        group = chains(number, draw, lost[-1], on_purpose)
+        # as if the policy had said it: no correction of the mismatch may hide what is learned from it
+        rows = [row for chain in group.trajectories if (row := training_row(chain.rows[0]))]
+        for chain, scored in zip(group.trajectories, learner.score(rows, ["proximal"]), strict=True):
+            chain.rows[0].logprobs[len(PROMPT) :] = scored.streams["proximal"]
+        credit = Credit([group], recipe)
+        credited = credit.assign(credit.rows)
+        update_policy(learner, learner.deal(credited.rows, credited.normaliser), recipe)
+        lost.append(off_format(learner))
+    return fmean(lost[BATCHES // 2 :])
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo", "gspo", "reinforce_pp"])
+def test_a_broken_format_that_succeeds_does_not_spread(
+    make_recipe: Callable[..., TrainRecipe], accelerator: Accelerator, algorithm: str
+) -> None:
+    settings = {"algorithm": algorithm, "learning_rate": 1e-3, "batch_size": 1}
+    whole = train(make_recipe(**settings), accelerator, on_purpose=False)
+    assert train(make_recipe(**settings), accelerator, on_purpose=True) < 1.1 * whole
+    # and without the rule it does: this test can fail
+    as_others = make_recipe(**settings, advantage={"malformed_turns": "like_others"})
+    assert train(as_others, accelerator, on_purpose=True) > 1.5 * whole

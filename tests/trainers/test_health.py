@@ -1,0 +1,129 @@
+"""A run that dies is told, with what is wrong; one that learns is left alone."""
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from agentfactory.trainers.health import Finding, Health, Symptom
+
+
+def step(number: int, **figures: Any) -> dict[str, Any]:
+    """A step's figures in a healthy run: success rises, entropy falls, both by chance too."""
+    draw = random.Random(number)
+    progress = min(number / 40, 1.0)
+    return {
+        "step": number,
+        "grad_norm": draw.uniform(0.08, 0.3),
+        "groups/equal_rewards": draw.choice([0.0, 0.125, 0.5]),
+        "success": min(0.1 + 0.85 * progress + draw.uniform(-0.05, 0.05), 1.0),
+        "reward": 0.2 + 0.7 * progress,
+        "reward_std": 0.4 * (1 - progress) + 0.05,
+        "entropy": 0.2 - 0.15 * progress + draw.uniform(-0.02, 0.02),
+        "mismatch/kl": draw.uniform(5e-4, 4e-3),
+        "learning_rate": 4e-4,
+        "turns": 5.0,
+        "trajectory/tool_errors/malformed_call": 0.02,
+        **figures,
+    }
+
+
+def findings(*lines: dict[str, Any]) -> list[tuple[int, Finding]]:
+    health = Health()
+    return [(line["step"], finding) for line in lines for finding in health.note(line)]
+
+
+def test_a_healthy_run_is_left_alone() -> None:
+    assert findings(*(step(number) for number in range(1, 200))) == []
+
+
+def test_evaluations_and_supervised_steps_are_passed_over() -> None:
+    health = Health()
+    assert health.note({"step": 0, "eval/sampled/success": 0.1}) == []
+    assert health.note({"step": 1, "loss": 1.0, "grad_norm": 0.0}) == []
+
+
+def test_groups_that_teach_nothing_are_told_after_five_steps() -> None:
+    dead = {"groups/equal_rewards": 1.0, "grad_norm": 0.0}
+    lines = [step(n, **(dead if n > 10 else {})) for n in range(1, 30)]
+    assert [(n, found.symptom) for n, found in findings(*lines)] == [(15, Symptom.NO_GRADIENT)]
+    (_, found), *_ = findings(*lines)
+    assert found.text.startswith("step 15: nothing was learned in 5 steps: in every group all chains have the same")
+    assert "grad_norm 0" in found.text
+    assert "docs/troubleshooting.md" in found.text
+    # four in a row may be chance, and where every chain succeeds nothing is left to learn
+    assert findings(*(step(n, **(dead if n % 5 else {})) for n in range(1, 60))) == []
+    assert findings(*(step(n, **dead, success=1.0) for n in range(1, 60))) == []
+
+
+def test_a_run_that_never_had_a_reward_is_told() -> None:
+    nothing = {"groups/equal_rewards": 1.0, "grad_norm": 0.0, "success": 0.0, "reward": 0.0, "reward_std": 0.0}
+    assert [(n, f.symptom) for n, f in findings(*(step(n, **nothing) for n in range(1, 20)))] == [
+        (5, Symptom.NO_GRADIENT)
+    ]
+
+
+@pytest.mark.parametrize("entropy", [0.7, 0.01])
+def test_entropy_that_jumps_or_falls_away_is_told(entropy: float) -> None:
+    lines = [step(n, **({"entropy": entropy, "success": 0.1} if n > 15 else {})) for n in range(1, 20)]
+    assert next((n, f.symptom) for n, f in findings(*lines)) == (17, Symptom.ENTROPY)
+
+
+def test_one_step_that_stands_out_is_no_sign() -> None:
+    lines = [step(n, **({"entropy": 2.0, "mismatch/kl": 3.0} if n == 15 else {})) for n in range(1, 20)]
+    assert findings(*lines) == []
+
+
+def test_a_mismatch_that_lasts_is_told() -> None:
+    lines = [step(n, **({"mismatch/kl": 0.2, "staleness/max": 2} if n > 15 else {})) for n in range(1, 20)]
+    ((number, found),) = findings(*lines)
+    assert (number, found.symptom) == (18, Symptom.MISMATCH)
+    assert "mismatch/kl is 0.2 nats" in found.text
+    assert "lower train.learning_rate or rollout.max_staleness" in found.text
+    # a server in low precision has much of it always
+    assert findings(*(step(n, **{"mismatch/kl": 0.2}) for n in range(1, 40))) == []
+
+
+def test_success_that_halves_is_told_with_the_best() -> None:
+    lost = {"success": 0.1, "trajectory/tool_errors/malformed_call": 4.0}
+    lines = [step(n, **(lost if n > 30 else {"success": 0.5})) for n in range(1, 40)]
+    ((number, found),) = findings(*lines)
+    assert (number, found.symptom) == (33, Symptom.SUCCESS)
+    assert "success was 0.20 over the last 4 steps, and 0.50 up to step" in found.text
+    assert "the calls of 4.0 of 5.0 turns a chain cannot be read" in found.text
+
+
+def test_little_success_that_is_gone_is_told_and_that_halves_is_chance() -> None:
+    def lines(later: float) -> list[dict[str, Any]]:
+        return [step(n, success=0.09 if n < 15 else later) for n in range(1, 25)]
+
+    assert [(n, f.symptom) for n, f in findings(*lines(0.0))] == [(18, Symptom.SUCCESS)]
+    assert findings(*lines(0.03)) == []
+
+
+def test_of_tasks_without_success_the_reward_counts() -> None:
+    def line(number: int, reward: float) -> dict[str, Any]:
+        figures = step(number, reward=reward, reward_std=1.0)
+        del figures["success"]
+        return figures
+
+    assert [f.symptom for _, f in findings(*(line(n, 6.0 if n < 15 else 2.0) for n in range(1, 25)))] == [
+        Symptom.SUCCESS
+    ]
+    # by less than the rewards differ anyway, and rewards that are costs
+    assert findings(*(line(n, 1.0 if n < 15 else 0.4) for n in range(1, 25))) == []
+    assert findings(*(line(n, -1.0 if n < 15 else -1.9) for n in range(1, 25))) == []
+
+
+def test_a_symptom_is_told_once_and_again_after_it_was_gone() -> None:
+    dead = {"groups/equal_rewards": 1.0}
+    lines = [step(n, **(dead if n not in (20, 21) else {})) for n in range(1, 40)]
+    assert [n for n, _ in findings(*lines)] == [5, 26]
+
+
+def test_figures_that_are_missing_or_not_finite_are_no_fault() -> None:
+    lines = [step(n, entropy=math.nan, **{"mismatch/kl": math.nan}) for n in range(1, 30)]
+    for line in lines:
+        del line["success"], line["turns"]
+    assert findings(*lines) == []

@@ -1,0 +1,48 @@
+"""The mismatch by role and by age, by hand."""
+
+import pytest
+
+from agentfactory.rollout.trajectory import Row, Span
+from agentfactory.trainers.batch import training_row
+from agentfactory.trainers.mismatch import mismatch_by_kind
+
+
+def row_of(roles: str) -> Row:
+    row = Row()
+    row.append_context([1, 2])
+    row.append_sampled([3, 4], [-1.0, -2.0], [Span("v1", 0, 1), Span("v2", 1, 2)])
+    row.note_roles(roles[:2])
+    row.append_context([5])
+    row.append_sampled([6], [-3.0], [Span("v2", 0, 1)])
+    row.note_roles(roles[2:])
+    row.append_context([7])
+    return row
+
+
+def test_by_role_and_by_age() -> None:
+    row = row_of("fat")
+    assert row.roles == "..fa.t"
+    trained = training_row(row)
+    ages = {"v1": 2, "v2": 0}
+    found = mismatch_by_kind([trained], [row], [[-1.5, -2.25, -2.0]], ages.__getitem__)
+    assert found == {
+        "mismatch/format": pytest.approx(0.5),
+        "mismatch/arguments": pytest.approx(0.25),
+        "mismatch/text": pytest.approx(1.0),
+        "mismatch/age/2": pytest.approx(0.5),
+        "mismatch/age/0": pytest.approx((0.25 + 1.0) / 2),
+    }
+    # over all rows, not over the means of rows
+    other = row_of("fff")
+    found = mismatch_by_kind([trained, training_row(other)], [row, other], [[-1.5, -2.25, -2.0], [-1.0, -2.0, -3.0]])
+    assert found == {
+        "mismatch/format": pytest.approx(0.5 / 4),
+        "mismatch/arguments": pytest.approx(0.25),
+        "mismatch/text": pytest.approx(1.0),
+    }
+
+
+def test_rows_of_earlier_runs_have_no_roles() -> None:
+    row = row_of("fat")
+    row.roles = ""
+    assert mismatch_by_kind([training_row(row)], [row], [[0.0, 0.0, 0.0]]) == {}
