@@ -40,6 +40,11 @@ if recipe.train.max_grad_norm == 13:
     raise ValueError("unlucky")
 if recipe.train.max_grad_norm == 60:
     time.sleep(600)
+if recipe.train.max_grad_norm == 3:
+    best = {"path": str(recipe.output / "checkpoints" / "step-000002"), "step": 2, "eval/sampled/success": 0.75}
+    reason = "train.stop_when: entropy: step 3: too much of it"
+    folder.write_summary({"status": "stopped", "reason": reason, "steps": 3, "best_checkpoint": best})
+    sys.exit(3)
 for step in range(first + 1, recipe.train.steps + 1):
     folder.log({"step": step, "loss": 1 / step})
     if step == recipe.train.steps or step == recipe.train.checkpoint_every:
@@ -145,6 +150,18 @@ def test_a_failed_trainer_is_told_and_the_folder_says_so(staged: Path) -> None:
     assert "unlucky" in summary["reason"]
     # the stage before is whole
     assert (staged / "first" / "summary.json").exists()
+
+
+def test_a_run_that_a_symptom_ended_has_a_status_of_its_own(staged: Path) -> None:
+    result = run("train", "both.yaml", "first.train.max_grad_norm=3")
+    assert result.returncode == 3
+    reason = "train.stop_when: entropy: step 3: too much of it; best checkpoint runs/both/first/checkpoints/step-000002"
+    assert f"stopped: {reason} (eval/sampled/success 0.75); run folder runs/both" in result.stderr
+    summary = json.loads((staged / "summary.json").read_text())
+    assert summary["status"] == "stopped"
+    assert summary["reason"].startswith("train.stop_when: entropy")
+    # what comes after it is not begun on its weights
+    assert not (staged / "second").exists()
 
 
 def test_a_failed_prepare_leaves_nothing_that_looks_prepared(staged: Path) -> None:

@@ -1,5 +1,6 @@
 """Which checkpoint a run goes on from, what must not change meanwhile, and what is cut."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -137,6 +138,22 @@ def test_what_may_change(run: RunFolder, override: str) -> None:
 def test_what_must_not_change(run: RunFolder, override: str, said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         plan([recipe_of(override)], "auto")
+
+
+def test_a_run_from_before_a_field_came_goes_on_as_it_was_trained(run: RunFolder) -> None:
+    """Of 0.1: nothing held its policy to the behaviour, and malformed turns were credited as their chains."""
+    for path in checkpoints(run.checkpoints):
+        info = json.loads((path / "trainer_state.json").read_text())
+        del info["recipe"]["train"]["loss"]["behaviour_kl"], info["recipe"]["train"]["advantage"]["malformed_turns"]
+        (path / "trainer_state.json").write_text(json.dumps(info))
+        digests = json.loads((path / "digests.json").read_text())
+        digests["trainer_state.json"] = hashlib.sha256((path / "trainer_state.json").read_bytes()).hexdigest()
+        (path / "digests.json").write_text(json.dumps(digests))
+    with pytest.raises(RecipeError, match=r"malformed_turns: got 'blamed', but .* was trained with 'like_others'"):
+        plan([recipe_of()], "auto")
+    as_before = ("train.loss.behaviour_kl=0", "train.advantage.malformed_turns=like_others")
+    (part,) = plan([recipe_of(*as_before)], "auto")
+    assert part.state is State.STARTED
 
 
 def test_a_completed_run_goes_on_only_for_more_steps(run: RunFolder) -> None:

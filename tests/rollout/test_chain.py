@@ -169,6 +169,14 @@ async def test_every_mistake_gets_an_error_turn_and_the_chain_goes_on(
     }
     assert trajectory.metrics["tool_calls"] == 4
     assert trajectory.reward == 0.2
+    assert trajectory.malformed_turns == [0]
+    (row,) = trajectory.rows
+    assert all((role == ".") == (not sampled) for role, sampled in zip(row.roles, row.mask, strict=False))
+    roles = [row.roles[start:end] for start, end in row.turn_spans()]
+    assert set(roles[0]) == {"f"}, "nothing of it can be read"
+    assert set(roles[1]) == {"f"}, "a call without arguments"
+    assert set(roles[4]) == {"f", "a"}
+    assert set(roles[5]) == {"f", "t"}
 
 
 async def test_endings(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

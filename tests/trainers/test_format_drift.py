@@ -1,4 +1,4 @@
-"""A scripted policy breaks the format in a tenth of its successes: the format does not spread to the one that learns."""
+"""A scripted policy breaks the format in a tenth of its successes: the format does not spread."""
 
 import random
 from collections.abc import Callable

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerFast
 
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from agentfactory.trainers.best_checkpoint import find_best
 from agentfactory.trainers.checkpoints import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.metrics import METRICS
@@ -60,6 +61,44 @@ def test_from_saved_groups(
     assert states[0]["groups"] == ["group-0", "group-1", "group-2", "group-3"]
     assert states[1]["groups"] == ["group-4", "group-5"]
     assert states[1]["version"] == 3
+
+
+class Evaluated(SavedGroups):
+    """Saved groups, and evaluations whose success is given."""
+
+    def __init__(self, path: Path, needed: int, success: list[float]) -> None:
+        super().__init__(path, needed)
+        self.success = iter(success)
+
+    def evaluate(self) -> dict[str, float]:
+        return {"eval/sampled/success": next(self.success)}
+
+
+@pytest.mark.parametrize(
+    ("every", "kept"), [(0, [4, 6]), (3, [3, 4, 6])], ids=["only the last is due", "every third is due"]
+)
+def test_the_best_checkpoint_by_evaluation_is_kept(
+    make_recipe: Make,
+    make_groups: MakeGroups,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    every: int,
+    kept: list[int],
+) -> None:
+    recipe = make_recipe(steps=6, batch_size=1, checkpoint_every=every)
+    recipe.eval.every = 2
+    path = save(make_groups(6, 4), tmp_path / "groups.jsonl")
+    # before the first step it is no checkpoint's
+    source = Evaluated(path, 6, [0.95, 0.5, 0.9, 0.2])
+    checkpoints = Checkpoints(tmp_path / "checkpoints", tokenizer, recipe.train)
+    train_rl(recipe, Accelerator(cpu=True), checkpoints, source=source, sync=None, log=lambda metrics: None)
+    found = sorted((tmp_path / "checkpoints").iterdir())
+    assert [int(path.name[-6:]) for path in found] == kept
+    best = find_best(found, recipe.train.keep_best)
+    assert best is not None
+    assert (best.step, best.metric, best.value) == (4, "eval/sampled/success", 0.9)
+    # a run that goes on from it knows what to beat
+    assert Checkpoints(tmp_path / "checkpoints", tokenizer, recipe.train, resume=best.path).lineage.best == 0.9
 
 
 def unlisted(names: set[str]) -> set[str]:

@@ -1,0 +1,97 @@
+"""Train a run's saved groups again, in the order in which the run trained them, and watch what becomes of the format.
+
+Nothing is sampled: as long as the weights are those of the run, every figure is the run's, and what is changed by
+`key=value` (another loss, another optimiser) changes only what is learned from the same data. After each step it tells
+how much of their certainty the tokens of the first two batches have lost that the first weights were sure of (p above
+0.999: tags, names, ends of turns). That is the format's drift, long before another token is sampled in their place.
+The last line is JSON: that loss of certainty after the last step over the one after the first (`lost`).
+
+    python benchmarks/replay.py RECIPE GROUPS [--credit FILE] [--steps 10] [key=value ...]
+
+GROUPS is the run's trajectories/train.jsonl, FILE its trajectories/credit.jsonl, which is looked for beside it.
+"""
+
+import argparse
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean
+
+from agentfactory.recipe import Recipe, StagedRecipe, load_recipe
+from agentfactory.rollout.trajectory import CREDIT_FILE, Group, read_groups
+from agentfactory.trainers.batch import TrainingRow
+from agentfactory.trainers.credit import Credit, needed_scores
+from agentfactory.trainers.launch import make_accelerator
+from agentfactory.trainers.learner import Learner
+from agentfactory.trainers.policy_update import update_metrics, update_policy
+
+SURE = math.log(0.999)
+
+
+def in_order(groups: Path, credit: Path) -> list[list[Group]]:
+    """The batches of the run, by step."""
+    steps: dict[str, int] = {}
+    for line in credit.open(encoding="utf-8"):
+        entry = json.loads(line)
+        steps[entry["group"]] = entry["step"]
+    batches: dict[int, list[Group]] = defaultdict(list)
+    for group in read_groups(groups):
+        if group.id in steps:
+            batches[steps[group.id]].append(group)
+    return [batches[step] for step in sorted(batches)]
+
+
+def lost_certainty(learner: Learner, rows: list[TrainingRow]) -> float:
+    """Mean of 1 - p over the tokens that the behaviour was sure of."""
+    lost = [
+        1 - math.exp(now)
+        for row in learner.score(rows, ["proximal"])
+        for now, then in zip(row.streams["proximal"], row.streams["behaviour"], strict=True)
+        if then > SURE
+    ]
+    return fmean(lost)
+
+
+def replay(recipe: Recipe, batches: list[list[Group]]) -> list[float]:
+    """Train, print each step, and return the lost certainty after each."""
+    learner = Learner(recipe, make_accelerator(recipe.train), recipe.rollout.temperature)
+    probes = Credit([group for batch in batches[:2] for group in batch], recipe).rows
+    scores = needed_scores(recipe)
+    lost = []
+    for number, groups in enumerate(batches, 1):
+        credit = Credit(groups, recipe)
+        credited = credit.assign(learner.score(credit.rows, scores) if scores else credit.rows)
+        batch = learner.deal(credited.rows, credited.normaliser)
+        figures = update_metrics(update_policy(learner, batch, recipe), batch)
+        learner.end_step()
+        lost.append(lost_certainty(learner, probes))
+        print(
+            f"step {number}: grad_norm {figures['grad_norm']:.3f}, entropy {figures['entropy']:.3f}, "
+            f"mismatch/kl {figures['mismatch/kl']:.5f}; lost certainty {lost[-1]:.1e}",
+            flush=True,
+        )
+    return lost
+
+
+def main() -> None:
+    """Run the replay."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("groups", type=Path)
+    parser.add_argument("--credit", type=Path)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
+    options = parser.parse_intermixed_args()
+    credit = options.credit or options.groups.with_name(CREDIT_FILE)
+    # neither tools nor tasks take part
+    settings = [f"train.from_trajectories={options.groups.resolve()}", "tools=[]", "data=null", "eval.data=null"]
+    recipe = load_recipe(str(options.recipe), [*settings, *options.overrides])
+    if isinstance(recipe, StagedRecipe):
+        raise SystemExit(f"{options.recipe} has stages: name the recipe in the folder of one of them")
+    lost = replay(recipe, in_order(options.groups, credit)[: options.steps])
+    print(json.dumps({"lost": round(lost[-1] / lost[0], 2)}))
+
+
+if __name__ == "__main__":
+    main()
