@@ -46,6 +46,7 @@ from agentfactory.tools.messages import ToolCall
 from agentfactory.tools.sandbox.bubblewrap import refusal as no_sandbox
 from agentfactory.tools.serve import command_line as serve_command_line
 from agentfactory.tools.toolset import open_toolset
+from agentfactory.trainers.health import Health
 from agentfactory.trainers.metrics import METRICS
 from agentfactory.trainers.sft import conversation_rows
 from agentfactory.trainers.sync.drift import Drift
@@ -412,6 +413,13 @@ def test_the_messages_of_troubleshooting_are_said(
     assert len(unheard) <= 2, unheard
 
 
+def dying_steps() -> list[dict[str, Any]]:
+    """A run whose format is lost from its 16th step on."""
+    figures = {"grad_norm": 0.1, "groups/equal_rewards": 0.0, "success": 0.5, "turns": 5.0}
+    lost = {"mismatch/kl": 0.2, "trajectory/tool_errors/malformed_call": 3.0}
+    return [{"step": n, **figures, "mismatch/kl": 0.001, **(lost if n > 15 else {})} for n in range(1, 20)]
+
+
 def provoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """What is said where these failures happen."""
     monkeypatch.chdir(tmp_path)
@@ -450,6 +458,8 @@ def provoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     drift = Drift("float32", contexts=2)
     drift.start(zeros, zeros, zeros)
     said.append(f"http://here, version 1 (1): {drift.judge(zeros, zeros, moved).failure}")
+    health = Health()
+    said += [f"warning: {finding.text}" for step in dying_steps() for finding in health.note(step)]
     return said
 
 
