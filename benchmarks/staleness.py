@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
@@ -93,11 +93,11 @@ def train(run: Run, folder: Path, recipes: dict[str, Path], threads: int, overri
         "success": _read(output / "summary.json")["success_after"],
         "age": statistics.fmean(step["staleness/mean"] for step in steps),
         "entropy": max(step["entropy"] for step in steps),
-        "warnings": [line for line in (output / "logs" / "train.log").read_text().splitlines() if "warning" in line],
+        "warnings": _read(output / "summary.json")["warnings"],
     }
     print(
         f"{run.name}: success {figures['success']:.3f}, mean age of tokens {figures['age']:.2f}, "
-        f"highest entropy {figures['entropy']:.2f}",
+        f"highest entropy {figures['entropy']:.2f}" + "".join(f"\n  warned: {text}" for text in figures["warnings"]),
         flush=True,
     )
     return figures
@@ -110,14 +110,20 @@ def _read(path: Path) -> dict[str, Any]:
 def tell(found: dict[Run, dict[str, Any]]) -> dict[str, float]:
     """Print the table; returns the figures of the last line."""
     by_mode: dict[tuple[str, int], list[float]] = defaultdict(list)
+    warned: Counter[tuple[str, int]] = Counter()
     for run, figures in found.items():
         by_mode[run.algorithm, run.staleness].append(figures["success"])
-    print("\n| algorithm | staleness | seeds | success, mean | worst | collapsed |\n|---|---|---|---|---|---|")
+        warned[run.algorithm, run.staleness] += bool(figures["warnings"])
+    print("\n| algorithm | staleness | seeds | success, mean | worst | collapsed | warned |")
+    print("|---|---|---|---|---|---|---|")
     ratios: dict[str, float] = {}
     for (algorithm, staleness), success in sorted(by_mode.items()):
         collapsed = sum(value < COLLAPSED for value in success)
         mean = statistics.fmean(success)
-        print(f"| {algorithm} | {staleness} | {len(success)} | {mean:.3f} | {min(success):.3f} | {collapsed} |")
+        print(
+            f"| {algorithm} | {staleness} | {len(success)} | {mean:.3f} | {min(success):.3f} | {collapsed} | "
+            f"{warned[algorithm, staleness]} |"
+        )
         in_step = by_mode.get((algorithm, 0))
         if staleness and in_step:
             ratios[f"mean/{algorithm}/{staleness}"] = round(mean / statistics.fmean(in_step), 3)
