@@ -1,7 +1,9 @@
 """A run that dies is told, with what is wrong; one that learns is left alone."""
 
+import json
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +38,27 @@ def findings(*lines: dict[str, Any]) -> list[tuple[int, Finding]]:
 
 def test_a_healthy_run_is_left_alone() -> None:
     assert findings(*(step(number) for number in range(1, 200))) == []
+
+
+def recorded(name: str) -> list[dict[str, Any]]:
+    """The first steps of a run at staleness 2, before the policy was held to its data."""
+    record = json.loads(Path(__file__).with_name("collapsed_runs.json").read_text(encoding="utf-8"))
+    return [dict(zip(record["figures"], figures, strict=True)) for figures in record["runs"][name]]
+
+
+@pytest.mark.parametrize("seed", [0, 3, 5])
+def test_runs_that_collapsed_are_told_within_five_steps(seed: int) -> None:
+    lines = recorded(f"collapsed, seed {seed}")
+    broken = (line["step"] for line in lines if line["trajectory/tool_errors/malformed_call"] > 0.1 * line["turns"])
+    told = findings(*lines)
+    assert told[0][0] <= next(broken) + 5
+    assert "the format has been lost" in told[0][1].text
+    assert {found.symptom for _, found in told} >= {Symptom.MISMATCH}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_runs_beside_them_that_learned_are_left_alone(seed: int) -> None:
+    assert findings(*recorded(f"healthy, seed {seed}")) == []
 
 
 def test_evaluations_and_supervised_steps_are_passed_over() -> None:
