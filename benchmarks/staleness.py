@@ -59,7 +59,7 @@ def agentfactory(threads: int, log: Path, *arguments: str) -> None:
         raise RuntimeError(f"{' '.join(arguments)} failed with status {status}; see {log}")
 
 
-def prepare(folder: Path, threads: int) -> dict[str, Path]:
+def prepare(folder: Path, threads: int, steps: int) -> dict[str, Path]:
     """Make the warm start and the recipes, by algorithm (ppo, and all others)."""
     warm = folder / "warm"
     if not (warm / "summary.json").exists():
@@ -70,10 +70,10 @@ def prepare(folder: Path, threads: int) -> dict[str, Path]:
     tasks = write_tasks(warm / "prepared" / "train.jsonl", folder / "tasks.jsonl", LATENCY)
     # what is measured is training: held-out tasks are played without latency
     heldout = write_tasks(warm / "prepared" / "heldout.jsonl", folder / "heldout.jsonl", NO_LATENCY)
-    recipe = write_recipe(folder, model, tasks, heldout, STEPS)
-    with_critic = yaml.safe_load(recipe.read_text()) | {}
+    recipe = write_recipe(folder, model, tasks, heldout, steps)
+    with_critic = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     ppo = yaml.safe_load((QUICKSTART / "ppo.yaml").read_text(encoding="utf-8"))
-    with_critic["train"] |= ppo["train"] | {"steps": STEPS}
+    with_critic["train"] |= ppo["train"]
     path = folder / "ppo.yaml"
     path.write_text(yaml.safe_dump(with_critic), encoding="utf-8")
     return {"grpo": recipe, "ppo": path}
@@ -135,7 +135,7 @@ def tell(found: dict[Run, dict[str, Any]]) -> dict[str, float]:
 def main() -> None:
     """Run the study."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one seed at staleness 0 and 4")
+    parser.add_argument("--quick", action="store_true", help="one seed of 8 steps at staleness 0 and 4")
     parser.add_argument("--algorithms", nargs="+", default=["grpo"])
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 2, 4])
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(10)))
@@ -145,12 +145,13 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     if options.quick:
         options.staleness, options.seeds = [0, 4], [0]
+    steps = 8 if options.quick else STEPS
     threads = max(1, len(os.sched_getaffinity(0)) // options.jobs)
     runs = [Run(*chosen) for chosen in product(options.algorithms, options.staleness, options.seeds)]
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(options.jobs) as pool:
         folder = options.output or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        recipes = prepare(folder, threads * options.jobs)
+        recipes = prepare(folder, threads * options.jobs, steps)
         results = pool.map(lambda run: train(run, folder, recipes, threads, options.overrides), runs)
         ratios = tell(dict(zip(runs, results, strict=True)))
     print(json.dumps(ratios))
