@@ -6,12 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.conftest import QUICKSTART, REPOSITORY
+from tests.conftest import QUICKSTART, REPOSITORY, embedded_server
 
 pytestmark = pytest.mark.processes
 
@@ -134,19 +135,25 @@ def test_training(project: Path, quickstart_run: Path, warm_start: Path) -> None
     assert json.loads((project / "run" / "summary.json").read_text())["status"] == "completed"
 
 
+@pytest.fixture
+def own_server(warm_start: Path) -> Iterator[str]:
+    """Of a test that trains: others need the weights that warm_server began with. To be made before the project, whose
+    folder becomes this process's."""
+    with embedded_server(warm_start, "--max-model-len", "1024") as url:
+        yield url
+
+
 SCRIPTS = {"file": [str(REPOSITORY / "train.py")], "module": ["-m", "agentfactory.train"]}
 
 
 @pytest.mark.parametrize("script", ["file", pytest.param("module", marks=pytest.mark.long)])
 @pytest.mark.parametrize("project", ["plain folder"], indirect=True)
-def test_accelerate_launch(
-    script: str, project: Path, quickstart_run: Path, warm_start: Path, warm_server: str
-) -> None:
+def test_accelerate_launch(script: str, own_server: str, project: Path, quickstart_run: Path, warm_start: Path) -> None:
     write_recipe(project, quickstart_run, warm_start)
     launch = [str(Path(sys.executable).with_name("accelerate")), "launch"]
     flags = ["--config_file", str(REPOSITORY / "recipes/accelerate/ddp.yaml"), "--num_processes", "2"]
     flags += ["--main_process_port", "0"]
-    settings = ["train.processes=2", "train.strategy=ddp", f"server.url={warm_server}", "output=run"]
+    settings = ["train.processes=2", "train.strategy=ddp", f"server.url={own_server}", "output=run"]
     run(*launch, *flags, *SCRIPTS[script], "recipe.yaml", *settings, ACCELERATE_USE_CPU="true")
     assert json.loads((project / "run" / "summary.json").read_text())["status"] == "completed"
 

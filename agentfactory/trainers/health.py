@@ -19,7 +19,8 @@ NO_GRADIENT_STEPS = 5
 ENTROPY_FACTOR, ENTROPY_STEPS = 2.5, 2
 """Entropy so many times above the median, or twice as many times below it, for so many steps."""
 MISMATCH_FACTOR, MISMATCH_LEAST, MISMATCH_STEPS = 20.0, 0.1, 3
-"""KL(server || trainer) so many times above the median, and above so many nats, for so many steps."""
+"""KL(server || trainer) so many times above the median, and above so many nats, for so many steps, while success is no
+better than usual."""
 SUCCESS_STEPS, SUCCESS_LEAST = 4, 0.2
 """Success is averaged over so many steps; from this best on a fall by half is more than chance, and from a quarter of
 it a fall to nothing. Of tasks that have no success the reward counts, where it fell by more than its deviation."""
@@ -96,8 +97,7 @@ class Health:
             return None
         above = self._lasts("entropy above", entropy > ENTROPY_FACTOR * usual)
         # a policy that is getting better is also getting surer
-        worse = figures.get("success", 0.0) <= (self._usual("success") or 0.0)
-        below = self._lasts("entropy below", worse and entropy < usual / (2 * ENTROPY_FACTOR))
+        below = self._lasts("entropy below", self._no_better(figures) and entropy < usual / (2 * ENTROPY_FACTOR))
         if max(above, below) < ENTROPY_STEPS:
             return None
         return f"entropy is {entropy:.3g} nats, and its median over the steps before is {usual:.3g}"
@@ -107,7 +107,8 @@ class Health:
         if gap is None or usual is None:
             return None
         steps = self._lasts("mismatch", gap > max(MISMATCH_LEAST, MISMATCH_FACTOR * usual))
-        if steps < MISMATCH_STEPS:
+        # close to the end of learning, where gradients are small, it comes and goes by itself
+        if steps < MISMATCH_STEPS or not self._no_better(figures):
             return None
         return f"mismatch/kl is {gap:.2g} nats, and its median over the steps before is {usual:.2g}"
 
@@ -134,6 +135,12 @@ class Health:
         that lasts becomes the usual."""
         values = [step[name] for step in list(self._steps)[-WINDOW - 1 : -1] if name in step]
         return median(values) if len(values) >= SETTLED else None
+
+    def _no_better(self, figures: Figures) -> bool:
+        """Whether success, or the reward, is at most what it usually is."""
+        name = _goal(figures)
+        usual = self._usual(name)
+        return usual is None or figures[name] <= usual
 
     def _lasts(self, sign: str, there: bool) -> int:
         """For how many steps a sign has been there, without a gap."""

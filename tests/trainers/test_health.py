@@ -99,11 +99,14 @@ def test_one_step_that_stands_out_is_no_sign() -> None:
 
 
 def test_a_mismatch_that_lasts_is_told() -> None:
-    lines = [step(n, **({"mismatch/kl": 0.2, "staleness/max": 2} if n > 15 else {})) for n in range(1, 20)]
+    drift = {"mismatch/kl": 0.2, "staleness/max": 2}
+    lines = [step(n, success=0.2, **(drift if n > 15 else {})) for n in range(1, 20)]
     ((number, found),) = findings(*lines)
     assert (number, found.symptom) == (18, Symptom.MISMATCH)
     assert "mismatch/kl is 0.2 nats" in found.text
     assert "lower train.learning_rate or rollout.max_staleness" in found.text
+    # while success rises it is told by nobody: it comes and goes
+    assert findings(*(step(n, **(drift if n > 15 else {})) for n in range(1, 20))) == []
     # a server in low precision has much of it always
     assert findings(*(step(n, **{"mismatch/kl": 0.2}) for n in range(1, 40))) == []
 
