@@ -87,7 +87,7 @@ docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Short runs, each of which shows a rise: the quickstart per seed, with an adapter, by other algorithms,
-# on rounded weights, in turns; the code interpreter; what `agentfactory new` writes.
+# ahead of its data, on rounded weights, in turns; the code interpreter; what `agentfactory new` writes.
 learn: $(VENV)/.installed-dev
 	SEEDS="$(SEEDS)" OMP_NUM_THREADS=1 $(PYTEST) -v --timeout 1800 tests/learn/learn_*.py $(ARGS)
 

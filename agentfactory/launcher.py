@@ -277,8 +277,7 @@ def _best(summary: dict[str, Any]) -> list[str]:
     best = summary.get("best_checkpoint")
     if not best or best["path"] == summary.get("checkpoint"):
         return []
-    (metric,) = best.keys() - {"path", "step"}
-    return [f"best checkpoint {display(Path(best['path']))} ({metric} {best[metric]:.2f})"]
+    return [f"best checkpoint {display(Path(best['path']))} ({best['metric']} {best['value']:.2f})"]
 
 
 def _not_risen(summary: dict[str, Any]) -> str | None:

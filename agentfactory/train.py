@@ -144,7 +144,7 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | Symptom | Non
         health = Health()
         findings: list[Finding] = []
         for metrics in folder.read_metrics() if main else ():
-            # of a run that goes on: what it was compared with before
+            # a resumed run is compared with its earlier steps
             health.note(metrics)
 
         def show(metrics: dict[str, Any]) -> None:
@@ -267,7 +267,7 @@ def _reason(ended_by: signal.Signals | Symptom, findings: list[Finding]) -> str:
 
 def _named(best: BestCheckpoint | None) -> dict[str, Any] | None:
     """For summary.json."""
-    return {"path": str(best.path), "step": best.step, best.metric: best.value} if best else None
+    return {"path": str(best.path), "step": best.step, "metric": best.metric, "value": best.value} if best else None
 
 
 def _headline(figures: dict[str, float]) -> dict[str, float]:

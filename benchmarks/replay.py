@@ -8,7 +8,7 @@ The last line is JSON: that loss of certainty after the last step over the one a
 
     python benchmarks/replay.py RECIPE GROUPS [--credit FILE] [--steps 10] [key=value ...]
 
-GROUPS is the run's trajectories/train.jsonl, FILE its trajectories/credit.jsonl, which is looked for beside it.
+GROUPS is the run's trajectories/train.jsonl, FILE its trajectories/credit.jsonl (default: the one beside GROUPS).
 """
 
 import argparse

@@ -243,10 +243,10 @@ def _chain(trajectory: Trajectory, trained: bool, recipe: TrainRecipe) -> _Chain
 
 
 def _blame_malformed_turns(chains: Sequence[_Chain], advantages: Sequence[list[float]]) -> None:
-    """Bounds the advantages of tokens in malformed turns by minus the root mean square of the group's. A chain may
-    succeed in spite of a turn that could not be read, never because of it: rewarded all the same, it would teach the
-    format to drift. A bound of 0 is not enough: where chains with such a turn do well, those without one are below
-    average."""
+    """Bounds the advantages of tokens in malformed turns by minus the root mean square of the group's.
+
+    A turn that could not be read never helps a chain to succeed; a reward for it would teach the format to drift. A
+    bound of 0 is not enough: where chains with such a turn do well, those without one are below average."""
     if not any(chain.malformed for chain in chains):
         return
     bound = -math.sqrt(fmean([value**2 for chain in advantages for value in chain] or [0.0]))

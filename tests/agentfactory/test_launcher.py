@@ -41,7 +41,8 @@ if recipe.train.max_grad_norm == 13:
 if recipe.train.max_grad_norm == 60:
     time.sleep(600)
 if recipe.train.max_grad_norm == 3:
-    best = {"path": str(recipe.output / "checkpoints" / "step-000002"), "step": 2, "eval/sampled/success": 0.75}
+    path = str(recipe.output / "checkpoints" / "step-000002")
+    best = {"path": path, "step": 2, "metric": "eval/sampled/success", "value": 0.75}
     reason = "train.stop_when: entropy: step 3: too much of it"
     folder.write_summary({"status": "stopped", "reason": reason, "steps": 3, "best_checkpoint": best})
     sys.exit(3)
