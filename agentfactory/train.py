@@ -243,8 +243,10 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | Symptom | Non
                 }
             )
         if stop.agreed_on and main:
-            goes_on = "go on with --resume" if isinstance(stop.agreed_on, signal.Signals) else "see train.stop_when"
-            progress.note(f"stopped by {stop.agreed_on.name} after step {result.steps}; {goes_on}")
+            by_signal = isinstance(stop.agreed_on, signal.Signals)
+            by = stop.agreed_on.name if by_signal else f"train.stop_when ({stop.agreed_on})"
+            goes_on = "; go on with --resume" if by_signal else ""
+            progress.note(f"stopped by {by} after step {result.steps}{goes_on}")
         stop.end(accelerator)
         accelerator.end_training()
     return stop.agreed_on

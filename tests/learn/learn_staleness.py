@@ -25,9 +25,9 @@ def test_training_ahead_learns_too(tmp_path: Path, habit: Path, staleness: int) 
 
 
 def test_a_run_that_dies_is_told_and_ended(tmp_path: Path, habit: Path) -> None:
-    """A learning rate ten times too high."""
+    """A learning rate a hundred times too high: ten times may be survived."""
     output, recipe = tmp_path / "run", str(RECIPES / "grpo.yaml")
-    settings = [f"output={output}", f"seed={SEEDS[0]}", f"model.path={habit}", "train.learning_rate=4e-3"]
+    settings = [f"output={output}", f"seed={SEEDS[0]}", f"model.path={habit}", "train.learning_rate=4e-2"]
     settings.append("train.stop_when=[no_gradient, entropy, mismatch, success]")
     command = [sys.executable, "-m", "agentfactory", "train", recipe, *settings]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -39,6 +39,5 @@ def test_a_run_that_dies_is_told_and_ended(tmp_path: Path, habit: Path) -> None:
     assert f"warning: {warning}" in result.stdout
     assert summary["reason"].startswith("train.stop_when: ")
     steps = [line for line in map(json.loads, (output / "metrics.jsonl").open(encoding="utf-8")) if "loss" in line]
-    # the last step from which success was what it had been before
-    died = max(line["step"] for line in steps if line["success"] >= 0.05)
-    assert int(warning.removeprefix("step ").partition(":")[0]) <= died + 5
+    last = max(line["step"] for line in steps if line["groups/equal_rewards"] < 1.0)  # that had anything to learn from
+    assert int(warning.removeprefix("step ").partition(":")[0]) <= last + 5
