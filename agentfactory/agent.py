@@ -8,19 +8,20 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-from agentfactory.processes import Child
+from agentfactory.launching.processes import Child
+from agentfactory.launching.run_folder import ADAPTER, base_of_adapter
+from agentfactory.launching.server_process import serve
 from agentfactory.rollout.agent import AgentHooks
-from agentfactory.rollout.chain import ENDINGS, ChainRunner, Sampling
+from agentfactory.rollout.chain import ENDINGS, ChainRunner
 from agentfactory.rollout.client import InferenceClient, ServerUnreachableError
 from agentfactory.rollout.config import RewardConfig, RolloutRecipe
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.evaluate import open_runner
 from agentfactory.rollout.renderer import load_tokenizer
 from agentfactory.rollout.rewards import Rewards, prediction_of
+from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.serving import missing_from
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.run_folder import ADAPTER, base_of_adapter
-from agentfactory.served import serve
 from agentfactory.tools.messages import Message
 
 _Reward = Callable[..., Any] | RewardConfig | str

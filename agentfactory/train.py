@@ -22,13 +22,15 @@ from typing import Any, NoReturn
 
 import yaml
 
-from agentfactory import resume
-from agentfactory.command_line import add_resume_option, settle_resume
-from agentfactory.composition import COMMAND_LINE
-from agentfactory.progress import Progress, tell_warnings
-from agentfactory.recipe import Recipe, RecipeError, StagedRecipe, load_recipe
-from agentfactory.run_folder import Hold, RunFolder, RunFolderError
-from agentfactory.tools import lifeline
+from agentfactory.launching import resume
+from agentfactory.commands.options import add_resume_option, settle_resume
+from agentfactory.recipe.composition import COMMAND_LINE
+from agentfactory.launching.progress import Progress, tell_warnings
+from agentfactory.recipe.composition import RecipeError
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe, StagedRecipe
+from agentfactory.launching.run_folder import Hold, RunFolder, RunFolderError
+from agentfactory.tools import parent_watch
 from agentfactory.trainers.best_checkpoint import BestCheckpoint, find_best
 from agentfactory.trainers.checkpoint_folder import checkpoints as found_checkpoints
 from agentfactory.trainers.health import Finding, Health, Symptom
@@ -95,7 +97,7 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | Symptom | Non
     from agentfactory.rollout.renderer import load_renderer
     from agentfactory.rollout.trajectory import Group
     from agentfactory.trainers.checkpoints import Checkpoints
-    from agentfactory.trainers.launch import check_same_recipe, make_accelerator
+    from agentfactory.trainers.accelerator import check_same_recipe, make_accelerator
     from agentfactory.trainers.rl import train_rl
     from agentfactory.trainers.server_control import SLEEP_ROUTES, ServerControl
     from agentfactory.trainers.sft import conversation_rows, saved_rows, train_sft
@@ -103,7 +105,7 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | Symptom | Non
     from agentfactory.trainers.stopping import Stop
     from agentfactory.trainers.sync import WeightSync, control_routes, make_sync
     from agentfactory.trainers.sync.canary import Canary, canary_rows
-    from agentfactory.trainers.sync.patient import PatientSync
+    from agentfactory.trainers.sync.retrying import RetryingSync
     from agentfactory.trainers.time_share import TimeShare
     from agentfactory.trainers.tracking import Tracking
 
@@ -135,10 +137,10 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | Symptom | Non
         info: dict[str, Any] = {"algorithm": train.algorithm, "seed": recipe.seed, "renderer": renderer.info}
         info["recipe"] = yaml.safe_load(recipe.to_yaml())
         checkpoints = Checkpoints(folder.checkpoints, tokenizer, train, info, folder.growing, checkpoint)
-        lineage = checkpoints.lineage
+        train_state = checkpoints.train_state
         tracking: Tracking | None = None
         if main and recipe.track.trackers:
-            tracking = Tracking(recipe.track, folder.title, folder.path, info["recipe"], lineage.step)
+            tracking = Tracking(recipe.track, folder.title, folder.path, info["recipe"], train_state.step)
             stack.enter_context(tracking)
 
         health = Health()
@@ -186,7 +188,7 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | Symptom | Non
                 probes = canary_rows(vocabulary, longest, recipe.seed)
                 canary = Canary(servers, probes, recipe.model.dtype, rounded=bool(recipe.rounding))
             if main and saved:
-                source = SavedGroups(saved, total, skip=lineage.step * train.batch_size)
+                source = SavedGroups(saved, total, skip=train_state.step * train.batch_size)
             elif main and canary:
                 servers += [ServerControl(url, recipe.server.api_key_env) for url in recipe.server.urls]
                 for server in servers:
@@ -197,7 +199,7 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | Symptom | Non
                     servers[0].require(SLEEP_ROUTES)
                     turns = TimeShare(servers[0], accelerator.device, recipe.server.retry_seconds, stop)
                     backend = turns.waking(backend)
-                sync = patient = PatientSync(backend, canary, recipe.server.retry_seconds)
+                sync = patient = RetryingSync(backend, canary, recipe.server.retry_seconds)
                 stack.callback(sync.close)
                 source = worker = WorkerProcess(
                     recipe,
@@ -208,8 +210,8 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | Symptom | Non
                     batch_size=train.batch_size,
                     total=total,
                     restore=patient.bring_back,
-                    trained=lineage.trained,
-                    versions=lineage.labels,
+                    trained=train_state.trained,
+                    versions=train_state.labels,
                 )
                 stack.callback(worker.close)
             result = train_rl(
@@ -281,7 +283,7 @@ def _headline(figures: dict[str, float]) -> dict[str, float]:
 def main() -> int:
     """Run the command line; returns the exit status: 0 done, 1 failed, 2 the recipe or launch is wrong, 3 a symptom of
     train.stop_when ended it, 128 + its number where a signal came."""
-    lifeline.follow_parent()
+    parent_watch.follow_parent()
     # so that the worker and the progress display are closed in order
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -290,7 +292,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     from agentfactory.rollout.delivery import WorkerDiedError
-    from agentfactory.trainers.launch import LaunchError
+    from agentfactory.trainers.accelerator import LaunchError
     from agentfactory.trainers.server_control import SyncError
     from agentfactory.trainers.tracking import TrackingError
 

@@ -11,8 +11,8 @@ CPU a tiny one in float32, which exercises the code and says nothing of a GPU. (
   without, peak memory.
 
 Figures of the last line, JSON: `time_share_vs_split_step` is the seconds of a step in turns over those side by side
-(lower is better; `_lora`: with an adapter), `moving_share` what sleeping, moving in, parking and waking are of a step
-in turns; `graphs_vs_eager_decode` tokens a second with CUDA graphs over those without; `mfu_update` and
+(lower is better; `_lora`: with an adapter), `moving_share` the share of sleeping, moving in, offloading and waking in a
+step in turns; `graphs_vs_eager_decode` tokens a second with CUDA graphs over those without; `mfu_update` and
 `mfu_update_lora` are shares of the GPU's peak. The last three only on a GPU.
 
     python benchmarks/placement.py [--quick] [--size 0.5b|1.5b]

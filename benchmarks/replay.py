@@ -18,11 +18,12 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
 
-from agentfactory.recipe import Recipe, StagedRecipe, load_recipe
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.rollout.trajectory import CREDIT_FILE, Group, read_groups
+from agentfactory.trainers.accelerator import make_accelerator
 from agentfactory.trainers.batch import TrainingRow
 from agentfactory.trainers.credit import Credit, needed_scores
-from agentfactory.trainers.launch import make_accelerator
 from agentfactory.trainers.learner import Learner
 from agentfactory.trainers.policy_update import update_metrics, update_policy
 

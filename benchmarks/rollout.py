@@ -171,11 +171,12 @@ async def serve_stub() -> None:
 
 def run_ours(url: str, workload: str, run: str) -> tuple[float, float]:
     """ChainRunner, as the rollout worker uses it."""
-    from agentfactory.rollout.chain import ChainRunner, Sampling
+    from agentfactory.rollout.chain import ChainRunner
     from agentfactory.rollout.client import InferenceClient
     from agentfactory.rollout.config import RolloutRecipe
     from agentfactory.rollout.renderer import make_renderer
     from agentfactory.rollout.rewards import Rewards
+    from agentfactory.rollout.sampling import Sampling
     from agentfactory.tools.toolset import open_toolset
 
     async def measure() -> tuple[float, float]:

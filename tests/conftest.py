@@ -15,6 +15,7 @@ from filelock import FileLock
 from hypothesis import settings
 
 from tests.forked import start_engine
+from tests.project import agentfactory, project  # noqa: F401 (fixtures)
 
 REPOSITORY = Path(__file__).parent.parent
 QUICKSTART = REPOSITORY / "recipes" / "quickstart"
@@ -27,10 +28,15 @@ PROCESSES = {
 
 SLOW = (
     *("learn/learn_algorithms.py", "learn/learn_quickstart.py", "learn/learn_quantised.py"),
-    *("trainers/test_launch.py", "tools/test_sandbox.py", "test_async_training.py", "trainers/test_memory.py"),
-    *("tools/test_third_party.py", "tools/test_isolation.py", "agentfactory/test_hygiene.py", "rollout/test_faults.py"),
+    *(
+        "trainers/test_accelerator.py",
+        "tools/test_sandbox.py",
+        "test_async_training.py",
+        "placement/test_trainer_memory.py",
+    ),
+    *("tools/test_third_party.py", "tools/test_isolation.py", "test_hygiene.py", "rollout/test_faults.py"),
     *("test_resume.py", "test_invariance.py", "test_users_project.py", "trainers/test_sabotage.py"),
-    *("agentfactory/test_agent.py", "agentfactory/test_viewer.py", "agentfactory/test_placement.py"),
+    *("test_agent.py", "viewer/test_viewer.py"),
     *("test_time_share.py", "trainers/test_qlora.py"),
 )
 """The files that take longest. They go first, so that parallel processes end together; the very first need no

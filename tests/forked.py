@@ -15,13 +15,13 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from agentfactory.tools import lifeline
+from agentfactory.tools import parent_watch
 
 IMPORTED = [
     *("accelerate", "aiohttp.web", "peft", "torch", "transformers", "trl.chat_template_utils"),
     *(
-        "agentfactory.cli",
-        "agentfactory.launcher",
+        "agentfactory.commands.main",
+        "agentfactory.launching.launcher",
         "agentfactory.rollout.delivery",
         "agentfactory.rollout.renderer",
         "agentfactory.rollout.embedded.server",
@@ -30,12 +30,12 @@ IMPORTED = [
         "agentfactory.trainers.checkpoints",
         "agentfactory.trainers.rl",
         "agentfactory.trainers.sft",
-        "agentfactory.trainers.sync.patient",
+        "agentfactory.trainers.sync.retrying",
     ),
     # the tests' own main module, which multiprocessing imports in each process
     "pytest",
 ]
-COMMAND = "agentfactory.cli"
+COMMAND = "agentfactory.commands.main"
 ENGINE, TRAINER = "agentfactory.rollout.embedded.__main__", "agentfactory.train"
 READY_WITHIN = 120.0
 """Seconds that an engine may take to start."""
@@ -58,7 +58,7 @@ class Forked:
         **environment: str,
     ):
         self.log = log
-        known = {**os.environ, **lifeline.environment(), "OMP_NUM_THREADS": "1", **environment}
+        known = {**os.environ, **parent_watch.environment(), "OMP_NUM_THREADS": "1", **environment}
         command = (program, arguments, known, os.getcwd(), (log, errors or log), typed)
         # the server of forks, and not this process, is seen to start it
         sys.audit("subprocess.Popen", program, arguments)

@@ -11,11 +11,12 @@ from aiohttp import web
 from transformers import PreTrainedTokenizerFast
 
 from agentfactory.rollout.agent import AgentHooks
-from agentfactory.rollout.chain import ChainRunner, Sampling
+from agentfactory.rollout.chain import ChainRunner
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.renderer import make_renderer
 from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.toolset import open_toolset
 from tests.chat_tokenizers import make_tokenizer, trl_template
@@ -48,7 +49,7 @@ class Scripted:
     async def run(self, **task: Any) -> Trajectory:
         """One chain on `task`."""
         sampling = Sampling("policy", 1.0, seed="s")
-        return await self.runner.run("c0", {"question": "go", **task}, sampling, self.runner.config.scored)
+        return await self.runner.run("c0", {"question": "go", **task}, sampling, self.runner.setup.config.scored)
 
     def sent(self) -> list[str]:
         """The prompts that the server got, as text."""

@@ -19,19 +19,19 @@ import numpy as np
 import pytest
 import yaml
 
-from agentfactory import cli
-from agentfactory.command_line import make_parser, parse
-from agentfactory.composition import read_mapping
+from agentfactory.commands import main
+from agentfactory.commands.options import make_parser, parse
 from agentfactory.placement.__main__ import place as plan_for
 from agentfactory.placement.machine import Machine
-from agentfactory.placement.table import GIB, Need
-from agentfactory.recipe import Recipe, RecipeError
-from agentfactory.reference import PAGES, meaning, renewed, sections
+from agentfactory.placement.memory_table import GIB, Need
+from agentfactory.placement.server_memory import ServerMemory
+from agentfactory.recipe.composition import RecipeError, read_mapping
+from agentfactory.recipe.reference import PAGES, meaning, renewed, sections
+from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.client import missing_routes
 from agentfactory.rollout.config import DataConfig, LoraConfig
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.evaluate import Evaluation, mean_figures
-from agentfactory.rollout.memory import ServerMemory
 from agentfactory.rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
 from agentfactory.rollout.parsers import load_parser
 from agentfactory.rollout.probing import choose_template
@@ -58,8 +58,8 @@ SHOWN = [*sorted(DOCS.glob("*.md")), REPOSITORY / "README.md"]
 FENCE = re.compile(r"^(?P<fence>```+)(?P<language>\w*)\n(?P<text>.*?)^(?P=fence)$", re.MULTILINE | re.DOTALL)
 RUN_ELSEWHERE = {
     "README.md": "tests/test_readme.py",
-    "acting.md": "tests/rollout/test_parsers.py",
-    "agents.md": "tests/agentfactory/test_agent.py",
+    "tool-call-formats.md": "tests/rollout/test_parsers.py",
+    "agents.md": "tests/test_agent.py",
     "rewards.md": "tests/rollout/test_reward_library.py",
     "tools.md": "tests/tools/test_tools_page.py",
 }
@@ -334,7 +334,7 @@ def test_the_recipe_to_begin_with_fits_a_workstation(
     without_tools = {key: value for key, value in shown.items() if key not in ("tools", "mcp_servers", "server")}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**without_tools, "rewards": ["exact_match"]}))
     (tmp_path / "tasks.jsonl").write_text('{"question": "2 + 2", "answer": "4"}\n')
-    status = cli.main(["train", "recipe.yaml", "placement.gpu_memory_gib=21.4", "--dry-run"])
+    status = main.main(["train", "recipe.yaml", "placement.gpu_memory_gib=21.4", "--dry-run"])
     said = capsys.readouterr()
     assert status == 0, said.err
     assert "of 21.40 GiB" in said.out
@@ -440,7 +440,7 @@ def provoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     ):
         whole = {"model": {"path": "none"}, "data": {"path": "tasks.jsonl"}, "train": {"steps": 1}, **recipe}
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(whole))
-        assert cli.main(["train", "recipe.yaml"]) == cli.REFUSED
+        assert main.main(["train", "recipe.yaml"]) == main.REFUSED
         said.append(capsys.readouterr().err)
     said.append(missing_routes("http://here", ["/health"], ["/inference/v1/generate"]) or "")
     said.append(str(no_sandbox("setting up uid map: Permission denied")))

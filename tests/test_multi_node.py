@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentfactory.recipe import Recipe, load_recipe
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe
+from agentfactory.trainers.accelerator import launch_command
 from agentfactory.trainers.config import TrainConfig
-from agentfactory.trainers.launch import launch_command
 from tests.conftest import QUICKSTART, REPOSITORY
 from tests.forked import reserved_port
 

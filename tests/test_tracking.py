@@ -22,9 +22,11 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
-from agentfactory.recipe import Recipe, RecipeError, load_recipe
+from agentfactory.launching.run_folder import RunFolder
+from agentfactory.recipe.composition import RecipeError
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory, read_groups
-from agentfactory.run_folder import RunFolder
 from agentfactory.trainers.config import TrackConfig
 from agentfactory.trainers.policy import load_policy
 from agentfactory.trainers.tracking import COLUMNS, MOST_CHARACTERS, Tracking, TrackingError, chosen, conversation

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.run_folder import Hold, RunFolder
+from agentfactory.launching.run_folder import Hold, RunFolder
 from tests.conftest import QUICKSTART, REPOSITORY
 
 pytestmark = pytest.mark.processes

@@ -29,7 +29,9 @@ from agentfactory.doctor.recipe import (
     runs_code,
     starts_server,
 )
-from agentfactory.recipe import Recipe, RecipeError, load_recipe, stages_of
+from agentfactory.recipe.composition import RecipeError
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe, stages_of
 
 Check = Callable[[], Iterable[Finding]]
 _COLORS = {Level.OK: "32", Level.WARNING: "33", Level.PROBLEM: "1;31"}

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from agentfactory.placement.machine import see_machine
-from agentfactory.tools import lifeline
+from agentfactory.tools import parent_watch
 from agentfactory.tools.import_path import is_installed
 
 
@@ -43,5 +43,5 @@ def _torchvision_error() -> str:
 
 
 if __name__ == "__main__":
-    lifeline.follow_parent()
+    parent_watch.follow_parent()
     print(json.dumps(see_devices()))

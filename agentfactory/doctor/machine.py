@@ -16,8 +16,8 @@ import psutil
 from packaging.requirements import Requirement
 
 from agentfactory.doctor.finding import Finding, gib, ok, problem, warning
-from agentfactory.placement.placed import GPU_DRIVERS
-from agentfactory.tools import lifeline
+from agentfactory.placement.placement import GPU_DRIVERS
+from agentfactory.tools import parent_watch
 from agentfactory.tools.import_path import own_python
 from agentfactory.tools.sandbox.session import Sandbox
 from agentfactory.tools.sandbox.settings import SandboxSettings, SandboxUnavailable
@@ -55,7 +55,7 @@ def check_versions() -> Iterator[Finding]:
 
 def see_devices() -> dict[str, Any]:
     """What torch sees; see agentfactory.doctor.devices. Raises RuntimeError where torch cannot be asked."""
-    env = {**os.environ, **lifeline.environment()}
+    env = {**os.environ, **parent_watch.environment()}
     asked = subprocess.run(
         own_python("-m", "agentfactory.doctor.devices"), capture_output=True, text=True, check=False, env=env
     )

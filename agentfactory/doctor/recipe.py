@@ -12,11 +12,11 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from agentfactory.checks import runs_chains
 from agentfactory.doctor.finding import Finding, gib, ok, problem, warning
 from agentfactory.doctor.machine import existing
-from agentfactory.placement.placed import place
-from agentfactory.recipe import Recipe
+from agentfactory.placement.placement import place
+from agentfactory.recipe.checks import runs_chains
+from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.client import NEEDED_ROUTES, missing_routes
 from agentfactory.tools.import_path import own_python
 

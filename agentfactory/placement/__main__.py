@@ -13,18 +13,18 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from agentfactory.checks import runs_chains
 from agentfactory.placement.changes import refusal
 from agentfactory.placement.choice import Device, Estimate, Refused, choose
 from agentfactory.placement.machine import Machine, see_machine
+from agentfactory.placement.memory_table import Need, Plan, table
 from agentfactory.placement.model_config import NoConfigError, load_config
-from agentfactory.placement.table import Need, Plan, table
-from agentfactory.recipe import Recipe
-from agentfactory.rollout.memory import ServerMemory, server_memory
-from agentfactory.rollout.same_model import difference
-from agentfactory.tools import lifeline
+from agentfactory.placement.same_model import difference
+from agentfactory.placement.server_memory import ServerMemory, server_memory
+from agentfactory.placement.trainer_memory import trainer_memory
+from agentfactory.recipe.checks import runs_chains
+from agentfactory.recipe.schema import Recipe
+from agentfactory.tools import parent_watch
 from agentfactory.tools.config import Section
-from agentfactory.trainers.memory import trainer_memory
 
 
 class Estimates:
@@ -128,7 +128,7 @@ def _settings(recipe: Recipe, plan: Plan, on_gpu: bool) -> dict[str, Any]:
         "gpu_memory_utilization": plan.utilization,
         "sync": "ipc" if by_ipc else None,
         # where they take turns, the server is awake when the trainer starts
-        "trainer_bytes": found["trainer" if plan.mode == "split" else "parked trainer"] if shared else 0,
+        "trainer_bytes": found["trainer" if plan.mode == "split" else "offloaded trainer"] if shared else 0,
     }
 
 
@@ -142,7 +142,7 @@ def _visible(gpus: tuple[int, ...]) -> str | None:
 
 def main() -> None:
     """Answer on stdout."""
-    lifeline.follow_parent()
+    parent_watch.follow_parent()
     # what libraries print is not the answer
     with contextlib.redirect_stdout(sys.stderr):
         asked = json.load(sys.stdin)

@@ -7,8 +7,8 @@ from typing import Any
 
 from agentfactory.placement.choice import Estimate, Refused, choose
 from agentfactory.placement.machine import Machine
-from agentfactory.placement.table import Plan, gib
-from agentfactory.recipe import Recipe
+from agentfactory.placement.memory_table import Plan, gib
+from agentfactory.recipe.schema import Recipe
 
 Settings = dict[str, Any]
 """Dotted fields and their values, as on the command line."""

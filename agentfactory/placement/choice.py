@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from agentfactory.placement.machine import Gpu, Machine
-from agentfactory.placement.table import GIB, PARKED, STAYS_ON_GPU, Need, Plan, Sum, gib
-from agentfactory.recipe import Recipe
-from agentfactory.rollout.memory import ServerMemory
+from agentfactory.placement.memory_table import GIB, OFFLOADED, STAYS_ON_GPU, Need, Plan, Sum, gib
+from agentfactory.placement.server_memory import ServerMemory
+from agentfactory.recipe.schema import Recipe
 
 MARGIN = 0.05
 """Share of a device that is left free: allocators keep memory in pieces, some of which are too small for what comes."""
@@ -118,10 +118,10 @@ def _room(recipe: Recipe, *gpus: Gpu) -> _Room:
 
 
 def _on_cpu(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan:
-    """All in one memory; what is parked or sleeps stays in it, but a sleeping server's cache."""
+    """All in one memory; what is offloaded or sleeps stays in it, but a sleeping server's cache."""
     processes = recipe.train.processes
     trainer = processes * sum(need.trainer.values())
-    parked = processes * sum(size for name, size in need.trainer.items() if name in PARKED)
+    offloaded = processes * sum(size for name, size in need.trainer.items() if name in OFFLOADED)
     parts = _parts(need.server)
     share = recipe.server.gpu_memory_utilization
     cache = need.server.least_cache if need.server else 0
@@ -132,7 +132,7 @@ def _on_cpu(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan:
     if mode == "time_share":
         sums = (
             Sum("while training", {"trainer": trainer, "sleeping server": parts, "margin": margin}, free),
-            Sum("while acting", {"server": parts + cache, "parked trainer": parked, "margin": margin}, free),
+            Sum("while acting", {"server": parts + cache, "offloaded trainer": offloaded, "margin": margin}, free),
         )
     else:
         terms = {"trainer": trainer} if need.trainer else {}
@@ -198,7 +198,7 @@ def _on_one_gpu(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan
     room = _room(recipe, *(() if place is None else (machine.gpus[place],)))
     trainer, parts = sum(need.trainer.values()), _parts(need.server)
     left = sum(need.trainer.get(name, 0) for name in STAYS_ON_GPU)
-    # what the server can have beside a trainer, or beside what a parked one leaves on the GPU
+    # what the server can have beside a trainer, or beside what an offloaded one leaves on the GPU
     usable = room.free - room.margin - (trainer if mode == "split" else left)
     if recipe.server.gpu_memory_utilization is not None:
         usable = int(recipe.server.gpu_memory_utilization * room.shared)
@@ -211,13 +211,13 @@ def _on_one_gpu(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan
             terms = {"trainer": trainer, "server": parts + cache, "margin": room.margin}
             return (Sum("together", terms, room.free),)
         sleeping = sum(need.server.parts.get(name, 0) for name in STAYS_ON_GPU)
-        parked = sum(size for name, size in need.trainer.items() if name in PARKED)
+        offloaded = sum(size for name, size in need.trainer.items() if name in OFFLOADED)
         asleep = parts - sleeping
         in_turns = (
             Sum("while training", {"trainer": trainer, "sleeping server": sleeping, "margin": room.margin}, room.free),
-            Sum("while acting", {"server": parts + cache, "parked trainer": left, "margin": room.margin}, room.free),
+            Sum("while acting", {"server": parts + cache, "offloaded trainer": left, "margin": room.margin}, room.free),
         )
-        aside = {"parked trainer": parked, "sleeping server": asleep}
+        aside = {"offloaded trainer": offloaded, "sleeping server": asleep}
         # the machine that will have the GPU may be another one
         return (*in_turns, Sum("in the machine's memory", aside, machine.ram_free if machine.gpus else None))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from agentfactory.tools import lifeline
+from agentfactory.tools import parent_watch
 
 _OWN_CONTEXT = 400 * 2**20
 """What the CUDA context of this process takes of each GPU, in bytes, before anything is computed. Assumed, and not
@@ -45,5 +45,5 @@ def _see_gpu(index: int) -> Gpu:
 
 
 if __name__ == "__main__":
-    lifeline.follow_parent()
+    parent_watch.follow_parent()
     print(json.dumps([gpu.free for gpu in see_machine().gpus]))

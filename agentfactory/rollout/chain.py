@@ -1,24 +1,23 @@
 """Chains from begin to reward: how many at a time, sampled with which weights, and what became of each."""
 
 import asyncio
-import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from agentfactory.rollout.agent import AgentHooks
-from agentfactory.rollout.client import Completion, InferenceClient, InferenceError
+from agentfactory.rollout.client import InferenceClient, InferenceError
 from agentfactory.rollout.concurrency import Places
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.context import check_context
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.play import Play
+from agentfactory.rollout.episode import Episode, Setup
 from agentfactory.rollout.renderer import Renderer
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.tool_errors import ToolErrors
-from agentfactory.rollout.trajectory import Group, Outcome, Span, StopReason, Trajectory
+from agentfactory.rollout.sampling import Sampler, Sampling
+from agentfactory.rollout.trajectory import Group, Outcome, StopReason, Trajectory
 from agentfactory.tools.limits import Rates, check_limits
 from agentfactory.tools.messages import EnvironmentRewardError, ToolInfrastructureError
 from agentfactory.tools.toolset import Toolset
@@ -38,29 +37,6 @@ _OUTCOMES = {
 """Of chains that did not break; any other reason is a limit's."""
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """With what a chain is sampled: the weights by the server's name for them, and how.
-
-    A function as `model` is asked for the name at each turn, and a turn keeps the weights that it began with unless
-    the server updates them in place. `seed` is any text: with the recipe's seed it makes the chain reproducible on a
-    server that takes seeds. `cache_salt` keeps a server that does not drop old caches (`rollout.inflight: keep`) from
-    using those of other weights than the version that the salt names; what it samples with later ones is mixed.
-    """
-
-    model: str | Callable[[], str]
-    temperature: float
-    seed: str
-    cache_salt: str | None = None
-
-
-def turn_seed(recipe_seed: int, chain_seed: str, turn: int, sample: int = 0) -> int:
-    """A 31-bit seed for one sample of one turn, independent of the order in which chains run."""
-    place = f"{turn}.{sample}" if sample else f"{turn}"
-    digest = hashlib.blake2b(f"{recipe_seed}/{chain_seed}/{place}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest) >> 1
-
-
 def begin(chain_id: str) -> Trajectory:
     """A chain that has nothing yet; unless it is played to an end it counts as cancelled."""
     return Trajectory(id=chain_id, messages=[], rows=[], outcome=Outcome.CANCELLED)
@@ -68,9 +44,6 @@ def begin(chain_id: str) -> Trajectory:
 
 class ChainRunner:
     """Runs chains of one recipe; at most `rollout.concurrency` of them are alive at a time."""
-
-    play_type: type[Play] = Play
-    """How a chain is played."""
 
     def __init__(
         self,
@@ -83,26 +56,33 @@ class ChainRunner:
     ):
         """Raises ValueError where limits, context policy or assistant prefix cannot work with these tools and this
         template."""
-        self.recipe = recipe
-        self.config = recipe.rollout
-        self.renderer = renderer
+        check_limits(recipe.limits, [spec.name for spec in toolset.specs])
+        check_context(recipe.rollout)
+        renderer.encode(recipe.rollout.assistant_prefix)  # a prefix that does not fit the template is refused at once
+        self.setup = Setup(
+            recipe,
+            renderer,
+            Sampler(recipe, client, renderer.stop_token_ids),
+            toolset.specs,
+            agent or AgentHooks(),
+            Rates(recipe.limits.calls_per_second),
+        )
         self.client = client
         self.toolset = toolset
         self.rewards = rewards
-        self.agent = agent or AgentHooks()
-        check_limits(recipe.limits, [spec.name for spec in toolset.specs])
-        check_context(self.config)
-        renderer.encode(self.config.assistant_prefix)  # a prefix that does not fit the template is refused at once
-        self.rates = Rates(recipe.limits.calls_per_second)
-        self.tool_errors = ToolErrors()
         limit = recipe.rollout.concurrency
         self.places = Places(recipe.server.max_num_seqs if limit == "auto" else limit)
 
     def with_max_turns(self, max_turns: int) -> "ChainRunner":
         """The same runner, places and rates included, for chains of at most so many turns."""
-        runner = copy(self)
-        runner.config = self.config.model_copy(update={"max_turns": max_turns})
+        runner, recipe = copy(self), self.setup.recipe
+        rollout = recipe.rollout.model_copy(update={"max_turns": max_turns})
+        runner.setup = replace(self.setup, recipe=recipe.model_copy(update={"rollout": rollout}))
         return runner
+
+    def episode(self, trajectory: Trajectory, task: Task, sampling: Sampling) -> Episode:
+        """A chain that is about to begin."""
+        return Episode(self.setup, trajectory, task, sampling)
 
     async def run(
         self, chain_id: str, task: Task, sampling: Sampling, scored: frozenset[Outcome] = ENDINGS
@@ -139,16 +119,16 @@ class ChainRunner:
         """
         async with self.places:
             started = time.monotonic()
-            chain = self.play_type(self, trajectory, task, sampling)
+            chain = self.episode(trajectory, task, sampling)
             try:
-                async with asyncio.timeout(self.config.timeout_seconds) as limit:
+                async with asyncio.timeout(self.setup.config.timeout_seconds) as limit:
                     await self._play_and_score(chain, scored, limit)
             except (TimeoutError, ToolInfrastructureError) as error:
                 self._fail(trajectory, error)
             trajectory.seconds = time.monotonic() - started
             trajectory.metrics = {**chain.metrics(), **trajectory.metrics}
 
-    async def _play_and_score(self, chain: Play, scored: frozenset[Outcome], limit: asyncio.Timeout) -> None:
+    async def _play_and_score(self, chain: Episode, scored: frozenset[Outcome], limit: asyncio.Timeout) -> None:
         trajectory = chain.trajectory
         async with self.toolset.chain(trajectory.id, chain.task) as session:
             # a chain that runs out of time may have to be scored: only its turns end there, not the session
@@ -160,7 +140,7 @@ class ChainRunner:
                     trajectory.outcome = _OUTCOMES.get(trajectory.stop_reason, Outcome.TOOL_LIMIT)
             except (TimeoutError, InferenceError, ToolInfrastructureError) as error:
                 self._fail(trajectory, error)
-            limit.reschedule(asyncio.get_running_loop().time() + self.config.timeout_seconds)
+            limit.reschedule(asyncio.get_running_loop().time() + self.setup.config.timeout_seconds)
             if trajectory.outcome not in scored:
                 return
             environment = await session.reward()
@@ -179,33 +159,12 @@ class ChainRunner:
         match error:
             case TimeoutError():
                 trajectory.outcome = Outcome.TIMEOUT
-                trajectory.error = f"the chain took longer than rollout.timeout_seconds={self.config.timeout_seconds}"
+                trajectory.error = (
+                    f"the chain took longer than rollout.timeout_seconds={self.setup.config.timeout_seconds}"
+                )
             case InferenceError():
                 trajectory.outcome = Outcome.INFERENCE_ERROR
             case EnvironmentRewardError():
                 trajectory.outcome = Outcome.REWARD_ERROR
             case _:
                 trajectory.outcome = Outcome.TOOL_INFRASTRUCTURE
-
-    async def generate(
-        self, ids: list[int], sampling: Sampling, turn: int, max_tokens: int, sample: int = 0
-    ) -> Completion:
-        """Sample the `sample`-th attempt at a turn after `ids`."""
-        parameters = {
-            "temperature": sampling.temperature,
-            "max_tokens": max_tokens,
-            "stop_token_ids": self.renderer.stop_token_ids,
-        }
-        # vLLM's CPU engine dies of per-request seeds, so only our own engine gets them
-        if self.recipe.server.engine == "embedded":
-            parameters["seed"] = turn_seed(self.recipe.seed, sampling.seed, turn, sample)
-        model = sampling.model if isinstance(sampling.model, str) else sampling.model()
-        completion = await self.client.generate(ids, model, parameters, sampling.cache_salt, chain=sampling.seed)
-        if self.recipe.model.lora is not None:
-            # vLLM gives the version of the base weights here; what matters is the adapter, and a turn keeps it
-            count = len(completion.token_ids)
-            return replace(completion, versions=[Span(model, 0, count)] if count else [])
-        if sampling.cache_salt is not None:
-            mixed = [replace(span, mixed=span.version != sampling.cache_salt) for span in completion.versions]
-            return replace(completion, versions=mixed)
-        return completion

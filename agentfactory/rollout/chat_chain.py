@@ -16,31 +16,45 @@ from agentfactory.rollout.chain import ChainRunner
 from agentfactory.rollout.chat_endpoint import ChatEndpoint, ChatEndpointError
 from agentfactory.rollout.client import Completion, ContextOverflowError
 from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.data import Task
+from agentfactory.rollout.episode import Episode, Setup
 from agentfactory.rollout.parsers import Parser, load_parser
-from agentfactory.rollout.play import Play
 from agentfactory.rollout.renderer import Parsed, load_renderer
 from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.templates import split_reasoning
-from agentfactory.rollout.trajectory import Row
+from agentfactory.rollout.trajectory import Row, Trajectory
 from agentfactory.rollout.transcript import transcript
 from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
 from agentfactory.tools.toolset import Toolset, open_toolset
 
 
-class ChatPlay(Play):
+class ChatEpisode(Episode):
     """One chain against an endpoint: messages, and no rows."""
 
-    runner: "ChatRunner"
     sampled: int | None = 0
     length = 0
 
+    def __init__(
+        self,
+        setup: Setup,
+        trajectory: Trajectory,
+        task: Task,
+        sampling: Sampling,
+        endpoint: ChatEndpoint,
+        words: "ChatWords",
+    ) -> None:
+        super().__init__(setup, trajectory, task, sampling)
+        self.endpoint = endpoint
+        self.words = words
+
     async def _take_turn(self) -> tuple[Completion, Parsed]:
-        config, words = self.config, self.runner.words
+        config, words = self.config, self.words
         left = min(config.max_tokens, config.max_total_tokens - self.length)
         if left <= 0:
             raise ContextOverflowError(f"the conversation has {self.length} tokens, of {config.max_total_tokens}")
         specs = self.specs if words.parser.native else []
-        answer = await self.runner.endpoint.ask(self.context.messages, specs, self.sampling.temperature, left)
+        answer = await self.endpoint.ask(self.context.messages, specs, self.sampling.temperature, left)
         self.trajectory.turns += 1
         self.length = answer.length or self.length
         self.sampled = None if self.sampled is None or answer.sampled is None else self.sampled + answer.sampled
@@ -61,7 +75,7 @@ class ChatPlay(Play):
         """The next request has the whole conversation."""
 
     def metrics(self) -> dict[str, float]:
-        """See Play. `sampled_tokens` is left out where the endpoint does not count them."""
+        """See Episode. `sampled_tokens` is left out where the endpoint does not count them."""
         figures = super().metrics()
         del figures["sampled_tokens"]
         return figures if self.sampled is None else {**figures, "sampled_tokens": self.sampled}
@@ -181,14 +195,16 @@ def _call(raw: Any) -> tuple[str, dict[str, Any]]:
 class ChatRunner(ChainRunner):
     """Runs chains against a chat endpoint."""
 
-    play_type = ChatPlay
-
     def __init__(
         self, recipe: RolloutRecipe, endpoint: ChatEndpoint, toolset: Toolset, rewards: Rewards, base: Path = Path()
     ):
         self.endpoint = endpoint
         self.words = ChatWords(load_parser(recipe.rollout.parser, base), recipe, base)
         super().__init__(recipe, self.words, endpoint, toolset, rewards)
+
+    def episode(self, trajectory: Trajectory, task: Task, sampling: Sampling) -> ChatEpisode:
+        """See ChainRunner."""
+        return ChatEpisode(self.setup, trajectory, task, sampling, self.endpoint, self.words)
 
 
 def check_recipe(recipe: RolloutRecipe) -> None:

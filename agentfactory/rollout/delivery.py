@@ -19,7 +19,7 @@ from typing import Any
 
 from agentfactory.rollout.config import EqualRewards, RolloutRecipe
 from agentfactory.rollout.trajectory import Group
-from agentfactory.tools import lifeline
+from agentfactory.tools import parent_watch
 from agentfactory.tools.import_path import own_python
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **lifeline.environment(), TOKEN_VARIABLE: token, "CUDA_VISIBLE_DEVICES": ""},
+                env={**os.environ, **parent_watch.environment(), TOKEN_VARIABLE: token, "CUDA_VISIBLE_DEVICES": ""},
                 # a launcher's signal to the trainer's process group is not for the worker: the trainer ends it
                 start_new_session=True,
             )

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.rollout.agent import AgentHooks, load_agent
-from agentfactory.rollout.chain import ChainRunner, Sampling
+from agentfactory.rollout.chain import ChainRunner
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import OutcomePolicy, RolloutRecipe
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.filter import commonest_ending
 from agentfactory.rollout.renderer import load_renderer
 from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.statistics import Estimate, by_source, estimates, sample_figures
 from agentfactory.rollout.trajectory import Group, Trajectory
 from agentfactory.tools.toolset import open_toolset
@@ -199,7 +200,7 @@ def run_eval(
 
 
 def _warn_of_tools(runner: ChainRunner) -> None:
-    for warning in runner.tool_errors.take_warnings():
+    for warning in runner.setup.tool_errors.take_warnings():
         logger.warning(warning)
 
 

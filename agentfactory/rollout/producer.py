@@ -7,15 +7,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentfactory.rollout.chain import ChainRunner, Sampling, begin
+from agentfactory.rollout.admission import Admission, BatchChoice, Candidate
+from agentfactory.rollout.chain import ChainRunner, begin
 from agentfactory.rollout.config import EqualRewards, Inflight, OutcomePolicy, RolloutConfig
 from agentfactory.rollout.curriculum import Curriculum, successes
 from agentfactory.rollout.data import Place, Task, TaskOrder
 from agentfactory.rollout.filter import GroupFilter, Worth, counted, worth
 from agentfactory.rollout.resume import Resumed
-from agentfactory.rollout.scheduler import Admission, BatchChoice, Candidate
-from agentfactory.rollout.staleness import Cancellations
+from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
+from agentfactory.rollout.weight_versions import Cancellations
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +231,7 @@ class GroupProducer:
 
     def cache_salt(self) -> str | None:
         """The salt for a chain that begins now: with `inflight: keep`, it must not find caches of older weights."""
-        keeps = self.config.inflight is Inflight.KEEP and self.runner.recipe.model.lora is None
+        keeps = self.config.inflight is Inflight.KEEP and self.runner.setup.recipe.model.lora is None
         return str(self.published.version) if keeps else None
 
     def _save(self, group: _OpenGroup) -> None:

@@ -30,8 +30,8 @@ Spans = list[tuple[int, int, float]]
 @dataclass(frozen=True)
 class Parsed:
     """What a sampled turn says. `error` is what is wrong with it, in words for the model; then no call of the turn is
-    executed and `message` holds the text as it was written. `answer` is the final answer, where the way of acting marks
-    one. `roles` has a letter for each sampled token (roles.turn_roles); empty: unknown."""
+    executed and `message` holds the text as it was written. `answer` is the final answer, where the format marks one.
+    `roles` has a letter for each sampled token (roles.turn_roles); empty: unknown."""
 
     message: Message
     calls: list[ToolCall] = field(default_factory=list)
@@ -73,8 +73,8 @@ class Renderer(Protocol):
         """What the model has to be told of the tools; None where the chat template does."""
 
     def instruct(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Message]:
-        """The messages that open a chain, as the way of acting has them, instructions included. Done twice, it changes
-        nothing more."""
+        """The messages that open a chain, as the tool-call format has them, instructions included. A second call
+        changes nothing more."""
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
         """How the results of a turn are told."""
@@ -193,11 +193,11 @@ class TemplateRenderer:
         return Parsed(message, calls, answer=found.answer, roles=roles)
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        """See Renderer. Raises ValueError where the way of acting cannot call these tools."""
+        """See Renderer. Raises ValueError where the tool-call format cannot call these tools."""
         return self.parser.instructions(specs)
 
     def instruct(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Message]:
-        """See Renderer. Raises RenderError (a ValueError) for calls that the way of acting cannot express."""
+        """See Renderer. Raises RenderError (a ValueError) for calls that the tool-call format cannot express."""
         return [line.message for line in transcript(messages, self.parser, specs, self.behaviour.system)]
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
@@ -228,7 +228,7 @@ class TemplateRenderer:
         assistant message with its end-of-turn token, 0 for any other. The mask is 1 where the weight is not 0. The
         generation prompt and the rest of a turn's closing have weight 0. The row ends with the last turn's end-of-turn
         token, or with the messages after it. Raises RenderError, naming the message's index, where the template
-        cannot render the conversation or rewrites it, or where the way of acting cannot express it.
+        cannot render the conversation or rewrites it, or where the tool-call format cannot express it.
         """
         return self._row(transcript(messages, self.parser, specs, self.behaviour.system), specs)
 
@@ -361,7 +361,7 @@ def make_renderer(
 ) -> TemplateRenderer:
     """A renderer for a tokenizer and a Jinja template (default: the tokenizer's own), after probing the template.
 
-    `parser` is the way of acting, as in `rollout.parser`; a file of one's own is looked for in `base`. `tools`: the
+    `parser` is the tool-call format, as in `rollout.parser`; a file of one's own is looked for in `base`. `tools`: the
     chains call tools; without them the template need not render any. `eos_token_ids` end a turn beside the template's
     and the tokenizer's own. `log` gets one record, `{"renderer": info}`. Raises RenderError (a ValueError) where the
     template cannot serve.

@@ -1,4 +1,4 @@
-"""Conversations as a way of acting has them: its instructions, and calls, results and answers in its words."""
+"""Conversations as a tool-call format has them: its instructions, and calls, results and answers in its words."""
 
 import json
 from collections.abc import Sequence

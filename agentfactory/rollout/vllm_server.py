@@ -18,7 +18,7 @@ import time
 from typing import NoReturn
 
 from agentfactory.rollout.vllm_guard import KEY_VARIABLE
-from agentfactory.tools import lifeline
+from agentfactory.tools import parent_watch
 
 _POLL_SECONDS = 0.2
 _VERSION = importlib.metadata.version
@@ -125,9 +125,9 @@ def _answers(host: str, port: int, method: str, path: str, body: object, api_key
 
 def main() -> None:
     """Serve until SIGTERM or SIGINT. Exit status 2 and one line on stderr when it cannot start."""
-    lifeline.follow_parent()
+    parent_watch.follow_parent()
     # vLLM's other processes follow this one, whatever happens to it
-    os.environ.update(lifeline.environment())
+    os.environ.update(parent_watch.environment())
     args, flags = _arguments()
     api_key = None
     if args.api_key_env and not (api_key := os.environ.get(args.api_key_env)):
@@ -165,6 +165,6 @@ def main() -> None:
 importlib.metadata.version = _version
 if __name__ == "__mp_main__":
     # one of vLLM's own processes, which import the main module again
-    lifeline.follow_parent()
+    parent_watch.follow_parent()
 if __name__ == "__main__":
     main()

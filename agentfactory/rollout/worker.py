@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentfactory.rollout.admission import Admission
 from agentfactory.rollout.chain import ChainRunner
 from agentfactory.rollout.client import InferenceError, ServerUnreachableError
 from agentfactory.rollout.concurrency import ConcurrencyControl
@@ -20,9 +21,8 @@ from agentfactory.rollout.delivery import connect, encode
 from agentfactory.rollout.evaluate import evaluate, open_runner
 from agentfactory.rollout.producer import GroupProducer, Published, RolloutStoppedError
 from agentfactory.rollout.resume import Resumed
-from agentfactory.rollout.scheduler import Admission
 from agentfactory.rollout.trajectory import Group, read_groups
-from agentfactory.tools import lifeline
+from agentfactory.tools import parent_watch
 from agentfactory.tools.import_path import append_folders
 from agentfactory.tools.messages import ToolInfrastructureError
 
@@ -61,7 +61,7 @@ class Worker:
         """Serve until rank 0 is gone."""
         async with open_runner(self.recipe, self.base, self.urls) as runner:
             await runner.check(self.order.tasks[0])
-            await self._send("ready", renderer=runner.renderer.info)
+            await self._send("ready", renderer=runner.setup.renderer.info)
             messages = self._messages()
             first = await anext(messages, None)
             if first is None:
@@ -157,7 +157,7 @@ class Worker:
         return await restored
 
     async def _deliver(self, runner: ChainRunner, batch: list[Group], figures: dict[str, float]) -> None:
-        for warning in runner.tool_errors.take_warnings():
+        for warning in runner.setup.tool_errors.take_warnings():
             await self._send("warning", text=warning)
         for group in batch:
             await self._send("group", group=asdict(group))
@@ -174,7 +174,7 @@ EXPECTED = (ServerUnreachableError, RolloutStoppedError, ToolInfrastructureError
 
 async def main(address: str) -> int:
     """Connect to rank 0, work, and tell it why when work cannot go on. Returns the exit status."""
-    lifeline.follow_parent()
+    parent_watch.follow_parent()
     reader, writer = await connect(address)
     # the terminal's Ctrl-C reaches the whole process group; the trainer decides when the worker ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)

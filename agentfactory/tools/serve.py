@@ -29,7 +29,7 @@ from mcp.server.mcpserver import MCPServer
 from mcp.server.stdio import stdio_server
 from pydantic import ValidationError
 
-from agentfactory.tools import lifeline
+from agentfactory.tools import parent_watch
 from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.environment import Environment
 from agentfactory.tools.mcp_server import build_server
@@ -177,7 +177,7 @@ def _exit_with_parent(stdin: int) -> None:
 
 def serve_http(server: Server[Any], port: int) -> None:
     """Serve streamable HTTP under /mcp on 127.0.0.1 until SIGINT or SIGTERM."""
-    lifeline.follow_parent()
+    parent_watch.follow_parent()
     # the protocol is named because asyncio turns Nagle's algorithm off only for sockets that name it: 40 ms a call
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

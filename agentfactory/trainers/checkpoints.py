@@ -13,7 +13,7 @@ from agentfactory.trainers.checkpoint import load_checkpoint, save_checkpoint
 from agentfactory.trainers.checkpoint_folder import ONLY_BEST, checkpoints, flush, prune, read_info
 from agentfactory.trainers.config import TrainConfig
 from agentfactory.trainers.learner import Learner
-from agentfactory.trainers.lineage import Lineage
+from agentfactory.trainers.train_state import TrainState
 
 
 class Checkpoints:
@@ -31,10 +31,10 @@ class Checkpoints:
         """`info` (JSON) goes into each checkpoint as it is. `files` are those that the run appends to: a checkpoint
         notes how long they are, so that a resumed run can cut what came after. `resume` is the checkpoint to go on
         from."""
-        self.lineage = Lineage.from_json(read_info(resume)) if resume else Lineage()
+        self.train_state = TrainState.from_json(read_info(resume)) if resume else TrainState()
         self.path = resume
         """The newest checkpoint."""
-        self.saved_step = self.lineage.step
+        self.saved_step = self.train_state.step
         self._folder = folder
         self._tokenizer = tokenizer
         self._train = train
@@ -51,11 +51,11 @@ class Checkpoints:
         """Whether the last finished step was evaluated, and best so far by `train.keep_best`: rank 0's answer, in all
         ranks. Every process calls it."""
         answer = [False]
-        if accelerator.is_main_process and self.lineage.evaluated == self.lineage.step > 0:
-            names = [name for name in metric_names(self._train.keep_best) if name in self.lineage.after]
-            value = figure(self.lineage.after, names[0]) if names else None
-            if value is not None and (self.lineage.best is None or value > self.lineage.best):
-                self.lineage.best, answer = value, [True]
+        if accelerator.is_main_process and self.train_state.evaluated == self.train_state.step > 0:
+            names = [name for name in metric_names(self._train.keep_best) if name in self.train_state.after]
+            value = figure(self.train_state.after, names[0]) if names else None
+            if value is not None and (self.train_state.best is None or value > self.train_state.best):
+                self.train_state.best, answer = value, [True]
         if accelerator.num_processes > 1:
             dist.broadcast_object_list(answer, src=0)
         return answer[0]
@@ -73,7 +73,7 @@ class Checkpoints:
 
         Raises ValueError where train.keep_best names a figure that the run does not have.
         """
-        main, step = learner.accelerator.is_main_process, self.lineage.step
+        main, step = learner.accelerator.is_main_process, self.train_state.step
         info: dict[str, Any] = {}
         if main:
             files = {name: file for name, file in self._files.items() if file.exists()}
@@ -81,7 +81,7 @@ class Checkpoints:
             for file in files.values():
                 # what the checkpoint counts on
                 flush(file)
-            info = {**self._info, **self.lineage.to_json(), "files": sizes, ONLY_BEST: only_best}
+            info = {**self._info, **self.train_state.to_json(), "files": sizes, ONLY_BEST: only_best}
         self.path = save_checkpoint(self._folder, step, learner, self._tokenizer, info)
         self.saved_step = step
         if main:
@@ -90,10 +90,10 @@ class Checkpoints:
             prune(self._folder, self._train.keep_last, best.path if best else None)
 
     def _check_keep_best(self) -> None:
-        wanted, lineage = self._train.keep_best, self.lineage
+        wanted, train_state = self._train.keep_best, self.train_state
         if wanted == AUTO:
             return
-        known = {*lineage.metrics, *lineage.after}
-        not_yet = lineage.evaluated is None and wanted is not None and wanted.startswith("eval/")
+        known = {*train_state.metrics, *train_state.after}
+        not_yet = train_state.evaluated is None and wanted is not None and wanted.startswith("eval/")
         if wanted is not None and wanted not in known and not not_yet:
             raise ValueError(f"train.keep_best: the run has no figure {wanted!r}; it has {', '.join(sorted(known))}")

@@ -152,7 +152,7 @@ def make_policy(
     recipe: TrainRecipe, network: PreTrainedModel, batching: Batching, device: torch.device | str = "cpu"
 ) -> Policy:
     """The policy that a network becomes: the recipe's options, its adapter if it has one. No weight of the network is
-    read, so it may be one without any, such as agentfactory.trainers.memory plans with."""
+    read, so it may be one without any, such as agentfactory.placement.trainer_memory plans with."""
     config = recipe.model
     dtype: torch.dtype = getattr(torch, config.dtype)
     apply_options(network, recipe.train, device)

@@ -13,8 +13,8 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor
 
-from agentfactory.rollout.staleness import WeightVersions
 from agentfactory.rollout.trajectory import Group
+from agentfactory.rollout.weight_versions import WeightVersions
 from agentfactory.trainers.checkpoints import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.credit import Credit, Credited, needed_scores
@@ -56,7 +56,7 @@ class TrainResult:
     @classmethod
     def of(cls, checkpoints: Checkpoints, stop: Stop) -> "TrainResult":
         """The result of a loop that has ended."""
-        line = checkpoints.lineage
+        line = checkpoints.train_state
         return cls(line.step, line.seconds, checkpoints.path, line.before, line.after, stop.agreed_on)
 
 
@@ -84,9 +84,9 @@ def train_rl(
     train, every = recipe.train, recipe.eval.every
     main = accelerator.is_main_process
     stop, turns = stop or Stop(), turns or Turns()
-    lineage = checkpoints.lineage
+    train_state = checkpoints.train_state
     scores = needed_scores(recipe)
-    weights = WeightVersions(adapters=recipe.model.lora is not None, numbers=lineage.labels)
+    weights = WeightVersions(adapters=recipe.model.lora is not None, numbers=train_state.labels)
 
     def canary_scores() -> Scores | None:
         return canary.trainer_scores(learner.policy, learner.policy_forward) if canary else None
@@ -108,12 +108,12 @@ def train_rl(
     def evaluate(step: int) -> bool:
         """Whether the step is one to evaluate."""
         due = step in (0, train.steps) or (every > 0 and step % every == 0)
-        if source is None or not due or lineage.evaluated == step:
+        if source is None or not due or train_state.evaluated == step:
             return due
         started = time.perf_counter()
         metrics = stop.wait_for(source.evaluate)
         if metrics is not None:
-            lineage.note_evaluation(step, metrics)
+            train_state.note_evaluation(step, metrics)
         if metrics:
             log({"step": step, **metrics, "seconds/eval": time.perf_counter() - started})
         return True
@@ -121,18 +121,18 @@ def train_rl(
     def save(only_best: bool = False) -> None:
         checkpoints.save(learner, only_best)
         if source:
-            source.acknowledge(lineage.take_groups())
+            source.acknowledge(train_state.take_groups())
 
     with turns.training():
         learner = Learner(recipe, accelerator, recipe.rollout.temperature)
         turns.share(learner)
         checkpoints.restore(learner)
         expected = canary_scores()
-    first = {**publish(lineage.step, expected), **turns.take_seconds()}
-    if first and lineage.step == 0:
+    first = {**publish(train_state.step, expected), **turns.take_seconds()}
+    if first and train_state.step == 0:
         log({"step": 0, "version": 0, **first})
-    evaluate(lineage.step)
-    for step in range(lineage.step + 1, train.steps + 1):
+    evaluate(train_state.step)
+    for step in range(train_state.step + 1, train.steps + 1):
         started = time.perf_counter()
         groups = (stop.wait_for(lambda: source.next_batch(train.batch_size)) or []) if source else []
         if stop.agreed(accelerator):
@@ -170,12 +170,12 @@ def train_rl(
             # meanwhile chains run on the new weights
             note(step, groups, credit.lines(step, credited.rows, scored) if recipe.track.credit else [])
         ended = time.perf_counter()
-        lineage.finish(step, [group.id for group in groups], ended - started)
+        train_state.finish(step, [group.id for group in groups], ended - started)
         if main:
             mismatches = (
                 mismatch_by_kind(credited.rows, credit.sources, scored, age if sync else None) if scored else {}
             )
-            lineage.metrics = {
+            train_state.metrics = {
                 "step": step,
                 "version": step,
                 **group_metrics(groups, ages),
@@ -192,11 +192,11 @@ def train_rl(
                 **turns.take_seconds(),
                 **sync_metrics,
             }
-            log(lineage.metrics)
+            log(train_state.metrics)
         is_best = evaluate(step) and checkpoints.is_best(accelerator)
         if is_best or checkpoints.due(step):
             save(only_best=not checkpoints.due(step))
-    if lineage.step > checkpoints.saved_step:
+    if train_state.step > checkpoints.saved_step:
         # a signal came between two checkpoints
         save()
     return TrainResult.of(checkpoints, stop)

@@ -69,12 +69,12 @@ def train_sft(
     train = recipe.train
     main = accelerator.is_main_process
     stop = stop or Stop()
-    lineage = checkpoints.lineage
+    train_state = checkpoints.train_state
     learner = Learner(recipe, accelerator)
     checkpoints.restore(learner)
-    consumed = lineage.step * train.batch_size
+    consumed = train_state.step * train.batch_size
     examples = itertools.islice(_shuffled(rows or [], recipe.seed), consumed, None) if main else iter(())
-    for step in range(lineage.step + 1, train.steps + 1):
+    for step in range(train_state.step + 1, train.steps + 1):
         if stop.agreed(accelerator):
             break
         started = time.perf_counter()
@@ -83,9 +83,9 @@ def train_sft(
         update = learner.update(batch, _weighted_likelihood)
         learner.end_step()
         seconds = time.perf_counter() - started
-        lineage.finish(step, [], seconds)
+        train_state.finish(step, [], seconds)
         if main:
-            lineage.metrics = {
+            train_state.metrics = {
                 "step": step,
                 "loss": update.loss,
                 "grad_norm": update.grad_norm,
@@ -94,10 +94,10 @@ def train_sft(
                 "tokens_per_second": batch.tokens / seconds,
                 "seconds/step": seconds,
             }
-            log(lineage.metrics)
+            log(train_state.metrics)
         if checkpoints.due(step):
             checkpoints.save(learner)
-    if lineage.step > checkpoints.saved_step:
+    if train_state.step > checkpoints.saved_step:
         checkpoints.save(learner)
     return TrainResult.of(checkpoints, stop)
 

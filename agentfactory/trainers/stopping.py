@@ -13,7 +13,7 @@ import psutil
 from accelerate import Accelerator
 from torch import distributed as dist
 
-from agentfactory.tools import lifeline
+from agentfactory.tools import parent_watch
 from agentfactory.trainers.health import Symptom
 
 Result = TypeVar("Result")
@@ -59,7 +59,7 @@ class Stop:
             first = [(os.getpid(), psutil.Process().create_time())]
             dist.broadcast_object_list(first, src=0)
             if not accelerator.is_main_process:
-                self._follows = lifeline.follow(*first[0])
+                self._follows = parent_watch.follow(*first[0])
 
     def ask(self, symptom: Symptom) -> None:
         """Stop after the present step; rank 0 calls it."""

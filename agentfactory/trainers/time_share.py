@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from agentfactory.trainers.learner import Learner
-from agentfactory.trainers.parking import Parking
+from agentfactory.trainers.offload import Offload
 from agentfactory.trainers.policy import Policy
 from agentfactory.trainers.server_control import ServerControl, SyncError
 from agentfactory.trainers.stopping import Stop
-from agentfactory.trainers.sync.patient import patiently
 from agentfactory.trainers.sync.protocol import SyncReport, WeightSync
+from agentfactory.trainers.sync.retrying import retry_until_answered
 
 _LEAST_FREED = 2**20
 """Bytes that a server frees at least when it goes to sleep."""
@@ -37,49 +37,51 @@ class Turns:
 
 
 class TimeShare(Turns):
-    """The server sleeps while the trainer has the device, and the trainer is parked while the server has it.
+    """The server sleeps while the trainer has the device, and the trainer is offloaded while the server has it.
 
-    `training` sends the server to sleep and brings the learner in; at its end the learner is parked, and the server
+    `training` sends the server to sleep and brings the learner in; at its end the learner is offloaded, and the server
     sleeps on: `waking` wakes it around the update of its weights, which is then proven as ever. A turn that ends by an
-    error parks nothing. A run that is stopped within a turn leaves its server asleep, which the next attempt finds so.
-    On a CPU the trainer's tensors are where they would be parked, so only the order is kept.
+    error offloads nothing. A run that is stopped within a turn leaves its server asleep; the next attempt finds it so.
+    On a CPU the trainer's tensors are where they would be offloaded, so only the order is kept.
     """
 
     def __init__(
         self,
         server: ServerControl,
         device: torch.device,
-        patience_seconds: float,
+        retry_seconds: float,
         stop: Stop | None = None,
         moves: bool | None = None,
     ) -> None:
         """`device` is the trainer's. A server that does not answer when it is to sleep is waited for, for
-        `patience_seconds` or until `stop` hears a signal. `moves`: whether the learner is copied from and to the device
+        `retry_seconds` or until `stop` hears a signal. `moves`: whether the learner is copied from and to the device
         (default: unless that is the CPU)."""
         self._server = server
         self._device = device
-        self._patience = patience_seconds
+        self._retry_seconds = retry_seconds
         self._stop = stop or Stop()
         self._moves = device.type != "cpu" if moves is None else moves
-        self._parking: Parking | None = None
+        self._offload: Offload | None = None
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """See Turns. Raises SyncError where the server does not sleep, ServerGoneError where it is gone for good."""
         with self._timed("seconds/sleep"):
-            patiently(self._send_to_sleep, "the trainer's turn", self._patience, lambda: self._stop.heard)
+            retry_until_answered(
+                self._send_to_sleep, "the trainer's turn", self._retry_seconds, lambda: self._stop.heard
+            )
         with self._timed("seconds/bring_in"):
-            if self._parking is not None:
-                self._parking.bring_in()
+            if self._offload is not None:
+                self._offload.to_device()
         yield
         with self._timed("seconds/park"):
-            if self._parking is not None:
-                self._parking.park()
+            if self._offload is not None:
+                self._offload.to_host()
 
     def share(self, learner: Learner) -> None:
         """See Turns."""
-        self._parking = Parking(learner) if self._moves else None
+        self._offload = Offload(learner) if self._moves else None
 
     def waking(self, sync: WeightSync) -> WeightSync:
         """`sync` into the server that this one sends to sleep."""
@@ -93,7 +95,7 @@ class TimeShare(Turns):
     def _send_to_sleep(self) -> None:
         before = free_memory(self._device)
         # one that an earlier attempt has left asleep frees nothing more
-        first = before is not None and self._parking is None and not self._server.is_sleeping()
+        first = before is not None and self._offload is None and not self._server.is_sleeping()
         self._server.sleep()
         freed = (free_memory(self._device) or 0) - (before or 0)
         if first and freed < _LEAST_FREED:

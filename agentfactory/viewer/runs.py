@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 from pydantic_core import from_json
 
+from agentfactory.launching.run_folder import RECIPE, RunFolder
 from agentfactory.rollout.trajectory import CREDIT_FILE
-from agentfactory.run_folder import RECIPE, RunFolder
 from agentfactory.trainers.best_checkpoint import BestCheckpoint, find_best
 from agentfactory.viewer.growing_file import GrowingFile
 

@@ -15,7 +15,7 @@ from agentfactory.rollout.embedded.engine import Engine, Request
 from agentfactory.trainers.policy import load_policy
 from agentfactory.trainers.server_control import ServerControl, SyncError
 from tests.gpu.models import DEVICE, NEEDS_GPU, VOCABULARY, recipe
-from tests.served import serve
+from tests.server_process import serve
 
 pytestmark = NEEDS_GPU
 MAX_MODEL_LEN, MAX_NUM_SEQS = 1024, 64

@@ -12,12 +12,12 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from agentfactory.placement.server_memory import server_memory
+from agentfactory.placement.trainer_memory import trainer_memory
 from agentfactory.rollout.embedded.engine import Engine, Request
-from agentfactory.rollout.memory import server_memory
 from agentfactory.trainers.batch import TrainingRow
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.learner import Learner
-from agentfactory.trainers.memory import trainer_memory
 from agentfactory.trainers.policy_update import update_policy
 from tests.conftest import QUICKSTART
 from tests.gpu.models import DEVICE, NEEDS_GPU, VOCABULARY, make_model, needs

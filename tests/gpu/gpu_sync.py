@@ -13,7 +13,7 @@ from agentfactory.trainers.server_control import ServerControl
 from agentfactory.trainers.sync import IpcSync
 from agentfactory.trainers.sync.content import check_content, parameter_digest
 from tests.gpu.models import DEVICE, NEEDS_GPU, recipe
-from tests.served import serve
+from tests.server_process import serve
 from tests.trainers import sabotage
 from tests.trainers.test_sabotage import Run, with_first_weights
 
@@ -46,10 +46,10 @@ def disturb(policy: Policy) -> None:
             parameter.add_(0.05 * parameter.abs().mean() * torch.randn_like(parameter))
 
 
-@pytest.mark.parametrize("where", ["on the GPU", "parked"])
+@pytest.mark.parametrize("where", ["on the GPU", "offloaded"])
 def test_full_weights_by_ipc(small: Path, url: str, where: str) -> None:
     """In several parts, three versions; each part is read by the server's process before the next is written. Those of
-    a parked trainer come from the CPU into a server whose cache sleeps."""
+    an offloaded trainer come from the CPU into a server whose cache sleeps."""
     server = ServerControl(url)
     policy = load_policy(recipe(small, "bfloat16"), DEVICE)
     sync = IpcSync([server], buffer_bytes=2**20)
@@ -57,12 +57,12 @@ def test_full_weights_by_ipc(small: Path, url: str, where: str) -> None:
         disturb(policy)
         state = policy.gather()
         assert all(value.is_cuda for value in state.values())
-        if where == "parked":
+        if where == "offloaded":
             server.post("/sleep?level=1&mode=abort")
             state = {name: value.cpu() for name, value in state.items()}
             server.post("/wake_up?tags=weights")
         report = sync.push(version, policy, state)
-        if where == "parked":
+        if where == "offloaded":
             server.post("/wake_up?tags=kv_cache")
         assert report.digest == check_content(state, {name: parameter_digest([v]) for name, v in state.items()})
         ids = list(range(60))

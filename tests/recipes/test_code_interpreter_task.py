@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.recipe import Recipe, load_recipe
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.renderer import load_tokenizer
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.tools.user_code import load_object

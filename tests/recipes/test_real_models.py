@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.placement.placed import Placement, place
-from agentfactory.recipe import Recipe, load_recipe
+from agentfactory.placement.placement import Placement, place
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.long

@@ -13,11 +13,12 @@ import pytest
 from aiohttp import web
 from transformers import PreTrainedTokenizerFast
 
-from agentfactory.rollout.chain import ChainRunner, Sampling
+from agentfactory.rollout.chain import ChainRunner
 from agentfactory.rollout.client import InferenceClient, ServerUnreachableError
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.renderer import TemplateRenderer, make_renderer
 from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from agentfactory.tools.toolset import open_toolset
 from tests.conftest import QUICKSTART
@@ -134,7 +135,7 @@ async def open_chains(
 
 async def run_one(runner: ChainRunner, **task: object) -> Trajectory:
     sampling = Sampling("policy", 1.0, seed="")
-    return await runner.run("c0", {"question": "go", **task}, sampling, runner.config.scored)
+    return await runner.run("c0", {"question": "go", **task}, sampling, runner.setup.config.scored)
 
 
 async def test_every_mistake_gets_an_error_turn_and_the_chain_goes_on(

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from agentfactory.rollout.chain import Sampling
 from agentfactory.rollout.chat_chain import open_chat_runner
 from agentfactory.rollout.chat_endpoint import ChatEndpointError, base_url, look_at
 from agentfactory.rollout.client import ServerUnreachableError
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.evaluate import open_runner, run_eval
+from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Outcome, Trajectory, read_groups
 from tests.chat_server import Answer, model_behind, said, serve_chat
 from tests.conftest import QUICKSTART

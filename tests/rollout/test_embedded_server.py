@@ -29,7 +29,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests.served import busy
+from tests.server_process import busy
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

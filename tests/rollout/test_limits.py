@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from agentfactory.rollout.chain import ChainRunner, Sampling
+from agentfactory.rollout.chain import ChainRunner
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.renderer import make_renderer
 from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from agentfactory.tools.config import Limit
 from agentfactory.tools.messages import CallError
@@ -119,7 +120,7 @@ async def play(turns: list[str], folder: Path, **fields: Any) -> Played:
     script = Script(turns)
     async with open_chains(script, folder, **fields) as (runner, server):
         sampling = Sampling("policy", 1.0, seed="")
-        trajectory = await runner.run("c0", {"question": "go"}, sampling, runner.config.scored)
+        trajectory = await runner.run("c0", {"question": "go"}, sampling, runner.setup.config.scored)
         read = script.tokenizer.decode(server.requests[-1]["token_ids"])
         assert isinstance(read, str)
         return Played(trajectory, read)

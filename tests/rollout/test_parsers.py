@@ -1,4 +1,4 @@
-"""Every way of acting: what it reads and refuses, what it writes, and that nothing a model writes can upset it."""
+"""Every tool-call format: what it reads and refuses, what it writes, and that nothing a model writes can upset it."""
 
 import json
 import random
@@ -554,7 +554,7 @@ def test_hostile_turns_of_a_megabyte_take_no_longer_than_their_length(name: str)
 # --- one's own -------------------------------------------------------------------------------------------------------
 
 
-PAGE = Path(__file__).parents[2].joinpath("docs/acting.md").read_text(encoding="utf-8")
+PAGE = Path(__file__).parents[2].joinpath("docs/tool-call-formats.md").read_text(encoding="utf-8")
 
 
 def test_a_parser_of_ones_own(tmp_path: Path) -> None:

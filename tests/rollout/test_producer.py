@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from agentfactory.rollout.admission import Admission
 from agentfactory.rollout.chain import ChainRunner
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
@@ -20,7 +21,6 @@ from agentfactory.rollout.producer import GroupProducer, Published, RolloutStopp
 from agentfactory.rollout.renderer import load_tokenizer, make_renderer
 from agentfactory.rollout.resume import Resumed
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.scheduler import Admission
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory, read_groups
 from agentfactory.tools.toolset import open_toolset
 from tests.scripted_server import ScriptedServer, serve_script
@@ -432,12 +432,12 @@ async def test_however_often_a_run_is_stopped_no_place_is_trained_twice_or_forgo
     ]
     for each in tasks:
         each["seconds"] = [draw.choice([0.0, 0.01, 0.1]) for _ in range(3)]
-    path, lineage = tmp_path / "train.jsonl", list[list[str]]()
+    path, train_state = tmp_path / "train.jsonl", list[list[str]]()
     steps, version, size, stops = 6, 0, 0, 0
     while version < steps:
         if path.exists():
             path.write_bytes(path.read_bytes()[:size])
-        trained = [name for batch in lineage for name in batch]
+        trained = [name for batch in train_state for name in batch]
         resumed = None
         options: dict[str, Any] = {"batch": 2, "max_staleness": max_staleness, "equal_rewards": "drop"}
         options["on_outcome"] = {"max_tokens": "drop"}
@@ -455,12 +455,12 @@ async def test_however_often_a_run_is_stopped_no_place_is_trained_twice_or_forgo
                         version += 1
                         if version < steps:
                             trainer.publish(version)
-                        lineage.append([group.id for group in batch])
+                        train_state.append([group.id for group in batch])
                         # the moment of the checkpoint
                         size = path.stat().st_size
-    assert len(lineage) == steps
-    assert all(1 <= len(batch) <= 2 for batch in lineage)
-    places = [Place.of(name) for batch in lineage for name in batch]
+    assert len(train_state) == steps
+    assert all(1 <= len(batch) <= 2 for batch in train_state)
+    places = [Place.of(name) for batch in train_state for name in batch]
     assert len({place.position for place in places}) == len(places), "none twice"
     saved = {group.id: group.trajectories for group in read_groups(path)}
     assert len(saved) == sum(1 for _ in read_groups(path))

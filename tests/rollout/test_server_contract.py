@@ -31,7 +31,7 @@ from agentfactory.trainers.policy import load_policy
 from agentfactory.trainers.server_control import ServerControl
 from agentfactory.trainers.sync import FileSync
 from tests.chat_tokenizers import make_tokenizer
-from tests.served import VLLM_PYTHON, busy, serve
+from tests.server_process import VLLM_PYTHON, busy, serve
 
 MAX_MODEL_LEN = 2000
 KEY_VARIABLE, KEY = "CONTRACT_TEST_KEY", "s3cret"

@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentfactory.rollout.chain import ChainRunner, Sampling
+from agentfactory.rollout.chain import ChainRunner
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.evaluate import open_runner
 from agentfactory.rollout.renderer import make_renderer
 from agentfactory.rollout.rewards import Rewards, reward
+from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Row, Trajectory
 from agentfactory.tools.toolset import open_toolset
 from tests.chat_tokenizers import MERGES_NEWLINE, REORDERS_KEYS, STRIPS_REASONING, make_tokenizer
@@ -59,7 +60,7 @@ def play_chains(
         async with record(url) as recording, open_runner(recipe, QUICKSTART, recording.url) as runner:
             cutting = ChainRunner(
                 recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"max_tokens": 3})}),
-                runner.renderer,
+                runner.setup.renderer,
                 runner.client,
                 runner.toolset,
                 runner.rewards,

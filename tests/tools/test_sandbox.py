@@ -188,7 +188,7 @@ asyncio.run(main())
 
 
 def test_none_stays_behind_when_a_process_is_killed_while_it_starts_them() -> None:
-    """bwrap killed in the midst of a start leaves a child that follows nobody: the warden ends it."""
+    """bwrap killed in the midst of a start leaves a child that follows nobody: the reaper ends it."""
     code = """
 import sys
 from agentfactory.tools.sandbox import *
@@ -207,13 +207,13 @@ for start in starting:
             time.sleep(delay)
             parent.kill()
     for token in tokens:
-        # The warden among them ends last: one that was being started may show up only after the kill.
+        # The reaper among them ends last: one that was being started may show up only after the kill.
         assert psutil.wait_procs(_with(token), timeout=20)[1] == []
         assert _with(token) == []
 
 
 def _with(token: str) -> list[psutil.Process]:
-    """Processes in whose command line it is: sandboxes and their warden."""
+    """Processes in whose command line it is: sandboxes and their reaper."""
     return [process for process in psutil.process_iter(["cmdline"]) if token in (process.info["cmdline"] or [])]
 
 

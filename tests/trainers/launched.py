@@ -10,8 +10,8 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
+from agentfactory.trainers.accelerator import LaunchError, make_accelerator
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.launch import LaunchError, make_accelerator
 
 
 def train(recipe: TrainRecipe, accelerator: Accelerator, trajectories: Path, folder: Path) -> None:

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from agentfactory.trainers.accelerator import make_accelerator
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.critic import Role, make_actor_critic
-from agentfactory.trainers.launch import make_accelerator
 from agentfactory.trainers.policy import load_policy
 from agentfactory.trainers.reference import make_reference
 

@@ -117,7 +117,7 @@ def test_training_goes_on_bit_by_bit(
         if recipe.train.algorithm == "sft":
             train_sft(recipe, accelerator, checkpoints, rows=rows, log=logged.append)
         else:
-            source = SavedGroups(tmp_path / "groups.jsonl", needed=10, skip=checkpoints.lineage.step * 2)
+            source = SavedGroups(tmp_path / "groups.jsonl", needed=10, skip=checkpoints.train_state.step * 2)
             train_rl(recipe, accelerator, checkpoints, source=source, sync=None, log=logged.append)
         timing = ("seconds/", "tokens_per_second")
         return [{name: value for name, value in line.items() if not name.startswith(timing)} for line in logged]

@@ -1,4 +1,4 @@
-"""Checkpoint folders: damage is found, the right ones are kept, and a lineage survives being written."""
+"""Checkpoint folders: damage is found, the right ones are kept, and a train_state survives being written."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from agentfactory.trainers.checkpoint_folder import (
     verify,
     written_aside,
 )
-from agentfactory.trainers.lineage import Lineage, compact, expand
+from agentfactory.trainers.train_state import TrainState, compact, expand
 
 
 def best(folder: Path) -> Path | None:
@@ -128,14 +128,14 @@ def test_ids_are_kept_as_ranges() -> None:
     assert sorted(expand(compact(ids))) == sorted(ids)
 
 
-def test_a_lineage_goes_on() -> None:
-    lineage = Lineage()
-    lineage.note_evaluation(0, {"eval/reward": 0.1})
+def test_a_train_state_goes_on() -> None:
+    train_state = TrainState()
+    train_state.note_evaluation(0, {"eval/reward": 0.1})
     for step in (1, 2, 3):
-        lineage.finish(step, [f"g{step:06d}"], seconds=2.0)
-        lineage.labels[f"run-v{step}"] = step
-    lineage.note_evaluation(3, {"eval/reward": 0.4})
-    again = Lineage.from_json(json.loads(json.dumps({"step": 3, "renderer": {}, **lineage.to_json()})))
+        train_state.finish(step, [f"g{step:06d}"], seconds=2.0)
+        train_state.labels[f"run-v{step}"] = step
+    train_state.note_evaluation(3, {"eval/reward": 0.4})
+    again = TrainState.from_json(json.loads(json.dumps({"step": 3, "renderer": {}, **train_state.to_json()})))
     assert (again.step, again.seconds, again.evaluated) == (3, 6.0, 3)
     assert (again.before, again.after) == ({"eval/reward": 0.1}, {"eval/reward": 0.4})
     assert again.trained == {"g000001", "g000002", "g000003"}

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from agentfactory.export import export
+from agentfactory.commands.export import export
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.checkpoints import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
@@ -21,7 +21,7 @@ from agentfactory.trainers.network import load_network
 from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.rl import train_rl
 from agentfactory.trainers.source import SavedGroups
-from tests.trainers.test_launch import TWO_PROCESSES, launch
+from tests.trainers.test_accelerator import TWO_PROCESSES, launch
 
 pytestmark = pytest.mark.numbers
 
@@ -144,7 +144,7 @@ def test_training_goes_on_bit_by_bit_and_its_adapter_is_anybody_s(
         logged: list[dict[str, float]] = []
         info = {"recipe": {"model": recipe.model.model_dump()}}
         checkpoints = Checkpoints(folder, tokenizer, recipe.train, info, resume=resume)
-        source = SavedGroups(tmp_path / "groups.jsonl", needed=8, skip=checkpoints.lineage.step * 2)
+        source = SavedGroups(tmp_path / "groups.jsonl", needed=8, skip=checkpoints.train_state.step * 2)
         train_rl(recipe, Accelerator(cpu=True), checkpoints, source=source, sync=None, log=logged.append)
         timing = ("seconds/", "tokens_per_second")
         return [{name: value for name, value in line.items() if not name.startswith(timing)} for line in logged]

@@ -98,7 +98,7 @@ def test_the_best_checkpoint_by_evaluation_is_kept(
     assert best is not None
     assert (best.step, best.metric, best.value) == (4, "eval/sampled/success", 0.9)
     # a run that goes on from it knows what to beat
-    assert Checkpoints(tmp_path / "checkpoints", tokenizer, recipe.train, resume=best.path).lineage.best == 0.9
+    assert Checkpoints(tmp_path / "checkpoints", tokenizer, recipe.train, resume=best.path).train_state.best == 0.9
 
 
 def unlisted(names: set[str]) -> set[str]:

@@ -11,8 +11,8 @@ from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
 from agentfactory.trainers.sync import control_routes
 from agentfactory.trainers.sync.canary import Canary
-from agentfactory.trainers.sync.patient import PatientSync
 from agentfactory.trainers.sync.protocol import SyncReport
+from agentfactory.trainers.sync.retrying import RetryingSync
 
 NOWHERE = ServerControl("http://127.0.0.1:9")
 CANARY = Canary([NOWHERE], [], "float32")
@@ -60,15 +60,15 @@ class Sleeper:
 def test_a_version_waits_for_a_server_as_long_as_the_recipe_says(make_recipe: Callable[..., TrainRecipe]) -> None:
     policy = load_policy(make_recipe())
     sleeper = Sleeper(answers_from=3)
-    assert PatientSync(sleeper, CANARY, patience_seconds=30.0).push(3, policy, {}) is REPORT
+    assert RetryingSync(sleeper, CANARY, retry_seconds=30.0).push(3, policy, {}) is REPORT
     assert sleeper.asked == 3
     started = time.monotonic()
     with pytest.raises(ServerGoneError, match=r"127.0.0.1:9/health.*no server answered for 0.6 s"):
-        PatientSync(Sleeper(answers_from=99), CANARY, patience_seconds=0.6).push(3, policy, {})
+        RetryingSync(Sleeper(answers_from=99), CANARY, retry_seconds=0.6).push(3, policy, {})
     assert time.monotonic() - started < 20
 
 
 def test_a_server_that_is_gone_again_is_not_proven() -> None:
-    sync = PatientSync(Sleeper(answers_from=2), CANARY, patience_seconds=1.0)
+    sync = RetryingSync(Sleeper(answers_from=2), CANARY, retry_seconds=1.0)
     assert sync.bring_back(NOWHERE.url) is False
     assert sync.bring_back(NOWHERE.url) is True

@@ -27,17 +27,17 @@ from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers import time_share
 from agentfactory.trainers.checkpoints import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.parking import Parking
+from agentfactory.trainers.offload import Offload
 from agentfactory.trainers.policy import load_policy
 from agentfactory.trainers.rl import train_rl
 from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
 from agentfactory.trainers.stopping import Stop
 from agentfactory.trainers.sync import FileSync, LoraSync, WeightSync
 from agentfactory.trainers.sync.canary import Canary, canary_rows
-from agentfactory.trainers.sync.patient import PatientSync
+from agentfactory.trainers.sync.retrying import RetryingSync
 from agentfactory.trainers.time_share import TimeShare
 from tests.forked import start_engine
-from tests.served import busy
+from tests.server_process import busy
 from tests.trainers.test_rl import LiveSource, unlisted
 from tests.waiting import until
 
@@ -187,14 +187,14 @@ def take_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> list[dict[str, Any]]:
     """Two steps through the proxy, the trainer's moves among its calls; returns what was logged of each version."""
-    for name in ("park", "bring_in"):
-        monkeypatch.setattr(Parking, name, noted(recorder, getattr(Parking, name), f"trainer: {name}"))
+    for name in ("to_host", "to_device"):
+        monkeypatch.setattr(Offload, name, noted(recorder, getattr(Offload, name), f"trainer: {name}"))
     monkeypatch.setattr(TimeShare, "share", noted(recorder, TimeShare.share, "trainer: made"))
     server, accelerator = ServerControl(recorder.url), Accelerator(cpu=True)
     recipe = make_recipe(lora, steps=2, batch_size=1, learning_rate=1e-2)
     sync: WeightSync = LoraSync([server], folder, "run", 1, keep=2) if lora else FileSync([server], folder)
     canary = Canary([server], canary_rows(range(60), longest=63), "float32")
-    turns = TimeShare(server, accelerator.device, patience_seconds=10.0, moves=True)
+    turns = TimeShare(server, accelerator.device, retry_seconds=10.0, moves=True)
     logged: list[dict[str, Any]] = []
     recorder.calls.clear()
     train_rl(
@@ -202,7 +202,7 @@ def take_turns(
         accelerator,
         Checkpoints(folder / "checkpoints", AutoTokenizer.from_pretrained(recipe.model.path), recipe.train),
         source=Chains(server, temperature=1.0),
-        sync=PatientSync(turns.waking(sync), canary, patience_seconds=10.0),
+        sync=RetryingSync(turns.waking(sync), canary, retry_seconds=10.0),
         canary=canary,
         log=logged.append,
         turns=turns,
@@ -229,9 +229,9 @@ UPDATE = [
 @pytest.mark.processes
 def test_full_weights_are_updated_in_turns(train: Train, recorder: Recorder) -> None:
     logged = train()
-    turn = [*SLEEP, "trainer: bring_in", "trainer: park", *UPDATE]
+    turn = [*SLEEP, "trainer: to_device", "trainer: to_host", *UPDATE]
     # neither paused nor resumed: vLLM would go on without its cache
-    assert recorder.calls == [*SLEEP, "trainer: made", "trainer: park", *UPDATE, "turn", *turn, "turn", *turn]
+    assert recorder.calls == [*SLEEP, "trainer: made", "trainer: to_host", *UPDATE, "turn", *turn, "turn", *turn]
     check_metrics(logged)
 
 
@@ -239,9 +239,9 @@ def test_adapters_are_loaded_again_after_each_sleep(train: Train, recorder: Reco
     # it would lose them otherwise
     recorder.loses = "what has slept"
     logged = train({"rank": 4})
-    turn = [*SLEEP, "trainer: bring_in", "trainer: park", "/wake_up?tags=weights"]
+    turn = [*SLEEP, "trainer: to_device", "trainer: to_host", "/wake_up?tags=weights"]
     assert recorder.calls == [
-        *(*SLEEP, "trainer: made", "trainer: park", "/wake_up?tags=weights"),
+        *(*SLEEP, "trainer: made", "trainer: to_host", "/wake_up?tags=weights"),
         *("load run-1-v0", *CACHE, "turn"),
         *(*turn, "unload run-1-v0", "load run-1-v0", "load run-1-v1", *CACHE, "turn"),
         *(*turn, "unload run-1-v0", "unload run-1-v1", "load run-1-v1", "load run-1-v2", *CACHE),
@@ -307,7 +307,7 @@ def test_a_server_that_is_away_for_a_moment_is_asked_again(train: Train, recorde
 
 def test_a_run_that_is_told_to_stop_waits_for_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stop, "heard", True)
-    turns = TimeShare(ServerControl("http://127.0.0.1:9"), torch.device("cpu"), patience_seconds=600.0, stop=Stop())
+    turns = TimeShare(ServerControl("http://127.0.0.1:9"), torch.device("cpu"), retry_seconds=600.0, stop=Stop())
     with pytest.raises(ServerGoneError, match=r"127\.0\.0\.1:9/sleep"), turns.training():
         pytest.fail("the trainer's turn")
 
@@ -315,7 +315,7 @@ def test_a_run_that_is_told_to_stop_waits_for_no_server(monkeypatch: pytest.Monk
 def test_a_server_that_frees_nothing_is_refused(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     free = [10 * 2**30, 10 * 2**30 + 5]
     monkeypatch.setattr(time_share, "free_memory", lambda device: free.pop(0))
-    turns = TimeShare(ServerControl(recorder.url), torch.device("cpu"), patience_seconds=10.0)
+    turns = TimeShare(ServerControl(recorder.url), torch.device("cpu"), retry_seconds=10.0)
     with pytest.raises(SyncError, match="has freed 5 bytes of cpu: start it on the trainer's GPU"), turns.training():
         pytest.fail("the trainer's turn")
 

@@ -15,7 +15,7 @@ from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.evaluate import open_runner, run_eval
 from agentfactory.rollout.trajectory import read_groups
 from tests.conftest import QUICKSTART
-from tests.served import VLLM_PYTHON, serve
+from tests.server_process import VLLM_PYTHON, serve
 
 TASKS = 12
 TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]

@@ -22,7 +22,7 @@ from agentfactory.trainers.sync import IpcSync
 from agentfactory.trainers.sync.content import parameter_digest
 from agentfactory.trainers.sync.ipc import Buffer, description, parts
 from tests.rollout.test_server_contract import make_model
-from tests.served import VLLM_PYTHON, serve
+from tests.server_process import VLLM_PYTHON, serve
 
 WORKER = Path(__file__).with_name("ipc_worker.py")
 KEY = "s3cret"

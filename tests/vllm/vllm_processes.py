@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.rollout.test_server_contract import make_model
-from tests.served import VLLM_PYTHON
+from tests.server_process import VLLM_PYTHON
 
 GONE_WITHIN = 10.0
 

@@ -13,7 +13,7 @@ import pytest
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.server_control import SLEEP_ROUTES, ServerControl
 from tests.rollout.test_server_contract import make_model
-from tests.served import VLLM_PYTHON, serve
+from tests.server_process import VLLM_PYTHON, serve
 from tests.trainers.test_time_share import (
     CACHE,
     SLEEP,
@@ -65,7 +65,7 @@ def test_the_order_of_turns(
 
     ServerControl(recorder.url).require(SLEEP_ROUTES)
     logged = take_turns(make_recipe, lora, recorder, tmp_path, monkeypatch)
-    turn = [*SLEEP, "trainer: bring_in", "trainer: park"]
+    turn = [*SLEEP, "trainer: to_device", "trainer: to_host"]
     if lora:
         assert recorder.calls[-9:] == [
             *(*turn[-1:], "/wake_up?tags=weights", "unload run-1-v0", "unload run-1-v1"),

@@ -13,7 +13,7 @@ import pytest
 from agentfactory.rollout.trajectory import read_groups
 from tests.conftest import QUICKSTART
 from tests.rollout.test_token_exactness import check_exactness, largest_difference, play_chains
-from tests.served import VLLM_PYTHON, serve
+from tests.server_process import VLLM_PYTHON, serve
 
 STEPS = 2
 CHAINS = 500

@@ -11,8 +11,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from agentfactory.rollout.config import EMBEDDED_QUANTIZATIONS
-from agentfactory.rollout.embedded.memory import keep_freed_memory
-from agentfactory.tools import lifeline
+from agentfactory.rollout.embedded.allocator import keep_freed_memory
+from agentfactory.tools import parent_watch
 
 
 def _arguments() -> argparse.Namespace:
@@ -119,7 +119,7 @@ def main() -> None:
     """Serve until SIGTERM or SIGINT. Exit status 2 and one line on stderr when it cannot start."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
-    lifeline.follow_parent()
+    parent_watch.follow_parent()
     keep_freed_memory()
     args = _arguments()
     api_key = None

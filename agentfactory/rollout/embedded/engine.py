@@ -22,11 +22,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from agentfactory.rollout.embedded.allocator import give_back_freed
 from agentfactory.rollout.embedded.eviction import Evictable
 from agentfactory.rollout.embedded.graphs import StaticDecoder
 from agentfactory.rollout.embedded.linear import drop_packed, use_onednn
 from agentfactory.rollout.embedded.lora import Adapter, AdapterLayers, Segment, segments
-from agentfactory.rollout.embedded.memory import give_back_freed
 from agentfactory.rollout.embedded.plan import Plan, Planner
 from agentfactory.rollout.embedded.sampling import sample
 

@@ -1,4 +1,4 @@
-"""Ways of acting: how a model writes its calls, read out of its text and written again."""
+"""Tool-call formats: how a model writes its calls, read out of its text and written again."""
 
 from pathlib import Path
 

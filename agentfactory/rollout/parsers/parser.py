@@ -1,4 +1,4 @@
-"""What every way of acting has: reading the calls of a turn, writing calls, telling of tools and results."""
+"""What every tool-call format has: reading the calls of a turn, writing calls, telling of tools and results."""
 
 import json
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Reading:
 
 
 class Parser:
-    """A way of acting in plain text: the chat template is rendered without tools.
+    """A tool-call format in plain text: the chat template is rendered without tools.
 
     A parser of one's own has `read` and `write`. It holds no state: one object serves all chains.
     """
@@ -89,7 +89,7 @@ class Parser:
 
 
 class NativeParser(Parser):
-    """A way of acting that the chat template knows: it shows the tools, and writes calls and results."""
+    """A tool-call format that the chat template knows: it shows the tools, and writes calls and results."""
 
     native = True
 

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from agentfactory.rollout.rewards.decorator import reward
-from agentfactory.rollout.rewards.entry import RewardError
+from agentfactory.rollout.rewards.reward_spec import RewardError
 from agentfactory.rollout.rewards.scoring import prediction_of
 from agentfactory.rollout.rewards.text import OPTIONS, Pattern, field_of, last_match
 from agentfactory.rollout.trajectory import Trajectory

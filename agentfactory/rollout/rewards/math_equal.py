@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from agentfactory.rollout.rewards.decorator import reward
-from agentfactory.rollout.rewards.entry import RewardError
+from agentfactory.rollout.rewards.reward_spec import RewardError
 from agentfactory.rollout.rewards.text import OPTIONS, Pattern, accepted_answers, extracted
 from agentfactory.tools.import_path import is_installed, own_python
 

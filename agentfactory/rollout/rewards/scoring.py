@@ -7,13 +7,13 @@ from typing import Any, Self
 
 from agentfactory.rollout.config import RewardConfig
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.rewards.entry import (
+from agentfactory.rollout.rewards.reward_spec import (
     GROUP_OFFERED,
     OFFERED,
-    Entry,
     InvalidReward,
+    RewardSpec,
     check_turns,
-    load_entry,
+    load_reward,
     run,
 )
 from agentfactory.rollout.trajectory import Outcome, Trajectory
@@ -45,7 +45,7 @@ class Rewards:
 
         Raises InvalidReward where there is no such reward, its options are not those it takes, or two have one name.
         """
-        self._entries = [load_entry(reward, f"rewards.{index}", base) for index, reward in enumerate(rewards)]
+        self._entries = [load_reward(reward, f"rewards.{index}", base) for index, reward in enumerate(rewards)]
         self._giver_of_metric: dict[str, str] = {}
         for index, entry in enumerate(self._entries):
             for other in self._entries[:index]:
@@ -149,7 +149,7 @@ class Rewards:
                 total.add(self._weighted(entry, entry.parse(verdict, member)))
         return totals
 
-    def _weighted(self, entry: Entry, verdict: EnvironmentReward) -> EnvironmentReward:
+    def _weighted(self, entry: RewardSpec, verdict: EnvironmentReward) -> EnvironmentReward:
         for metric in verdict.metrics:
             giver = self._giver_of_metric.setdefault(metric, entry.name)
             if giver != entry.name:

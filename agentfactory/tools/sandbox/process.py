@@ -20,15 +20,15 @@ from agentfactory.tools.sandbox import bubblewrap, seccomp
 from agentfactory.tools.sandbox.interpreter import Interpreter, find_interpreter, package_paths
 from agentfactory.tools.sandbox.settings import SandboxKind, SandboxSettings, SandboxUnavailable
 
-_WORKER, _WARDEN = Path(__file__).with_name("worker.py"), Path(__file__).with_name("warden.py")
+_WORKER, _REAPER = Path(__file__).with_name("worker.py"), Path(__file__).with_name("reaper.py")
 _PAGE = 4096
 _TOKEN = f"sandbox-of-{os.getpid()}-{secrets.token_hex(8)}"
-"""In the command line of each sandbox of this process: by it the warden finds what is left."""
+"""In the command line of each sandbox of this process: by it the reaper finds what is left."""
 
 # A child with --die-with-parent dies with the thread that started it, so that thread has to be there to the end; and
 # one is enough: a start takes some milliseconds.
 _starter = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
-_wardens: dict[int | None, "subprocess.Popen[bytes]"] = {}
+_reapers: dict[int | None, "subprocess.Popen[bytes]"] = {}
 """By the user of the sandboxes; each ends by itself when this process does."""
 
 
@@ -100,8 +100,8 @@ def _start(settings: SandboxSettings, output_bytes: list[int]) -> SandboxProcess
     user = 65534 if bubblewrapped and os.geteuid() == 0 else None
     interpreter = find_interpreter(user)
     packages = package_paths(settings.packages, interpreter)
-    if user not in _wardens:
-        _wardens[user] = _start_warden(interpreter, user)
+    if user not in _reapers:
+        _reapers[user] = _start_reaper(interpreter, user)
     folder = None if bubblewrapped else tempfile.mkdtemp(prefix="sandbox-")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     outputs = [_bounded_file(size) for size in output_bytes]
@@ -160,8 +160,8 @@ def _options(control: socket.socket, folder: str, settings: SandboxSettings) -> 
     return [str(control.fileno()), folder, str(settings.output_characters // 2), follow, limits, _TOKEN]
 
 
-def _start_warden(interpreter: Interpreter, user: int | None) -> "subprocess.Popen[bytes]":
-    command = [str(interpreter.executable), "-I", "-S", "-c", _WARDEN.read_text(), _TOKEN]
+def _start_reaper(interpreter: Interpreter, user: int | None) -> "subprocess.Popen[bytes]":
+    command = [str(interpreter.executable), "-I", "-S", "-c", _REAPER.read_text(), _TOKEN]
     return _popen(command, {}, user, [subprocess.DEVNULL], (), stdin=subprocess.PIPE)
 
 

@@ -71,8 +71,8 @@ class IpcSync:
 
     A trainer on a GPU shares a buffer of this GPU (CUDA IPC, untested on a GPU), one on a CPU a block of
     `multiprocessing.shared_memory`, which the embedded engine takes. The policy's weights may lie elsewhere than the
-    buffer: those of a parked trainer go from the CPU into a GPU's. Proof: a server echoes the version, and its checksum
-    of every weight equals ours.
+    buffer: those of an offloaded trainer go from the CPU into a GPU's. Proof: a server echoes the version, and its
+    checksum of every weight equals ours.
     """
 
     def __init__(

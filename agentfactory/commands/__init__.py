@@ -1,0 +1,1 @@
+"""The `agentfactory` command, and what each of its commands does."""

@@ -1,0 +1,230 @@
+"""`agentfactory chat RUN`: talk in the terminal to a checkpoint of a run, with its tools."""
+
+import argparse
+import asyncio
+import os
+import re
+import sys
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from agentfactory.commands.served_weights import Served, what_is_served
+from agentfactory.launching.run_folder import RECIPE, RunFolder, RunFolderError
+from agentfactory.launching.server_process import serve
+from agentfactory.recipe.composition import COMMAND_LINE, RecipeError
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe, stages_of
+from agentfactory.rollout.chain import ChainRunner, begin
+from agentfactory.rollout.client import Completion, ContextOverflowError, InferenceError, ServerUnreachableError
+from agentfactory.rollout.data import Task, load_tasks
+from agentfactory.rollout.episode import Episode, Setup
+from agentfactory.rollout.evaluate import open_runner
+from agentfactory.rollout.renderer import Parsed
+from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.trajectory import StopReason
+from agentfactory.tools.messages import Message, ToolInfrastructureError, text_of
+from agentfactory.tools.session import ToolSession
+
+NEW = "/new"
+"""Begins a new conversation."""
+_COMMAND = re.compile(r"/\w*(\s|$)")
+"""What a person means as a command; a path such as /etc/hosts is none."""
+_COMMANDS = f"{NEW} begins a new conversation, Ctrl-D ends"
+
+
+def run(options: argparse.Namespace) -> None:
+    """Talk to the last checkpoint of the run `options.run`, or to `options.checkpoint`, until the input ends.
+
+    Raises RecipeError or RunFolderError where there is nothing to talk to, ChildFailed where its server fails.
+    """
+    recipe, checkpoint = _of_run(options.run, options.checkpoint)
+    served = what_is_served(recipe, checkpoint)
+    print(f"starting the {served.recipe.server.engine} server on {served.label}", flush=True)
+    asyncio.run(_chat(served))
+
+
+def _of_run(folder: Path, checkpoint: Path | None) -> tuple[Recipe, Path]:
+    """The recipe of a run's last stage, and the checkpoint to talk to."""
+    folder = folder.expanduser().resolve()
+    if not (folder / RECIPE).is_file():
+        raise RecipeError(COMMAND_LINE, "RUN", f"{folder} is no run folder", "name one, such as runs/quickstart")
+    # the run may lie elsewhere by now, and a server of its own is started here
+    recipe = load_recipe(folder / RECIPE, [f"output={folder}", "server.url=null"], "serve")
+    last = stages_of(recipe)[-1]
+    found = checkpoint or RunFolder(last.output).last_checkpoint()
+    if found is None:
+        raise RunFolderError(f"{last.output} holds no checkpoint; fix: name one by --checkpoint, or train first")
+    return last, found
+
+
+async def _chat(served: Served) -> None:
+    recipe = served.recipe
+    async with serve(recipe, served.adapters) as (child, url):
+        try:
+            async with open_runner(recipe, Path.cwd(), url, rewards=Rewards([], Path.cwd())) as runner:
+                # the data may be large, or on the hub
+                row = _first_row(recipe) if runner.toolset.environments else {}
+                await _converse(runner, Sampling(served.name, recipe.rollout.temperature, "chat"), row)
+        except ServerUnreachableError:
+            if child.process.poll() is not None:
+                raise child.failure() from None
+            raise
+
+
+def _first_row(recipe: Recipe) -> Task:
+    """What environments are reset with: the first task that the run was evaluated or trained on."""
+    data = recipe.eval.data or recipe.data
+    return load_tasks(data)[0] if data is not None else {}
+
+
+async def _converse(runner: ChainRunner, sampling: Sampling, row: Task) -> None:
+    """One conversation after the other, until the input ends."""
+    tools = ", ".join(spec.name for spec in runner.toolset.specs) or "none"
+    _say(f"its tools: {tools}; {_COMMANDS}")
+    if runner.toolset.environments:
+        _say("its environment begins with the first task of the run's data; an empty line asks that task's question")
+    lines = _lines()
+    number = 0
+    while (text := await _next(lines)) is not None:
+        if text == NEW or not (text or runner.toolset.environments):
+            continue
+        task = {**{k: v for k, v in row.items() if k != "messages"}, "question": text} if text else row
+        number += 1
+        try:
+            async with runner.toolset.chain(f"chat{number}", task) as session:
+                await Conversation(runner.setup, task, sampling, f"chat{number}").hold(session, lines, shown=bool(text))
+                await _show_reward(session)
+        except (InferenceError, ToolInfrastructureError) as error:
+            _say(f"  [the conversation broke: {error}]")
+
+
+class Conversation(Episode):
+    """A chain that a person keeps going: what is said, called and answered is shown as it happens."""
+
+    def __init__(self, setup: Setup, task: Task, sampling: Sampling, name: str) -> None:
+        super().__init__(setup, begin(name), task, sampling)
+        self._most = self.config.max_turns
+        self._shown = 0
+
+    async def hold(self, session: ToolSession, lines: AsyncIterator[str], shown: bool) -> None:
+        """Answer the task, and then each line, until NEW or the end of the lines. `shown`: the person wrote the
+        question."""
+        self._shown = len(self.trajectory.messages) if shown else 0
+        stopped = await self.play(session)
+        while True:
+            self._show()
+            if stopped is not StopReason.ANSWER:
+                _say(f"  [stopped: {stopped}]")
+            # what ended it for good can only begin anew
+            if stopped in (StopReason.FINISH, StopReason.CONTEXT_OVERFLOW) or self.limits.stopped:
+                return
+            text = await _next(lines)
+            while text == "":
+                text = await _next(lines)
+            if text is None or text == NEW:
+                return
+            stopped = await self._hear(session, text)
+
+    async def _hear(self, session: ToolSession, text: str) -> StopReason:
+        said: Message = {"role": "user", "content": text}
+        self.trajectory.messages.append(said)
+        self._shown = len(self.trajectory.messages)
+        self.context.hear([said])
+        # each line has as many turns as a chain
+        self.config = self.config.model_copy(update={"max_turns": self.trajectory.turns + self._most})
+        try:
+            # with the results of a turn that was the last one allowed
+            await self._go_on(self.context.turns[-1][1:])
+        except ContextOverflowError:
+            return StopReason.CONTEXT_OVERFLOW
+        return await self.act(session)
+
+    async def _take_turn(self) -> tuple[Completion, Parsed]:
+        self._show()
+        taken = await super()._take_turn()
+        self._show()
+        return taken
+
+    def _show(self) -> None:
+        for message in self.trajectory.messages[self._shown :]:
+            _show_message(message, opening=self.trajectory.turns == 0)
+        self._shown = len(self.trajectory.messages)
+
+
+def _show_message(message: Message, opening: bool) -> None:
+    """`opening`: the agent has said nothing yet, so that a user's message is the task's, not a tool's answer."""
+    content = text_of(message.get("content") or "")
+    match message["role"]:
+        case "system":
+            return
+        case "assistant":
+            if thought := message.get("reasoning_content"):
+                _say(f"  (thinks) {_indented(thought)}")
+            if content.strip():
+                _say(f"agent> {_indented(content.strip())}")
+            for call in message.get("tool_calls") or []:
+                _say(f"  -> {call['function']['name']}({_arguments(call['function']['arguments'])})")
+        case "user" if opening:
+            _say(f"task> {_indented(content)}")
+        case _:
+            _say(f"  <- {_indented(content)}")
+
+
+def _arguments(arguments: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+
+
+def _indented(text: str) -> str:
+    return text.replace("\n", "\n     ")
+
+
+async def _show_reward(session: ToolSession) -> None:
+    verdict = await session.reward()
+    if verdict is not None:
+        beside = "".join(f"; {name} {value:g}" for name, value in verdict.metrics.items())
+        _say(f"  [the environment's reward: {verdict.reward:g}{beside}]")
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+async def _next(lines: AsyncIterator[str]) -> str | None:
+    """The next line, without spaces around it; None at the end of the input. Commands that there are not are told."""
+    typed = sys.stdin.isatty()
+    while True:
+        if typed:
+            print("you> ", end="", flush=True)
+        text = await anext(lines, None)
+        if text and not typed:
+            _say(f"you> {text}")
+        if not text or text == NEW or not _COMMAND.match(text):
+            return text
+        _say(f"  [there is no command {text.split()[0]}: {_COMMANDS}]")
+
+
+async def _lines() -> AsyncIterator[str]:
+    """Lines of the standard input.
+
+    They are read in a thread of their own, so that connections live on while a person thinks, and from the descriptor
+    itself: at the end, a thread that waits in sys.stdin would hold its lock.
+    """
+    loop = asyncio.get_running_loop()
+    arrived: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def read() -> None:
+        while data := os.read(sys.stdin.fileno(), 1 << 16):
+            loop.call_soon_threadsafe(arrived.put_nowait, data)
+        loop.call_soon_threadsafe(arrived.put_nowait, b"")
+
+    threading.Thread(target=read, daemon=True).start()
+    rest = b""
+    while data := await arrived.get():
+        *whole, rest = (rest + data).split(b"\n")
+        for line in whole:
+            yield line.decode(errors="replace").strip()
+    if rest:
+        yield rest.decode(errors="replace").strip()

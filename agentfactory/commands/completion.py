@@ -1,0 +1,63 @@
+"""Completion in shells: the script that a shell reads, and what it is told of a recipe's fields (argcomplete)."""
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from typing import Any, Literal, get_args, get_origin
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def script(shell: str) -> str:
+    """What the shell is to read: it asks `agentfactory` itself for what can stand at the cursor."""
+    import argcomplete
+
+    return argcomplete.shellcode(["agentfactory"], shell=shell)
+
+
+def answer(make_parser: Callable[[bool], argparse.ArgumentParser]) -> None:
+    """Tell the shell what can stand at its cursor. Ends the process. `make_parser` is told whether `view` is meant."""
+    import argcomplete
+
+    # the viewer's packages would take longer to import than all else
+    words = os.environ.get("COMP_LINE", "").split()
+    parser = make_parser("view" in words[1:2])
+    argcomplete.autocomplete(parser, default_completer=argcomplete.completers.FilesCompleter())
+
+
+def complete_override(prefix: str, **_: Any) -> list[str]:
+    """Overrides of a recipe that begin with `prefix`: names of fields, and behind `=` the values that one can take."""
+    # argcomplete asks for them only at the cursor: the schema takes a moment
+    from agentfactory.recipe.schema import Recipe
+
+    name, equals, _value = prefix.partition("=")
+    fields = dict(_fields(Recipe, ""))
+    if equals:
+        return [f"{name}={value}" for value in _values(fields.get(name))]
+    return [f"{field}=" for field in fields]
+
+
+def _fields(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Dotted names of the fields that an override can set, with their types."""
+    for name, field in section.model_fields.items():
+        below = [part for part in (field.annotation, *get_args(field.annotation)) if hasattr(part, "model_fields")]
+        # what stands in a list or under names of the user's own is no field of its own
+        if below and get_origin(field.annotation) not in (list, dict):
+            yield from _fields(below[0], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field.annotation
+
+
+def _values(annotation: Any) -> list[str]:
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return [member.value for member in annotation]
+    if annotation is bool:
+        return ["true", "false"]
+    if annotation is type(None):
+        return ["null"]
+    if get_origin(annotation) is Literal:
+        return [str(value) for value in get_args(annotation)]
+    if get_origin(annotation) in (list, dict, tuple):
+        return []
+    return [value for part in get_args(annotation) for value in _values(part)]

@@ -1,0 +1,105 @@
+"""Whom `agentfactory eval` evaluates, as its options say: a model, or whoever answers at an address."""
+
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentfactory.commands.served_weights import check_weights
+from agentfactory.recipe.composition import COMMAND_LINE, RecipeError
+from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
+from agentfactory.rollout.chain import ChainRunner
+from agentfactory.rollout.chat_chain import check_recipe, open_chat_runner
+from agentfactory.rollout.chat_endpoint import ChatEndpointError
+from agentfactory.rollout.chat_endpoint import look_at as ask_what_it_is
+from agentfactory.rollout.evaluate import open_runner
+from agentfactory.rollout.renderer import load_tokenizer
+
+__all__ = ["ChatEndpointError", "There", "check", "look_at", "named", "open_runner_at", "with_samples"]
+
+
+def check(
+    recipe: Recipe | StagedRecipe, checkpoint: Path | None, model: str | None, url: str | None, samples: int | None
+) -> None:
+    """Raise RecipeError where the options do not go together, or not with the recipe."""
+    if checkpoint is not None and (model or url):
+        other = "--model" if model else "--url"
+        raise RecipeError(COMMAND_LINE, "--checkpoint", f"given with {other}", "evaluate one of them at a time")
+    option = "--checkpoint" if checkpoint is not None else "--model"
+    if (checkpoint is not None or model) and url is None and stages_of(recipe)[-1].server.url is not None:
+        problem = "given with server.url, whose server has weights of its own"
+        fix = "set server.url=null to start a server, or ask that one by --url"
+        raise RecipeError(COMMAND_LINE, option, problem, fix)
+    if samples is not None and samples < 1:
+        raise RecipeError(COMMAND_LINE, "--samples", f"got {samples}", "use at least 1")
+
+
+def with_samples(recipe: Recipe | StagedRecipe, samples: int) -> Recipe | StagedRecipe:
+    """The recipe with so many sampled chains per held-out task."""
+    if isinstance(recipe, StagedRecipe):
+        *first, last = recipe.stages
+        return recipe.model_copy(update={"stages": [*first, with_samples(last, samples)]})
+    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"samples": samples})})
+
+
+def named(model: str) -> str | Path:
+    """What --model names: a folder, or a model of the hub."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        check_weights(folder, "--model")
+        return folder
+    if folder.is_absolute() or model.startswith("."):
+        raise RecipeError(COMMAND_LINE, "--model", f"{model}: no such folder", "name a folder, or a model of the hub")
+    return model
+
+
+@dataclass(frozen=True)
+class There:
+    """Whoever answers at `url`, its name for the weights, and the recipe for it."""
+
+    recipe: Recipe
+    url: str
+    model: str
+    by_token_ids: bool
+
+    @property
+    def how(self) -> str:
+        """How it is asked."""
+        return "token ids" if self.by_token_ids else "OpenAI's chat API"
+
+
+def look_at(recipe: Recipe, url: str, model: str | None) -> There:
+    """Find out how the server at `url` is to be asked, and for which of its models.
+
+    Raises RecipeError, ChatEndpointError, ServerUnreachableError.
+    """
+    cards = ask_what_it_is(url, model, recipe.server.api_key_env)
+    if isinstance(cards, str):
+        check_recipe(recipe)
+        return There(recipe, url, cards, by_token_ids=False)
+    names = [str(card["id"]) for card in cards]
+    base = next(card for card in cards if not card.get("parent"))
+    if model is not None and model not in names:
+        raise RecipeError(COMMAND_LINE, "--model", f"{url} serves no {model!r}", f"name one of {', '.join(names)}")
+    return There(_with_tokenizer_of(recipe, url, base), url, model or str(base["id"]), by_token_ids=True)
+
+
+def _with_tokenizer_of(recipe: Recipe, url: str, card: dict[str, Any]) -> Recipe:
+    path = str(card.get("root") or card["id"])
+    if path == recipe.model.path:
+        return recipe
+    try:
+        load_tokenizer(path)
+    except ValueError:
+        # the ids of another tokenizer would be other words
+        problem = f"{url} serves {path}, and there is no tokenizer of that name here"
+        fix = f"name its tokenizer as model.path, and the server as server.url={url} in place of --url"
+        raise RecipeError(COMMAND_LINE, "--url", problem, fix) from None
+    return recipe.with_model(path)
+
+
+def open_runner_at(there: There, base: Path) -> AbstractAsyncContextManager[ChainRunner]:
+    """Everything that chains need against it."""
+    if there.by_token_ids:
+        return open_runner(there.recipe, base, there.url)
+    return open_chat_runner(there.recipe, base, there.url, there.model)

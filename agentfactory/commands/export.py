@@ -1,0 +1,73 @@
+"""From a checkpoint to a folder that anybody can use: model or adapter, tokenizer, and the template of the training."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from agentfactory.launching.run_folder import ADAPTER, RunFolderError, base_of_adapter, is_free
+from agentfactory.trainers.checkpoint_folder import DIGESTS, INFO, DamagedCheckpointError, read_info, verify
+
+_ADAPTER = (ADAPTER, "adapter_model.safetensors")
+_ONLY_FOR_TRAINING = (INFO, DIGESTS, "training_state.pt")
+
+
+class ExportError(Exception):
+    """What was asked for cannot be made; the message says why, and what to do."""
+
+
+def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say: Callable[[str], None]) -> None:
+    """Write what `checkpoint` holds to the new folder `output`: the full model in the training's dtype, an adapter
+    merged into its base; or with `adapter` the adapter alone. `push` names a repository of the hub to upload it to.
+
+    Raises ExportError.
+    """
+    if not (checkpoint / INFO).is_file():
+        raise ExportError(f"{checkpoint} is no checkpoint; fix: name one, such as runs/NAME/checkpoints/step-000080")
+    if not is_free(output):
+        raise ExportError(f"--output: {output} is not empty; fix: --output OTHER")
+    try:
+        verify(checkpoint)
+        is_adapter = (checkpoint / ADAPTER).is_file()
+        base = base_of_adapter(checkpoint) if is_adapter and not adapter else None
+    except (DamagedCheckpointError, RunFolderError) as error:
+        raise ExportError(str(error)) from None
+    if adapter and not is_adapter:
+        raise ExportError(f"--adapter: {checkpoint} holds a full model; fix: leave it out")
+    aside = output.with_name(f".{output.name}.partial")
+    if aside.exists():
+        shutil.rmtree(aside)
+    leave_out = (*_ONLY_FOR_TRAINING, *(() if adapter else _ADAPTER))
+    shutil.copytree(checkpoint, aside, ignore=shutil.ignore_patterns(*leave_out))
+    if base is not None:
+        _merge(checkpoint, base, aside)
+    if output.exists():
+        # it is empty
+        output.rmdir()
+    aside.rename(output)
+    say(f"exported {checkpoint} to {output}")
+    if push:
+        say(f"uploaded to {_push(output, push)}")
+
+
+def _merge(checkpoint: Path, base: str, output: Path) -> None:
+    """The adapter's product is added in float32 and rounded once, to the dtype of the training."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    # AutoPeftModelForCausalLM would cut the embeddings to the tokenizer's length
+    network = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(network, checkpoint).merge_and_unload(safe_merge=True)
+    merged.to(getattr(torch, read_info(checkpoint)["recipe"]["model"]["dtype"])).save_pretrained(output)
+
+
+def _push(folder: Path, repository: str) -> str:
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        name = api.create_repo(repository, private=True, exist_ok=True).repo_id
+        return api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export from AgentFactory").commit_url
+    except Exception as error:
+        # the hub's client raises what its layers raise: no token, no network, no such organisation
+        raise ExportError(f"--push {repository}: {error}; {folder} is written, and can be uploaded later") from error

@@ -1,0 +1,263 @@
+"""The `agentfactory` command: which function each command is, and with what status it ends."""
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentfactory.commands import completion
+from agentfactory.commands.options import make_parser, parse
+
+if TYPE_CHECKING:
+    from agentfactory.recipe.schema import Recipe, StagedRecipe
+
+OK, FAILED, REFUSED, STOPPED, INTERRUPTED = 0, 1, 2, 3, 130
+"""Exit statuses: done; something failed; a bad recipe or command line, with nothing written; a symptom of
+train.stop_when; Ctrl-C or SIGTERM."""
+
+_TRACEBACK_LINES = 16
+"""Of a traceback, what is shown: with the error it fits a screen."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
+    if "_ARGCOMPLETE" in os.environ:
+        completion.answer(lambda with_viewer: make_parser(with_viewer)[0])
+    given = sys.argv[1:] if arguments is None else [*arguments]
+    if given[:2] == ["tools", "serve"]:
+        return _serve_tools(given[2:])
+    options = parse(given)
+    run = _COMMANDS.get(options.command, _run)
+    try:
+        with _terminable():
+            status = run(options)
+            sys.stdout.flush()
+            return status
+    except KeyboardInterrupt as error:
+        return _end(f"interrupted by {str(error) or 'Ctrl-C'}", INTERRUPTED)
+    except BrokenPipeError:
+        # who read what this prints, such as `head`, has left; nothing more can be said, at the end neither
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception as error:
+        _show_traceback()
+        return _end(f"failed: {type(error).__name__}: {error}", FAILED)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM unwinds a command as Ctrl-C does; the launcher's commands see to it themselves, with their children."""
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt("SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(options: argparse.Namespace) -> int:
+    # without torch
+    from agentfactory.recipe.composition import RecipeError
+    from agentfactory.recipe.load import load_recipe
+
+    if options.command == "eval" and options.url is not None:
+        # no server is started, and none has to be installed
+        options.overrides.append(f"server.url={options.url}")
+    try:
+        # a recipe may be looked at on another machine than the one that it is for
+        lacks: list[str] | None = [] if options.dry_run else None
+        recipe = load_recipe(options.recipe, options.overrides, options.command, lacks)
+    except RecipeError as error:
+        return _refuse(error)
+    if options.dry_run:
+        return _show(recipe, options.command, lacks or [])
+
+    from agentfactory.commands import server_commands
+    from agentfactory.launching import launcher
+    from agentfactory.launching.processes import ChildFailed
+    from agentfactory.launching.run_folder import RunFolderError
+    from agentfactory.recipe.composition import display
+
+    folder = display(recipe.output)
+    try:
+        match options.command:
+            case "train":
+                launcher.train(recipe, options.overwrite, options.resume, _say)
+            case "serve":
+                server_commands.serve(recipe, _say)
+            case "rollout":
+                server_commands.roll_out(recipe, _say)
+            case "eval":
+                asked = {"model": options.model, "url": options.url, "samples": options.samples}
+                server_commands.evaluate(recipe, options.checkpoint, _say, **asked)
+    except (RecipeError, RunFolderError) as error:
+        return _refuse(error)
+    except KeyboardInterrupt as error:
+        goes_on = "; go on with --resume" if options.command == "train" else ""
+        return _end(f"interrupted by {str(error) or 'Ctrl-C'}; run folder {folder}{goes_on}", INTERRUPTED)
+    except ChildFailed as error:
+        return _end(f"failed: {error}; run folder {folder}", FAILED)
+    except launcher.RunStopped as error:
+        return _end(f"stopped: {error}; run folder {folder}", STOPPED)
+    except Exception as error:
+        _show_traceback()
+        return _end(f"failed: {type(error).__name__}: {error}; run folder {folder}", FAILED)
+    return OK
+
+
+def _show(recipe: "Recipe | StagedRecipe", command: str, lacks: Sequence[str]) -> int:
+    """Print the resolved recipe, and as comments what this machine lacks, where its processes go, and what memory they
+    take."""
+    from agentfactory.launching.processes import ChildFailed
+    from agentfactory.placement.placement import place
+    from agentfactory.recipe.composition import RecipeError
+    from agentfactory.recipe.schema import stages_of
+
+    print(recipe.to_yaml(), end="")
+    print("".join(f"# not installed here: {lack}\n" for lack in dict.fromkeys(lacks)), end="", flush=True)
+    if command not in ("train", "serve"):
+        return OK
+    stages = stages_of(recipe)
+    if command == "serve":
+        stages = stages[-1:]
+    try:
+        placements = place(stages, "train" if command == "train" else "serve")
+    except ChildFailed as error:
+        return _end(f"failed: {error}", FAILED)
+    refused: RecipeError | None = None
+    for stage, placement in zip(stages, placements, strict=True):
+        said = placement.table if placement else f"its memory is planned once {stage.model.path} is there"
+        if placement and placement.warning:
+            said += f"\nwarning: {placement.warning}"
+        if said:
+            print("".join(f"# {line}\n" for line in f"{stage.name}: {said}".splitlines()), end="", flush=True)
+        if placement and placement.refused and refused is None:
+            refused = RecipeError(stage.name, *placement.refused)
+    return _refuse(refused) if refused else OK
+
+
+def _new(options: argparse.Namespace) -> int:
+    from agentfactory.commands.new import NewError, describe, write_task
+
+    try:
+        folder = write_task(options.task, options.output)
+    except NewError as error:
+        return _refuse(error)
+    _say(describe(folder, options.task))
+    return OK
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from agentfactory.doctor import run
+
+    return OK if run(options.recipe, options.overrides, _say) else FAILED
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from agentfactory.commands.chat import run
+    from agentfactory.launching.processes import ChildFailed
+    from agentfactory.launching.run_folder import RunFolderError
+    from agentfactory.recipe.composition import RecipeError
+
+    try:
+        run(options)
+    except (RecipeError, RunFolderError) as error:
+        return _refuse(error)
+    except ChildFailed as error:
+        return _end(f"failed: {error}", FAILED)
+    return OK
+
+
+def _view(options: argparse.Namespace) -> int:
+    from agentfactory.viewer.command import run
+    from agentfactory.viewer.runs import ViewError
+
+    try:
+        run(options, _say)
+    except ViewError as error:
+        return _refuse(error)
+    return OK
+
+
+def _export(options: argparse.Namespace) -> int:
+    from agentfactory.commands.export import ExportError, export
+
+    try:
+        export(options.checkpoint, options.output, options.adapter, options.push, _say)
+    except ExportError as error:
+        return _refuse(error)
+    return OK
+
+
+def _serve_tools(arguments: Sequence[str]) -> int:
+    from agentfactory.tools import serve
+
+    serve.main(arguments, "agentfactory tools serve")
+    return OK
+
+
+def _tools(options: argparse.Namespace) -> int:
+    from agentfactory.commands.tools import ToolsCommandError, ToolsFailed, run
+    from agentfactory.recipe.composition import RecipeError
+
+    try:
+        run(options)
+    except (RecipeError, ToolsCommandError) as error:
+        return _refuse(error)
+    except ToolsFailed as error:
+        return _end(str(error), FAILED)
+    return OK
+
+
+def _completion(options: argparse.Namespace) -> int:
+    _say(completion.script(options.shell))
+    return OK
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "new": _new,
+    "doctor": _doctor,
+    "chat": _chat,
+    "view": _view,
+    "export": _export,
+    "tools": _tools,
+    "completion": _completion,
+}
+"""Those that are no use of a recipe by the launcher."""
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _refuse(error: Exception) -> int:
+    print(f"agentfactory: {error}", file=sys.stderr, flush=True)
+    return REFUSED
+
+
+def _show_traceback() -> None:
+    """Print the end of the traceback; where it is longer, the whole goes into a file that is named."""
+    text = traceback.format_exc()
+    lines = text.splitlines()
+    if len(lines) > _TRACEBACK_LINES:
+        with tempfile.NamedTemporaryFile("w", prefix="agentfactory-", suffix=".log", delete=False) as file:
+            file.write(text)
+        lines = [f"the whole traceback: {Path(file.name)}", *lines[-_TRACEBACK_LINES:]]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _end(text: str, status: int) -> int:
+    if sys.stdout.isatty():
+        # a trainer that was killed could not show the cursor again
+        print("\x1b[?25h", end="", flush=True)
+    print(f"agentfactory: {text}", file=sys.stderr, flush=True)
+    return status

@@ -1,0 +1,99 @@
+"""`agentfactory new`: the folder of a small task that works, to change into one's own."""
+
+import importlib.util
+import json
+import keyword
+import random
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from agentfactory.recipe.composition import RECIPES, display
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_QUICKSTART = RECIPES / "quickstart"
+_NAME = "my_task"
+"""What the task is called in the templates and in the names of their files."""
+_FILES = ("README.md", "my_task.py", "test_my_task.py", "recipe.yaml", "tiny/recipe.yaml", "tiny/prepare.py")
+_TINY_MODEL = ("tiny_model.py", "chat_template.jinja")
+_QUESTIONS = {
+    "add": "{name} has {left} {things} and gets {right} more. How many is that?",
+    "subtract": "{name} has {left} {things} and gives {right} away. How many are left?",
+    "multiply": "{name} fills {left} bags with {right} {things} each. How many is that?",
+}
+_ROWS, _HELD_OUT = 1500, 100
+
+
+class NewError(Exception):
+    """A task that cannot be written; the message says why, and what to do. Nothing was written."""
+
+
+def write_task(task: str, output: Path | None) -> Path:
+    """Write the task called `task` into the folder `output` (default: one of its name here), which is new or empty.
+    Returns the folder. Raises NewError."""
+    _check_name(task)
+    folder = (output or Path(task)).expanduser()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise NewError(f"{folder} is there already; fix: choose another --output, or another name")
+    # the test imports the task by its name; a folder that happens to bear it (without an origin) is no package
+    if (found := importlib.util.find_spec(task)) is not None and found.origin is not None:
+        raise NewError(f"TASK: {task!r} is the name of an installed package; fix: choose another name")
+    try:
+        (folder / "tiny").mkdir(parents=True, exist_ok=True)
+        for file in _FILES:
+            text = (_TEMPLATES / file).read_text(encoding="utf-8")
+            (folder / file.replace(_NAME, task)).write_text(text.replace(_NAME, task), encoding="utf-8")
+        for file in _TINY_MODEL:
+            shutil.copyfile(_QUICKSTART / file, folder / "tiny" / file)
+        rows = _make_rows()
+        _write_rows(folder / "heldout.jsonl", rows[:_HELD_OUT])
+        _write_rows(folder / "tasks.jsonl", rows[_HELD_OUT:])
+    except OSError as error:
+        raise NewError(f"{folder}: {error.strerror}: {error.filename}; fix: choose another --output") from None
+    return folder
+
+
+def describe(folder: Path, task: str) -> str:
+    """What to do with the new folder, for people."""
+    place = display(folder.resolve())
+    return "\n".join(
+        [
+            f"wrote {place}: a tool, a reward, data, two recipes and a test",
+            f"  agentfactory train {place}/tiny/recipe.yaml   # a minute or two on any CPU, without a download",
+            f"  agentfactory train {place}/recipe.yaml   # a model of the hub, on a GPU",
+            f"  {place}/README.md says what is what; begin with {place}/{task}.py",
+        ]
+    )
+
+
+def _check_name(task: str) -> None:
+    fix = "choose another name, such as word_problems"
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", task) or keyword.iskeyword(task):
+        raise NewError(f"TASK: got {task!r}, which is to name a Python file; fix: {fix}: a-z, 0-9 and _")
+    if task in sys.stdlib_module_names or task in ("tiny", "agentfactory"):
+        raise NewError(f"TASK: {task!r} is the name of a module of Python's or AgentFactory's; fix: {fix}")
+
+
+def _make_rows() -> list[dict[str, Any]]:
+    """Word problems, each question once; always the same."""
+    rng = random.Random(0)
+    rows: dict[str, dict[str, Any]] = {}
+    while len(rows) < _ROWS + _HELD_OUT:
+        operation, left, right = rng.choice(list(_QUESTIONS)), rng.randint(10, 99), rng.randint(2, 9)
+        words = {"name": rng.choice(("Ann", "Ben", "Mia", "Tom")), "things": rng.choice(("apples", "books", "coins"))}
+        question = _QUESTIONS[operation].format(left=left, right=right, **words)
+        answer = {"add": left + right, "subtract": left - right, "multiply": left * right}[operation]
+        rows[question] = {
+            "question": question,
+            "left": left,
+            "operation": operation,
+            "right": right,
+            "answer": answer,
+        }
+    return list(rows.values())
+
+
+def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

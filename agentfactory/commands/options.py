@@ -1,0 +1,237 @@
+"""What can be written behind `agentfactory`: commands, options, and the examples that `--help` shows."""
+
+import argparse
+import difflib
+import importlib.metadata
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agentfactory.commands.completion import SHELLS, complete_override
+
+_ABOUT = {
+    "new": "write the folder of a small task that works: tool, reward, data, recipes, test",
+    "doctor": "check what this machine has and lacks, by itself or for a recipe",
+    "train": "prepare, start the server, train every stage; leaves a run folder",
+    "serve": "serve the recipe's model in the foreground",
+    "rollout": "run chains on the recipe's data and save them, without training",
+    "eval": "evaluate a model, a checkpoint or any chat endpoint on the recipe's held-out tasks",
+    "chat": "talk to a run's last checkpoint, with its tools",
+    "view": "show runs as a web page on this machine: curves, chains, tokens",
+    "export": "make of a checkpoint a folder to use or to share: the model, an adapter merged into it, or the adapter",
+    "tools": "list, call, check or serve a recipe's tools, without a model",
+    "completion": "print the script by which a shell completes commands, options and fields of recipes",
+}
+_EXAMPLES = {
+    "new": ["new word_problems", "new word_problems --output tasks/words"],
+    "doctor": ["doctor", "doctor recipe.yaml", "doctor recipe.yaml server.url=http://127.0.0.1:8000"],
+    "train": [
+        "train recipe.yaml",
+        "train recipe.yaml train.learning_rate=1e-5 seed=1 output=runs/second",
+        "train recipe.yaml --dry-run",
+        "train recipe.yaml --resume",
+    ],
+    "serve": ["serve recipe.yaml server.port=8000"],
+    "rollout": ["rollout recipe.yaml data.limit=20"],
+    "eval": [
+        "eval recipe.yaml --samples 8",
+        "eval runs/mine/recipe.yaml --checkpoint runs/mine/checkpoints/step-000100",
+        "eval recipe.yaml --model Qwen/Qwen2.5-7B-Instruct",
+        "eval recipe.yaml --url http://127.0.0.1:8000 --model served-name",
+    ],
+    "chat": ["chat runs/mine", "chat runs/mine --checkpoint runs/mine/checkpoints/step-000100"],
+    "view": ["view runs/mine", "view runs/first runs/second --port 0", "view runs/mine --export mine.html"],
+    "export": [
+        "export runs/mine/checkpoints/step-000100 --output model",
+        "export runs/mine/checkpoints/step-000100 --output adapter --adapter",
+    ],
+    "tools": [
+        "tools list recipe.yaml",
+        "tools call recipe.yaml search query=treasure",
+        "tools check recipe.yaml",
+        "tools serve my_tools.py",
+    ],
+    "completion": [
+        'eval "$(agentfactory completion bash)"   # in ~/.bashrc',
+        'eval "$(agentfactory completion zsh)"   # in ~/.zshrc, behind compinit',
+        "agentfactory completion fish | source   # in ~/.config/fish/config.fish",
+    ],
+}
+_TOOLS = {
+    "list": "print the tools that a model would see",
+    "call": "make one call, as a chain of its own",
+    "check": "open every server, and try its environment",
+    "serve": "serve FILE.py[:NAME] ... over MCP; its options: `agentfactory tools serve --help`",
+}
+_STATUSES = """\
+exit status:
+  0    done
+  1    something failed; of doctor: there are problems
+  2    a bad command line or recipe: nothing was done
+  3    of train: train.stop_when has ended the run
+  130  interrupted by Ctrl-C or SIGTERM
+"""
+_HAVE_OVERRIDES = ("doctor", "train", "serve", "rollout", "eval")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options that `arguments` say. Ends the process, with exit status 2, where they cannot be understood."""
+    parser, commands = make_parser("view" in arguments[:1])
+    if arguments and (near := difflib.get_close_matches(arguments[0], commands.choices, 1)) and near[0] != arguments[0]:
+        parser.error(f"there is no command {arguments[0]!r}; did you mean {near[0]}?")
+    # argparse leaves overrides that come after an option in the rest
+    options, rest = parser.parse_known_args(arguments)
+    command = commands.choices[options.command]
+    takes_call = options.command == "tools" and options.action == "call"
+    takes_more = takes_call or hasattr(options, "overrides")
+    if unknown := [argument for argument in rest if argument.startswith("-") or not takes_more]:
+        command.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if takes_more:
+        (options.arguments if takes_call else options.overrides).extend(rest)
+    match options.command:
+        case "train":
+            settle_resume(options)
+        case "doctor":
+            if options.recipe and "=" in options.recipe and not Path(options.recipe).exists():
+                command.error(f"name a recipe before {options.recipe}, which is an override")
+    return options
+
+
+def make_parser(
+    with_viewer: bool,
+) -> tuple[argparse.ArgumentParser, "argparse._SubParsersAction[argparse.ArgumentParser]"]:
+    """The parser and its commands. `with_viewer`: the options of `view` are there, which take the viewer's packages."""
+    parser = argparse.ArgumentParser(
+        prog="agentfactory",
+        description="Reinforcement learning for agents that use tools.",
+        epilog=f"`agentfactory COMMAND --help` shows examples.\n\n{_STATUSES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    version = f"agentfactory {importlib.metadata.version('agentfactory')}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, about in _ABOUT.items():
+        command = commands.add_parser(
+            name,
+            help=about,
+            description=f"{about[0].upper()}{about[1:]}.",
+            epilog=_examples(name),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        _add_options(name, command, with_viewer)
+    return parser, commands
+
+
+def _examples(command: str) -> str:
+    lines = [line if command == "completion" else f"agentfactory {line}" for line in _EXAMPLES[command]]
+    return "examples:\n" + "".join(f"  {line}\n" for line in lines)
+
+
+def _add_options(name: str, command: argparse.ArgumentParser, with_viewer: bool) -> None:
+    if name in _HAVE_OVERRIDES:
+        _add_recipe(command, required=name != "doctor")
+    if name in ("train", "serve", "rollout", "eval"):
+        about = "resolve, validate and print the recipe; do nothing"
+        command.add_argument("--dry-run", action="store_true", help=about)
+    match name:
+        case "new":
+            command.add_argument("task", metavar="TASK", help="its name, and that of its Python file: a-z, 0-9 and _")
+            about = "folder to make; default: one of that name, here"
+            command.add_argument("--output", type=Path, metavar="DIR", help=about)
+        case "train":
+            there = command.add_mutually_exclusive_group()
+            there.add_argument("--overwrite", action="store_true", help="delete the run folder that is there")
+            add_resume_option(there)
+        case "eval":
+            _add_eval(command)
+        case "chat":
+            command.add_argument("run", metavar="RUN", type=Path, help="a run folder, such as runs/quickstart")
+            about = "talk to this one; default: the run's last"
+            command.add_argument("--checkpoint", type=Path, metavar="PATH", help=about)
+        case "view" if with_viewer:
+            from agentfactory.viewer.command import add_options
+
+            add_options(command)
+        case "export":
+            _add_export(command)
+        case "tools":
+            _add_tools(command)
+        case "completion":
+            command.add_argument("shell", choices=SHELLS, help="the shell that will read the script")
+
+
+def _add_recipe(command: argparse.ArgumentParser, required: bool = True) -> None:
+    command.add_argument("recipe", metavar="RECIPE", nargs=None if required else "?", help="a YAML file")
+    about = "such as train.learning_rate=1e-5 seed=1 output=DIR"
+    # a default, or else argparse says that they are required
+    overrides = command.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=about)
+    overrides.completer = complete_override  # type: ignore[attr-defined]
+
+
+def _add_eval(command: argparse.ArgumentParser) -> None:
+    about = "evaluate this in place of model.path"
+    command.add_argument("--checkpoint", type=Path, metavar="PATH", help=about)
+    about = "evaluate this model, a folder or a hub name, in place of model.path; with --url, the name of a served one"
+    command.add_argument("--model", metavar="NAME_OR_PATH", help=about)
+    about = "ask this server, ours or any OpenAI-compatible chat endpoint, and start none"
+    command.add_argument("--url", metavar="URL", help=about)
+    about = "sampled chains per task, in place of eval.samples"
+    command.add_argument("--samples", type=int, metavar="K", help=about)
+
+
+def _add_export(command: argparse.ArgumentParser) -> None:
+    about = "such as runs/NAME/checkpoints/step-000080"
+    command.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=about)
+    command.add_argument("--output", type=Path, metavar="DIR", required=True, help="folder to make")
+    command.add_argument("--adapter", action="store_true", help="the adapter alone, not merged into its base")
+    about = "upload it to this repository of the hub (a new one is private)"
+    command.add_argument("--push", metavar="REPO", help=about)
+
+
+def _add_tools(command: argparse.ArgumentParser) -> None:
+    actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, text in _TOOLS.items():
+        action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+        if name == "serve":
+            continue  # its options are parsed by agentfactory.tools.serve
+        action.add_argument("recipe", metavar="RECIPE", help="a YAML file; it needs no model")
+        if name == "call":
+            action.add_argument("tool", metavar="TOOL", help="its name, as `list` prints it")
+            about = "one JSON object, or key=value ..."
+            action.add_argument("arguments", metavar="ARGUMENT", nargs="*", default=[], help=about)
+            action.add_argument("--output", type=Path, metavar="FILE", help="save the image of the result")
+        else:
+            about = "such as limits.calls=8"
+            action.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=about)
+        if name == "list":
+            action.add_argument("--json", action="store_true", help="as a model is told them")
+        else:
+            about = "data row for the environments' reset; default: the first of the recipe's data"
+            action.add_argument("--task", type=json_object, metavar="JSON", help=about)
+
+
+def add_resume_option(parser: argparse._ActionsContainer) -> None:
+    """The option --resume [PATH]; `settle_resume` corrects what argparse makes of it."""
+    about = "go on with the run in `output`, from this checkpoint of it (default: the newest)"
+    parser.add_argument("--resume", nargs="?", const="auto", metavar="PATH", help=about)
+
+
+def settle_resume(options: argparse.Namespace) -> None:
+    """A key=value after a bare --resume is an override, not a path."""
+    if options.resume and "=" in options.resume and not Path(options.resume).exists():
+        options.overrides.append(options.resume)
+        options.resume = "auto"
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """What a JSON object on the command line says; raises argparse.ArgumentTypeError where it is none."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("not a JSON object")
+    return value

@@ -1,0 +1,79 @@
+"""Which weights a command serves: the recipe's model, a checkpoint of it, an adapter on its base, or a hub name."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentfactory.launching.launcher import need_checkpoint
+from agentfactory.launching.run_folder import ADAPTER, RunFolder, RunFolderError, base_of_adapter
+from agentfactory.recipe.composition import COMMAND_LINE, RecipeError, display
+from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
+from agentfactory.trainers.checkpoint_folder import INFO, read_info
+
+_NAMED = 8
+"""Of the checkpoints near a wrong path, how many a message names, the last ones."""
+
+
+@dataclass
+class Served:
+    """What a server is to serve: the recipe with the base model's path, adapters, the name that requests use. `label`
+    is what people call it, `step` the training step of a checkpoint."""
+
+    recipe: Recipe
+    label: str
+    name: str = "policy"
+    adapters: dict[str, Path] = field(default_factory=dict)
+    step: int | None = None
+
+
+def what_is_served(recipe: Recipe | StagedRecipe, checkpoint: Path | str | None) -> Served:
+    """`checkpoint`: a folder, or a hub name."""
+    stage = stages_of(recipe)[-1]
+    if isinstance(checkpoint, str):
+        return Served(_unquantised(stage.with_model(checkpoint)), checkpoint)
+    if checkpoint is not None:
+        checkpoint = checkpoint.expanduser().resolve()
+        check_weights(checkpoint, "--checkpoint")
+    if isinstance(recipe, StagedRecipe):
+        path = checkpoint or need_checkpoint(RunFolder(stage.output))
+    else:
+        path = checkpoint or Path(stage.model.path)
+    step = _step_of(path)
+    if (path / ADAPTER).is_file():
+        served = stage.with_model(base_of_adapter(path))
+        return Served(served, str(path), "checkpoint", {"checkpoint": path}, step)
+    served = stage.with_model(str(path))
+    if checkpoint is not None or isinstance(recipe, StagedRecipe):
+        served = _unquantised(served)
+    return Served(served, str(path), step=step)
+
+
+def _step_of(path: Path) -> int | None:
+    """The training step of a checkpoint; None of any other model."""
+    if not (path / INFO).is_file():
+        return None
+    try:
+        return int(read_info(path)["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(f"{path / INFO} cannot be read: {error!r}; fix: name another checkpoint") from error
+
+
+def check_weights(folder: Path, option: str) -> None:
+    """Raise RecipeError where `folder`, which `option` names, holds neither a model nor an adapter."""
+    if any((folder / name).is_file() for name in ("config.json", ADAPTER)):
+        return
+    # a run's folder, its checkpoints/, a stage's, or a step that is not there
+    near = {
+        found
+        for place in (folder, folder.parent)
+        for below in ("", "checkpoints/", "*/checkpoints/")
+        for found in place.glob(f"{below}step-*")
+    }
+    named = ", ".join(display(path) for path in sorted(near, key=lambda path: (path.parent, path.name))[-_NAMED:])
+    problem = "neither config.json nor adapter_config.json is there" if folder.is_dir() else "no such folder"
+    fix = f"name one of {named}" if near else "name a checkpoint, such as runs/NAME/checkpoints/step-000080"
+    raise RecipeError(COMMAND_LINE, option, f"{display(folder)}: {problem}", fix)
+
+
+def _unquantised(recipe: Recipe) -> Recipe:
+    """A quantised copy of the model that training began with is no copy of another."""
+    return recipe.model_copy(update={"server": recipe.server.model_copy(update={"model": None})})

@@ -1,0 +1,200 @@
+"""The commands that need a server and no trainer: serve, eval and rollout; of each, what is served and a run folder."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentfactory.commands.served_weights import Served, what_is_served
+from agentfactory.launching.launcher import Say, placed, prepare, settle, start_server
+from agentfactory.launching.processes import ChildFailed, Children
+from agentfactory.launching.run_folder import RunFolder, next_free
+from agentfactory.recipe.composition import COMMAND_LINE, RecipeError, display
+from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
+
+if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
+    from agentfactory.rollout.chain import ChainRunner
+    from agentfactory.rollout.evaluate import Evaluation
+
+
+def serve(recipe: Recipe | StagedRecipe, say: Say) -> None:
+    """Serve the recipe's model until the server or this process is ended; of a staged recipe, its last checkpoint.
+    The log goes to `<output>/serve`, serve-2, ..."""
+    with Children() as children:
+        served = what_is_served(recipe, None)
+        prepare(recipe, children, say)
+        placement = settle(placed(served.recipe, "serve"), served.recipe, say)
+        folder = _run_folder("serve", recipe, served.recipe)
+        # train.py, which a person starts, takes sync.backend=auto for file
+        transfer = replace(placement, sync=None).weight_transfer(served.recipe)
+        log = folder.logs / "server.log"
+        server, url = start_server(served.recipe, children, log, say, served.adapters, transfer, placement)
+        say(f"ready {url} (log: {display(log)})")
+        children.wait(server)
+
+
+def evaluate(
+    recipe: Recipe | StagedRecipe,
+    checkpoint: Path | None,
+    say: Say,
+    *,
+    model: str | None = None,
+    url: str | None = None,
+    samples: int | None = None,
+) -> None:
+    """Evaluate on `eval.data`, with `samples` in place of eval.samples, into `<output>/eval`, eval-2, ...
+
+    Who is evaluated: `checkpoint`, a folder; or `model`, a folder or a hub name; or the server at `url` (of its models,
+    the one called `model`), asked by token ids where it takes them and by OpenAI's chat API otherwise; or the recipe's
+    model, and of a staged recipe its last checkpoint; where `server.url` is set, the weights that are there.
+    """
+    from agentfactory.commands import eval_target
+
+    eval_target.check(recipe, checkpoint, model, url, samples)
+    if samples is not None:
+        recipe = eval_target.with_samples(recipe, samples)
+    if url is not None:
+        _evaluate_at(recipe, url, model, say)
+        return
+    with _acting("eval", recipe, eval_target.named(model) if model else checkpoint, say) as (served, folder, urls):
+        from agentfactory.rollout.evaluate import open_runner
+
+        opened = open_runner(served.recipe, folder.path, urls)
+        found = _run_eval(served.recipe, folder, opened, served.name, say, served.step)
+    _report(found, served.recipe, served.label, folder, say)
+
+
+def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say: Say) -> None:
+    """Evaluate whoever answers at `url`."""
+    from agentfactory.commands import eval_target
+    from agentfactory.rollout.client import ServerUnreachableError
+
+    # the model of a later stage is a checkpoint that may not be there
+    stages = stages_of(recipe)
+    stage = stages[-1].with_model(stages[0].model.path)
+    try:
+        there = eval_target.look_at(stage, url, model)
+    except eval_target.ChatEndpointError as error:
+        raise RecipeError(COMMAND_LINE, error.field, error.problem, error.fix) from None
+    except ServerUnreachableError as error:
+        raise ChildFailed(str(error)) from error
+    with Children() as children:
+        prepare(recipe, children, say)
+        folder = _run_folder("eval", recipe, there.recipe)
+        _log_to(folder, "eval")
+        say(f"asking {there.model} at {url} by {there.how}")
+        try:
+            opened = eval_target.open_runner_at(there, folder.path)
+            found = _run_eval(there.recipe, folder, opened, there.model, say)
+        except (ServerUnreachableError, eval_target.ChatEndpointError) as error:
+            raise ChildFailed(str(error)) from error
+    _report(found, there.recipe, f"{there.model} at {url}", folder, say)
+
+
+def _run_eval(
+    recipe: Recipe,
+    folder: RunFolder,
+    opened: "AbstractAsyncContextManager[ChainRunner]",
+    model: str,
+    say: Say,
+    step: int | None = None,
+) -> "Evaluation":
+    from agentfactory.launching.progress import follow_groups, tell_warnings
+    from agentfactory.rollout.data import load_tasks
+    from agentfactory.rollout.evaluate import run_eval
+
+    assert recipe.eval.data is not None  # load_recipe has seen to it
+    tasks, samples, greedy = load_tasks(recipe.eval.data), recipe.eval.samples, recipe.eval.greedy
+    say(f"evaluating {len(tasks)} tasks, each by {samples} sampled {'and 1 greedy ' if greedy else ''}chains")
+    with tell_warnings(say), follow_groups(folder.trajectories, len(tasks) * (1 + greedy), say):
+        return run_eval(recipe, tasks, folder.trajectories, partial(_log_figures, folder, step), opened, model)
+
+
+def _report(found: "Evaluation", recipe: Recipe, label: str, folder: RunFolder, say: Say) -> None:
+    from agentfactory.commands.eval_table import tables
+
+    folder.write_summary({"checkpoint": label, "seed": recipe.seed, **found.figures()})
+    for table in tables(found):
+        say(table)
+    say(f"every figure: {display(folder.summary)}; every chain: {display(folder.trajectories)}")
+    say(f"{recipe.name}: evaluated {label}; run folder {display(folder.path)}")
+
+
+def roll_out(recipe: Recipe | StagedRecipe, say: Say) -> None:
+    """Run one group of chains for every task of `data` and save them into `<output>/rollout`, rollout-2, ..."""
+    with _acting("rollout", recipe, None, say) as (served, folder, urls):
+        from agentfactory.launching.progress import follow_groups, tell_warnings
+        from agentfactory.rollout.data import load_tasks
+        from agentfactory.rollout.evaluate import run_rollout
+
+        acting = served.recipe
+        assert acting.data is not None  # load_recipe has seen to it
+        tasks = load_tasks(acting.data)
+        say(f"running {len(tasks)} tasks, each by {acting.rollout.group_size} chains")
+        with tell_warnings(say), follow_groups(folder.trajectories, len(tasks), say):
+            log = partial(_log_figures, folder, served.step)
+            figures = run_rollout(acting, tasks, folder.path, urls, folder.trajectories, log, served.name)
+        folder.write_summary({"checkpoint": served.label, "seed": recipe.seed, **figures})
+    told = [f"{name} {figures[name]:.4f}" for name in ("reward", "success", "failed") if name in figures]
+    say(f"means over chains: {', '.join(told)}; every figure: {display(folder.summary)}")
+    saved = display(folder.trajectories)
+    say(f"{recipe.name}: chains are saved; train on them with train.from_trajectories={saved}")
+
+
+def _run_folder(command: str, recipe: Recipe | StagedRecipe, acting: Recipe) -> RunFolder:
+    """A folder of its own for what `acting`, a part of `recipe`, does."""
+    path = next_free(recipe.output / command)
+    return RunFolder.create(path, acting.model_copy(update={"output": path, "prepare": None}).to_yaml())
+
+
+def _log_figures(folder: RunFolder, step: int | None, metrics: dict[str, Any]) -> None:
+    """Figures of chains on the weights of `step`, as training logs its own."""
+    folder.log(metrics if step is None else {"step": step, **metrics})
+
+
+def _log_to(folder: RunFolder, command: str) -> None:
+    logging.basicConfig(filename=folder.logs / f"{command}.log", level=logging.INFO)
+
+
+@contextmanager
+def _acting(
+    command: str, recipe: Recipe | StagedRecipe, checkpoint: Path | str | None, say: Say
+) -> Iterator[tuple[Served, RunFolder, list[str]]]:
+    """A run folder, and the addresses of servers for `command`. Raises ChildFailed where none answers any more."""
+    from agentfactory.rollout.client import ServerUnreachableError
+
+    with Children() as children:
+        served, server = what_is_served(recipe, checkpoint), None
+        urls = served.recipe.server.urls
+        try:
+            if urls:
+                asyncio.run(_check_routes(served.recipe))
+                # whose weights are its own
+                served = replace(served, label=f"{served.name} at {', '.join(urls)}", step=None)
+            prepare(recipe, children, say)
+            folder = _run_folder(command, recipe, served.recipe)
+            _log_to(folder, command)
+            if not urls:
+                server, url = start_server(served.recipe, children, folder.logs / "server.log", say, served.adapters)
+                urls = [url]
+            yield served, folder, urls
+        except Exception as error:
+            # where the server is gone, that is the cause
+            if server is not None:
+                children.check(server)
+            if isinstance(error, ServerUnreachableError):
+                raise ChildFailed(str(error)) from error
+            raise
+
+
+async def _check_routes(recipe: Recipe) -> None:
+    from agentfactory.rollout.client import InferenceClient
+
+    async with InferenceClient(recipe.server.urls, recipe.server.api_key_env) as client:
+        await client.check_routes()

@@ -1,0 +1,296 @@
+"""`agentfactory tools list | call | serve | check`: a recipe's tools without a model."""
+
+import argparse
+import asyncio
+import base64
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jsonschema.exceptions import SchemaError
+from jsonschema.validators import validator_for
+
+from agentfactory.commands.options import json_object
+from agentfactory.recipe.composition import display
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe, stages_of
+from agentfactory.rollout.data import InvalidData, Task, load_tasks
+from agentfactory.tools.config import ToolsRecipe
+from agentfactory.tools.limits import check_limits
+from agentfactory.tools.messages import (
+    Content,
+    EnvironmentReward,
+    EnvironmentRewardError,
+    ToolCall,
+    ToolInfrastructureError,
+    ToolSpec,
+    text_of,
+)
+from agentfactory.tools.toolset import open_toolset
+
+SLOW_SECONDS = 3.0
+"""Opening a server for longer than this is named by `check`."""
+
+
+class ToolsCommandError(Exception):
+    """A command line that cannot work; the message says why, and what to do."""
+
+
+class ToolsFailed(Exception):
+    """A server that cannot be used, or a call that failed; the message says which and why."""
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run `list`, `call` or `check`.
+
+    Raises:
+        RecipeError, ToolsCommandError: nothing was done.
+        ToolsFailed: a server cannot be used, or the call failed.
+    """
+    recipe = stages_of(load_recipe(options.recipe, getattr(options, "overrides", ()), "tools"))[-1]
+    match options.action:
+        case "list":
+            asyncio.run(_list(recipe, options.json))
+        case "call":
+            asyncio.run(_call(recipe, options))
+        case "check":
+            asyncio.run(_check(recipe, options.task))
+
+
+@dataclass
+class _Server:
+    """What became of one server of a recipe. `seconds` is what it took to open, `problems` what is wrong with it."""
+
+    name: str
+    opened: bool = False
+    seconds: float = 0.0
+    specs: list[ToolSpec] = field(default_factory=list)
+    environment: str = ""
+    problems: list[str] = field(default_factory=list)
+
+
+_FindTask = Callable[[], Awaitable[Task | None]]
+
+
+async def _open_each(recipe: Recipe, find_task: _FindTask | None) -> list[_Server]:
+    """Open the servers side by side and apart, so that one that fails hides no other. With `find_task` begin a chain on
+    each; environments get the task that it finds, and are not tried where it finds none."""
+    parts = [ToolsRecipe(tools=[reference]) for reference in recipe.tools]
+    parts += [ToolsRecipe(mcp_servers={name: config}) for name, config in recipe.mcp_servers.items()]
+    return await asyncio.gather(*(_open(part, find_task) for part in parts))
+
+
+async def _open(part: ToolsRecipe, find_task: _FindTask | None) -> _Server:
+    server = _Server([*part.mcp_servers, *(reference.rpartition(":")[2] for reference in part.tools)][0])
+    started = time.perf_counter()
+    try:
+        async with open_toolset(part, Path.cwd()) as toolset:
+            server.opened, server.seconds = True, time.perf_counter() - started
+            server.specs = toolset.specs
+            if toolset.environments and not server.specs:
+                server.problems.append("an environment without a tool: no model can act on it; mark methods with @tool")
+            if find_task is None:
+                return server
+            task: Task | None = await find_task() if toolset.environments else {}
+            if task is not None:
+                started = time.perf_counter()
+                async with toolset.chain("check", task) as session:
+                    seconds = time.perf_counter() - started
+                    if toolset.environments:
+                        says = f", says {_short(text_of(session.opening))}" if session.opening else ""
+                        server.environment = f"an environment: reset in {seconds:.2f} s{says}"
+                        # what fails here fails every chain that ends without a call
+                        verdict = await session.reward()
+                        judge = f"judges what nobody touched with {_figures(verdict)}" if verdict else "does not judge"
+                        server.environment += f"; {judge}"
+    except EnvironmentRewardError as error:
+        server.environment += "; cannot judge"
+        server.problems.append(f"{error} (right after reset; a chain may end without a call)")
+    except (ToolInfrastructureError, ValueError, TypeError) as error:
+        server.problems.append(str(error))
+    return server
+
+
+def _figures(verdict: EnvironmentReward) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in {"reward": verdict.reward, **verdict.metrics}.items())
+
+
+async def _list(recipe: Recipe, as_json: bool) -> None:
+    servers = await _open_each(recipe, None)
+    if as_json:
+        specs = [spec.to_openai() for server in servers for spec in server.specs]
+        print(json.dumps(specs, indent=2, ensure_ascii=False))
+    else:
+        for server in servers:
+            for spec in server.specs:
+                print(f"{server.name}: {spec.name}({_parameters(spec)})")
+                for line in spec.description.splitlines():
+                    print(f"    {line}".rstrip())
+        if not any(server.specs or server.problems for server in servers):
+            print("no tools")
+    _fail([f"{server.name}: {problem}" for server in servers for problem in server.problems])
+
+
+async def _check(recipe: Recipe, task: Task | None) -> None:
+    finding: asyncio.Task[tuple[Task | None, str]] | None = None
+
+    async def find_task() -> Task | None:
+        nonlocal finding
+        if task is not None:
+            return task
+        # while data is loaded, the other servers go on
+        finding = finding or asyncio.create_task(asyncio.to_thread(_first_row, recipe))
+        return (await finding)[0]
+
+    servers = await _open_each(recipe, find_task)
+    owners = Counter(spec.name for server in servers for spec in server.specs)
+    for server in servers:
+        for spec in server.specs:
+            if fault := _schema_fault(spec):
+                server.problems.append(f"the schema of {spec.name}: {fault}")
+            if owners[spec.name] > 1:
+                server.problems.append(f"another server has a tool {spec.name} too; set `prefix` or `deny` of one")
+        slow = f", slow (more than {SLOW_SECONDS:g} s)" if server.seconds > SLOW_SECONDS else ""
+        tools = ", ".join(spec.name for spec in server.specs)
+        if not server.opened:
+            print(f"{server.name}: cannot be used")
+            continue
+        print(f"{server.name}: opened in {server.seconds:.2f} s{slow}; its tools: {tools or 'none'}")
+        if server.environment:
+            print(f"    {server.environment}")
+    if task is not None:
+        print("task: --task")
+    else:
+        print(f"task: {(await finding)[1] if finding else 'none, for there is no environment'}")
+    problems = [f"{server.name}: {problem}" for server in servers for problem in server.problems]
+    # a server that does not open may have the tools that seem to be missing
+    if not problems:
+        try:
+            check_limits(recipe.limits, [*owners])
+        except ValueError as error:
+            problems.append(str(error))
+    _fail(problems)
+    print("all right")
+
+
+def _fail(problems: list[str]) -> None:
+    if problems:
+        raise ToolsFailed("\n".join(problems))
+
+
+def _first_row(recipe: Recipe) -> tuple[Task | None, str]:
+    """The task with which environments are tried, and where it is from; None where the recipe's data is not there.
+
+    Raises ToolsCommandError where the data cannot be read.
+    """
+    for name, data in (("data", recipe.data), ("eval.data", recipe.eval.data)):
+        if data is None:
+            continue
+        if os.path.isabs(data.path) and not os.path.exists(data.path):
+            return None, f"none, and no environment was reset: there is no {display(Path(data.path))} yet; give --task"
+        try:
+            return load_tasks(data)[0], f"the first row of {name}"
+        except InvalidData as error:
+            fix = f"{error.fix}, or give --task"
+            raise ToolsCommandError(f"{name}.{error.field}: {error.problem}; fix: {fix}") from error
+        except Exception as error:  # boundary: files of any content, and the hub
+            raise ToolsCommandError(f"{name}.path: {error}; fix: correct it, or give --task") from error
+    return {}, "an empty row, for the recipe has no data"
+
+
+def _schema_fault(spec: ToolSpec) -> str | None:
+    """Why a model could not be told the tool's arguments."""
+    try:
+        validator_for(spec.parameters).check_schema(spec.parameters)
+    except SchemaError as error:
+        return f"{error.json_path}: {error.message}"
+    kind = spec.parameters.get("type")
+    return None if kind == "object" else f"its type is {kind!r}, not 'object'"
+
+
+async def _call(recipe: Recipe, options: argparse.Namespace) -> None:
+    try:
+        async with open_toolset(recipe, Path.cwd()) as toolset:
+            spec = next((spec for spec in toolset.specs if spec.name == options.tool), None)
+            call = ToolCall("call_0", options.tool, _parse_arguments(options.arguments, spec))
+            task = options.task
+            if task is None:
+                task = (_first_row(recipe)[0] if toolset.environments else None) or {}
+            async with toolset.chain("call", task) as session:
+                result = await session.call(call)
+    except (ToolInfrastructureError, ValueError, TypeError) as error:
+        raise ToolsFailed(str(error)) from None
+    print(text_of(result.content))
+    if result.info:
+        print(f"info: {json.dumps(result.info, ensure_ascii=False)}")
+    if result.finish:
+        print("the tool ends the chain")
+    if options.output is not None:
+        _save_image(result.content, options.output)
+    if result.error is not None:
+        raise ToolsFailed(f"the call failed: {result.error}")
+
+
+def _parse_arguments(given: Sequence[str], spec: ToolSpec | None) -> dict[str, Any]:
+    """One JSON object, or key=value pairs: JSON where the value is, and text where it is not or the tool wants text."""
+    if len(given) == 1 and given[0].lstrip().startswith("{"):
+        try:
+            return json_object(given[0])
+        except argparse.ArgumentTypeError as error:
+            raise ToolsCommandError(f"the arguments {given[0]!r} are {error}") from None
+    known = spec.parameters.get("properties", {}) if spec else {}
+    arguments: dict[str, Any] = {}
+    for pair in given:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ToolsCommandError(f"the argument {pair!r}; fix: write key=value, or all as one JSON object")
+        arguments[key] = value
+        if known.get(key, {}).get("type") != "string":
+            with suppress(ValueError):
+                arguments[key] = json.loads(value)
+    return arguments
+
+
+def _save_image(content: Content, file: Path) -> None:
+    urls = [] if isinstance(content, str) else [p["image_url"]["url"] for p in content if p["type"] == "image_url"]
+    embedded = [url for url in urls if url.startswith("data:")]
+    if not embedded:
+        raise ToolsFailed("--output: the result holds no image")
+    for number, url in enumerate(embedded, 1):
+        path = file if number == 1 else file.with_name(f"{file.stem}-{number}{file.suffix}")
+        path.write_bytes(base64.b64decode(url.partition(",")[2]))
+        print(f"saved {path}", file=sys.stderr)
+
+
+def _parameters(spec: ToolSpec) -> str:
+    """Names and types, as `query: string, limit: integer = 5`."""
+    required = spec.parameters.get("required", [])
+    shown = []
+    for name, schema in spec.parameters.get("properties", {}).items():
+        default = f" = {json.dumps(schema['default'], ensure_ascii=False)}" if "default" in schema else ""
+        optional = "" if name in required or default else "?"
+        shown.append(f"{name}{optional}: {_kind(schema)}{default}")
+    return ", ".join(shown)
+
+
+def _kind(schema: dict[str, Any]) -> str:
+    if "enum" in schema:
+        return " | ".join(json.dumps(value, ensure_ascii=False) for value in schema["enum"])
+    if "anyOf" in schema:
+        return " | ".join(_kind(option) for option in schema["anyOf"])
+    if schema.get("type") == "array":
+        return f"list of {_kind(schema.get('items', {}))}"
+    kind = schema.get("type", "any")
+    return kind if isinstance(kind, str) else " | ".join(kind)
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return repr(line if len(line) <= 60 else line[:57] + "...")

@@ -1,0 +1,158 @@
+"""Going on with a run: from which checkpoint, whether the recipe still fits, and what came after the checkpoint."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from agentfactory.launching.run_folder import RunFolder, RunFolderError, next_free
+from agentfactory.recipe.composition import COMMAND_LINE, RecipeError, display, short
+from agentfactory.recipe.schema import Recipe
+from agentfactory.trainers.checkpoint_folder import (
+    DamagedCheckpointError,
+    checkpoints,
+    newest_whole,
+    read_info,
+    step_of,
+    verify,
+)
+
+AUTO = "auto"
+"""In place of a path: the run's newest checkpoint."""
+
+_MAY_DIFFER = (
+    # where and how fast it runs, and how it is watched: these change what is learnt by rounding at most
+    *("name", "output", "import_path", "server", "sync", "placement", "eval", "track"),
+    *("rollout.concurrency", "rollout.timeout_seconds"),
+    *("train.processes", "train.strategy", "train.batching", "train.token_budget", "train.attention"),
+    *("train.gradient_checkpointing", "train.activation_offload", "train.liger", "train.compile"),
+    *("train.steps", "train.checkpoint_every", "train.keep_last", "train.keep_best", "train.stop_when"),
+)
+_BEFORE = {"train.loss.behaviour_kl": 0.0, "train.advantage.malformed_turns": "like_others"}
+"""What runs were trained with whose recipes do not have the field yet."""
+
+
+class State(StrEnum):
+    """What there is of a stage."""
+
+    NEW = "new"
+    STARTED = "started"
+    COMPLETED = "completed"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stage of a run; a run without stages is one."""
+
+    recipe: Recipe
+    folder: RunFolder
+    state: State = State.NEW
+    checkpoint: Path | None = None
+    """Where a started one goes on; None: from its beginning."""
+
+
+def plan(stages: Sequence[Recipe], asked: str) -> list[Part]:
+    """What becomes of each stage. `asked` is a checkpoint, or AUTO. A stage's model is that of its recipe; of a later
+    one than the first, the checkpoint of the stage before.
+
+    Raises RunFolderError where there is nothing to go on from, or the checkpoint is damaged; RecipeError where a
+    recipe does not fit its checkpoint.
+    """
+    path = None if asked == AUTO else Path(asked).expanduser().resolve()
+    folders = [RunFolder(stage.output) for stage in stages]
+    if path is not None and path.parent not in [folder.checkpoints.resolve() for folder in folders]:
+        places = ", ".join(display(folder.checkpoints) for folder in folders)
+        raise RunFolderError(f"--resume: {display(path)} is none of the run's checkpoints; fix: name one in {places}")
+    parts: list[Part] = []
+    for recipe, folder in zip(stages, folders, strict=True):
+        is_own = path is not None and path.parent == folder.checkpoints.resolve()
+        own = folder.checkpoints / path.name if path is not None and is_own else None
+        if parts and parts[-1].state is State.COMPLETED:
+            parts.append(_part(recipe.with_model(str(parts[-1].folder.last_checkpoint())), folder, own))
+        elif parts and folder.recipe.exists():
+            raise RunFolderError(
+                f"{display(folder.path)}: stage {recipe.name} has begun, and the one before it is to be trained on; "
+                "fix: move that folder away, or begin another run with output=OTHER"
+            )
+        else:
+            parts.append(Part(recipe, folder) if parts else _part(recipe, folder, own))
+    if parts[-1].state is State.COMPLETED:
+        done = f"{display(folders[-1].path)} is completed, with {folders[-1].read_summary()['steps']} steps"
+        raise RunFolderError(f"--resume: {done}; fix: raise train.steps to go on")
+    return parts
+
+
+def _part(recipe: Recipe, folder: RunFolder, asked: Path | None) -> Part:
+    if not folder.recipe.exists():
+        return Part(recipe, folder)
+    checkpoint = choose(folder, asked)
+    check_recipe(recipe, folder, checkpoint)
+    summary = folder.read_summary()
+    done = summary.get("status") == "completed" and summary["steps"] >= recipe.train.steps and asked is None
+    return Part(recipe, folder, State.COMPLETED if done else State.STARTED, checkpoint)
+
+
+def choose(folder: RunFolder, asked: Path | None) -> Path | None:
+    """The checkpoint to go on from: `asked`, or the newest; None where the run has none. Raises RunFolderError where it
+    is damaged, and offers the one before."""
+    found = checkpoints(folder.checkpoints)
+    if asked is not None and asked not in found:
+        raise RunFolderError(f"--resume: {asked} is no checkpoint; fix: name one in {folder.checkpoints}")
+    path = asked or (found[-1] if found else None)
+    if path is None:
+        return None
+    try:
+        verify(path)
+    except DamagedCheckpointError as error:
+        before = newest_whole(found[: found.index(path)])
+        fix = f"--resume {display(before)}" if before else "none before it is whole: begin anew with --overwrite"
+        raise RunFolderError(f"--resume: {error}; fix: {fix}") from None
+    return path
+
+
+def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> None:
+    """Raise RecipeError where `recipe` would change what the run learns. It may ask for more steps, and be run
+    elsewhere and otherwise."""
+    if checkpoint is None:
+        before, where = yaml.safe_load(folder.recipe.read_text(encoding="utf-8")), folder.recipe
+    else:
+        before, where = read_info(checkpoint)["recipe"], checkpoint
+    old, new = _BEFORE | _leaves(before), _leaves(yaml.safe_load(recipe.to_yaml()))
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name) and not f"{name}.".startswith(tuple(f"{field}." for field in _MAY_DIFFER)):
+            problem = f"got {short(new.get(name))}, but {display(where)} was trained with {short(old.get(name))}"
+            raise RecipeError(COMMAND_LINE, name, problem, "set it back, or begin another run with output=OTHER")
+    if checkpoint is not None and recipe.train.steps < step_of(checkpoint):
+        problem = f"got {recipe.train.steps}, and {display(checkpoint)} has more"
+        raise RecipeError(COMMAND_LINE, "train.steps", problem, "raise it, or name an earlier checkpoint")
+
+
+def rewind(folder: RunFolder, checkpoint: Path | None, say: Callable[[str], None]) -> None:
+    """Bring a run folder back to its `checkpoint` (None: to its beginning): metrics and trajectories that came after
+    are cut, later checkpoints are set aside."""
+    folder.note_stopped()
+    for left in folder.checkpoints.glob(".step-*.partial"):
+        shutil.rmtree(left)
+    # weights on their way to servers
+    shutil.rmtree(folder.sync, ignore_errors=True)
+    folder.cut(read_info(checkpoint)["files"] if checkpoint else {})
+    later = [
+        path for path in checkpoints(folder.checkpoints) if checkpoint is None or step_of(path) > step_of(checkpoint)
+    ]
+    if later:
+        aside = next_free(folder.checkpoints / "set-aside")
+        aside.mkdir()
+        for path in later:
+            path.rename(aside / path.name)
+        say(f"later checkpoints are set aside: {', '.join(path.name for path in later)} in {aside}")
+    say(f"resumed: {checkpoint}" if checkpoint else "resumed: from the beginning, there is no checkpoint")
+
+
+def _leaves(data: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(data, dict) and data:
+        return {name: leaf for key, value in data.items() for name, leaf in _leaves(value, f"{prefix}.{key}").items()}
+    return {prefix.removeprefix("."): data}

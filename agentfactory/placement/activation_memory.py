@@ -1,0 +1,311 @@
+"""What a micro-batch and an optimiser step take beyond weights and gradients: found by running the policy's own code on
+fake tensors, which have shapes and no data, and counting the bytes that are alive after each operation."""
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import PreTrainedConfig
+
+from agentfactory.placement.meta_model import meta_model, policy_of
+from agentfactory.trainers.backbone import Backbone
+from agentfactory.trainers.batch import Batching, MicroBatch, TrainingRow, make_batches
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.critic import ActorCritic, Role
+from agentfactory.trainers.network import decoder_layers
+from agentfactory.trainers.optimizer import make_optimizer
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes at the moment of a phase at which most are alive."""
+
+    rest: float = 0.0
+    logits: float = 0.0
+    """Those of tensors with a column per token of the vocabulary."""
+
+    @property
+    def total(self) -> float:
+        return self.rest + self.logits
+
+    def plus(self, times: int, more: "Peak", less: "Peak") -> "Peak":
+        """This one, and `times` what `more` has more than `less`."""
+        rest, logits = more.rest - less.rest, more.logits - less.logits
+        return Peak(self.rest + times * rest, self.logits + times * logits)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations within it make, as long as they live; the largest sum per `phase` is kept."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.phase = "start"
+        self.peaks: dict[str, Peak] = {}
+        self.alive = [0, 0]
+        self._vocabulary = vocabulary
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":
+            # only asks for a tensor's device
+            return func(*args, **kwargs or {})
+        for tensor in _tensors((*args, *(kwargs or {}).values())):
+            # what is not known by now was there before, and is not counted
+            self._meet(tensor, counted=False)
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
+            # a product of experts: the kernels take float32, what torch knows of their results does not
+            out = func(*(a.bfloat16() if a.is_floating_point() else a for a in args), **kwargs or {}).float()
+        else:
+            out = func(*args, **kwargs or {})
+        for tensor in _tensors(out if isinstance(out, list | tuple) else (out,)):
+            self._meet(tensor, counted=True)
+        return out
+
+    def _meet(self, tensor: Tensor, counted: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        size = storage.nbytes() if counted else 0
+        kind = int(tensor.ndim > 1 and tensor.shape[-1] == self._vocabulary)
+        self._sizes[key] = size
+        weakref.finalize(storage, self._forget, key, kind)
+        self.alive[kind] += size
+        if sum(self.alive) > self.peaks.get(self.phase, Peak()).total:
+            self.peaks[self.phase] = Peak(*self.alive)
+
+    def _forget(self, key: int, kind: int) -> None:
+        self.alive[kind] -= self._sizes.pop(key)
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """Counts `tensor` no longer: it is in another memory from now on."""
+        key = tensor.untyped_storage()._cdata
+        self.alive[0] -= self._sizes[key]
+        self._sizes[key] = 0
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+class KnownValues(TorchFunctionMode):
+    """Gives `numpy()` of fake tensors whose values are known: which tokens see each other decides what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: Any = WeakTensorKeyDictionary()
+
+    def add(self, tensor: Tensor, values: np.ndarray) -> None:
+        self._values[tensor] = values
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS and args[0] in self._values:
+            values = self._values[args[0]]
+            if func is Tensor.numpy:
+                return values
+            out = func(*args, **(kwargs or {}))
+            self.add(out, values[args[1]] if func is Tensor.__getitem__ else values)
+            return out
+        return func(*args, **(kwargs or {}))
+
+
+_READS = (Tensor.__getitem__, Tensor.cpu, Tensor.numpy)
+
+
+def trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> tuple[Peak, float]:
+    """The peak of a micro-batch of `train.token_budget` tokens, and the bytes that an optimiser step takes for itself.
+
+    Weights, gradients and the optimiser's state are not in it: the peak is that of a later micro-batch of an update,
+    which adds its gradients to those that are there. A network of one layer of each kind is run, and for each kind one
+    that has another of it below: each phase's peak grows linearly with the layers of a kind.
+    """
+    kinds = _kinds(config)
+    # the last ones: backward passes begin, and are at their peak, with them
+    some = sorted(len(kinds) - 1 - kinds[::-1].index(kind) for kind in set(kinds))
+    peaks = base = _trace(recipe, _only(config, some), device)
+    for kind in set(kinds):
+        if others := kinds.count(kind) - 1:
+            more = _trace(recipe, _only(config, [kinds.index(kind), *some]), device)
+            peaks = {phase: peaks[phase].plus(others, more[phase], base[phase]) for phase in peaks}
+    step = peaks.pop(_STEP)
+    return max(peaks.values(), key=lambda peak: peak.total), step.total
+
+
+def _kinds(config: PreTrainedConfig) -> list[Any]:
+    """What each layer is, by all that is said layer by layer."""
+    text = config.get_text_config()
+    return list(zip(*_per_layer(text).values(), strict=True)) or [()] * text.num_hidden_layers
+
+
+def _per_layer(text: PreTrainedConfig) -> dict[str, list[Any]]:
+    layers = text.num_hidden_layers
+    return {name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == layers}
+
+
+def _only(config: PreTrainedConfig, layers: list[int]) -> PreTrainedConfig:
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for name, value in _per_layer(text).items():
+        setattr(text, name, [value[layer] for layer in layers])
+    text.num_hidden_layers = len(layers)
+    return config
+
+
+_STEP = "step"
+
+
+def _trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> dict[str, Peak]:
+    """The peak of each phase of a micro-batch, and of the optimiser's step."""
+    with torch.random.fork_rng(devices=[]), FakeTensorMode() as fake:
+        with unset_fake_temporarily():
+            model = meta_model(recipe, config, device)
+            policy = policy_of(model)
+            part = fullest(recipe, policy.batching)
+        _materialise(model)
+        values = KnownValues()
+        part = _fake(part, fake, values)
+        inputs = (part.ids, part.sources, part.labels, part.positions, part.ends)
+        live = LiveBytes(config.get_text_config().vocab_size)
+        if recipe.train.activation_offload and device == "cuda":
+            for layer in decoder_layers(policy.network):
+                layer.register_forward_hook(lambda layer, args, output: live.leave_out(args[0]))
+        with live, values:
+            options = (recipe.rollout.temperature, recipe.train.loss.entropy_bonus > 0)
+            with _phases(live, Role.POLICY, policy):
+                if isinstance(model, ActorCritic):
+                    logprob, entropy = model(Role.POLICY, *inputs, *options)
+                else:
+                    logprob, entropy = model(*inputs, *options)
+                _backward(live, Role.POLICY, logprob.sum() + entropy.sum())
+            del logprob, entropy
+            if isinstance(model, ActorCritic):
+                with _phases(live, Role.CRITIC, model.critic.backbone or policy):
+                    _backward(live, Role.CRITIC, model(Role.CRITIC, *inputs).sum())
+        return live.peaks | {_STEP: _step(model, recipe)}
+
+
+def _materialise(model: nn.Module) -> None:
+    """Gives a model on the meta device fake tensors on the CPU, and gradients to what is trained."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None and id(weight) not in made:
+                # tied ones stay one
+                fake = nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype), weight.requires_grad)
+                fake.grad = torch.empty_like(fake) if weight.requires_grad else None
+                made[id(weight)] = fake
+            module._parameters[name] = made.get(id(weight))
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def _backward(live: LiveBytes, role: Role, loss: Tensor) -> None:
+    live.phase = f"{role} head backward"
+    loss.backward()
+
+
+def _step(model: nn.Module, recipe: TrainRecipe) -> Peak:
+    if recipe.train.optimizer.name not in ("adafactor", "muon"):
+        # one fused kernel, or operations in place
+        return Peak()
+    optimizer = make_optimizer(model, recipe.train)
+    # the first one makes the state
+    optimizer.step()
+    with LiveBytes(0) as live:
+        optimizer.step()
+    return live.peaks["start"]
+
+
+@contextmanager
+def _phases(live: LiveBytes, role: Role, backbone: Backbone) -> Iterator[None]:
+    """Tells `live` which part of a forward and backward pass it is, for peaks that grow differently with the layers."""
+
+    def enter(phase: str) -> Callable[..., None]:
+        def hook(*args: Any) -> None:
+            live.phase = f"{role} {phase}"
+
+        return hook
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        live.phase = f"{role} head"
+        output.last_hidden_state.register_hook(enter("layers backward"))
+
+    def embedded(module: nn.Module, args: Any, output: Tensor) -> None:
+        if not output.requires_grad:
+            # else the first layer would need less than those above it, from which the others' need is known
+            output.requires_grad_()
+        else:
+            output.register_hook(enter("embedding backward"))
+
+    network = backbone.network
+    handles = [
+        network.base_model.register_forward_pre_hook(enter("layers")),
+        network.base_model.register_forward_hook(leave),
+        network.get_input_embeddings().register_forward_hook(embedded),
+    ]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def fullest(recipe: TrainRecipe, batching: Batching) -> MicroBatch:
+    """A micro-batch as large as `train.token_budget` lets it be: of rows as long as rows can be, all of whose tokens
+    are trained; in trees, of groups that share the first half of their rows, the second of which is trained."""
+    budget = recipe.train.token_budget
+    # the last token of a row is predicted, and predicts nothing
+    length = recipe.rollout.max_total_tokens - 1
+    if batching != "tree":
+        rows = [_row(number, 0, length) for number in range(max(1, budget // length))]
+    else:
+        shared = length // 2
+        rows, room, tree = [], budget, 0
+        while not rows or room >= length:
+            chains = min(recipe.rollout.group_size, max(1, (room - shared) // (length - shared)))
+            rows += [_row(tree, shared, length, chain) for chain in range(chains)]
+            room -= shared + chains * (length - shared)
+            tree += 1
+    batch = make_batches(rows, batching, budget)[0]
+    return max(batch.micro_batches, key=lambda part: part.ids.numel())
+
+
+def _row(tree: int, shared: int, length: int, chain: int = 0) -> TrainingRow:
+    """A row that begins like the others of its tree, and has nothing in common with what follows in those."""
+    targets = range(max(1, shared), length + 1)
+    return TrainingRow(
+        token_ids=[2 * tree] * shared + [2 * chain + 1] * (length + 1 - shared),
+        targets=list(targets),
+        streams={name: [1.0] * len(targets) for name in ("behaviour", "advantage", "weight", "mixed")},
+    )
+
+
+def _fake(part: MicroBatch, fake: FakeTensorMode, values: KnownValues) -> MicroBatch:
+    def convert(tensor: Tensor | None) -> Any:
+        if tensor is None:
+            return None
+        made = fake.from_tensor(tensor)
+        with unset_fake_temporarily():
+            values.add(made, tensor.numpy())
+        return made
+
+    return replace(
+        part,
+        ids=convert(part.ids),
+        positions=convert(part.positions),
+        ends=convert(part.ends),
+        sources=convert(part.sources),
+        labels=convert(part.labels),
+    )

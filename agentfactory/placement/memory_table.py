@@ -1,0 +1,161 @@
+"""The memory of a placement: what trainer and server take, what stands on a device at one time, and the table of it."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from agentfactory.placement.server_memory import ServerMemory
+from agentfactory.recipe.schema import Recipe
+
+GIB = 2**30
+
+STAYS_ON_GPU = ("workspace", "context")
+"""Rows of a server or trainer that stay on its GPU while it sleeps or is offloaded: what belongs to the process."""
+
+OFFLOADED = ("weights", "adapter", "reference", "critic", "optimizer")
+"""Rows of a trainer that are kept elsewhere while it is offloaded; of the others nothing is left between updates."""
+
+_LAST_ROWS = ("workspace", "KV cache", "context")
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a recipe's processes take, in bytes."""
+
+    trainer: Mapping[str, int]
+    """By row, of one trainer process; empty where none is planned."""
+    server: ServerMemory | None
+    """On each of its devices; None where no server is planned."""
+    notes: tuple[str, ...] = ()
+    """Where the figures come from, and what they leave out."""
+
+
+@dataclass(frozen=True)
+class Sum:
+    """What stands in one memory at one time, in bytes, by what it is, beside what there is of that memory."""
+
+    where: str
+    terms: Mapping[str, int]
+    room: int | None
+    """None: of a machine that is not here."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all terms."""
+        return sum(self.terms.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for all terms."""
+        return self.short <= 0
+
+    @property
+    def short(self) -> float:
+        """Bytes that are missing; negative: left."""
+        return -math.inf if self.room is None else self.total - self.room
+
+    def __str__(self) -> str:
+        terms = " + ".join(f"{name} {gib(size)}" for name, size in self.terms.items())
+        return f"{terms} = {gib(self.total)}{self.of} {self.where}"
+
+    @property
+    def of(self) -> str:
+        """What there is of it, for people."""
+        return " GiB" if self.room is None else f" of {gib(self.room)} GiB"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where a recipe's processes go, and what they take there."""
+
+    mode: str
+    devices: str
+    """What they go to, for people."""
+    need: Need
+    cache: int
+    """Bytes of the server's cache on each of its devices."""
+    sums: tuple[Sum, ...]
+    """With the whole cache."""
+    least: tuple[Sum, ...]
+    """The same with the smallest cache that the server can work with."""
+    utilization: float | None = None
+    """gpu_memory_utilization for vLLM, where the recipe leaves it to the plan."""
+    trainer_gpus: tuple[int, ...] = ()
+    """Of the GPUs that this process sees; empty: all."""
+    server_gpus: tuple[int, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """Mode and devices."""
+        alone = self.need.server is None or not self.need.trainer
+        return self.devices if alone else f"{self.mode}: {self.devices}"
+
+    @property
+    def fits(self) -> bool:
+        """Whether the least fits."""
+        return all(part.fits for part in self.least)
+
+    @property
+    def worst(self) -> Sum:
+        """The sum of `least` that is furthest beyond its room, or nearest to it."""
+        return max(self.least, key=lambda part: part.short)
+
+
+@dataclass
+class _Column:
+    name: str
+    rows: dict[str, int] = field(default_factory=dict)
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB; small ones with what digits they need."""
+    value = size / GIB
+    return f"{value:.2f}" if value >= 0.095 or value == 0 else f"{value:.2g}"
+
+
+def rows(plan: Plan) -> dict[str, dict[str, int]]:
+    """Bytes by process and row, the server's cache included."""
+    columns = {}
+    if plan.need.trainer:
+        columns["trainer"] = dict(plan.need.trainer)
+    if plan.need.server is not None:
+        columns["server"] = {**plan.need.server.parts, "KV cache": plan.cache}
+    return columns
+
+
+def table(plan: Plan, recipe: Recipe) -> str:
+    """The plan for people: a row per use of memory, a column per process, the sums below."""
+    columns = rows(plan)
+    names = _ordered(name for column in columns.values() for name in column)
+    labels = {name: _label(name, recipe) for name in names} | {"total": "total"}
+    width = max(map(len, labels.values()))
+    lines = [
+        f"memory by estimate, {plan.title}",
+        "  ".join([f"{'GiB':{width}}", *(f"{name:>8}" for name in columns)]),
+    ]
+    for name in names:
+        cells = [f"{gib(column[name]) if name in column else '':>8}" for column in columns.values()]
+        note = _cache_note(plan, recipe) if name == "KV cache" else ""
+        lines.append("  ".join([f"{labels[name]:{width}}", *cells]).rstrip() + note)
+    totals = [f"{gib(sum(column.values())):>8}" for column in columns.values()]
+    lines.append("  ".join([f"{'total':{width}}", *totals]))
+    return "\n".join([*lines, *map(str, plan.sums), *plan.need.notes])
+
+
+def _ordered(names: Iterable[str]) -> list[str]:
+    """Each name once, as they come, but those that both processes have at the end."""
+    seen = [*dict.fromkeys(names)]
+    return [name for name in seen if name not in _LAST_ROWS] + [name for name in _LAST_ROWS if name in seen]
+
+
+def _label(name: str, recipe: Recipe) -> str:
+    return f"{name} ({recipe.train.token_budget:,} tokens)" if name == "activations" else name
+
+
+def _cache_note(plan: Plan, recipe: Recipe) -> str:
+    server, length = plan.need.server, recipe.rollout.max_total_tokens
+    assert server is not None
+    chain = length * server.cache_per_token + server.cache_per_sequence
+    if not chain:
+        return ""
+    return f"  ({plan.cache * length // chain:,} tokens: {plan.cache / chain:.1f} chains of {length:,})"

@@ -1,0 +1,88 @@
+"""What a recipe trains, without weights: on the meta device, to plan memory with."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from agentfactory.placement.server_memory import meta_network
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.critic import ActorCritic, make_actor_critic
+from agentfactory.trainers.layout import resolve_batching
+from agentfactory.trainers.policy import Policy, make_policy
+
+
+def meta_model(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> Policy | ActorCritic:
+    """What the learner of a recipe trains on `device` (cuda or cpu), by the learner's own code.
+
+    All of it is on the meta device. Kernels of liger, torch.compile, FlexAttention and FlashAttention are left out,
+    which take less than what is there in their place, and activation_offload, for which there is no second device.
+    Raises ValueError where the recipe cannot be trained.
+    """
+    train = recipe.train
+    dtype = getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32
+    with torch.device("meta"):
+        network = meta_network(config, dtype)
+        batching = resolve_batching(network, train, measure=False)
+        if recipe.model.lora and recipe.model.lora.quantization:
+            _quantise(network)
+        plain: dict[str, Any] = {"liger": False, "compile": False, "activation_offload": False}
+        if train.attention.startswith("fl"):
+            plain["attention"] = "auto"
+        recipe = recipe.model_copy(update={"train": train.model_copy(update=plain)})
+        policy = make_policy(recipe, network, batching, device)
+        if not train.has_critic:
+            return policy
+        return make_actor_critic(recipe, policy, device, None if recipe.model.lora else meta_network(config, dtype))
+
+
+def policy_of(model: Policy | ActorCritic) -> Policy:
+    """The policy alone."""
+    return model.policy if isinstance(model, ActorCritic) else model
+
+
+def _quantise(network: nn.Module) -> None:
+    """Puts stand-ins where transformers puts bitsandbytes' layers: all linear ones but the head.
+
+    Those themselves cannot be made of fake tensors, and bitsandbytes need not be there to plan.
+    """
+    kept = get_keys_to_not_convert(network)
+    for name, module in list(network.named_modules()):
+        if type(module) is nn.Linear and should_convert_module(name, kept):
+            network.set_submodule(name, _FourBitLinear(module))
+
+
+class _FourBitLinear(nn.Linear):
+    """A linear layer whose weight takes what bitsandbytes' NF4 with double quantisation does (arXiv:2305.14314, section
+    3): 4 bits a weight, 8 for the constant of each block of 64, and 32 for that of each 256 blocks: 4.127 in all."""
+
+    def __init__(self, plain: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        count, device = plain.weight.numel(), plain.weight.device
+        packed = torch.empty((count + 1) // 2, 1, dtype=torch.uint8, device=device)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        blocks = -(-count // 64)
+        self.register_buffer("absmax", torch.empty(blocks, dtype=torch.uint8, device=device))
+        self.register_buffer("absmax_of_absmax", torch.empty(-(-blocks // 256), device=device))
+        self.bias = plain.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _FourBitProduct.apply(x, self.out_features)
+        return y
+
+
+class _FourBitProduct(torch.autograd.Function):
+    """As bitsandbytes.autograd: nothing is saved, and the backward pass has one whole weight for a moment."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, out_features: int) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.shape = (out_features, x.shape[-1])
+        return x.new_empty(*x.shape[:-1], out_features)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
+        return gradient @ gradient.new_empty(ctx.shape), None

@@ -1,0 +1,137 @@
+"""What the launcher knows of a recipe's placement: asked of a child, so that torch stays out of this process."""
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from agentfactory.launching.processes import ChildFailed
+from agentfactory.recipe.schema import Recipe
+from agentfactory.tools import parent_watch
+from agentfactory.tools.import_path import own_python
+
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Files of drivers that torch can compute with: NVIDIA's, AMD's, and NVIDIA's under WSL."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where trainer and server go. The default is that of a CPU machine for which nothing was planned."""
+
+    mode: str = "separate"
+    table: str = ""
+    """For people."""
+    on_gpu: bool = False
+    """Whether this machine has a GPU."""
+    trainer_devices: str | None = None
+    """CUDA_VISIBLE_DEVICES of the trainer; None: as it is."""
+    server_devices: str | None = None
+    gpu_memory_utilization: float | None = None
+    """For vLLM; None: the recipe's, or vLLM's default."""
+    sync: str | None = None
+    """In place of sync.backend=auto; None: it stays."""
+    trainer_bytes: int = 0
+    """What has to be free on the trainer's GPU once the server is ready."""
+    refused: tuple[str, str, str] | None = None
+    """Field, problem and fix of a recipe that cannot be placed."""
+    warning: str | None = None
+    """Why it may not fit, where it is tried all the same."""
+
+    def for_server(self, recipe: Recipe) -> Recipe:
+        """`recipe` with what the server is told of the placement."""
+        if self.gpu_memory_utilization is None:
+            return recipe
+        server = recipe.server.model_copy(update={"gpu_memory_utilization": self.gpu_memory_utilization})
+        return recipe.model_copy(update={"server": server})
+
+    def overrides(self, recipe: Recipe) -> list[str]:
+        """What the trainer is told of the placement, as overrides of `recipe`."""
+        overrides = []
+        if recipe.placement.mode == "auto" and self.mode != "separate":
+            overrides.append(f"placement.mode={self.mode}")
+        if self.sync is not None:
+            overrides.append(f"sync.backend={self.sync}")
+        return overrides
+
+    def weight_transfer(self, recipe: Recipe) -> str | None:
+        """How full weights come into a server; None: they do not."""
+        if recipe.model.lora is not None:
+            return None
+        return self.sync or ("file" if recipe.sync.backend == "auto" else recipe.sync.backend)
+
+    def environment(self, process: Literal["trainer", "server"]) -> dict[str, str]:
+        """Environment variables of a process."""
+        devices = self.trainer_devices if process == "trainer" else self.server_devices
+        return {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+
+    def check_trainers_room(self) -> None:
+        """Raise ChildFailed unless the trainer's GPU has the memory that the table gives it, now that the server has
+        taken its own."""
+        if not self.trainer_bytes:
+            return
+        free = _ask("agentfactory.placement.machine", "", self.environment("trainer"))[0]
+        if free < self.trainer_bytes:
+            needed, left = self.trainer_bytes / 2**30, free / 2**30
+            raise ChildFailed(
+                f"the trainer would need {needed:.2f} GiB of the GPU by the memory table, and beside the server "
+                f"{left:.2f} GiB are free; fix: end other processes on it, lower server.gpu_memory_utilization, or set "
+                "placement.mode=time_share"
+            )
+
+
+def place(recipes: Sequence[Recipe], purpose: Literal["train", "serve"]) -> list[Placement | None]:
+    """Where the processes of each recipe go, whether it fits or is refused; None where its model is not there yet.
+
+    A stage whose model is made by the stage before is planned with the first one's model, which has its shape. Nothing
+    is planned, and torch is not imported, where no GPU is here and the recipe says nothing of placement. Raises
+    ChildFailed.
+    """
+    found: list[Placement | None] = [Placement()] * len(recipes)
+    asked: dict[int, Recipe] = {}
+    for index, recipe in enumerate(recipes):
+        if not _is_planned(recipe):
+            continue
+        if (planned := _with_model(recipe, recipes[0].model.path)) is None:
+            found[index] = None
+        else:
+            asked[index] = planned
+    if asked:
+        data = [json.loads(recipe.model_dump_json()) for recipe in asked.values()]
+        answers = _ask("agentfactory.placement", json.dumps({"purpose": purpose, "recipes": data}))
+        for index, answer in zip(asked, answers, strict=True):
+            refused = answer.pop("refused", None)
+            found[index] = Placement(**answer, refused=refused and tuple(refused))
+    return found
+
+
+def _is_planned(recipe: Recipe) -> bool:
+    wanted = recipe.placement
+    return wanted.mode != "auto" or wanted.gpu_memory_gib is not None or may_have_gpu()
+
+
+def may_have_gpu() -> bool:
+    """Whether torch could find a GPU here. It takes seconds to import, and is asked only then."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(map(os.path.exists, GPU_DRIVERS))
+
+
+def _with_model(recipe: Recipe, first: str) -> Recipe | None:
+    if _is_there(recipe.model.path):
+        return recipe
+    return recipe.with_model(first) if _is_there(first) else None
+
+
+def _is_there(model: str) -> bool:
+    # what is not absolute is a hub name
+    return not os.path.isabs(model) or Path(model).exists()
+
+
+def _ask(module: str, said: str, env: dict[str, str] | None = None) -> Any:
+    env = {**os.environ, **parent_watch.environment(), **(env or {})}
+    done = subprocess.run(own_python("-m", module), input=said, capture_output=True, text=True, check=False, env=env)
+    if done.returncode != 0:
+        last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "nothing said")
+        raise ChildFailed(f"the placement could not be planned: exit status {done.returncode}: {last.strip()}")
+    return json.loads(done.stdout)

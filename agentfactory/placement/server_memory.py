@@ -1,0 +1,223 @@
+"""How much memory an inference server takes, from its recipe and the model's configuration alone.
+
+Weights are counted on the network itself, made on the meta device. What only a GPU has, and what vLLM takes to run, is
+assumed: nothing of it was measured on a GPU yet.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.embedded.engine import MASK_ELEMENTS, PREFILL_TOKENS
+from agentfactory.rollout.embedded.linear import onednn_modules
+from agentfactory.rollout.serving import LORA_RANKS
+
+CUDA_CONTEXT = 512 * 2**20
+"""CUDA, the kernels of torch that are loaded, and the workspaces of cuBLAS in one process. Assumed: it differs between
+GPUs and versions."""
+NCCL_BUFFERS = 384 * 2**20
+"""vLLM on several GPUs. Assumed."""
+CUDA_GRAPHS = 512 * 2**20
+"""Captured decode steps. Assumed."""
+LARGE_DEVICE = 70 * 2**30
+"""Above it vLLM 0.32 computes 8192 tokens of prompts at once, else 2048 (EngineArgs.get_batch_defaults)."""
+SAMPLER_COPIES = 5
+"""vLLM: so many float32 numbers there are at once for each logit of all sequences. Assumed."""
+EMBEDDED_SAMPLER_COPIES = 7
+"""embedded: scaled logits, log-probabilities, probabilities, these and their sums in float64."""
+
+
+@dataclass(frozen=True)
+class ServerMemory:
+    """Bytes that one server takes on each of its devices."""
+
+    parts: dict[str, int]
+    """By row: weights, packed (copies in oneDNN's order), adapters, workspace, context; without the cache."""
+    cache_per_token: int
+    """Bytes of keys and values per token of a sequence."""
+    cache_per_sequence: int
+    """Bytes per sequence, however long it is: states of linear attention, windows of sliding attention."""
+    least_cache: int
+    """embedded: exactly its cache; vLLM: the least with which a group of chains runs together."""
+
+
+def server_memory(
+    recipe: RolloutRecipe,
+    config: PreTrainedConfig,
+    device: str,
+    served: PreTrainedConfig | None = None,
+    device_memory: int | None = None,
+) -> ServerMemory:
+    """What the server of a recipe takes on each of its devices, of `device_memory` bytes (None: fewer than 70 GiB).
+
+    `config` is that of `model.path`, `served` that of `server.model` where it is set; `device` is cuda or cpu. How
+    weights are quantised is said by `server.quantization`, else by the quantization_config of what is served; a method
+    that is not known here counts as none, which is too much.
+    """
+    server, embedded, dtype = recipe.server, recipe.server.engine == "embedded", getattr(torch, recipe.model.dtype)
+    config = served or config
+    network = meta_network(config, dtype, whole=not embedded)
+    devices = 1 if embedded else server.tensor_parallel_size
+    bits = None if embedded else _bits_per_weight(server.quantization, config)
+    shared = {
+        "weights": _weights(network, bits),
+        "packed": _packed(network) if embedded and device == "cpu" else 0,
+        "adapters": _adapters(recipe, network, dtype),
+        "workspace": _workspace(recipe, config.get_text_config(), dtype, device, device_memory),
+    }
+    parts = {name: -(-size // devices) for name, size in shared.items()}
+    if device == "cuda":
+        parts["context"] = CUDA_CONTEXT + (NCCL_BUFFERS if devices > 1 else 0)
+    per_token, per_sequence = _cache(config.get_text_config(), _cache_dtype(server.args, dtype), dtype, devices)
+    if embedded:
+        # as Engine.cache_shape has it
+        least = server.max_num_seqs * -(-server.max_model_len // 16) * 16 * per_token
+    else:
+        chains = recipe.rollout.group_size * (recipe.rollout.max_total_tokens * per_token + per_sequence)
+        least = max(chains, server.max_model_len * per_token + per_sequence)
+    return ServerMemory({name: size for name, size in parts.items() if size}, per_token, per_sequence, least)
+
+
+def meta_network(config: PreTrainedConfig, dtype: torch.dtype, whole: bool = False) -> PreTrainedModel:
+    """The network of a configuration on the meta device: shapes without weights, and as if nothing were quantised. With
+    `whole`, also what is there for other inputs than text."""
+    config = copy.deepcopy(config)
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    kind: Any = AutoModelForImageTextToText if whole and hasattr(config, "vision_config") else AutoModelForCausalLM
+    with torch.device("meta"):
+        network: PreTrainedModel = kind.from_config(config, dtype=dtype)
+    return network
+
+
+def _bits_per_weight(method: str | None, config: PreTrainedConfig) -> float | None:
+    """Of the matrices within layers, with their scales; None where they are not quantised, or how is not known."""
+    settings: Any = getattr(config, "quantization_config", None) or {}
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    method = method or settings.get("quant_method")
+    match method:
+        case "fp8":
+            return 8.0
+        case "bitsandbytes":
+            # a constant in float32 for each block of 64
+            return 8.0 if settings.get("load_in_8bit") else 4.5
+        case "awq" | "gptq" | "awq_marlin" | "gptq_marlin":
+            # a scale of 16 bits and a zero point for each group; a group of -1 is a whole row
+            bits, group = settings.get("bits", 4), settings.get("group_size", 128)
+            return float(bits) if group < 0 else bits + (16 + bits) / group
+        case "compressed-tensors":
+            groups = [group["weights"] for group in settings["config_groups"].values() if group.get("weights")]
+            return max(group["num_bits"] + 16 / (group.get("group_size") or 128) for group in groups)
+    return None
+
+
+def _weights(network: PreTrainedModel, bits: float | None) -> int:
+    tables = {id(weight) for weight in _tables(network)}
+    total = 0.0
+    for weight in network.parameters():
+        quantised = bits is not None and weight.ndim > 1 and id(weight) not in tables
+        total += weight.numel() * (bits / 8 if bits is not None and quantised else weight.itemsize)
+    return round(total)
+
+
+def _packed(network: PreTrainedModel) -> int:
+    """See agentfactory.rollout.embedded.linear."""
+    return sum(linear.weight.nbytes for linear in onednn_modules(network, "meta"))
+
+
+def _tables(network: PreTrainedModel) -> Iterator[Tensor]:
+    """Embeddings and head, which no method quantises by default."""
+    for table in (network.get_input_embeddings(), network.get_output_embeddings()):
+        if table is not None:
+            yield from table.parameters()
+
+
+def _adapters(recipe: RolloutRecipe, network: PreTrainedModel, dtype: torch.dtype) -> int:
+    """vLLM has `max_loras` places on every linear module, embeddings and head, whatever an adapter has, in a rank that
+    it knows; the embedded engine holds the adapters themselves."""
+    lora, server = recipe.model.lora, recipe.server
+    if lora is None:
+        return 0
+    linear = [(m.in_features, m.out_features) for m in network.modules() if isinstance(m, nn.Linear)]
+    rank = lora.rank
+    if server.engine == "vllm":
+        linear += [(m.num_embeddings, m.embedding_dim) for m in network.modules() if isinstance(m, nn.Embedding)]
+        rank = next((known for known in LORA_RANKS if known >= rank), rank)
+    return server.max_loras * rank * sum(map(sum, linear)) * dtype.itemsize
+
+
+def _workspace(
+    recipe: RolloutRecipe, text: PreTrainedConfig, dtype: torch.dtype, device: str, device_memory: int | None
+) -> int:
+    """What computing a step takes: the widest activations of the prompts' tokens, attention's masks, the sampler, and
+    captured steps."""
+    server = recipe.server
+    # the residual stream, its norm, attention's inputs and output; gate, up and their product
+    width = 4 * text.hidden_size + 3 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+    logits = server.max_num_seqs * text.vocab_size
+    if server.engine == "embedded":
+        keys = -(-server.max_model_len // 16) * 16
+        ratio = text.num_attention_heads // (getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+        # padded queries and idle slots between busy ones may double them
+        masks = 2 * min(MASK_ELEMENTS, PREFILL_TOKENS * keys) * (ratio * dtype.itemsize + 1)
+        # what captured steps leave their logits in is one more copy of them
+        graphs = CUDA_GRAPHS + logits * dtype.itemsize if device == "cuda" else 0
+        sampler = logits * (4 * EMBEDDED_SAMPLER_COPIES + dtype.itemsize)
+        # the masks are gone when tokens are sampled
+        return max(PREFILL_TOKENS * width * dtype.itemsize + masks, sampler) + graphs
+    asked = _flag(server.args, "--max-num-batched-tokens")
+    tokens = int(asked) if asked else 8192 if (device_memory or 0) >= LARGE_DEVICE else 2048
+    graphs = CUDA_GRAPHS if device == "cuda" and _flag(server.args, "--enforce-eager") is None else 0
+    return tokens * width * dtype.itemsize + logits * (4 * SAMPLER_COPIES + dtype.itemsize) + graphs
+
+
+def _flag(args: Sequence[str], name: str) -> str | None:
+    """What follows a flag of vLLM, "" if nothing does; None where it is not there."""
+    for place, arg in enumerate(args):
+        if arg.startswith(f"{name}="):
+            return arg.partition("=")[2]
+        if arg == name:
+            return args[place + 1] if place + 1 < len(args) else ""
+    return None
+
+
+def _cache_dtype(args: Sequence[str], dtype: torch.dtype) -> torch.dtype:
+    return torch.float8_e4m3fn if (_flag(args, "--kv-cache-dtype") or "").startswith("fp8") else dtype
+
+
+def _cache(text: Any, dtype: torch.dtype, state_dtype: torch.dtype, devices: int) -> tuple[int, int]:
+    """Bytes on each of `devices` per token, and per sequence."""
+    layers = text.num_hidden_layers
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    # heads are shared out, and repeated where there are fewer of them
+    token = 2 * -(-heads // devices) * width * dtype.itemsize
+    if getattr(text, "kv_lora_rank", None):
+        # multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): every device has all
+        token = (text.kv_lora_rank + text.qk_rope_head_dim) * dtype.itemsize
+    windows = kinds.count("sliding_attention") if window else 0
+    states = kinds.count("linear_attention")
+    per_sequence = windows * token * window if windows else 0
+    if states:
+        per_sequence += states * -(-_state(text, state_dtype) // devices)
+    # a layer of a kind that is not known here counts as one of full attention
+    return (len(kinds) - windows - states) * token, per_sequence
+
+
+def _state(text: Any, dtype: torch.dtype) -> int:
+    """Of a gated delta net (arXiv:2412.06464): the convolution's last inputs and the recurrent state, in float32 unless
+    the model says otherwise."""
+    keys = text.linear_num_key_heads * text.linear_key_head_dim
+    values = text.linear_num_value_heads * text.linear_value_head_dim
+    recurrent = getattr(torch, getattr(text, "mamba_ssm_dtype", None) or "float32")
+    return (2 * keys + values) * (
+        text.linear_conv_kernel_dim - 1
+    ) * dtype.itemsize + values * text.linear_key_head_dim * recurrent.itemsize

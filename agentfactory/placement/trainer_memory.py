@@ -1,0 +1,144 @@
+"""How much memory a trainer process takes, from its recipe and the model's configuration alone.
+
+Counts are those of the policy that the learner would make, on the meta device; activations are found by running it on
+fake tensors (agentfactory.placement.activation_memory). What only a GPU has, its context and libraries, is assumed.
+"""
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from agentfactory.placement.activation_memory import fullest, trace
+from agentfactory.placement.meta_model import meta_model, policy_of
+from agentfactory.placement.server_memory import CUDA_CONTEXT, NCCL_BUFFERS
+from agentfactory.trainers.config import OptimizerConfig, TrainConfig, TrainRecipe
+from agentfactory.trainers.critic import ActorCritic, Role, role_of
+from agentfactory.trainers.network import decoder_layers
+from agentfactory.trainers.optimizer import make_optimizer
+from agentfactory.trainers.policy import Policy
+
+
+def trainer_memory(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> dict[str, int]:
+    """Bytes by row that one process of the trainer takes at its peak; the sum is the peak, and rows of 0 are left out.
+    `config` is that of `model.path`, `device` is cuda or cpu.
+
+    The peak is that of a later update with several micro-batches, each of `train.token_budget` tokens in rows of
+    `rollout.max_total_tokens`: then gradients, the optimiser's state and activations are there at once.
+
+    weights, adapter, reference, critic: what scores tokens; gradients, optimizer: of all that is trained; activations:
+    with the copies in bfloat16 that autocast keeps of float32 weights; logits; step: what a step of the optimiser
+    takes, as far as that is more than activations and logits; batch: the rows of a step; buckets (ddp); gathered: what
+    fsdp2 makes whole; context: what a GPU takes for each process.
+
+    fsdp2 shares weights, gradients and the optimiser's state among processes. ddp has buckets as large as the
+    gradients, since those of micro-batches that are not synced are no views of them. With liger, compile,
+    flex_attention or flash_attention_2, which are not modelled, it is an upper bound. Layers count as alike unless the
+    configuration lists what they are (layer_types and such).
+    Raises ValueError where the recipe cannot be trained.
+    """
+    train = recipe.train
+    model = meta_model(recipe, config, device)
+    policy = policy_of(model)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    shared = {
+        **_weights(model),
+        "reference": _reference(recipe, policy),
+        "gradients": _bytes(trained),
+        "optimizer": optimizer_state(model, train),
+    }
+    processes = train.processes if train.strategy == "fsdp2" else 1
+    rows = {name: -(-size // processes) for name, size in shared.items()}
+    peak, step = trace(recipe, config, device)
+    rows |= {
+        "activations": round(peak.rest),
+        "logits": round(peak.logits),
+        "step": max(0, round(step - peak.total)),
+        "batch": _batch(recipe, policy),
+    }
+    if train.strategy == "ddp":
+        rows["buckets"] = rows["gradients"]
+    if processes > 1:
+        rows["gathered"] = max(_units(model), _whole(recipe, policy) - rows["gradients"] - round(peak.total))
+    if device == "cuda":
+        rows["context"] = CUDA_CONTEXT + (NCCL_BUFFERS if train.processes > 1 else 0)
+    return {name: size for name, size in rows.items() if size}
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def _weights(model: nn.Module) -> dict[str, int]:
+    sizes = {"weights": 0, "adapter": 0, "critic": 0}
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+        row = "critic" if role_of(name) == Role.CRITIC else "adapter" if ".lora_" in name else "weights"
+        sizes[row] += weight.numel() * weight.itemsize
+    return sizes
+
+
+def _reference(recipe: TrainRecipe, policy: Policy) -> int:
+    if policy.is_lora or not recipe.train.has_reference:
+        return 0
+    return sum(weight.numel() for weight in policy.network.parameters()) * policy.dtype.itemsize
+
+
+def _batch(recipe: TrainRecipe, policy: Policy) -> int:
+    """All micro-batches of a step are moved to the device together."""
+    part = fullest(recipe, policy.batching)
+    tensors = (part.ids, part.positions, part.ends, part.sources, part.labels, part.sequence, *part.streams.values())
+    train = recipe.train
+    rows = train.batch_size * (1 if train.algorithm == "sft" else recipe.rollout.group_size) / train.processes
+    return round(_bytes(tensor for tensor in tensors if tensor is not None) * max(1.0, rows / len(part.rows)))
+
+
+def _units(model: Policy | ActorCritic) -> int:
+    """What fsdp2 has whole during a backward pass: what is in no layer, weights and gradients, for all of it; of the
+    layers two, the one that is computed and the one that comes next, or whose gradients are on their way."""
+    layers = decoder_layers(policy_of(model).network)
+    if isinstance(model, ActorCritic) and model.critic.backbone is not None:
+        layers += decoder_layers(model.critic.backbone.network)
+
+    def whole(module: nn.Module) -> int:
+        return sum(_bytes([weight]) * (2 if weight.requires_grad else 1) for weight in module.parameters())
+
+    sizes = [whole(layer) for layer in layers]
+    return whole(model) - sum(sizes) + 2 * max(sizes)
+
+
+def _whole(recipe: TrainRecipe, policy: Policy) -> int:
+    """What rank 0 has of whole weights when they go to the servers: see Policy.gather."""
+    if policy.is_lora:
+        return _bytes(weight for weight in policy.parameters() if weight.requires_grad)
+    weights = list(policy.network.parameters())
+    # one at a time comes in float32
+    return sum(weight.numel() for weight in weights) * policy.dtype.itemsize + max(_bytes([w]) for w in weights)
+
+
+def optimizer_state(model: nn.Module, train: TrainConfig) -> int:
+    """Bytes of the optimiser's state after its first step, for the trained weights of `model`, which are float32.
+
+    adamw: two moments. adamw_8bit: two moments of a byte each and a constant in float32 for each block of 256, but in
+    float32 where there are fewer than 4096 (bitsandbytes 0.50, Optimizer2State). lion and sgd: one. adafactor: sums
+    over the last two dimensions, or one number a weight where there is one dimension. muon: one for matrices within
+    layers, and adamw's for all else.
+    """
+    if train.optimizer.name == "muon":
+        groups = make_optimizer(model, train).param_groups
+        return sum(_bytes(group["params"]) * (1 if group["matrix"] else 2) for group in groups)
+    return sum(_state(weight, train.optimizer) for weight in model.parameters() if weight.requires_grad)
+
+
+def _state(weight: Tensor, config: OptimizerConfig) -> int:
+    count, shape = weight.numel(), weight.shape
+    match config.name:
+        case "adamw":
+            return 2 * _bytes([weight])
+        case "adamw_8bit":
+            return 8 * count if count < 4096 else 2 * (count + 4 * -(-count // 256))
+        case "adafactor":
+            return 4 * (count // shape[-1] + count // shape[-2] if len(shape) > 1 else count)
+        case "sgd" if config.betas[0] == 0:
+            return 0
+        case _:
+            return _bytes([weight])

@@ -1,0 +1,1 @@
+"""Recipes: their schema, how files and overrides are composed, and the checks."""

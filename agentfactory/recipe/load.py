@@ -1,0 +1,260 @@
+"""A recipe file and overrides become a `Recipe`: composed, validated, resolved, checked."""
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from agentfactory.recipe.checks import Purpose, check, check_prepare
+from agentfactory.recipe.composition import (
+    COMMAND_LINE,
+    Composed,
+    RecipeError,
+    compose,
+    override,
+    parse_overrides,
+    read_mapping,
+    recipe_file,
+    replace_prefixes,
+    short,
+)
+from agentfactory.recipe.schema import Recipe, StagedRecipe
+from agentfactory.tools.config import Section
+from agentfactory.tools.import_path import append_folders
+
+SectionT = TypeVar("SectionT", bound=Section)
+_STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_FOLDER_NAMES = {"prepared", "checkpoints", "trajectories", "logs", "eval", "rollout"}
+
+_NOT_FOR_TOOLS = {"model": {"path": "none"}, "train": {"steps": 1}}
+"""What a file that has only tools lacks of a recipe, and `agentfactory tools` does not read."""
+
+
+def load_recipe(
+    path: str | Path, overrides: Sequence[str] = (), purpose: Purpose = "train", lacks: list[str] | None = None
+) -> Recipe | StagedRecipe:
+    """Compose, validate and resolve the recipe file `path`. Nothing is written.
+
+    `overrides` are `key=value`; in a staged recipe a key that begins with a stage's name goes to that stage, `name`,
+    `output`, `prepare` and `seed` to the whole, any other to every stage. `purpose` is the command that will use it:
+    a server's settings are checked only where one is started. With `lacks`, what is not installed here is appended to
+    it, and not refused.
+
+    Raises RecipeError, whose text names the file, the field, the value and the fix.
+    """
+    file = recipe_file(path, Path.cwd())
+    composed = compose(read_mapping(file, "", "recipe"), file)
+    composed.data.setdefault("name", file.stem)
+    settings = parse_overrides(overrides)
+    if "stages" in composed.data:
+        return _load_staged(composed, file, settings, purpose, lacks)
+    for name, value in settings:
+        override(composed, name, value)
+    if purpose == "tools":
+        composed.data = _NOT_FOR_TOOLS | composed.data
+    _set_import_path(composed)
+    _set_output(composed)
+    recipe = _validate(Recipe, composed, f"{composed.data['output']}/prepared")
+    append_folders(recipe.import_path)
+    check_prepare(recipe.prepare, composed)
+    check(recipe, purpose, composed, recipe.output / "prepared" if recipe.prepare else None, lacks=lacks)
+    return recipe
+
+
+def _load_staged(
+    composed: Composed, file: Path, settings: list[tuple[str, Any]], purpose: Purpose, lacks: list[str] | None
+) -> StagedRecipe:
+    entries = composed.data.pop("stages")
+    if not isinstance(entries, list) or not entries:
+        raise RecipeError(composed.source, "stages", f"got {short(entries)}", "list at least one recipe file")
+    stages: dict[str, Composed] = {}
+    for index, entry in enumerate(entries):
+        stage = _compose_stage(entry, f"stages.{index}", composed.source, file)
+        if stages.setdefault(stage.data["name"], stage) is not stage:
+            problem = f"a second stage called {stage.data['name']!r}"
+            raise RecipeError(composed.source, f"stages.{index}", problem, "set another name in one of the two")
+    for name, value in settings:
+        first, _, rest = name.partition(".")
+        if first in stages and rest:
+            override(stages[first], rest, value)
+        elif first in StagedRecipe.model_fields:
+            override(composed, name, value)
+        elif first in Recipe.model_fields:
+            for stage in stages.values():
+                override(stage, name, value)
+        elif name in stages:
+            raise RecipeError(COMMAND_LINE, name, f"got {short(value)} for a stage", f"set one of its keys: {name}.KEY")
+        else:
+            fix = _did_you_mean(first, [*stages, *Recipe.model_fields], Recipe)
+            raise RecipeError(COMMAND_LINE, name, f"unknown key {first!r}", fix)
+    for name, stage in stages.items():
+        _check_import_path(stage, f"{name}.import_path")
+    _set_import_path(composed, *stages.values())
+    _set_output(composed)
+    whole = _validate(StagedRecipe, composed, f"{composed.data['output']}/prepared")
+    append_folders(whole.import_path)
+    check_prepare(whole.prepare, composed)
+    prepared = whole.output / "prepared"
+    previous: str | None = None
+    for name, stage in stages.items():
+        _give_to_stage(whole, name, stage, previous)
+        if whole.stages and whole.stages[-1].model.lora is not None:
+            problem = f"stage {name!r} follows a stage that trains an adapter, which it cannot continue"
+            raise RecipeError(composed.source, "stages", problem, f"set {previous}.model.lora=null, or put it last")
+        # the other commands use the last stage
+        stage_purpose = purpose if purpose == "tools" or name == [*stages][-1] else "train"
+        try:
+            recipe = _validate(Recipe, stage, str(prepared))
+            check(recipe, stage_purpose, stage, prepared if whole.prepare else None, previous, lacks)
+        except RecipeError as error:
+            if error.source in (COMMAND_LINE, composed.source):
+                field = ".".join(filter(None, (name, error.field)))
+                raise RecipeError(error.source, field, error.problem, error.fix) from None
+            # a stage's own file has the field as it stands
+            raise
+        whole.stages.append(recipe)
+        previous = name
+    return whole
+
+
+def _compose_stage(entry: Any, field: str, source: str, file: Path) -> Composed:
+    if isinstance(entry, str):
+        path = recipe_file(entry, file.parent)
+        stage = compose(read_mapping(path, source, field), path)
+        stage.data.setdefault("name", path.stem)
+    elif isinstance(entry, dict) and "name" in entry:
+        stage = compose(entry, file)
+    else:
+        raise RecipeError(source, field, f"got {short(entry)}", "name a recipe file, or write a recipe with a name")
+    name = stage.data["name"]
+    if "stages" in stage.data:
+        raise RecipeError(stage.source, "stages", f"{name} is itself a stage", "list its stages in the outer recipe")
+    if not isinstance(name, str) or not _STAGE_NAME.fullmatch(name):
+        raise RecipeError(stage.source, "name", f"got {short(name)}", "a stage's name is letters, digits, _ and -")
+    if name in _FOLDER_NAMES or name in Recipe.model_fields:
+        raise RecipeError(stage.source, "name", f"a stage cannot be called {name!r}", "choose another name")
+    return stage
+
+
+def _give_to_stage(whole: StagedRecipe, name: str, stage: Composed, previous: str | None) -> None:
+    """Seed, output, import path and model that a stage gets from the whole; its own are for running it alone."""
+    prepare = stage.data.pop("prepare", None)
+    if prepare not in (None, whole.prepare):
+        raise RecipeError(
+            stage.origin("prepare"),
+            "prepare",
+            f"got {prepare!r}",
+            f"stages share one: name it in the {whole.name} recipe",
+        )
+    stage.data |= {"seed": whole.seed, "output": f"{whole.output}/{name}"}
+    stage.data["import_path"] = [str(folder) for folder in whole.import_path]
+    if previous is not None:
+        model = stage.data.setdefault("model", {})
+        if isinstance(model, dict):
+            model["path"] = f"{whole.output}/{previous}/checkpoints"
+
+
+def _set_import_path(composed: Composed, *stages: Composed) -> None:
+    """Where the recipe says none, the folders of its files; a stage adds its own."""
+    _check_import_path(composed, "import_path")
+    said = composed.data.get("import_path")
+    folders = composed.folders if said is None else said
+    for stage in stages:
+        own = stage.data.get("import_path")
+        if own is not None or said is None:
+            folders = [*folders, *(stage.folders if own is None else own)]
+    composed.data["import_path"] = [*dict.fromkeys(map(str, folders))]
+
+
+def _check_import_path(composed: Composed, field: str) -> None:
+    # before the lists of the whole and its stages are joined
+    said = composed.data.get("import_path")
+    if said is not None and not (isinstance(said, list) and all(isinstance(folder, str) for folder in said)):
+        problem = f"got {short(said)}, not a list of folders"
+        raise RecipeError(composed.origin("import_path"), field, problem, "write it as [FOLDER, ...]")
+
+
+def _set_output(composed: Composed) -> None:
+    output = composed.data.setdefault("output", f"runs/{composed.data['name']}")
+    if isinstance(output, str):
+        composed.data["output"] = os.path.abspath(os.path.expanduser(output))
+
+
+def _validate(model: type[SectionT], composed: Composed, prepared: str) -> SectionT:
+    placeholders = {"${prepared}": prepared, "${output}": str(composed.data["output"])}
+    data = replace_prefixes(composed.data, placeholders)
+    try:
+        # JSON, because its strict mode still makes enums, tuples and paths of what YAML can hold
+        return model.model_validate_json(json.dumps(data, default=str), strict=True)
+    except ValidationError as errors:
+        # a misspelt key explains why the right one is missing
+        error = min(errors.errors(include_url=False), key=lambda error: error["type"] != "extra_forbidden")
+        name, problem, fix = _explain(error, data, model)
+        raise RecipeError(composed.origin(name), name, problem, fix) from None
+
+
+def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, str]:
+    """Field, problem and fix of one of pydantic's errors."""
+    # of the location, keep what the file can show: pydantic adds the members of a union
+    keys: list[str] = []
+    section, last = model, len(error["loc"]) - 1
+    for depth, key in enumerate(error["loc"]):
+        inside = key in data if isinstance(data, dict) else isinstance(data, list) and key in range(len(data))
+        if not inside and error["type"] != "missing":
+            break
+        keys.append(str(key))
+        data = data[key] if inside else None
+        if depth < last and key in section.model_fields:
+            section = _section(section.model_fields[key].annotation) or section
+    name = ".".join(keys)
+    got, wanted, context = short(error["input"]), error["msg"], error.get("ctx", {})
+    match error["type"]:
+        case "missing":
+            field = section.model_fields.get(keys[-1])
+            return name, "missing", f"add it{f': {field.description}' if field and field.description else ''}"
+        case "extra_forbidden":
+            return name, f"unknown key {keys[-1]!r}", _did_you_mean(name, list(section.model_fields), model)
+        case "value_error":
+            return name, str(context["error"]), ""
+        case "literal_error" | "enum":
+            return name, f"got {got}", f"use {context['expected']}"
+        case "model_type" | "dict_type" | "model_attributes_type":
+            return name, f"got {got}, not a section", f"write `{keys[-1]}:` and its keys below, indented"
+        case "string_type":
+            return name, f"got {got}, not text", "write text, in quotes where it looks like something else"
+    return name, f"got {got}", wanted.replace("Input should be", "it must be")
+
+
+def _did_you_mean(name: str, known: list[str], model: type[BaseModel] | None = None) -> str:
+    parent, _, last = name.rpartition(".")
+    prefix = f"{parent}." if parent else ""
+    close = difflib.get_close_matches(last, known, n=1)
+    if close:
+        return f"did you mean {prefix}{close[0]}?"
+    elsewhere = [path for path in _all_names(model) if path.rpartition(".")[2] == last] if model else []
+    if elsewhere:
+        return f"did you mean {' or '.join(elsewhere)}?"
+    return f"remove it; {parent or 'a recipe'} knows {', '.join(known)}"
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The recipe section within an annotation such as `LoraConfig | None` or `dict[str, McpServerConfig]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for argument in get_args(annotation) if (found := _section(argument))), None)
+
+
+def _all_names(model: type[BaseModel], prefix: str = "") -> list[str]:
+    names = []
+    for key, field in model.model_fields.items():
+        names.append(prefix + key)
+        annotation = field.annotation
+        inner = _section(annotation)
+        if inner and not str(annotation).startswith(("dict", "list")):
+            names += _all_names(inner, f"{prefix}{key}.")
+    return names

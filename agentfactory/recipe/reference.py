@@ -1,0 +1,241 @@
+"""Pages of docs/ that are made: every field of a recipe, and every metric.
+
+`python -m agentfactory.recipe.reference DOCS` writes them below the lines that people wrote.
+"""
+
+import ast
+import inspect
+import sys
+import textwrap
+import types
+from collections.abc import Iterator
+from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from agentfactory.recipe.schema import Recipe, StagedRecipe
+from agentfactory.rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
+from agentfactory.trainers.config import ALGORITHMS
+from agentfactory.trainers.metrics import METRICS
+
+MARKER = "<!-- What follows is made by `python -m agentfactory.recipe.reference docs`: change it there. -->"
+_WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", Any: "anything"}
+_OF_A_CHAIN = """\
+Trajectories hold these under their bare names. `metrics.jsonl` has their means: over a step's batch as
+`trajectory/<name>` (`success` without the prefix), over the held-out tasks as `eval/sampled/<name>` and
+`eval/greedy/<name>`, and over the tasks of `agentfactory rollout` as `rollout/<name>`; the last two have `reward` too.
+What rewards and environments add has the names that they give it.
+"""
+_OF_AN_EVALUATION = """\
+These stand beside the chains' figures, as `eval/sampled/<name>` and, as far as one chain per task says them, as
+`eval/greedy/<name>`.
+"""
+_BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+
+def sections(model: type[BaseModel]) -> dict[type[BaseModel], list[str]]:
+    """`model`'s sections from the outside in, each with the keys under which it stands, such as `train.loss`; below a
+    mapping or a list that is `<name>` or `<n>`."""
+    found: dict[type[BaseModel], list[str]] = {}
+    for section, path in _sections(model, ""):
+        found.setdefault(section, []).append(path)
+    return found
+
+
+def _sections(model: type[BaseModel], path: str) -> Iterator[tuple[type[BaseModel], str]]:
+    yield model, path
+    for name, field in model.model_fields.items():
+        for below, key in _models_in(field.annotation):
+            yield from _sections(below, ".".join(filter(None, (path, name, key))))
+
+
+def _models_in(annotation: Any) -> Iterator[tuple[type[BaseModel], str]]:
+    """Sections that stand in a type, each with what a key needs to lead there."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation, ""
+        return
+    origin = get_origin(annotation)
+    key = "<name>" if origin is dict else "<n>" if origin is list else ""
+    for part in get_args(annotation):
+        for model, below in _models_in(part):
+            yield model, ".".join(filter(None, (key, below)))
+
+
+def type_words(annotation: Any, metadata: list[Any] | None = None) -> str:
+    """A type as a reader of YAML would say it, such as `integer > 0 or null`."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        first, *bounds = parts
+        return type_words(first, [limit for each in bounds for limit in getattr(each, "metadata", [each])])
+    if origin in (Union, types.UnionType):
+        return " or ".join("null" if part is type(None) else type_words(part, metadata) for part in parts)
+    if origin is Literal:
+        return _one_of([str(part) for part in parts])
+    if origin is list:
+        return f"list of {type_words(parts[0])}"
+    if origin is tuple:
+        return "[" + ", ".join(type_words(part) for part in parts) + "]"
+    if origin is dict:
+        return f"mapping of {type_words(parts[0])} to {type_words(parts[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return _one_of([member.value for member in annotation])
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    return " ".join([_WORDS[annotation], *_bounds(metadata or [])])
+
+
+def _one_of(values: list[str]) -> str:
+    return ", ".join(f"`{value}`" for value in values)
+
+
+def _bounds(metadata: list[Any]) -> list[str]:
+    limits = [(sign, getattr(limit, key, None)) for limit in metadata for key, sign in _BOUNDS.items()]
+    found = [f"{sign} {value:g}" for sign, value in limits if value is not None]
+    return [", ".join(found)] if found else []
+
+
+def default_words(field: FieldInfo) -> str:
+    """A field's default as YAML, or that it is required. Nothing for a section, which has its own, nor for what is
+    filled in when a recipe is loaded, as the field's description says."""
+    if field.is_required():
+        return "" if "default:" in (field.description or "") else "**required**"
+    value = field.default
+    if isinstance(value, BaseModel):
+        return ""
+    if value is None:
+        return "`null`"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple):
+        return f"`{list(value)}`"
+    return f"`{value}`" if value != "" else "empty"
+
+
+def _cell(text: str) -> str:
+    """`text` in one cell of a table: code as it is, and nothing else that Markdown or HTML would take for its own."""
+    parts = " ".join(text.split()).split("`")
+    plain = [part.replace("<", "&lt;").replace("*", "\\*").replace("|", "\\|") for part in parts[::2]]
+    code = [part.replace("|", "\\|") for part in parts[1::2]]
+    mixed = [part for pair in zip(plain, [*code, ""], strict=True) for part in pair][:-1]
+    return "`".join(mixed)
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def recipe_reference() -> str:
+    """Every section of a recipe with its fields: type, default, meaning; what algorithms set; values with a meaning."""
+    parts: list[str] = []
+    enums: dict[type[StrEnum], None] = {}
+    for section, paths in sections(Recipe).items():
+        rows = []
+        for name, field in section.model_fields.items():
+            kind = type_words(field.annotation, field.metadata)
+            rows.append([f"`{name}`", _cell(kind), default_words(field), _cell(meaning(field))])
+            enums |= dict.fromkeys(_enums_in(field.annotation))
+        title = ", ".join(f"`{path}`" for path in paths) if paths != [""] else "The whole recipe"
+        parts.append(f"## {title}\n\n{_about(section)}\n\n" + _table(["field", "type", "default", "is"], rows))
+    parts.append(_stages())
+    parts.append(_presets())
+    parts += [text for enum in enums if (text := _values(enum))]
+    return "\n".join(parts)
+
+
+def _about(documented: type) -> str:
+    return " ".join(inspect.cleandoc(documented.__doc__ or "").split())
+
+
+def meaning(field: FieldInfo) -> str:
+    """A field's docstring, else that of the section which it holds."""
+    below = next((model for model, _ in _models_in(field.annotation)), None)
+    return field.description or (_about(below) if below is not None else "")
+
+
+def _enums_in(annotation: Any) -> Iterator[type[StrEnum]]:
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _enums_in(part)
+
+
+def _stages() -> str:
+    rows = [
+        [f"`{name}`", default_words(field), _cell(field.description or "")]
+        for name, field in StagedRecipe.model_fields.items()
+    ]
+    return f"## A recipe of stages\n\n{_about(StagedRecipe)}\n\n" + _table(["field", "default", "is"], rows)
+
+
+def _presets() -> str:
+    rows = [
+        [f"`{name}`", ", ".join(f"`{field}: {_plain(value)}`" for field, value in fields.items()) or "as above"]
+        for name, fields in ALGORITHMS.items()
+    ]
+    about = "What `train.algorithm` changes where the recipe says nothing; the formulas: [Algorithms](algorithms.md)."
+    return f"## Defaults by algorithm\n\n{about}\n\n" + _table(["algorithm", "sets"], rows)
+
+
+def _plain(value: Any) -> str:
+    return value.value if isinstance(value, StrEnum) else str(value)
+
+
+def _values(enum: type[StrEnum]) -> str:
+    """A table of an enumeration's values, where its class says what they mean."""
+    notes = _member_notes(enum)
+    if not notes:
+        return ""
+    rows = [[f"`{member.value}`", _cell(notes.get(member.name, ""))] for member in enum]
+    return f"## Values: {enum.__name__}\n\n{_about(enum)}\n\n" + _table(["value", "is"], rows)
+
+
+def _member_notes(enum: type[StrEnum]) -> dict[str, str]:
+    """The docstrings below the members of an enumeration, which Python itself does not keep."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(enum))).body[0].body  # type: ignore[attr-defined]
+    notes = {}
+    for member, note in pairwise(body):
+        if isinstance(member, ast.Assign) and isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant):
+            notes[member.targets[0].id] = str(note.value.value)  # type: ignore[attr-defined]
+    return notes
+
+
+def metrics_reference() -> str:
+    """The packages' own tables of metrics."""
+    return (
+        f"## Of a step\n\n{_metrics(METRICS)}\n"
+        f"## Of a chain\n\n{_OF_A_CHAIN}\n{_metrics(CHAIN_METRICS)}\n"
+        f"## Of an evaluation\n\n{_OF_AN_EVALUATION}\n{_metrics(EVAL_METRICS)}"
+    )
+
+
+def _metrics(metrics: list[Metric]) -> str:
+    rows = [[f"`{metric.name}`", _cell(metric.unit), _cell(metric.meaning)] for metric in metrics]
+    return _table(["metric", "unit", "is"], rows)
+
+
+PAGES = {"recipe-reference.md": recipe_reference, "metrics.md": metrics_reference}
+"""Page -> what makes it."""
+
+
+def renewed(page: str, text: str) -> str:
+    """The page's text with what is made put below the marker. Raises ValueError where the page has no marker."""
+    head, marker, _ = text.partition(MARKER)
+    if not marker:
+        raise ValueError(f"{page}: there is no line {MARKER!r}, below which the tables go; fix: add it")
+    return f"{head}{MARKER}\n\n{PAGES[page]()}"
+
+
+def main(folder: Path) -> None:
+    """Write the pages in `folder` anew."""
+    for page in PAGES:
+        path = folder / page
+        path.write_text(renewed(page, path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,281 @@
+"""One chain, turn by turn: what is sampled, the calls in it, their results, and the token rows of all of it."""
+
+import logging
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+from agentfactory.rollout.agent import AgentError, AgentHooks, Turn, TurnBudget
+from agentfactory.rollout.client import Completion, ContextOverflowError, InferenceError, ServerUnreachableError
+from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
+from agentfactory.rollout.context import Context, add_text, is_long
+from agentfactory.rollout.data import Task, opening_messages
+from agentfactory.rollout.renderer import Parsed, Renderer
+from agentfactory.rollout.sampling import Sampler, Sampling
+from agentfactory.rollout.tool_errors import ToolErrors
+from agentfactory.rollout.trajectory import Row, StopReason, Trajectory
+from agentfactory.tools.limits import ChainLimits, Rates
+from agentfactory.tools.messages import CallError, Message, ToolCall, ToolResult, ToolSpec
+from agentfactory.tools.session import ToolSession
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all chains of a recipe share."""
+
+    recipe: RolloutRecipe
+    renderer: Renderer
+    sampler: Sampler
+    specs: list[ToolSpec]
+    agent: AgentHooks
+    rates: Rates
+    tool_errors: ToolErrors = field(default_factory=ToolErrors)
+
+    @property
+    def config(self) -> RolloutConfig:
+        """`rollout:` of the recipe."""
+        return self.recipe.rollout
+
+
+class Episode:
+    """One chain: its trajectory, what the model sees of it, limits and counts."""
+
+    def __init__(self, setup: Setup, trajectory: Trajectory, task: Task, sampling: Sampling) -> None:
+        self.setup = setup
+        self.config = setup.config
+        self.renderer = setup.renderer
+        self.specs = setup.specs
+        self.trajectory = trajectory
+        self.task = task
+        self.sampling = sampling
+        self.limits = ChainLimits(setup.recipe.limits, setup.rates, setup.renderer.cut)
+        self.counts: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
+        """Tool -> seconds that its calls took."""
+        opening = opening_messages(task, self.config.system_prompt)
+        trajectory.messages += self.renderer.instruct(opening, self.specs)
+        self.context = Context([])
+
+    @property
+    def row(self) -> Row:
+        """The row that the chain goes on with."""
+        return self.trajectory.rows[-1]
+
+    @property
+    def penalty(self) -> float:
+        """What is taken off the reward."""
+        return self.limits.penalty + self.config.outcome_penalty.get(self.trajectory.outcome, 0.0)
+
+    async def play(self, session: ToolSession) -> StopReason:
+        """Take turns until the chain ends, and say why it did."""
+        trajectory = self.trajectory
+        if session.opening:
+            trajectory.messages.append({"role": "user", "content": session.opening})
+        self.context = Context(list(trajectory.messages))
+        self._begin_row(self.renderer.open(self.context.messages, self.specs))
+        return await self.act(session)
+
+    async def act(self, session: ToolSession) -> StopReason:
+        """Take turns after what was said last, until the chain ends, and say why it did."""
+        trajectory = self.trajectory
+        while True:
+            try:
+                completion, parsed = await self._take_turn()
+            except ContextOverflowError:
+                return StopReason.CONTEXT_OVERFLOW
+            if parsed.error is None and not parsed.calls:
+                return StopReason.MAX_TOKENS if completion.cut else StopReason.ANSWER
+            if parsed.error is not None:
+                self.counts[CallError.MALFORMED_CALL] += 1
+                trajectory.malformed_turns.append(trajectory.turns - 1)
+                answers, ending = self.renderer.complaint(_explain(parsed.error, completion)), None
+            else:
+                results = await self.limits.run(parsed.calls, session.call)
+                self._count(parsed.calls, results)
+                answers, ending = self.renderer.answers(parsed.calls, results), self._ending(results)
+            trajectory.messages += answers
+            self.context.hear(answers)
+            if ending is not None:
+                return ending
+            if trajectory.turns == self.config.max_turns:
+                return StopReason.MAX_TURNS
+            try:
+                await self._go_on(answers)
+            except ContextOverflowError:
+                return StopReason.CONTEXT_OVERFLOW
+
+    async def _take_turn(self) -> tuple[Completion, Parsed]:
+        """One turn as the agent has it. Raises ContextOverflowError where no token is left for it."""
+        turn, agent = self._turn(self.config.assistant_prefix), self.setup.agent
+        try:
+            completion = await agent.generate(turn)
+            if not any(completion is made for made in turn.made):
+                raise TypeError(f"it returned {completion!r:.200}, and not what turn.sample returned")
+        except (InferenceError, ServerUnreachableError):
+            raise
+        except Exception as error:
+            self._blame_agent("generate", error)
+            raise
+        self._append(completion)
+        # what was sampled stays in the trajectory, whatever becomes of it
+        try:
+            parsed = agent.parse(turn, completion)
+            if not isinstance(parsed, Parsed):
+                raise TypeError(f"it returned {parsed!r:.200}, and not a Parsed")
+        except Exception as error:
+            self._blame_agent("parse", error)
+            raise
+        self._note_roles(parsed, completion)
+        self.trajectory.messages.append(parsed.message)
+        self.context.say(parsed.message)
+        self.counts["truncated_turns"] += completion.cut
+        return completion, parsed
+
+    def _turn(self, prefix: str = "") -> Turn:
+        number = self.trajectory.turns
+
+        async def generate(ids: list[int], most: int, sample: int) -> Completion:
+            return await self.setup.sampler.sample(ids, self.sampling, number, most, sample)
+
+        return Turn(
+            messages=self.context.messages,
+            token_ids=list(self.row.token_ids),
+            specs=self.specs,
+            number=number,
+            task=self.task,
+            chain=self.trajectory.id,
+            renderer=self.renderer,
+            first_call=self.counts["tool_calls"],
+            prefix=prefix,
+            budget=TurnBudget(self.config.max_tokens, self.config.max_total_tokens),
+            generate=generate,
+        )
+
+    def _append(self, completion: Completion) -> None:
+        self.row.append_sampled(completion.token_ids, completion.logprobs, completion.versions, completion.mask)
+        self.trajectory.turns += 1
+
+    def _note_roles(self, parsed: Parsed, completion: Completion) -> None:
+        # an agent of one's own may have parsed something else than the turn
+        if len(parsed.roles) == len(completion.token_ids):
+            self.row.note_roles(parsed.roles)
+
+    def _blame_agent(self, hook: str, error: Exception) -> None:
+        """Raise AgentError where the hooks are a user's: what goes wrong in our own is a bug."""
+        agent = type(self.setup.agent)
+        if agent is not AgentHooks:
+            logger.error("the agent failed at chain %s", self.trajectory.id, exc_info=error)
+            raise AgentError(f"{agent.__name__}.{hook}: {type(error).__name__}: {error}") from error
+
+    def _count(self, calls: list[ToolCall], results: list[ToolResult]) -> None:
+        self.counts["tool_calls"] += len(calls)
+        for call, result in zip(calls, results, strict=True):
+            self.counts[f"tool/{call.name}/calls"] += 1
+            self.seconds[call.name] += result.seconds
+            self.setup.tool_errors.note(call.name, result)
+            if result.error is not None:
+                self.counts[result.error] += 1
+                self.counts[f"tool/{call.name}/errors"] += 1
+
+    def _ending(self, results: list[ToolResult]) -> StopReason | None:
+        """Why the chain ends with these results, if it does."""
+        if any(result.finish for result in results):
+            return StopReason.FINISH
+        return None if self.limits.stopped is None else StopReason(self.limits.stopped)
+
+    # ---- rows
+
+    def _begin_row(self, ids: list[int]) -> None:
+        row = Row()
+        row.append_context(ids)
+        self.trajectory.rows.append(row)
+
+    async def _go_on(self, answers: list[Message]) -> None:
+        """Bring `answers`, the last messages of the context, into the rows, so that the next turn can be taken."""
+        extension, length = self._following(self.context.messages, answers)
+        if is_long(length, self.config) and await self._shorten(answers, length):
+            return
+        self._follow(extension, self.context.messages)
+
+    def _following(self, messages: list[Message], new: list[Message]) -> tuple[list[int] | None, int]:
+        """The ids that lead the present row on to the end of `messages`, and the length that the row will have.
+
+        None where the template rewrites what was said before: what follows is sampled in a row of its own.
+        """
+        extension = self.renderer.extend(self.row.token_ids, messages, new, self.specs)
+        if extension is None:
+            return None, len(self.renderer.open(messages, self.specs))
+        return extension, len(self.row.token_ids) + len(extension)
+
+    def _follow(self, extension: list[int] | None, messages: list[Message]) -> None:
+        if extension is None:
+            self._begin_row(self.renderer.open(messages, self.specs))
+        else:
+            self.row.append_context(extension)
+
+    async def _shorten(self, answers: list[Message], length: int) -> bool:
+        """Begin a row with less context, as `rollout.context` says; False where that would leave nothing out."""
+        policy = self.config.context
+        if len(self.context.turns) <= policy.keep_turns:
+            return False
+        if policy.policy == "truncate":
+            shorter = self.context.last_turns(policy.keep_turns)
+            ids = self.renderer.open(shorter.messages, self.specs)
+            if len(ids) >= length:
+                return False
+        elif self.config.max_turns - self.trajectory.turns < 2:
+            return False  # the summary would be the chain's last turn
+        else:
+            shorter = self.context.last_turns(policy.keep_turns, await self._summarize(answers))
+            ids = self.renderer.open(shorter.messages, self.specs)
+        self.context = shorter
+        self._begin_row(ids)
+        return True
+
+    async def _summarize(self, answers: list[Message]) -> str:
+        """Ask the model for a summary, in the present row; that is a turn. Raises ContextOverflowError."""
+        prompt = self.config.context.prompt
+        question: Message = {"role": "user", "content": prompt}
+        self.trajectory.messages.append(question)
+        # many templates want the roles to alternate
+        asked = add_text(answers, prompt) if answers[-1]["role"] == "user" else [*answers, question]
+        messages = [*self.context.messages[: -len(answers)], *asked]
+        extension, _ = self._following(messages, asked)
+        self._follow(extension, messages)
+        turn = self._turn()
+        completion = await turn.sample()
+        self._append(completion)
+        parsed = turn.parse(completion)
+        self._note_roles(parsed, completion)
+        message = parsed.message
+        # nobody answers a call that stands in it
+        self.trajectory.messages.append({key: value for key, value in message.items() if key != "tool_calls"})
+        return message["content"]
+
+    def metrics(self) -> dict[str, float]:
+        """Every figure by its metric's name, zeros too, so that means over chains are right."""
+        counts, rows = self.counts, self.trajectory.rows
+        tools: dict[str, float] = {}
+        for name in (spec.name for spec in self.specs):
+            tools[f"tool/{name}/calls"] = counts[f"tool/{name}/calls"]
+            tools[f"tool/{name}/errors"] = counts[f"tool/{name}/errors"]
+            tools[f"tool/{name}/seconds"] = self.seconds[name]
+        return {
+            "tool_calls": counts["tool_calls"],
+            "truncated_turns": counts["truncated_turns"],
+            "sampled_tokens": sum(sum(row.mask) for row in rows),
+            "rows": len(rows),
+            "penalty": self.penalty,
+            **{f"tool_errors/{kind}": counts[kind] for kind in CallError},
+            **{f"stop/{reason}": float(self.trajectory.stop_reason is reason) for reason in StopReason},
+            **self.limits.metrics(),
+            **tools,
+        }
+
+
+def _explain(error: str, completion: Completion) -> str:
+    """What a malformed turn is told."""
+    if completion.cut:
+        return f"{error} The message was cut at {sum(completion.mask)} tokens: write a shorter one."
+    return error

@@ -1,0 +1,169 @@
+"""One entry of the recipe's `rewards:`: how it is loaded, and how it is asked."""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from agentfactory.rollout.config import RewardConfig
+from agentfactory.rollout.data import Task
+from agentfactory.rollout.rewards.decorator import parameters_of
+from agentfactory.rollout.trajectory import Trajectory
+from agentfactory.tools.messages import EnvironmentReward
+from agentfactory.tools.threads import run_in_thread
+from agentfactory.tools.user_code import UserCodeError, load_object
+
+PREBUILT = {
+    "exact_match": "agentfactory.rollout.rewards.answers:ExactMatch",
+    "f1": "agentfactory.rollout.rewards.answers:F1",
+    "math_equal": "agentfactory.rollout.rewards.math_equal:MathEqual",
+    "code_tests": "agentfactory.rollout.rewards.code_tests:CodeTests",
+    "format": "agentfactory.rollout.rewards.shape:Format",
+    "length": "agentfactory.rollout.rewards.shape:Length",
+    "judge": "agentfactory.rollout.rewards.judge:Judge",
+}
+"""The rewards that come with AgentFactory: name -> `package.module:NAME`; loaded when it is asked for."""
+
+OFFERED = ("prediction", "final_response", "trajectory", "environment")
+GROUP_OFFERED = ("predictions", "trajectories")
+
+
+class RewardError(Exception):
+    """A reward raised, took too long, or could not judge: no verdict on the policy."""
+
+
+class InvalidReward(ValueError):
+    """A recipe entry that cannot work: `field` of the recipe, `problem`, `fix`."""
+
+    def __init__(self, field: str, problem: str, fix: str):
+        super().__init__(f"{field}: {problem}; {fix}")
+        self.field, self.problem, self.fix = field, problem, fix
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """One reward as the recipe has it; `label` is the recipe's field."""
+
+    label: str
+    name: str
+    function: Callable[..., Any]
+    parameters: Mapping[str, inspect.Parameter]
+    weight: float
+    timeout_seconds: float
+    options: dict[str, Any]
+
+    @property
+    def group(self) -> bool:
+        """Whether it judges the chains of a group together."""
+        return getattr(self.function, "is_group_reward", False)
+
+    @property
+    def offered(self) -> tuple[str, ...]:
+        """The names that do not come from options or data."""
+        return GROUP_OFFERED if self.group else OFFERED
+
+    async def ask(self, offered: dict[str, Any], task: Task) -> Any:
+        """What the function returns. Raises RewardError where it raises or takes too long."""
+        given = {**task, **self.options, **offered}
+        wanted = {
+            name: value
+            for name, value in given.items()
+            if name in self.parameters or (_takes_row(self.parameters) and name not in offered)
+        }
+        limit = asyncio.timeout(self.timeout_seconds)
+        try:
+            async with limit:
+                return await run(partial(self.function, **wanted))
+        except Exception as error:  # boundary: a user's reward may raise anything
+            if limit.expired():
+                raise RewardError(
+                    f"{self.name} took longer than {self.label}.timeout_seconds={self.timeout_seconds:g}"
+                ) from None
+            if isinstance(error, RewardError):
+                raise RewardError(f"{self.name}: {error}") from error
+            raise RewardError(f"{self.name} raised {type(error).__name__}: {error}") from error
+
+    def parse(self, verdict: Any, trajectory: Trajectory) -> EnvironmentReward:
+        """Raises TypeError or ValueError where the verdict is none of this chain."""
+        parsed = EnvironmentReward.parse(verdict, self.name)
+        check_turns(parsed, trajectory, self.name)
+        return parsed
+
+
+def load_reward(given: Callable[..., Any] | RewardConfig | str, label: str, base: Path) -> RewardSpec:
+    """A callable, marked or not, or what a recipe names. Raises InvalidReward where it cannot work."""
+    if not isinstance(given, (RewardConfig, str)):
+        name = getattr(given, "__name__", type(given).__name__)
+        return _made(given, RewardConfig(reward=name), label, name)
+    config = RewardConfig(reward=given) if isinstance(given, str) else given
+    try:
+        loaded = load_object(config.reward, base, PREBUILT)
+    except UserCodeError as error:
+        raise InvalidReward(label, f"unknown: {error.problem}", error.fix) from error
+    if not getattr(loaded, "is_reward", False):
+        raise InvalidReward(label, f"{config.reward} is not a reward", "put @reward above its definition")
+    return _made(loaded, config, label, config.name or config.reward.rpartition(":")[2])
+
+
+def _made(given: Any, config: RewardConfig, label: str, name: str) -> RewardSpec:
+    """The entry of a function, or of a class, which is made with the options."""
+    options = config.options
+    if inspect.isclass(given):
+        given, options = _instance(given, options, label, name), {}
+    parameters = parameters_of(given, name)
+    _check_options(options, parameters, label, name)
+    return RewardSpec(label, name, given, parameters, config.weight, config.timeout_seconds, options)
+
+
+def _instance(given: type[Any], options: dict[str, Any], label: str, name: str) -> Any:
+    known = inspect.signature(given).parameters
+    _check_options(options, known, label, name)
+    try:
+        return given(**options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, (label, "options", *first["loc"])))
+        got = f"got {first['input']!r}: " if first["loc"] and first["type"] != "missing" else ""
+        problem = got + first["msg"].removeprefix("Value error, ")
+        raise InvalidReward(place, problem, f"see {name} in docs/rewards.md") from error
+    except Exception as error:  # boundary: user code
+        problem = f"{name} could not be made: {type(error).__name__}: {error}"
+        raise InvalidReward(f"{label}.options", problem, f"it takes {', '.join(known) or 'none'}") from error
+
+
+def _check_options(options: dict[str, Any], known: Mapping[str, inspect.Parameter], label: str, name: str) -> None:
+    for option in options:
+        if option in (*OFFERED, *GROUP_OFFERED):
+            problem = f"{name} gets {option!r} from the chain"
+            raise InvalidReward(f"{label}.options.{option}", problem, "remove it, or give the parameter another name")
+        if option not in known and not _takes_row(known):
+            takes = [parameter for parameter in known if parameter not in (*OFFERED, *GROUP_OFFERED)]
+            raise InvalidReward(
+                f"{label}.options.{option}", f"{name} has no such option", f"it takes {', '.join(takes) or 'none'}"
+            )
+
+
+def _takes_row(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+async def run(function: Callable[[], Any]) -> Any:
+    """Call a user's function: on the event loop if it is async, else in a thread."""
+    called = function.func if isinstance(function, partial) else function
+    if inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(getattr(called, "__call__", None)):  # noqa: B004
+        return await function()
+    result = await run_in_thread(function)
+    return await result if inspect.isawaitable(result) else result
+
+
+def check_turns(scored: EnvironmentReward, trajectory: Trajectory, name: str) -> None:
+    """Raise ValueError where there are turn rewards for more or fewer turns than the chain has."""
+    if scored.turn_rewards is not None and len(scored.turn_rewards) != trajectory.turns:
+        raise ValueError(
+            f"{name} gave {len(scored.turn_rewards)} turn_rewards, and the chain has {trajectory.turns} assistant turns"
+        )

@@ -1,0 +1,64 @@
+"""Sampling a turn: with which weights, temperature and seed, and the request that says so."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from agentfactory.rollout.client import Completion, InferenceClient
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.trajectory import Span
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """With what a chain is sampled: the weights by the server's name for them, and how.
+
+    A function as `model` is asked for the name at each turn, and a turn keeps the weights that it began with unless
+    the server updates them in place. `seed` is any text: with the recipe's seed it makes the chain reproducible on a
+    server that takes seeds. `cache_salt` keeps a server that does not drop old caches (`rollout.inflight: keep`) from
+    using those of other weights than the version that the salt names; what it samples with later ones is mixed.
+    """
+
+    model: str | Callable[[], str]
+    temperature: float
+    seed: str
+    cache_salt: str | None = None
+
+
+def turn_seed(recipe_seed: int, chain_seed: str, turn: int, sample: int = 0) -> int:
+    """A 31-bit seed for one sample of one turn, independent of the order in which chains run."""
+    place = f"{turn}.{sample}" if sample else f"{turn}"
+    digest = hashlib.blake2b(f"{recipe_seed}/{chain_seed}/{place}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest) >> 1
+
+
+class Sampler:
+    """Has the inference servers sample turns, as a recipe says. A turn ends at one of `stop_token_ids`."""
+
+    def __init__(self, recipe: RolloutRecipe, client: InferenceClient, stop_token_ids: list[int]) -> None:
+        self.recipe = recipe
+        self.client = client
+        self.stop_token_ids = stop_token_ids
+
+    async def sample(
+        self, ids: list[int], sampling: Sampling, turn: int, max_tokens: int, sample: int = 0
+    ) -> Completion:
+        """Sample the `sample`-th attempt at a turn after `ids`."""
+        parameters = {
+            "temperature": sampling.temperature,
+            "max_tokens": max_tokens,
+            "stop_token_ids": self.stop_token_ids,
+        }
+        # vLLM's CPU engine dies of per-request seeds, so only our own engine gets them
+        if self.recipe.server.engine == "embedded":
+            parameters["seed"] = turn_seed(self.recipe.seed, sampling.seed, turn, sample)
+        model = sampling.model if isinstance(sampling.model, str) else sampling.model()
+        completion = await self.client.generate(ids, model, parameters, sampling.cache_salt, chain=sampling.seed)
+        if self.recipe.model.lora is not None:
+            # vLLM gives the version of the base weights here; what matters is the adapter, and a turn keeps it
+            count = len(completion.token_ids)
+            return replace(completion, versions=[Span(model, 0, count)] if count else [])
+        if sampling.cache_salt is not None:
+            mixed = [replace(span, mixed=span.version != sampling.cache_salt) for span in completion.versions]
+            return replace(completion, versions=mixed)
+        return completion

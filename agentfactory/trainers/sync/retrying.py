@@ -1,0 +1,72 @@
+"""Waiting for servers that are being started again: by a supervisor, or by hand."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import Tensor
+
+from agentfactory.trainers.policy import Policy
+from agentfactory.trainers.server_control import ServerGoneError
+from agentfactory.trainers.sync.canary import Canary
+from agentfactory.trainers.sync.protocol import SyncReport, WeightSync
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+
+Result = TypeVar("Result")
+
+
+class RetryingSync:
+    """A WeightSync that goes on asking where no server answers."""
+
+    def __init__(self, sync: WeightSync, canary: Canary, retry_seconds: float) -> None:
+        """`canary` proves what comes back."""
+        self._sync = sync
+        self._canary = canary
+        self._retry_seconds = retry_seconds
+
+    def push(self, version: int, policy: Policy, state: dict[str, Tensor]) -> SyncReport:
+        """See WeightSync. Raises ServerGoneError when no server has answered for `retry_seconds`."""
+        return retry_until_answered(
+            lambda: self._sync.push(version, policy, state), f"version {version}", self._retry_seconds
+        )
+
+    def restore(self, url: str) -> SyncReport:
+        """See WeightSync."""
+        return self._sync.restore(url)
+
+    def bring_back(self, url: str) -> bool:
+        """Restore the server at `url`, which answered a moment ago; false where it is gone again."""
+        try:
+            report = self.restore(url)
+            self._canary.prove_again(report, url)
+        except ServerGoneError as error:
+            logger.warning("server %s is gone again: %s", url, error)
+            return False
+        logger.warning("server %s is back and has proven to hold version %d", url, report.version)
+        return True
+
+    def close(self) -> None:
+        """See WeightSync."""
+        self._sync.close()
+
+
+def retry_until_answered(
+    call: Callable[[], Result], what: str, retry_seconds: float, hurried: Callable[[], bool] = lambda: False
+) -> Result:
+    """What `call` returns, once a server answers. Raises ServerGoneError when none has for `retry_seconds`, and at
+    once when `hurried`. `what` names for the log what waits."""
+    deadline = time.monotonic() + retry_seconds
+    while True:
+        try:
+            return call()
+        except ServerGoneError as error:
+            if hurried():
+                raise
+            if time.monotonic() > deadline:
+                raise ServerGoneError(f"{error} (no server answered for {retry_seconds:g} s)") from error
+            logger.warning("%s waits for a server: %s", what, error)
+            time.sleep(POLL_SECONDS)

@@ -1,0 +1,100 @@
+"""`agentfactory chat`: a conversation with a run's last checkpoint, from piped lines."""
+
+import argparse
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from agentfactory.commands import chat
+from agentfactory.commands.served_weights import Served
+from agentfactory.launching.run_folder import RunFolderError
+from agentfactory.recipe.composition import RecipeError
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe
+from tests.forked import COMMAND, Forked
+
+pytestmark = pytest.mark.processes
+
+
+def test_a_conversation_with_tools(quickstart_run: Path, tmp_path: Path) -> None:
+    typed, log, errors = (tmp_path / name for name in ("typed", "log", "errors"))
+    typed.write_text("\nthank you\n/quit\n/new\nHello there")
+    status = Forked(COMMAND, "chat", str(quickstart_run), log=log, errors=errors, typed=typed).wait()
+    assert status == 0, errors.read_text()
+    assert "Traceback" not in errors.read_text()
+    starting, tools, *said = log.read_text().splitlines()
+    last = max((quickstart_run / "grpo" / "checkpoints").iterdir())
+    assert starting == f"starting the embedded server on {last}"
+    assert tools.startswith("its tools: move;")
+    text = "\n".join(said)
+    assert "you> /quit\n  [there is no command /quit: /new begins a new conversation, Ctrl-D ends]\nyou> /new\n" in text
+    first, second = text.split("you> /new")
+    # the task's own question, the agent's calls, and what the environment answered
+    assert re.search(r"task> The treasure lies [a-z-]+\.\n +You stand in row \d, column \d", first)
+    assert re.search(r"  -> move\(direction='(north|east|south|west)'\)\n  <- ", first)
+    # the conversation went on after the answer, in the same environment
+    before, after = first.split("you> thank you")
+    assert "agent> " in before
+    assert "agent> " in after or "  -> " in after
+    assert re.match(r"\n  \[the environment's reward: [\d.]+; success [01]\]\n", second)
+    # and a new one began with the person's own words
+    assert "you> Hello there\n" in second
+    assert "You stand in row" not in second.partition("you> Hello there")[2].partition("->")[0]
+    assert text.count("[the environment's reward") == 2
+
+
+def test_only_environments_need_the_data(
+    project: Path,
+    warm_start: Path,
+    warm_server: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = load_recipe("recipe.yaml", [f"model.path={warm_start}", "rollout.max_tokens=4"])
+    assert isinstance(recipe, Recipe)
+    for data in ("tasks.jsonl", "heldout.jsonl"):
+        (project / data).unlink()
+
+    @asynccontextmanager
+    async def serve(*_: object) -> AsyncIterator[tuple[None, str]]:
+        yield None, warm_server
+
+    async def lines() -> AsyncIterator[str]:
+        yield "Hello"
+
+    monkeypatch.setattr(chat, "serve", serve)
+    monkeypatch.setattr(chat, "_lines", lines)
+    asyncio.run(chat._chat(Served(recipe, str(warm_start))))
+    said = capsys.readouterr().out
+    assert said.startswith("its tools: search;")
+    assert "you> Hello\n" in said
+
+
+def test_only_a_word_behind_a_slash_is_taken_for_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    async def lines() -> AsyncIterator[str]:
+        for line in ("/help me", "/", "/etc/hosts is a file", "", "/new"):
+            yield line
+
+    async def read() -> list[str | None]:
+        typed = lines()
+        return [await chat._next(typed) for _ in range(4)]
+
+    assert asyncio.run(read()) == ["/etc/hosts is a file", "", "/new", None]
+    said = capsys.readouterr().out
+    assert said.startswith("you> /help me\n  [there is no command /help: /new begins")
+    assert said.count("there is no command") == 2
+
+
+def test_what_cannot_be_talked_to_is_told(project: Path) -> None:
+    def refused(run: str, checkpoint: Path | None = None) -> str:
+        with pytest.raises((RecipeError, RunFolderError)) as told:
+            chat.run(argparse.Namespace(run=Path(run), checkpoint=checkpoint))
+        return str(told.value)
+
+    assert "nowhere is no run folder" in refused("nowhere")
+    assert "holds no checkpoint" in refused(".")
+    assert "--checkpoint" in refused(".", Path("none"))

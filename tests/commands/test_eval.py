@@ -1,0 +1,170 @@
+"""`agentfactory eval`: a checkpoint to the figure that training logged for it, and any chat endpoint beside it."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentfactory.commands import eval_target
+from agentfactory.commands.eval_table import tables
+from agentfactory.recipe.composition import RecipeError
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe
+from agentfactory.rollout.evaluate import Evaluation
+from agentfactory.rollout.statistics import Estimate
+from agentfactory.rollout.trajectory import read_groups
+from tests.chat_server import model_behind, serve_chat
+from tests.project import Command
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def whole(quickstart_run: Path, tmp_path: Path) -> Path:
+    """The quickstart's recipe, as its run stored it, for an output of its own with the same data."""
+    output = tmp_path / "run"
+    output.mkdir()
+    (output / "prepared").symlink_to(quickstart_run / "prepared")
+    return output
+
+
+def figures(folder: Path) -> dict[str, Any]:
+    (line,) = (folder / "metrics.jsonl").read_text().splitlines()
+    return json.loads(line)
+
+
+def test_a_checkpoint_evaluates_to_what_training_logged(
+    agentfactory: Command, quickstart_run: Path, whole: Path
+) -> None:
+    checkpoint = max((quickstart_run / "grpo" / "checkpoints").iterdir())
+    arguments = [str(quickstart_run / "recipe.yaml"), f"output={whole}", "--checkpoint", str(checkpoint)]
+    result = agentfactory("eval", *arguments)
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in (quickstart_run / "grpo" / "metrics.jsonl").read_text().splitlines()]
+    logged = [line for line in lines if "eval/sampled/reward" in line][-1]
+    found = figures(whole / "eval")
+    # all that is no time
+    names = [name for name in logged if name.startswith("eval/") and "seconds" not in name]
+    assert len(names) > 20
+    assert {name: found[name] for name in names} == {name: logged[name] for name in names}
+    summary = json.loads((whole / "eval" / "summary.json").read_text())
+    assert summary["checkpoint"] == str(checkpoint)
+    assert found.pop("step") == logged["step"], "so that curves show both at one place"
+    assert all(summary[name.removeprefix("eval/")] == found[name] for name in found)
+    low, high = found["eval/sampled/reward/low"], found["eval/sampled/reward/high"]
+    told = f"{found['eval/sampled/reward']:.4f} │ {low:.4f} to {high:.4f}"
+    assert re.search(rf"reward +│ +{re.escape(told)} +│ +10", result.stdout), result.stdout
+    assert "greedy, all tasks" in result.stdout
+
+
+def test_any_chat_endpoint_is_a_baseline(
+    agentfactory: Command, quickstart_run: Path, whole: Path, warm_server: str, warm_start: Path
+) -> None:
+    recipe = str(quickstart_run / "recipe.yaml")
+    small = [f"output={whole}", "grpo.eval.data.limit=4", "--samples", "2"]
+    with serve_chat(model_behind(warm_server, warm_start)) as server:
+        result = agentfactory("eval", recipe, *small, "--url", server.url)
+    assert result.returncode == 0, result.stderr
+    assert f"asking teacher at {server.url} by OpenAI's chat API" in result.stdout
+    assert "pass@2" in result.stdout
+    chains = [chain for group in read_groups(whole / "eval" / "trajectories") for chain in group.trajectories]
+    assert len(chains) == 4 * 2 + 4
+    assert sum(chain.metrics["tool_calls"] for chain in chains) > 0
+    assert json.loads((whole / "eval" / "summary.json").read_text())["checkpoint"] == f"teacher at {server.url}"
+    # the same model by token ids, as the server that takes them says of itself
+    result = agentfactory("eval", recipe, *small, "--url", warm_server)
+    assert result.returncode == 0, result.stderr
+    assert f"asking policy at {warm_server} by token ids" in result.stdout
+    assert "step" not in figures(whole / "eval-2"), "nobody knows it of a server's own weights"
+    by_messages, by_ids = figures(whole / "eval"), figures(whole / "eval-2")
+    assert by_messages["eval/greedy/reward"] == by_ids["eval/greedy/reward"]
+
+
+def test_options_that_cannot_be_are_refused(project: Path) -> None:
+    recipe = load_recipe("recipe.yaml", purpose="eval")
+    with pytest.raises(RecipeError, match="--checkpoint: given with --model"):
+        eval_target.check(recipe, Path(), "x/y", None, None)
+    with pytest.raises(RecipeError, match="--checkpoint: given with --url"):
+        eval_target.check(recipe, Path(), None, "http://h:1", None)
+    with pytest.raises(RecipeError, match="--samples: got 0"):
+        eval_target.check(recipe, None, None, None, 0)
+    there = load_recipe("recipe.yaml", ["server.url=http://h:1"], "eval")
+    for option, checkpoint, model in (("--checkpoint", Path(), None), ("--model", None, "x/y")):
+        eval_target.check(recipe, checkpoint, model, None, None)
+        with pytest.raises(RecipeError, match=rf"{option}: given with server\.url, .*; fix: set server\.url=null"):
+            eval_target.check(there, checkpoint, model, None, None)
+    eval_target.check(there, None, "x/y", "http://h:1", None)
+    with pytest.raises(RecipeError, match=r"--model: \./nowhere: no such folder"):
+        eval_target.named("./nowhere")
+    assert eval_target.named("x/y") == "x/y", "of the hub"
+
+
+def test_names_of_any_kind_stand_in_the_tables_as_they_are() -> None:
+    estimate, long = Estimate(0.5, 0.25, 0.75, 8), "reward/" + "a_name_that_does_not_fit" * 3
+    sources = ("gsm8k[test]", "a[/train]", ":smile:", f"hub/{'organisation' * 8}")
+    figures = {"success": estimate, "reward/x[bold]": estimate, long: estimate}
+    estimates = {"sampled": {source: figures for source in sources}}
+    told = tables(Evaluation({}, estimates, Counter(), 8))
+    for source, table in zip(sources, told, strict=True):
+        title, *lines = table.splitlines()
+        assert title == f"sampled, source {source}"
+        assert max(map(len, lines)) <= 80
+        first_column = "".join(line[1:].partition("│")[0].strip() for line in lines if line.startswith("│"))
+        assert first_column == f"successreward/x[bold]{long}"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["eval", "recipe.yaml", "--url", "http://127.0.0.1:9"],
+        ["eval", "recipe.yaml", "server.url=http://127.0.0.1:9"],
+        ["rollout", "recipe.yaml", "server.url=http://127.0.0.1:9"],
+    ],
+)
+def test_a_server_that_does_not_answer_is_told(agentfactory: Command, project: Path, arguments: list[str]) -> None:
+    result = agentfactory(*arguments)
+    assert result.returncode == 1
+    assert "no server answers at http://127.0.0.1:9" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not list(project.glob("runs/*/*"))
+
+
+def test_the_weights_of_a_token_server_are_those_that_it_has(project: Path, warm_server: str) -> None:
+    recipe = load_recipe("recipe.yaml", [f"server.url={warm_server}"], "eval")
+    assert isinstance(recipe, Recipe)
+    there = eval_target.look_at(recipe, warm_server, None)
+    assert (there.model, there.by_token_ids) == ("policy", True)
+    assert there.recipe.model.path != recipe.model.path, "the tokenizer is the server's"
+    with pytest.raises(RecipeError, match=r"--model: .* serves no 'teacher'; fix: name one of policy"):
+        eval_target.look_at(recipe, warm_server, "teacher")
+
+
+def test_sources_and_failed_chains_are_told() -> None:
+    figures = {"success": Estimate(0.5, 0.25, 0.75, 8)}
+    found = Evaluation(
+        {"sampled/success": 0.5, "sampled/failed": 0.2, "sampled/tool_calls": 3.0},
+        {"sampled": {"": figures, "aime": figures}},
+        Counter({"timeout: too long": 3, "inference_error: gone": 1}),
+        20,
+    )
+    whole, source, failed = tables(found)
+    assert max(map(len, whole.splitlines())) <= 80
+    assert whole.startswith("sampled, all tasks")
+    assert source.startswith("sampled, source aime")
+    assert re.search(r"success +│ 0\.5000 │ 0\.2500 to 0\.7500 │ +8", source)
+    assert "tool_calls" in whole
+    assert "tool_calls" not in source
+    assert failed == "4 of 20 chains failed and count nowhere, 3 of them with: timeout: too long"
+    assert found.figures() == {
+        "sampled/success": 0.5,
+        "sampled/failed": 0.2,
+        "sampled/tool_calls": 3.0,
+        "sampled/success/low": 0.25,
+        "sampled/success/high": 0.75,
+        "sampled/source/aime/success": 0.5,
+        "sampled/source/aime/success/low": 0.25,
+        "sampled/source/aime/success/high": 0.75,
+    }

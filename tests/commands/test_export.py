@@ -1,0 +1,125 @@
+"""`agentfactory export`: what anybody can load, with the template of the training and nothing else of it."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from peft import AutoPeftModelForCausalLM, PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from agentfactory.commands.export import ExportError, export
+from agentfactory.trainers.checkpoint import save_checkpoint
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.learner import Learner
+from tests.project import Command
+from tests.trainers.conftest import accelerator, model_folder, tokenizer  # noqa: F401
+
+pytestmark = pytest.mark.processes
+
+TEMPLATE = "{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}"
+IDS = torch.arange(3, 15)[None]
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def make_checkpoint(
+    model_folder: Path,  # noqa: F811
+    tokenizer: PreTrainedTokenizerFast,  # noqa: F811
+    accelerator: Accelerator,  # noqa: F811
+    tmp_path: Path,
+) -> Make:
+    """`make_checkpoint(lora=..., dtype=...)`: of weights that differ from the base's, with a template of its own."""
+
+    def make(lora: bool, dtype: str = "float32") -> Path:
+        # a table of more tokens than the tokenizer knows, as many models have
+        config = Qwen3Config.from_pretrained(model_folder, vocab_size=80)
+        torch.manual_seed(1)
+        Qwen3ForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(tmp_path / "base")
+        tokenizer.save_pretrained(tmp_path / "base")
+        model = {"path": str(tmp_path / "base"), "dtype": dtype, "lora": {"rank": 4} if lora else None}
+        learner = Learner(TrainRecipe.model_validate({"model": model, "train": {"steps": 1}}), accelerator)
+        with torch.no_grad():
+            for weight in learner.policy.parameters():
+                if weight.requires_grad:
+                    weight.add_(0.05 * torch.randn_like(weight))
+        trained = PreTrainedTokenizerFast.from_pretrained(model_folder)
+        trained.chat_template = TEMPLATE
+        info = {"recipe": yaml.safe_load(yaml.safe_dump({"model": model}))}
+        return save_checkpoint(tmp_path / "checkpoints", 7, learner, trained, info)
+
+    return make
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_is_merged_and_rounded_once(make_checkpoint: Make, tmp_path: Path, dtype: str) -> None:
+    checkpoint, output = make_checkpoint(lora=True, dtype=dtype), tmp_path / "out" / "merged"
+    output.parent.mkdir()
+    export(checkpoint, output, adapter=False, push=None, say=print)
+    assert not names(output) & {"adapter_config.json", "adapter_model.safetensors", "training_state.pt", "digests.json"}
+    assert "trainer_state.json" not in names(output)
+    merged = AutoModelForCausalLM.from_pretrained(output)
+    assert merged.dtype == getattr(torch, dtype)
+    assert merged.get_input_embeddings().weight.shape[0] == 80
+    assert AutoTokenizer.from_pretrained(output).chat_template == TEMPLATE
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    before = base(IDS).logits
+    expected = PeftModel.from_pretrained(base, checkpoint)(IDS).logits
+    assert (expected - before).abs().max() > 0.1, "the adapter does something"
+    error = (merged.float()(IDS).logits - expected).abs().max()
+    assert error < (1e-4 if dtype == "float32" else 0.1)
+
+
+def test_the_adapter_alone(make_checkpoint: Make, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(lora=True)
+    export(checkpoint, tmp_path / "adapter", adapter=True, push=None, say=print)
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names(tmp_path / "adapter")
+    assert not names(tmp_path / "adapter") & {"training_state.pt", "trainer_state.json", "digests.json"}
+    weights = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").state_dict()
+    for name, weight in AutoPeftModelForCausalLM.from_pretrained(checkpoint).state_dict().items():
+        assert torch.equal(weights[name], weight), name
+
+
+def test_a_full_model_by_the_command(make_checkpoint: Make, agentfactory: Command, tmp_path: Path) -> None:
+    checkpoint, output = make_checkpoint(lora=False, dtype="bfloat16"), tmp_path / "model"
+    result = agentfactory("export", str(checkpoint), "--output", str(output))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"exported {checkpoint} to {output}\n"
+    assert names(output) == names(checkpoint) - {"training_state.pt", "trainer_state.json", "digests.json"}
+    assert (output / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
+    result = agentfactory("export", str(checkpoint), "--output", str(output))
+    assert result.returncode == 2
+    assert result.stderr == f"agentfactory: --output: {output} is not empty; fix: --output OTHER\n"
+
+
+def test_an_upload_that_fails_is_told(make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    output = tmp_path / "model"
+    with pytest.raises(ExportError, match=rf"--push me/thing: .*offline.*; {output} is written"):
+        export(make_checkpoint(lora=False), output, adapter=False, push="me/thing", say=print)
+    assert (output / "model.safetensors").exists()
+
+
+def test_what_cannot_be_exported(make_checkpoint: Make, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(lora=False)
+    with pytest.raises(ExportError, match=r"base is no checkpoint; fix: name one"):
+        export(tmp_path / "base", tmp_path / "out", adapter=False, push=None, say=print)
+    with pytest.raises(ExportError, match=r"--adapter: .* holds a full model; fix: leave it out"):
+        export(checkpoint, tmp_path / "out", adapter=True, push=None, say=print)
+    (checkpoint / "config.json").write_text("{}")
+    with pytest.raises(ExportError, match=r"step-000007 is damaged: config\.json"):
+        export(checkpoint, tmp_path / "out", adapter=False, push=None, say=print)
+    shutil.rmtree(checkpoint)
+    adapter = make_checkpoint(lora=True)
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(ExportError, match=r"adapter for .*base, which is not there; fix: move or link it there"):
+        export(adapter, tmp_path / "out", adapter=False, push=None, say=print)
+    assert not (tmp_path / "out").exists()

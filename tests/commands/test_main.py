@@ -1,0 +1,382 @@
+"""The command: what it refuses and how, what it prints, and what it does not import."""
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agentfactory.commands.completion import script
+from tests.forked import COMMAND, Forked
+
+pytestmark = pytest.mark.processes
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+# what is appended to the recipe or replaced in it, overrides, and the field, value and fix that the message names
+BROKEN = {
+    "unknown key": ({"1e-5": "1e-5, lr: 3"}, [], ["recipe.yaml: train.lr", "'lr'", "fix"]),
+    "misspelt key": ({"steps": "stepz"}, [], ["train.stepz", "did you mean train.steps?"]),
+    "key of another section": ({}, ["learning_rate=1e-3"], ["command line: learning_rate", "train.learning_rate"]),
+    "wrong type": ({"1e-5": "abc"}, [], ["recipe.yaml: train.learning_rate", "'abc'", "valid number"]),
+    "text for a number": ({"steps: 10": "steps: '10'"}, [], ["train.steps", "'10'", "valid integer"]),
+    "number for a section": ({}, ["model.lora=8"], ["model.lora", "8", "indented"]),
+    "out of range": ({}, ["train.steps=0"], ["train.steps", "0", "greater than 0"]),
+    "not one of the choices": ({}, ["model.dtype=fp8"], ["model.dtype", "'fp8'", "'bfloat16'"]),
+    "missing field": ({"path: model, ": ""}, [], ["recipe.yaml: model.path", "missing", "Hub name or folder"]),
+    "missing data file": ({}, ["data.path=none.jsonl"], ["data.path", "none.jsonl", "no such file", "fix"]),
+    "missing model": ({"path: model": "path: ./none"}, [], ["recipe.yaml: model.path", "none", "hub name"]),
+    "a row that is no task": (
+        {},
+        ["data.columns={problem: question}"],
+        ["recipe.yaml: data.path", "row 1 of", "neither 'question' nor 'messages'", "fix: rename one"],
+    ),
+    "a held-out row that is no task": (
+        {},
+        ["eval.data.columns={problem: question}"],
+        ["recipe.yaml: eval.data.path", "row 1 of", "heldout.jsonl", "fix: rename one"],
+    ),
+    "a column that is not there": (
+        {},
+        ["data.columns={question: text}"],
+        ["data.columns.question", "no field 'text'", "fix: name one of those"],
+    ),
+    "a reward without its field": (
+        {},
+        ["eval.data.columns={solution: answer}"],
+        ["rewards.0", "exact wants 'answer'", "first row of eval.data", "fix: "],
+    ),
+    "an environment without its field": (
+        {},
+        ["tools=[my_tools.py:World]", "rewards=[]", "eval.data.columns={solution: answer}"],
+        ["tools.0", "World needs answer, which", "(question, solution), in the first row of eval.data", "fix: "],
+    ),
+    "a served environment without its field": (
+        {},
+        ["mcp_servers.w.module=my_tools.py:World", "rewards=[]", "data.columns={solution: answer}"],
+        ["mcp_servers.w.module", "World needs answer, which", "in the first row of data", "fix: "],
+    ),
+    "missing chat template": ({}, ["model.chat_template=t.jinja"], ["model.chat_template", "t.jinja", "Jinja"]),
+    "missing saved rows": ({}, ["train.from_trajectories=old"], ["train.from_trajectories", "old", "JSONL"]),
+    "missing parent": ({"\nmodel": "\nextends: base.yaml\nmodel"}, [], ["extends", "base.yaml", "fix"]),
+    "unknown tool": ({}, ["tools=[my_tools.py:serch]"], ["tools.0", "serch", "search, exact, World"]),
+    "missing tool file": ({}, ["tools=[none.py:search]"], ["tools.0", "none.py", "FILE.py:NAME"]),
+    "not a tool": ({}, ["tools=[my_tools.py:plain]"], ["tools.0", "my_tools.py:plain", "@tool"]),
+    "not a reward": ({}, ["rewards=[my_tools.py:plain]"], ["rewards.0", "my_tools.py:plain", "@reward"]),
+    "no reward": ({}, ["rewards=[]"], ["rewards", "empty", "Environment"]),
+    "no data": ({}, ["data=null"], ["data", "missing", "data.path"]),
+    "no program": ({}, ["mcp_servers.a.command=no-such-program"], ["mcp_servers.a.command", "no-such-program"]),
+    "two ways to a server": (
+        {},
+        ["mcp_servers.a={command: python3, url: 'http://127.0.0.1:1'}"],
+        ["mcp_servers.a", "exactly one of", "'command', 'url'"],
+    ),
+    "engine not installed here": ({"embedded": "vllm"}, [], ["server.engine", "'vllm'", "server.url"]),
+    "chain longer than the server's": (
+        {},
+        ["server.max_model_len=4096"],
+        ["rollout.max_total_tokens", "8192", "server.max_model_len=4096"],
+    ),
+    "sync without an adapter": ({}, ["sync.backend=lora"], ["sync.backend", "'lora'", "model.lora.rank"]),
+    "file sync of an adapter": (
+        {},
+        ["model.lora.rank=8", "sync.backend=file"],
+        ["sync.backend", "'file'", "use lora or auto"],
+    ),
+    "caches of adapters kept": ({}, ["model.lora.rank=8", "rollout.inflight=keep"], ["rollout.inflight", "adapter"]),
+    "caches kept of no turn": ({}, ["rollout.inflight=keep"], ["rollout.inflight", "rollout.max_staleness=0"]),
+    "adapters that turns still use": (
+        {},
+        ["model.lora.rank=8", "rollout.max_staleness=4"],
+        ["server.max_loras", "got 4", "at least 6"],
+    ),
+    "float16 training": ({}, ["model.dtype=float16"], ["model.dtype", "'float16'", "bfloat16"]),
+    "processes without strategy": ({}, ["train.processes=2"], ["train.strategy", "'single'", "ddp"]),
+    "best of what nobody measures": (
+        {},
+        ["train.keep_last=2", "train.keep_best=eval/sampled/success"],
+        ["train.keep_best", "eval.every"],
+    ),
+    "best of no metric": ({}, ["train.keep_last=2", "train.keep_best=sucess"], ["train.keep_best", "no metric"]),
+    "best of all": ({}, ["train.keep_best=reward"], ["train.keep_best", "train.keep_last"]),
+    "group of one": ({}, ["rollout.group_size=1"], ["rollout.group_size", "1", "at least 2"]),
+    "evaluation without tasks": ({}, ["eval.data=null", "eval.every=5"], ["eval.every", "5", "eval.data.path"]),
+    "public address": ({}, ["server.host=0.0.0.0"], ["server.host", "'0.0.0.0'", "127.0.0.1"]),
+    "address without a scheme": ({}, ["server.url=localhost:8000"], ["server.url", "'localhost:8000'", "http://"]),
+    "a server named twice": ({}, ["server.url=[http://a:1,http://a:1]"], ["server.url", "each server once"]),
+    "key given twice": ({"steps: 10": "steps: 10, steps: 20"}, [], ["recipe.yaml", "'steps'", "twice"]),
+    "not YAML": ({"train: {": "train: ["}, [], ["recipe.yaml", "not YAML", "line 8"]),
+    "override without a value": ({}, ["seed"], ["'seed'", "key=value"]),
+    "policy for what has no reward": (
+        {},
+        ["rollout.on_outcome={reward_error: mask}"],
+        ["on_outcome.reward_error", "got mask", "use drop or retry"],
+    ),
+    "nothing left of groups": (
+        {},
+        ["rollout.group_size=1", "rollout.equal_rewards=refill"],
+        ["equal_rewards", "group_size=1", "use keep"],
+    ),
+}
+
+
+def everything_in(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*"))
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_recipe_ends_with_one_message_and_nothing_written(
+    case: str, project: Path, agentfactory: Command
+) -> None:
+    replacements, overrides, said = BROKEN[case]
+    text = (project / "recipe.yaml").read_text()
+    for old, new in replacements.items():
+        assert old in text
+        text = text.replace(old, new)
+    (project / "recipe.yaml").write_text(text)
+    before = everything_in(project)
+    result = agentfactory("train", "recipe.yaml", *overrides)
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    for part in said:
+        assert part in result.stderr
+    assert everything_in(project) == before
+
+
+def test_a_recipe_that_is_not_there(project: Path, agentfactory: Command) -> None:
+    result = agentfactory("train", "recipes.yaml")
+    assert result.returncode == 2
+    assert "recipes.yaml: no such file" in result.stderr
+
+
+def test_a_folder_for_a_recipe_is_told_what_is_in_it(project: Path, agentfactory: Command) -> None:
+    (project / "runs" / "mine").mkdir(parents=True)
+    assert "recipe: runs/mine: is a folder; fix: name a YAML file" in agentfactory("eval", "runs/mine").stderr
+    (project / "runs" / "mine" / "recipe.yaml").touch()
+    result = agentfactory("eval", "runs/mine")
+    assert result.returncode == 2
+    assert result.stderr == "agentfactory: recipe: runs/mine: is a folder; fix: name runs/mine/recipe.yaml\n"
+
+
+def test_dry_run_prints_the_resolved_recipe_and_writes_nothing(project: Path, agentfactory: Command) -> None:
+    before = everything_in(project)
+    result = agentfactory("train", "recipe.yaml", "--dry-run", "train.steps=3", "output=elsewhere")
+    assert result.returncode == 0, result.stderr
+    recipe = yaml.safe_load(result.stdout)
+    assert recipe["train"]["steps"] == 3
+    assert recipe["output"] == str(project / "elsewhere")
+    assert everything_in(project) == before
+
+
+def test_a_folder_in_use_is_refused(project: Path, agentfactory: Command) -> None:
+    (project / "used").mkdir()
+    (project / "used" / "thesis.tex").write_text("years of work")
+    for arguments in (["output=used"], ["output=used", "--overwrite"]):
+        result = agentfactory("train", "recipe.yaml", *arguments)
+        assert result.returncode == 2
+        assert "output=OTHER" in result.stderr
+    assert (project / "used" / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly", "recipe.yaml"], ["train"], ["train", "recipe.yaml", "--owerwrite"]])
+def test_usage_errors(project: Path, agentfactory: Command, arguments: list[str]) -> None:
+    assert agentfactory(*arguments).returncode == 2
+
+
+def test_other_commands_check_what_they_need(project: Path, agentfactory: Command) -> None:
+    result = agentfactory("eval", "recipe.yaml", "eval.data=null")
+    assert result.returncode == 2
+    assert "eval.data" in result.stderr
+    result = agentfactory("eval", "recipe.yaml", "--checkpoint", "none")
+    assert result.returncode == 2
+    assert "--checkpoint" in result.stderr
+    # serving needs neither tasks nor rewards
+    assert agentfactory("serve", "recipe.yaml", "data=null", "rewards=[]", "--dry-run").returncode == 0
+
+
+def imported_by(code: str, cwd: Path) -> set[str]:
+    code += "\nimport sys; print('\\n'.join(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=True)
+    return set(result.stdout.split())
+
+
+HEAVY = {"torch", "transformers", "datasets", "accelerate", "mcp", "matplotlib", "aiohttp"}
+
+
+def test_public_names_and_recipes_load_without_heavy_packages(project: Path) -> None:
+    names = "Environment, Group, Outcome, Trajectory, reward, tool"
+    assert not HEAVY & imported_by(f"from agentfactory import {names}", project)
+    check = "from agentfactory.commands.main import main; main(['train', 'recipe.yaml', '--dry-run'])"
+    assert not HEAVY & imported_by(check, project)
+    assert not HEAVY & imported_by(
+        "import agentfactory.launching.launcher, agentfactory.commands.server_commands", project
+    )
+
+
+def test_an_unknown_public_name_is_an_attribute_error() -> None:
+    with pytest.raises(ImportError, match="agentfactory"):
+        from agentfactory import no_such_name  # noqa: F401
+
+
+def test_the_options_of_eval_are_checked(project: Path, agentfactory: Command) -> None:
+    result = agentfactory("eval", "recipe.yaml", "--checkpoint", "model", "--model", "Qwen/Qwen3-4B")
+    assert result.returncode == 2
+    assert "--checkpoint" in result.stderr
+    assert "--model" in result.stderr
+    assert agentfactory("eval", "recipe.yaml", "--samples", "0").returncode == 2
+    # where a server is named none is started, and vLLM is not missed
+    asked = ["eval", "recipe.yaml", "server.engine=vllm", "--url", "http://127.0.0.1:1", "--dry-run"]
+    result = agentfactory(*asked)
+    assert result.returncode == 0, result.stderr
+    assert yaml.safe_load(result.stdout)["server"]["url"] == "http://127.0.0.1:1"
+
+
+COMMANDS = [
+    *("new", "doctor", "train", "serve", "rollout", "eval", "chat", "view", "export", "tools", "completion"),
+]
+
+
+def test_help_shows_examples_that_can_be_parsed(capsys: pytest.CaptureFixture[str]) -> None:
+    from agentfactory.commands.main import main
+    from agentfactory.commands.options import parse
+
+    def shown(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    everything = shown("--help")
+    assert "130  interrupted" in everything
+    assert shown("--version").startswith("agentfactory ")
+    for command in COMMANDS:
+        assert f"\n    {command} " in everything or f"\n    {command}\n" in everything
+        examples = shown(command, "--help").partition("examples:\n")[2].splitlines()
+        assert examples
+        for example in examples:
+            # without what only a shell reads
+            words = example.partition("#")[0].replace('eval "$(', "").replace(')"', "").replace("| source", "").split()
+            assert words[:2] == ["agentfactory", command]
+            if words[1:3] != ["tools", "serve"]:
+                assert parse(words[1:]).command == command
+
+
+COMPLETE = r"""
+PATH=$1:$PATH
+eval "$3"
+COMP_LINE=$2 COMP_POINT=${#2} COMP_TYPE=9
+_python_argcomplete agentfactory
+printf '%s\n' "${COMPREPLY[@]}"
+"""
+"""What bash does at a Tab behind the line $2, having read the script $3."""
+
+
+def completed(line: str) -> set[str]:
+    """What bash offers at the end of `line`."""
+    command = ["bash", "-c", COMPLETE, "bash", str(Path(sys.executable).parent), line, script("bash")]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {word.strip() for word in result.stdout.splitlines()}
+
+
+def test_shells_complete_commands_options_and_fields(project: Path) -> None:
+    assert {"train", "tools"} <= completed("agentfactory t")
+    assert completed("agentfactory tools ch") == {"check"}
+    assert completed("agentfactory vi") == {"view"}
+    assert completed("agentfactory view --ex") == {"--export"}
+    assert completed("agentfactory eval recipe.yaml --ch") == {"--checkpoint"}
+    assert completed("agentfactory train rec") == {"recipe.yaml"}
+    assert "train.learning_rate=" in completed("agentfactory train recipe.yaml train.le")
+    # bash takes what stands before = for a word of its own
+    assert completed("agentfactory train recipe.yaml train.algorithm=dr") == {"dr_grpo"}
+    assert completed("agentfactory train recipe.yaml train.liger=") == {"true", "false"}
+
+
+def test_a_tab_imports_the_viewer_only_for_its_options(project: Path) -> None:
+    answer = "import argcomplete, os; argcomplete.autocomplete = lambda *_, **__: None; "
+    answer += "from agentfactory.commands.completion import answer; "
+    for line, wanted in (("agentfactory train ", False), ("agentfactory vi", False), ("agentfactory view --", True)):
+        imported = imported_by(f"{answer}os.environ['COMP_LINE'] = {line!r}; answer()", project)
+        assert ("agentfactory.viewer.command" in imported) is wanted, line
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_is_one_that_the_shell_can_read(shell: str, agentfactory: Command) -> None:
+    result = agentfactory("completion", shell)
+    assert result.returncode == 0, result.stderr
+    assert "agentfactory" in result.stdout
+    if found := shutil.which(shell):
+        subprocess.run([found, "-n"], input=result.stdout, text=True, check=True)
+    assert agentfactory("completion", "csh").returncode == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_view_serves_until_it_is_ended(
+    quickstart_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    viewer = Forked(COMMAND, "view", str(quickstart_run), "--port", "0", log=tmp_path / "log")
+    try:
+        while not (found := re.search(r"at (http://\S+)", viewer.log.read_text() if viewer.log.exists() else "")):
+            assert viewer.is_running(), viewer.log.read_text()
+            time.sleep(0.02)
+        with urllib.request.urlopen(found[1]) as page:
+            assert b"<html" in page.read().lower()
+    finally:
+        status = viewer.kill(number)
+    assert status == 130
+    assert "interrupted by" in viewer.log.read_text().splitlines()[-1]
+
+
+def test_chat_refuses_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agentfactory: Command) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = agentfactory("chat", "nowhere")
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "nowhere" in result.stderr
+
+
+def test_view_refuses_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agentfactory: Command) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    result = agentfactory("view", "empty")
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert agentfactory("view", "empty", "--port", "high").returncode == 2
+
+
+def test_a_defect_is_told_on_one_screen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from agentfactory.commands import main, new
+
+    def dig(*_: object, depth: int = 40) -> None:
+        if depth == 0:
+            raise RuntimeError("the bottom")
+        # in turns, for a function that only calls itself is shown once
+        hand_on(depth - 1)
+
+    def hand_on(depth: int) -> None:
+        dig(depth=depth)
+
+    monkeypatch.setattr(new, "write_task", dig)
+    assert main.main(["new", "sums"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) < 24
+    assert lines[-1] == "agentfactory: failed: RuntimeError: the bottom"
+    whole = Path(lines[0].removeprefix("the whole traceback: "))
+    # what is left out on the screen: where it began
+    assert "/cli.py" in whole.read_text()
+    assert not any("/cli.py" in line for line in lines)
+    whole.unlink()
+
+
+def test_a_reader_that_leaves_is_no_defect(project: Path) -> None:
+    command = f"{sys.executable} -m agentfactory train recipe.yaml --dry-run"
+    pipe = subprocess.run(f"{command} | true", shell=True, capture_output=True, text=True)
+    assert pipe.stderr == ""

@@ -1,0 +1,128 @@
+"""`agentfactory new`: what it writes works as it stands."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentfactory.commands.new import NewError, write_task
+from agentfactory.launching.prepare import prepare
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe, StagedRecipe
+from tests.forked import TRAINER, Forked, start_engine
+
+pytestmark = pytest.mark.processes
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+SHORT = [
+    *("sft.train.steps=60", "sft.train.warmup_steps=5"),
+    *("grpo.train.steps=1", "grpo.train.warmup_steps=0", "grpo.train.batch_size=2", "grpo.eval.data=null"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new task."""
+    return write_task("word_problems", tmp_path_factory.mktemp("new") / "deep" / "task")
+
+
+def test_the_command_says_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agentfactory: Command) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = agentfactory("new", "sums")
+    assert result.returncode == 0, result.stderr
+    said = re.findall(r"sums/\S+", result.stdout)
+    assert len(said) == 4
+    for path in said:
+        assert (tmp_path / path).is_file()
+    # what is there is left as it is
+    (tmp_path / "sums" / "sums.py").write_text("mine")
+    again = agentfactory("new", "sums")
+    assert again.returncode == 2
+    assert "sums is there already; fix: choose another --output" in again.stderr
+    assert (tmp_path / "sums" / "sums.py").read_text() == "mine"
+    # an empty folder may be there
+    (tmp_path / "empty").mkdir()
+    assert agentfactory("new", "sums", "--output", "empty").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("My-Task", "is to name a Python file"),
+        ("class", "is to name a Python file"),
+        ("json", "a module of Python's or AgentFactory's"),
+        ("agentfactory", "a module of Python's or AgentFactory's"),
+        ("yaml", "the name of an installed package"),
+    ],
+)
+def test_names_that_would_hide_a_module_are_refused(tmp_path: Path, name: str, words: str) -> None:
+    with pytest.raises(NewError, match=words):
+        write_task(name, tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NewError, match=r"Not a directory.*--output"):
+        write_task("sums", tmp_path / "file" / "new")
+
+
+def test_nothing_is_left_of_the_templates_name(folder: Path) -> None:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert folder / "word_problems.py" in files
+    for path in files:
+        assert "my_task" not in path.name
+        assert "my_task" not in path.read_text()
+
+
+def test_its_own_tests_pass(folder: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_word_problems.py"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert result.returncode == 0, result.stdout
+    assert "5 passed" in result.stdout
+
+
+def test_no_held_out_question_is_trained(folder: Path) -> None:
+    trained, held_out = (
+        {json.loads(line)["question"] for line in (folder / file).read_text().splitlines()}
+        for file in ("tasks.jsonl", "heldout.jsonl")
+    )
+    assert len(trained) > 1000
+    assert len(held_out) == 100
+    assert not trained & held_out
+
+
+@pytest.mark.long
+def test_the_tiny_recipe_trains_to_a_reward(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # the stages as `agentfactory train` runs them; the command itself, and how well it learns: tests/learn/learn_new.py
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe(folder / "tiny" / "recipe.yaml", SHORT)
+    assert isinstance(recipe, StagedRecipe)
+    assert recipe.prepare is not None
+    prepare(recipe.prepare, recipe.output / "prepared", recipe.seed)
+    sft, grpo = recipe.stages
+    trainer = Forked(TRAINER, write(sft, tmp_path), log=tmp_path / "sft.log")
+    assert trainer.wait() == 0, trainer.log.read_text()
+    checkpoint = sft.output / "checkpoints" / "step-000060"
+    engine, url = start_engine(checkpoint, "--dtype", "float32", "--max-model-len", "256", log=tmp_path / "engine.log")
+    try:
+        options = [f"model.path={checkpoint}", f"server.url={url}"]
+        trainer = Forked(TRAINER, write(grpo, tmp_path), *options, log=tmp_path / "grpo.log")
+        assert trainer.wait() == 0, trainer.log.read_text()
+    finally:
+        engine.kill()
+    assert re.search(r"step 1/1 +reward [\d.]+ +success [\d.]+ +turns 2", trainer.log.read_text())
+    metrics = [json.loads(line) for line in (grpo.output / "metrics.jsonl").read_text().splitlines()]
+    # most calls are well-formed after as little: the chain of a call and a last word ends by itself
+    assert next(line["trajectory/tool_calls"] for line in metrics if "trajectory/tool_calls" in line) > 0.5
+
+
+def write(stage: Recipe, folder: Path) -> str:
+    """The resolved recipe of a stage as a file."""
+    path = folder / f"{stage.name}.yaml"
+    path.write_text(stage.to_yaml())
+    return str(path)

@@ -1,0 +1,28 @@
+"""What a command line that cannot be understood is told."""
+
+import pytest
+
+from agentfactory.commands.options import parse
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("trian recipe.yaml", "agentfactory: error: there is no command 'trian'; did you mean train?"),
+        ("xyz", "argument COMMAND: invalid choice: 'xyz' (choose from"),
+        ("train", "agentfactory train: error: the following arguments are required: RECIPE\n"),
+        ("tools call recipe.yaml", "agentfactory tools call: error: the following arguments are required: TOOL\n"),
+    ],
+)
+def test_a_slip_is_told_by_what_was_meant(typed: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(typed.split())
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_overrides_are_taken_before_and_behind_options() -> None:
+    assert parse(["train", "recipe.yaml"]).overrides == []
+    assert parse(["train", "recipe.yaml", "--dry-run", "seed=1"]).overrides == ["seed=1"]
+    assert parse(["train", "recipe.yaml", "seed=1", "--dry-run", "name=a"]).overrides == ["seed=1", "name=a"]
+    assert parse(["tools", "call", "recipe.yaml", "search"]).arguments == []

@@ -1,0 +1,71 @@
+"""`agentfactory serve`: a server of the recipe's model in the foreground, with its log in a run folder."""
+
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.project import Command
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+    config = Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    server = {"engine": "embedded", "max_model_len": 64}
+    text = json.dumps({"model": {"path": "model", "dtype": "float32"}, "server": server, "train": {"steps": 1}})
+    (tmp_path / "served.yaml").write_text(text)
+    return tmp_path / "served.yaml"
+
+
+def test_a_server_runs_until_it_is_ended(recipe: Path) -> None:
+    command = [sys.executable, "-m", "agentfactory", "serve", str(recipe)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    ready = next(line for line in process.stdout if line.startswith("ready "))
+    with urllib.request.urlopen(ready.split()[1] + "/v1/models", timeout=30) as answer:
+        assert json.load(answer)["data"][0]["id"] == "policy"
+    folder = recipe.parent / "runs" / "served" / "serve"
+    assert "ready http" in (folder / "logs" / "server.log").read_text()
+    assert (folder / "recipe.yaml").exists()
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=15)
+    assert process.returncode == 130
+    assert "interrupted by SIGTERM" in said
+    assert not [child for child in children if child.is_running()]
+
+
+def test_a_failed_start_is_explained(recipe: Path, agentfactory: Command) -> None:
+    result = agentfactory("serve", str(recipe), "server.port=1", "server.host=203.0.113.1", "server.api_key_env=HOME")
+    assert result.returncode == 1
+    assert "the server ended with exit status 2: error: cannot listen on 203.0.113.1:1" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["server.url=http://127.0.0.1:1"], ["server.url", "runs already", "null"]),
+        (["server.quantization=fp8"], ["server.quantization", "'fp8'", "server.engine=vllm"]),
+        (["server.engine=vllm", "server.host=0.0.0.0"], ["server.host", "no key guards", "server.api_key_env"]),
+        (["server.engine=vllm", "server.python=none/python"], ["server.python", "none/python", "no such program"]),
+        (["server.engine=vllm", f"server.python={sys.base_prefix}/bin/python3"], ["server.python", "has no vLLM"]),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    recipe: Path, agentfactory: Command, overrides: list[str], said: list[str]
+) -> None:
+    result = agentfactory("serve", str(recipe), *overrides)
+    assert result.returncode == 2
+    assert [words for words in [*said, "fix:"] if words not in result.stderr] == []
+    assert not (recipe.parent / "runs").exists()

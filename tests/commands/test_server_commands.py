@@ -1,0 +1,125 @@
+"""What the commands that need a server take for it, and what `agentfactory rollout` says and leaves."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from agentfactory.commands.eval_target import named
+from agentfactory.commands.served_weights import what_is_served
+from agentfactory.launching import progress
+from agentfactory.launching.progress import follow_groups
+from agentfactory.launching.run_folder import RunFolderError
+from agentfactory.recipe.composition import RecipeError
+from agentfactory.recipe.load import load_recipe
+from agentfactory.rollout.trajectory import read_groups
+from tests.conftest import QUICKSTART
+from tests.project import Command
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.processes
+
+
+def test_an_adapter_is_served_beside_its_base(project: Path) -> None:
+    recipe, adapter = load_recipe("recipe.yaml"), project / "adapter"
+    adapter.mkdir()
+    config = adapter / "adapter_config.json"
+    config.write_text(json.dumps({"base_model_name_or_path": str(project / "model")}))
+    served = what_is_served(recipe, adapter)
+    assert (served.name, served.label, served.adapters) == ("checkpoint", str(adapter), {"checkpoint": adapter})
+    assert served.recipe.model.path == str(project / "model")
+    config.write_text(json.dumps({"base_model_name_or_path": str(project / "elsewhere")}))
+    with pytest.raises(RunFolderError, match=r"adapter for .*elsewhere, which is not there; fix: move"):
+        what_is_served(recipe, adapter)
+
+
+def test_a_checkpoint_has_its_step_and_other_models_have_none(project: Path) -> None:
+    recipe, checkpoint = load_recipe("recipe.yaml"), project / "step-000007"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").touch()
+    assert what_is_served(recipe, checkpoint).step is None
+    info = checkpoint / "trainer_state.json"
+    info.write_text('{"step": 7}')
+    assert what_is_served(recipe, checkpoint).step == 7
+    info.write_text('{"st')
+    with pytest.raises(RunFolderError, match=r"trainer_state\.json cannot be read: .*; fix: name another checkpoint"):
+        what_is_served(recipe, checkpoint)
+
+
+def test_a_folder_without_weights_is_refused_and_the_checkpoints_near_it_are_named(project: Path) -> None:
+    recipe = load_recipe("recipe.yaml")
+    steps = [f"runs/mine/grpo/checkpoints/step-{step:06d}" for step in (40, 80)]
+    for step in steps:
+        (project / step).mkdir(parents=True)
+        (project / step / "config.json").touch()
+    (project / "empty").mkdir()
+    assert what_is_served(recipe, Path(steps[0])).label == str(project / steps[0])
+    fix = f"; fix: name one of {', '.join(steps)}"
+    for path in ("runs/mine", "runs/mine/grpo", "runs/mine/grpo/checkpoints", "runs/mine/grpo/checkpoints/step-000120"):
+        with pytest.raises(RecipeError, match=f"--checkpoint: {path}: n.*{fix}$"):
+            what_is_served(recipe, Path(path))
+    with pytest.raises(RecipeError, match=r"empty: neither config\.json nor .*; fix: name a checkpoint, such as"):
+        what_is_served(recipe, Path("empty"))
+    with pytest.raises(RecipeError, match="--model: runs/mine: neither"):
+        named("runs/mine")
+
+
+def test_chains_are_run_saved_and_told(
+    agentfactory: Command, quickstart_run: Path, tmp_path: Path, warm_server: str, warm_start: Path
+) -> None:
+    overrides = [f"output={tmp_path}", f"server.url={warm_server}", f"model.path={warm_start}"]
+    small = ["data.limit=2", "rollout.group_size=3"]
+    result = agentfactory("rollout", str(quickstart_run / "grpo" / "recipe.yaml"), *overrides, *small)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "running 2 tasks, each by 3 chains"
+    summary = json.loads((tmp_path / "rollout" / "summary.json").read_text())
+    means = f"reward {summary['reward']:.4f}, success {summary['success']:.4f}, failed {summary['failed']:.4f}"
+    assert lines[-2].startswith(f"means over chains: {means}; ")
+    assert summary["checkpoint"] == f"policy at {warm_server}", "the server's weights, whatever model.path says"
+    assert [len(group.trajectories) for group in read_groups(tmp_path / "rollout" / "trajectories")] == [3, 3]
+
+
+BROKEN = f"""
+from agentfactory import tool
+from agentfactory.tools.user_code import load_object
+
+TreasureHunt = load_object("treasure_hunt.py:TreasureHunt", __import__("pathlib").Path({str(QUICKSTART)!r}))
+
+
+class Broken(TreasureHunt):
+    @tool
+    async def move(self, direction: str) -> str:
+        \"\"\"Take one step.\"\"\"
+        raise ValueError("no legs")
+"""
+
+
+@pytest.mark.parametrize("command", ["rollout", "eval"])
+def test_a_tool_that_raises_at_most_of_its_calls_is_told(
+    agentfactory: Command, quickstart_run: Path, tmp_path: Path, warm_server: str, warm_start: Path, command: str
+) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    overrides = [f"output={tmp_path}", f"server.url={warm_server}", f"model.path={warm_start}"]
+    overrides += [f"tools=[{tmp_path}/broken.py:Broken]", "data.limit=4", "eval.data.limit=4", "eval.samples=4"]
+    result = agentfactory(command, str(quickstart_run / "grpo" / "recipe.yaml"), *overrides)
+    assert result.returncode == 0, result.stderr
+    (told,) = [line for line in result.stdout.splitlines() if line.startswith("warning: ")]
+    assert re.fullmatch(r"warning: tool move: (\d+) of \1 calls raised, such as: ValueError: no legs", told)
+
+
+def test_groups_are_counted_as_they_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SAY_EVERY_SECONDS", 0.01)
+    said: list[str] = []
+
+    def saved(name: str, text: str, count: int) -> None:
+        with (tmp_path / name).open("a") as file:
+            file.write(text)
+        wait_for(lambda: said and said[-1].startswith(f"{count} of 4 groups of chains have ended, "))
+
+    with follow_groups(tmp_path, 4, said.append):
+        saved("sampled.jsonl", "{}\n{", 1)
+        saved("greedy.jsonl", "{}\n", 2)
+        saved("sampled.jsonl", "}\n", 3)
+    assert len(said) == 3, "nothing is said where nothing has ended"

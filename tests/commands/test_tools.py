@@ -1,0 +1,306 @@
+"""`agentfactory tools`: what it lists, calls, checks and serves, with no model in sight."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jsonschema.validators import validator_for
+from PIL import Image
+
+from agentfactory.commands import tools as tools_command
+from agentfactory.commands.main import main
+
+TOOLS = '''
+from typing import Literal
+
+from PIL import Image
+
+from agentfactory import Environment, finish, tool
+
+
+@tool
+def add(a: int, b: int = 2, mode: Literal["fast", "slow"] = "fast", tags: list[str] | None = None) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first
+    """
+    return a + b
+
+
+@tool
+def paint(color: str, times: int = 1) -> list:
+    """Paint."""
+    return [f"painted {color}", *[Image.new("RGB", (2, 3 + n), color) for n in range(times)]]
+
+
+@tool
+def submit(answer: str) -> object:
+    """Submit."""
+    return finish({"observation": f"got {answer}", "length": len(answer)})
+
+
+class World(Environment):
+    def reset(self, start: str, **task):
+        self.at = start
+        return f"You are {start}."
+
+    @tool
+    def where(self, name: str) -> str:
+        """Say where."""
+        return f"{name} is {self.at}"
+
+    def reward(self):
+        return {"reward": 1.0, "success": self.at == "there"}
+'''
+UNFIT = """
+from agentfactory import Environment, tool
+
+
+class Idle(Environment):
+    def reset(self, **task):
+        pass
+
+
+class Wrong(Environment):
+    def reset(self, **task):
+        pass
+
+    @tool
+    def look(self) -> str:
+        '''Look.'''
+        return "here"
+
+    def reward(self):
+        return {}["lft"]
+"""
+SCHEMA = """
+import mcp_types
+from mcp.server import Server
+
+
+async def list_tools(context, params):
+    tool = mcp_types.Tool(name="odd", description="Odd.", input_schema={"type": "object", "properties": %s})
+    return mcp_types.ListToolsResult(tools=[tool])
+
+
+odd = Server("odd", on_list_tools=list_tools)
+"""
+RECIPE = """
+tools: [things.py:add, things.py:World]
+mcp_servers:
+  more: {module: things.py:paint, prefix: my_}
+data: {path: tasks.jsonl}
+"""
+
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe that has tools and data, and no model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "things.py").write_text(TOOLS)
+    (tmp_path / "tasks.jsonl").write_text('{"question": "where?", "start": "at home"}\n')
+    file = tmp_path / "recipe.yaml"
+    file.write_text(RECIPE)
+    return file
+
+
+def tools(*arguments: object) -> int:
+    return main(["tools", *(str(argument) for argument in arguments)])
+
+
+def test_list_prints_what_a_model_would_see(recipe: Path, capsys: Output) -> None:
+    assert tools("list", recipe) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        'add: add(a: integer, b: integer = 2, mode: "fast" | "slow" = "fast", tags: list of string | null = null)',
+        "    Add two numbers.",
+        "World: where(name: string)",
+        "    Say where.",
+        "more: my_paint(color: string, times: integer = 1)",
+        "    Paint.",
+    ]
+    assert tools("list", recipe, "--json", "mcp_servers.more.prefix=your_") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [spec["function"]["name"] for spec in listed] == ["add", "where", "your_paint"]
+    for spec in listed:
+        assert spec["type"] == "function"
+        validator_for(spec["function"]["parameters"]).check_schema(spec["function"]["parameters"])
+
+
+def test_list_of_nothing(tmp_path: Path, capsys: Output) -> None:
+    (tmp_path / "empty.yaml").write_text("{}")
+    assert tools("list", tmp_path / "empty.yaml") == 0
+    assert capsys.readouterr().out == "no tools\n"
+
+
+def test_the_last_stage_is_what_counts(recipe: Path, capsys: Output) -> None:
+    recipe.with_name("whole.yaml").write_text(
+        "stages: [{name: first, tools: [things.py:submit], model: {path: ./none}, train: {steps: 1}}, "
+        "{name: second, tools: [things.py:add], train: {steps: 1}}]"
+    )
+    assert tools("list", recipe.with_name("whole.yaml")) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("add: add(")
+    assert "submit" not in out
+
+
+def test_call(recipe: Path, capsys: Output) -> None:
+    for arguments, printed in (
+        (["add", "a=40"], "42"),
+        (["add", '{"a": 1, "b": -3}'], "-2"),
+        (["add", "a=1", "b=1", 'tags=["x", "y"]', "mode=slow"], "2"),
+        (["where", "name=5"], "5 is at home"),
+        (["where", "name=we", "--task", '{"start": "there"}'], "we is there"),
+    ):
+        assert tools("call", recipe, *arguments) == 0
+        assert capsys.readouterr().out == f"{printed}\n"
+
+
+def test_call_prints_what_a_tool_says_beside_its_result(recipe: Path, capsys: Output) -> None:
+    recipe.write_text("tools: [things.py:submit]")
+    assert tools("call", recipe, "submit", "answer=me") == 0
+    assert capsys.readouterr().out == 'got me\ninfo: {"length": 2}\nthe tool ends the chain\n'
+
+
+def test_call_saves_images(recipe: Path, tmp_path: Path, capsys: Output) -> None:
+    picture = tmp_path / "picture.png"
+    assert tools("call", recipe, "my_paint", "color=red", "times=2", "--output", picture) == 0
+    assert capsys.readouterr().out == "painted red\n[image/png image]\n[image/png image]\n"
+    for file, size in ((picture, (2, 3)), (tmp_path / "picture-2.png", (2, 4))):
+        with Image.open(file) as image:
+            assert (image.size, image.getpixel((0, 0))) == (size, (255, 0, 0))
+    assert tools("call", recipe, "add", "a=1", "--output", picture) == 1
+    assert "--output: the result holds no image" in capsys.readouterr().err
+
+
+def test_calls_that_fail(recipe: Path, capsys: Output) -> None:
+    for arguments, printed, error in (
+        (["add", "a=q"], "a: ", "invalid_arguments"),
+        (["sub", "a=q"], "There is no tool 'sub'. The tools are: add, where, my_paint.", "unknown_tool"),
+        (["my_paint", "color=nothing"], "nothing", "tool_error"),
+    ):
+        assert tools("call", recipe, *arguments) == 1
+        captured = capsys.readouterr()
+        assert printed in captured.out
+        assert captured.err == f"agentfactory: the call failed: {error}\n"
+    assert tools("call", recipe, "where", "name=x", "--task", "{}") == 1
+    assert "reset needs start" in capsys.readouterr().err
+
+
+def test_command_lines_that_cannot_work(recipe: Path, capsys: Output) -> None:
+    for arguments, reason in (
+        (["call", recipe, "add", "a"], "fix: write key=value"),
+        (["call", recipe, "add", "{'a': 1}"], "not JSON"),
+        (["list", recipe, "tool=x"], "tool: unknown key 'tool'; fix: did you mean tools?"),
+        (["list", recipe, "tools=[things.py:ad]"], "tools.0: unknown"),
+        (["check", recipe.with_name("none.yaml")], "none.yaml"),
+        (["check", recipe, "mcp_servers.x.command=no-such-program"], "no program 'no-such-program'"),
+    ):
+        assert tools(*arguments) == 2
+        captured = capsys.readouterr()
+        assert reason in captured.err
+        assert captured.out == ""
+    for unknown in (["check", recipe, "--json"], ["check", recipe, "--task", "[1]"], ["lists", recipe]):
+        with pytest.raises(SystemExit) as ended:
+            tools(*unknown)
+        assert ended.value.code == 2
+
+
+def test_check_opens_and_resets(recipe: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools_command, "SLOW_SECONDS", 600.0)
+    assert tools("check", recipe) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"add: opened in \d+\.\d\d s; its tools: add", lines[0])
+    judged = "says 'You are at home.'; judges what nobody touched with reward 1, success 0"
+    assert re.fullmatch(rf"    an environment: reset in \d+\.\d\d s, {judged}", lines[2])
+    assert lines[-2:] == ["task: the first row of data", "all right"]
+    monkeypatch.setattr(tools_command, "SLOW_SECONDS", 0.0)
+    assert tools("check", recipe, "--task", '{"start": "there"}') == 0
+    out = capsys.readouterr().out
+    assert "slow (more than 0 s); its tools: where" in out
+    assert "says 'You are there.'" in out
+    assert "task: --task" in out
+
+
+@pytest.mark.processes
+def test_check_says_what_is_wrong_with_each_server(recipe: Path, capsys: Output) -> None:
+    (recipe.parent / "odd.py").write_text(SCHEMA % "{'x': {'type': 'nonsense'}}")
+    dead = {"command": "python", "args": ["-c", "import sys; sys.exit('I am broken')"]}
+    servers = {"dead": dead, "odd": {"module": "odd.py:odd"}, "twice": {"module": "things.py:add"}}
+    assert tools("check", recipe, "mcp_servers=" + json.dumps(servers), "data=null") == 1
+    captured = capsys.readouterr()
+    assert "dead: cannot be used" in captured.out
+    assert "twice: opened" in captured.out
+    assert "all right" not in captured.out
+    for reason in (
+        "World: environment World: reset needs start",
+        "I am broken",
+        "odd: ",
+        "'nonsense'",
+        "add: another server has a tool add too",
+        "twice: another server has a tool add too",
+    ):
+        assert reason in captured.err
+
+
+def test_check_of_environments_that_cannot_teach(recipe: Path, capsys: Output) -> None:
+    (recipe.parent / "unfit.py").write_text(UNFIT)
+    assert tools("check", recipe, "tools=[unfit.py:Idle, unfit.py:Wrong]") == 1
+    captured = capsys.readouterr()
+    assert captured.out.count("; cannot judge") == 1
+    assert "all right" not in captured.out
+    idle, wrong = captured.err.splitlines()
+    assert "Idle: an environment without a tool: no model can act on it" in idle
+    assert "Wrong: environment Wrong: reward: " in wrong
+    assert "'lft'" in wrong
+    assert "right after reset" in wrong
+
+
+def test_check_of_limits_and_data(recipe: Path, capsys: Output) -> None:
+    assert tools("check", recipe, "limits.calls_per_tool.ad=2") == 1
+    assert "limits.calls_per_tool.ad: there is no tool 'ad'; did you mean add?" in capsys.readouterr().err
+    assert tools("check", recipe, "data.path=later.jsonl") == 0
+    out = capsys.readouterr().out
+    assert "task: none, and no environment was reset: there is no later.jsonl yet; give --task" in out
+    (recipe.parent / "tasks.jsonl").write_text("{\n")
+    assert tools("check", recipe) == 2
+    assert "tasks.jsonl:1 is not JSON" in capsys.readouterr().err
+
+
+def test_only_environments_need_a_task(recipe: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(data: object) -> None:
+        raise AssertionError("the data is on the hub, which is far")
+
+    monkeypatch.setattr(tools_command, "load_tasks", read)
+    assert tools("check", recipe, "tools=[things.py:add]") == 0
+    assert "task: none, for there is no environment" in capsys.readouterr().out
+    assert tools("check", recipe) == 2
+
+
+@pytest.mark.processes
+def test_a_served_file_is_a_server_for_recipes(recipe: Path, capsys: Output) -> None:
+    """The command as people run it: on stdio as the child of a recipe, over HTTP as a process by itself."""
+    command = os.path.join(os.path.dirname(sys.executable), "agentfactory")
+    things = {"command": command, "args": ["tools", "serve", "things.py"]}
+    recipe.with_name("served.yaml").write_text(json.dumps({"mcp_servers": {"things": things}}))
+    assert tools("call", recipe.with_name("served.yaml"), "add", "a=40", "--task", '{"start": "x"}') == 0
+    assert capsys.readouterr().out == "42\n"
+
+    over_http = [command, "tools", "serve", "things.py:add", "--http", "0"]
+    with subprocess.Popen(over_http, cwd=recipe.parent, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[1]
+        recipe.with_name("remote.yaml").write_text(json.dumps({"mcp_servers": {"things": {"url": url}}}))
+        assert tools("list", recipe.with_name("remote.yaml")) == 0
+        assert capsys.readouterr().out.startswith("things: add(a: integer")
+        process.terminate()
+
+    refused = subprocess.run([command, "tools", "serve", "none.py"], cwd=recipe.parent, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "none.py" in refused.stderr

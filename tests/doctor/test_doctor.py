@@ -1,0 +1,341 @@
+"""`agentfactory doctor`: every planted problem is found, said with its fix, and nothing else is blamed."""
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from agentfactory.doctor import machine as doctor_machine
+from agentfactory.doctor import recipe as doctor_recipe
+from agentfactory.doctor.finding import Finding, Level
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe
+from agentfactory.rollout.client import NEEDED_ROUTES
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def load(*overrides: str) -> Recipe:
+    """The project's recipe, as doctor reads it."""
+    recipe = load_recipe("recipe.yaml", overrides, "train", [])
+    assert isinstance(recipe, Recipe)
+    return recipe
+
+
+def the_problem(findings: Iterable[Finding]) -> str:
+    """What the only problem says, and its fix."""
+    problems = [finding for finding in findings if finding.level is Level.PROBLEM]
+    assert len(problems) == 1, problems
+    assert problems[0].fix
+    return f"{problems[0].subject}: {problems[0].text}; {problems[0].fix}"
+
+
+def levels(findings: Iterable[Finding]) -> set[Level]:
+    return {finding.level for finding in findings}
+
+
+@contextmanager
+def answering(answers: dict[str, object], key: str | None = None) -> Iterator[str]:
+    """The address of an HTTP server that gives these JSON answers, to those who know the key, and else 401 or 404."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            known = self.path in answers
+            allowed = key is None or self.headers["Authorization"] == f"Bearer {key}"
+            body = json.dumps(answers[self.path] if known and allowed else {"error": "no"}).encode()
+            self.send_response(401 if not allowed else 200 if known else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextmanager
+def refusing() -> Iterator[str]:
+    """An address at which nobody listens, nor can."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{closed.getsockname()[1]}"
+
+
+def described(model: str, routes: Iterable[str] = NEEDED_ROUTES, max_model_len: int = 8192) -> dict[str, object]:
+    """What an inference server says of itself."""
+    card = {"id": "policy", "root": model, "parent": None, "max_model_len": max_model_len}
+    return {"/openapi.json": {"paths": {route: {} for route in routes}}, "/v1/models": {"data": [card]}}
+
+
+def plant_distribution(folder: Path, name: str, version: str) -> None:
+    """Another version of a package, before the one that is installed."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+@pytest.mark.processes
+def test_a_machine_without_problems(project: Path, agentfactory: Command, warm_start: Path, warm_server: str) -> None:
+    # this one, as `make setup` leaves it: the real command, against a real server
+    result = agentfactory("doctor", "recipe.yaml", f"model.path={warm_start}", f"server.url={warm_server}")
+    assert result.returncode == 1, result.stdout
+    # the server was started for shorter chains than the recipe's, and that is all
+    assert result.stdout.count("problem ") == 1
+    assert "takes 1024 tokens, and rollout.max_total_tokens is 8192" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("1 problem, ")
+    fixed = ["rollout.max_total_tokens=1024", f"server.url={warm_server}"]
+    result = agentfactory("doctor", "recipe.yaml", f"model.path={warm_start}", *fixed)
+    assert result.returncode == 0, result.stdout
+    assert f"ok       server: {warm_server} answers and has all" in result.stdout
+    for subject in ("python", "packages", "devices", "memory", "disk", "open files", "sandbox", "recipe"):
+        assert f" {subject}: " in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("no problems, ")
+
+
+@pytest.mark.processes
+def test_problems_are_the_exit_status(project: Path, agentfactory: Command) -> None:
+    result = agentfactory("doctor", "recipe.yaml", "train.stepz=3")
+    assert result.returncode == 1
+    assert "problem  recipe: command line: train.stepz: unknown key 'stepz'\n" in result.stdout
+    assert "         fix: did you mean train.steps?\n" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("1 problem, ")
+    # the machine is looked at all the same
+    assert "ok       python: " in result.stdout
+    # an override is of a recipe
+    result = agentfactory("doctor", "train.steps=3")
+    assert result.returncode == 2
+    assert "name a recipe before train.steps=3" in result.stderr
+
+
+def test_a_package_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert levels(doctor_machine.check_versions()) <= {Level.OK, Level.WARNING}
+    plant_distribution(tmp_path, "peft", "0.19.1")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = the_problem(doctor_machine.check_versions())
+    assert said == (
+        "packages: peft is 0.19.1, and AgentFactory is made for <0.22,>=0.21; pip install 'peft<0.22,>=0.21'"
+    )
+
+
+def test_a_gpu_that_torch_cannot_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    driver = tmp_path / "driver"
+    seen = {"build": "cpu", "gpus": [], "error": "", "torchvision": ""}
+    assert levels(doctor_machine.check_devices(seen, (str(driver),))) == {Level.OK}
+    driver.touch()
+    assert "torch is built for the CPU" in the_problem(doctor_machine.check_devices(seen, (str(driver),)))
+    seen |= {"build": "cuda 13.0", "error": "The NVIDIA driver on your system is too old"}
+    assert "too old; update the GPU's driver" in the_problem(doctor_machine.check_devices(seen, (str(driver),)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert levels(doctor_machine.check_devices(seen, (str(driver),))) == {Level.WARNING}
+
+
+def test_gpus_are_told_with_their_room() -> None:
+    gpu = {"name": "A Card", "total": 24 << 30, "free": 23 << 30, "bf16": True}
+    seen = {"build": "cuda 13.0", "gpus": [gpu], "error": "", "torchvision": ""}
+    assert [finding.text for finding in doctor_machine.check_devices(seen)] == [
+        "GPU 0: A Card, 23.0 GiB of 24.0 GiB free"
+    ]
+    seen["gpus"] = [{**gpu, "free": 12 << 30}]
+    assert levels(doctor_machine.check_devices(seen)) == {Level.WARNING}
+
+
+@pytest.mark.processes
+def test_a_torchvision_of_another_torch(tmp_path: Path) -> None:
+    # asked of a process of its own, as doctor does
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    code = "import agentfactory.doctor.machine as d; print(*d.check_devices(d.see_devices()), sep='\\n')"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert "operator torchvision::nms does not exist" in said.stdout
+    assert "pip uninstall torchvision" in said.stdout
+
+
+def test_a_taken_port(project: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = the_problem(doctor_recipe.check_address(load(f"server.port={port}")))
+        assert said.startswith(f"port: nothing can listen on 127.0.0.1:{port}: Address already in use; server.port=0")
+    assert levels(doctor_recipe.check_address(load())) == {Level.OK}
+
+
+def test_a_server_that_is_not_there(project: Path) -> None:
+    with refusing() as url:
+        said = the_problem(doctor_recipe.check_servers(load(f"server.url={url}")))
+    assert said == f"server: {url} does not answer: Connection refused; start it, or correct server.url"
+
+
+def test_a_server_without_the_routes(project: Path) -> None:
+    model = str(project / "model")
+    with answering(described(model, ["/health", "/v1/models", "/v1/chat/completions"])) as url:
+        said = the_problem(doctor_recipe.check_servers(load(f"server.url={url}")))
+    assert "lacks /inference/v1/generate" in said
+    assert "--enable-scale-out" in said
+    assert "VLLM_SERVER_DEV_MODE=1" in said
+
+
+def test_a_server_that_cannot_sleep(project: Path) -> None:
+    recipe = load("server.url=http://127.0.0.1:1", "model.lora.rank=8")
+    routes = [*NEEDED_ROUTES, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
+    with answering(described(recipe.model.path, routes)) as url:
+        assert levels(doctor_recipe.check_servers(load(f"server.url={url}", "model.lora.rank=8"))) == {Level.OK}
+        sleeps = load(f"server.url={url}", "model.lora.rank=8", "placement.mode=time_share")
+        assert "lacks /sleep, /wake_up, /is_sleeping" in the_problem(doctor_recipe.check_servers(sleeps))
+
+
+def test_a_server_that_wants_a_key(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    routes = [*NEEDED_ROUTES, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
+    with answering(described(str(project / "model"), routes), key="secret") as url:
+        said = the_problem(doctor_recipe.check_servers(load(f"server.url={url}", "model.lora.rank=8")))
+        assert "answered 401" in said
+        assert "server.api_key_env" in said
+        monkeypatch.setenv("THE_KEY", "secret")
+        with_key = load(f"server.url={url}", "model.lora.rank=8", "server.api_key_env=THE_KEY")
+        assert levels(doctor_recipe.check_servers(with_key)) == {Level.OK}
+
+
+def test_a_server_of_another_model(project: Path) -> None:
+    routes = [*NEEDED_ROUTES, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
+    with answering(described("Other/Model", routes)) as url:
+        findings = list(doctor_recipe.check_servers(load(f"server.url={url}", "model.lora.rank=8")))
+    assert levels(findings) == {Level.WARNING}
+    assert "serves Other/Model" in findings[0].text
+
+
+@pytest.mark.processes
+def test_a_python_without_vllm(project: Path, agentfactory: Command) -> None:
+    result = agentfactory("doctor", "recipe.yaml", "server.engine=vllm", f"server.python={sys.executable}")
+    assert result.returncode == 1
+    assert "problem  recipe: server.python: " in result.stdout
+    assert "has no vLLM" in result.stdout
+
+
+@pytest.mark.processes
+def test_a_vllm_of_another_version(project: Path) -> None:
+    plant_distribution(project / "packages", "vllm", "0.20.1")
+    for package in ("vllm", "rollout"):
+        (project / "packages" / package).mkdir()
+        (project / "packages" / package / "__init__.py").touch()
+    python = project / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={project / "packages"} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    recipe = load("server.engine=vllm", f"server.python={python}")
+    said = the_problem(doctor_recipe.check_vllm(recipe, 1))
+    assert "is 0.20.1, and AgentFactory is made for <0.33,>=0.32" in said
+    (project / "packages" / "vllm-0.20.1.dist-info").rename(project / "packages" / "vllm-0.32.0.dist-info")
+    (project / "packages" / "vllm-0.32.0.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 0.32.0\n")
+    assert levels(doctor_recipe.check_vllm(recipe, 1)) == {Level.OK}
+    # vLLM's own build computes on GPUs only
+    assert "built for GPUs, and there is none" in the_problem(doctor_recipe.check_vllm(recipe, 0))
+
+
+@pytest.mark.processes
+def test_no_bubblewrap(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert levels(doctor_machine.check_sandbox(used=True)) == {Level.OK}
+    from agentfactory.tools.sandbox import bubblewrap
+
+    (project / "bwrap").write_text("#!/bin/sh\necho bubblewrap 0.4.1\n")
+    (project / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(project))
+    # the package's own is of no use where only root may enter its folder; here it is out of sight
+    monkeypatch.setattr(bubblewrap, "find_spec", lambda name: None)
+    bubblewrap.find_bwrap.cache_clear()
+    try:
+        assert "install bubblewrap 0.8 or newer" in the_problem(doctor_machine.check_sandbox(used=True))
+        assert levels(doctor_machine.check_sandbox(used=False)) == {Level.WARNING}
+    finally:
+        bubblewrap.find_bwrap.cache_clear()
+
+
+def test_code_to_run_is_noticed(project: Path) -> None:
+    assert not doctor_recipe.runs_code(load())
+    assert doctor_recipe.runs_code(load("tools=[code_interpreter]"))
+    assert doctor_recipe.runs_code(load("mcp_servers.python.module=code_interpreter"))
+
+
+def test_a_hub_without_the_model_or_out_of_reach(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    model = "an-organisation/a-model"
+    about = {"id": model, "modelId": model, "gated": False, "private": False, "siblings": [], "tags": []}
+    recipe = load(f"model.path={model}")
+    with answering({f"/api/models/{model}": about}) as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        assert levels(doctor_recipe.check_hub(recipe)) == {Level.OK}
+        misspelt = load("model.path=an-organisation/a-modle")
+        said = the_problem(doctor_recipe.check_hub(misspelt))
+        assert said.startswith("hub: model.path: an-organisation/a-modle")
+    with refusing() as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        said = the_problem(doctor_recipe.check_hub(recipe))
+    assert f"{url} cannot be reached" in said
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set" in the_problem(doctor_recipe.check_hub(recipe))
+    assert list(doctor_recipe.check_hub(load())) == []
+
+
+def test_a_model_that_fits_neither_memory_nor_disk(project: Path) -> None:
+    recipe = load("train.checkpoint_every=2")
+    assert levels(doctor_recipe.check_fit(recipe, 2**30)) <= {Level.OK}
+    with (project / "model" / "model.safetensors").open("wb") as file:
+        file.truncate(2**43)  # of nothing but holes
+    room = doctor_machine.memory_room()
+    assert "at least 16384.0 GiB of weights" in the_problem(doctor_recipe.check_fit(recipe, room))
+    assert "5 checkpoints take at least" in the_problem(doctor_recipe.check_output(recipe))
+    few = load("train.checkpoint_every=2", "train.keep_last=1")
+    assert "2 checkpoints take at least" in the_problem(doctor_recipe.check_output(few))
+
+
+def test_a_run_folder_that_is_there_or_cannot_be(project: Path) -> None:
+    (project / "runs" / "recipe").mkdir(parents=True)
+    (project / "runs" / "recipe" / "summary.json").write_text("{}")
+    findings = list(doctor_recipe.check_output(load()))
+    assert levels(findings) == {Level.WARNING}
+    assert "--resume" in findings[0].fix
+    (project / "file").touch()
+    assert "is a file" in the_problem(doctor_machine.check_disk(project / "file" / "run"))
+
+
+def test_too_few_open_files(project: Path) -> None:
+    recipe = load("rollout.concurrency=4000")
+    needed = doctor_recipe.open_files(recipe)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    try:
+        assert f"about {needed} can be needed" in the_problem(doctor_machine.check_open_files(needed))
+        assert levels(doctor_machine.check_open_files()) == {Level.OK}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_little_memory() -> None:
+    assert levels(doctor_machine.check_memory(2**30)) == {Level.WARNING}
+    assert levels(doctor_machine.check_memory(8 * 2**30)) == {Level.OK}
+    assert 0 < doctor_machine.memory_room() < 2**50
+
+
+def test_a_check_that_fails_is_a_finding_and_the_others_go_on() -> None:
+    from agentfactory.doctor import _safely
+
+    def broken() -> Iterator[Finding]:
+        raise OSError("no such device")
+        yield
+
+    assert "no such device" in the_problem(_safely("disk", broken))

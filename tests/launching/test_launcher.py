@@ -1,0 +1,266 @@
+"""The launcher's own work: stages in order, prepared once, failures told. The trainer is a script of a few lines, so
+that no model is needed; whole runs are tested with the real one elsewhere."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.processes
+
+PREPARE = """
+def make(folder, seed):
+    (folder / "model").mkdir()
+    (folder / "talks.jsonl").write_text(f'{{"question": "seed {seed}"}}')
+
+def fail(folder, seed):
+    (folder / "half").write_text("")
+    raise RuntimeError("no disk")
+"""
+
+TRAINER = """
+import json, os, sys, time
+import yaml
+from agentfactory.recipe.load import load_recipe
+from agentfactory.launching.run_folder import RunFolder
+from agentfactory.trainers.checkpoint_folder import checkpoint_path, written_aside
+resumed = sys.argv[sys.argv.index("--resume") + 1] if "--resume" in sys.argv else None
+recipe = load_recipe(sys.argv[1], [argument for argument in sys.argv[2:] if "=" in argument])
+assert RunFolder.attached(recipe.output)
+folder = RunFolder(recipe.output)
+first = int(resumed[-6:]) if resumed else 0
+print("training", recipe.name, "from", first, flush=True)
+if recipe.train.max_grad_norm == 13:
+    raise ValueError("unlucky")
+if recipe.train.max_grad_norm == 60:
+    time.sleep(600)
+if recipe.train.max_grad_norm == 3:
+    path = str(recipe.output / "checkpoints" / "step-000002")
+    best = {"path": path, "step": 2, "metric": "eval/sampled/success", "value": 0.75}
+    reason = "train.stop_when: entropy: step 3: too much of it"
+    folder.write_summary({"status": "stopped", "reason": reason, "steps": 3, "best_checkpoint": best})
+    sys.exit(3)
+for step in range(first + 1, recipe.train.steps + 1):
+    folder.log({"step": step, "loss": 1 / step})
+    if step == recipe.train.steps or step == recipe.train.checkpoint_every:
+        with written_aside(checkpoint_path(folder.checkpoints, step)) as aside:
+            sizes = {"metrics.jsonl": folder.metrics.stat().st_size}
+            info = {"step": step, "recipe": yaml.safe_load(recipe.to_yaml()), "files": sizes}
+            (aside / "trainer_state.json").write_text(json.dumps(info))
+    if step == recipe.train.checkpoint_every + 1 > 1 and os.environ.get("CRASH"):
+        raise ValueError("crashed")
+assert os.environ["OMP_WAIT_POLICY"] == "passive"
+summary = {"status": "completed", "steps": step, "seed": recipe.seed, **json.loads(os.environ.get("FIGURES", "{}"))}
+folder.write_summary({**summary, "checkpoint": str(folder.last_checkpoint())})
+"""
+
+COMMAND = """
+import sys
+from pathlib import Path
+from agentfactory.commands import main
+from agentfactory.launching import launcher
+launcher.TRAINER = [str(Path("trainer.py").resolve())]
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+STAGE = """
+model: {path: '${prepared}/model'}
+data: {path: '${prepared}/talks.jsonl'}
+train: {algorithm: sft, steps: 3}
+"""
+
+
+@pytest.fixture
+def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "make.py": PREPARE,
+        "trainer.py": TRAINER,
+        "first.yaml": STAGE,
+        "second.yaml": STAGE,
+        "both.yaml": "prepare: make.py:make\nstages: [first.yaml, second.yaml]\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path / "runs" / "both"
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-c", COMMAND, *arguments]
+
+
+def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **env}
+    return subprocess.run(command(*arguments), capture_output=True, text=True, env=environment)
+
+
+def test_stages_run_in_order_each_from_the_last_ones_checkpoint(staged: Path) -> None:
+    result = run("train", "both.yaml", "seed=5", "first.train.steps=12")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert [line for line in lines if line.startswith("training")] == [
+        "training first from 0",
+        "training second from 0",
+    ]
+    assert lines[-2].startswith("both: 3 steps; checkpoint runs/both/second/checkpoints/step-000003; ")
+    assert lines[-2].endswith("; curve runs/both/curve.png; run folder runs/both")
+    assert lines[-1] == "look at it: agentfactory view runs/both"
+    second = yaml.safe_load((staged / "second" / "recipe.yaml").read_text())
+    assert second["model"]["path"] == str(staged / "first" / "checkpoints" / "step-000012")
+    assert "seed 5" in (staged / "prepared" / "talks.jsonl").read_text()
+    summary = json.loads((staged / "summary.json").read_text())
+    assert summary["status"] == "completed"
+    assert summary["checkpoint"] == str(staged / "second" / "checkpoints" / "step-000003")
+
+    # what is there is kept, unless a person says otherwise
+    assert run("train", "both.yaml").returncode == 2
+    assert run("train", "both.yaml", "--overwrite", "second.data.path=runs/both/second/metrics.jsonl").returncode == 2
+    assert (staged / "second" / "metrics.jsonl").exists()
+    assert run("train", str(staged / "recipe.yaml"), "--overwrite").returncode == 0
+    assert run("train", str(staged / "recipe.yaml"), "output=again").returncode == 0
+    assert (staged.parents[1] / "again" / "prepared").is_dir()
+
+
+@pytest.mark.long
+def test_a_run_that_has_learned_nothing_says_so(staged: Path) -> None:
+    figures = {
+        "{}": None,
+        '{"success_before": 0.5, "success_after": 0.5, "reward_before": 0, "reward_after": 1}': "success has not risen",
+        '{"success_before": 1.0, "success_after": 1.0}': None,
+        '{"reward_before": 2.5, "reward_after": 2.25}': "reward has not risen",
+    }
+    for text, said in figures.items():
+        result = run("train", "both.yaml", "--overwrite", FIGURES=text)
+        assert result.returncode == 0, result.stderr
+        told = [line for line in result.stdout.splitlines() if "has not risen" in line]
+        assert [line.partition(":")[0] for line in told] == ([said] if said else [])
+
+
+def test_a_failed_trainer_is_told_and_the_folder_says_so(staged: Path) -> None:
+    result = run("train", "both.yaml", "second.train.max_grad_norm=13.0")
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert "the trainer ended with exit status 1: ValueError: unlucky" in last
+    assert str(staged / "second" / "logs" / "train.log") in last
+    summary = json.loads((staged / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert "unlucky" in summary["reason"]
+    # the stage before is whole
+    assert (staged / "first" / "summary.json").exists()
+
+
+def test_a_run_that_a_symptom_ended_has_a_status_of_its_own(staged: Path) -> None:
+    result = run("train", "both.yaml", "first.train.max_grad_norm=3")
+    assert result.returncode == 3
+    reason = "train.stop_when: entropy: step 3: too much of it; best checkpoint runs/both/first/checkpoints/step-000002"
+    assert f"stopped: {reason} (eval/sampled/success 0.75); run folder runs/both" in result.stderr
+    summary = json.loads((staged / "summary.json").read_text())
+    assert summary["status"] == "stopped"
+    assert summary["reason"].startswith("train.stop_when: entropy")
+    # what comes after it is not begun on its weights
+    assert not (staged / "second").exists()
+
+
+def test_a_failed_prepare_leaves_nothing_that_looks_prepared(staged: Path) -> None:
+    result = run("train", "both.yaml", "prepare=make.py:fail")
+    assert result.returncode == 1
+    assert "the prepare function ended with exit status 1: RuntimeError: no disk" in result.stderr
+    assert not (staged / "prepared").exists()
+
+
+def begin_long_training() -> subprocess.Popen[str]:
+    launcher = subprocess.Popen(
+        command("train", "both.yaml", "train.max_grad_norm=60.0"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdout is not None
+    while "training" not in launcher.stdout.readline():
+        assert launcher.poll() is None
+        time.sleep(0.01)
+    return launcher
+
+
+@pytest.mark.parametrize(("number", "by"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_an_interrupted_run_says_so(staged: Path, number: signal.Signals, by: str) -> None:
+    launcher = begin_long_training()
+    os.kill(launcher.pid, number)
+    _, said = launcher.communicate(timeout=20)
+    assert launcher.returncode == 130
+    assert said.splitlines()[-1] == f"agentfactory: interrupted by {by}; run folder runs/both; go on with --resume"
+    assert json.loads((staged / "summary.json").read_text())["status"] == "interrupted"
+
+
+def test_a_run_that_is_alive_is_left_alone(staged: Path) -> None:
+    launcher = begin_long_training()
+
+    def state() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in staged.rglob("*") if path.is_file()}
+
+    before = state()
+    fix = "fix: wait for it, end it, or output=OTHER"
+    for option in ("--resume", "--overwrite"):
+        result = run("train", "both.yaml", "train.max_grad_norm=60.0", option)
+        assert result.returncode == 2
+        assert result.stderr == f"agentfactory: output: {staged}: a run is alive there (pid {launcher.pid}); {fix}\n"
+    assert state() == before
+    assert launcher.poll() is None
+    trainer = int(Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text())
+    launcher.kill()
+    launcher.wait(timeout=20)
+    try:
+        os.kill(trainer, 0)
+        result = run("train", "both.yaml", "--overwrite")
+    finally:
+        os.kill(trainer, signal.SIGKILL)
+        launcher.communicate(timeout=20)
+    assert result.returncode == 0, f"a child keeps the lock of a launcher that was killed: {result.stderr}"
+    assert run("train", "both.yaml", "second.train.steps=4", "--resume").returncode == 0
+
+
+def test_a_staged_run_goes_on_in_the_stage_that_broke(staged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("train", "both.yaml", "--resume").returncode == 2, "there is nothing to go on with"
+    assert not staged.exists()
+    longer = "second.train.steps=9"
+    monkeypatch.setenv("CRASH", "1")
+    result = run("train", "both.yaml", longer, "second.train.checkpoint_every=5")
+    assert "ValueError: crashed" in result.stderr
+    assert json.loads((staged / "summary.json").read_text())["status"] == "failed"
+    monkeypatch.delenv("CRASH")
+    # a bare --resume takes no override for a path
+    result = run("train", "both.yaml", "--resume", longer)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[:4] == [
+        "stage 1 of 2: first (completed)",
+        "stage 2 of 2: second (started)",
+        f"resumed: {staged}/second/checkpoints/step-000005",
+        "training second from 5",
+    ]
+    metrics = [json.loads(line)["step"] for line in (staged / "second" / "metrics.jsonl").read_text().splitlines()]
+    assert metrics == list(range(1, 10)), "step 6 came after the checkpoint"
+    summary = json.loads((staged / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("completed", 9)
+    result = run("train", "both.yaml", "--resume", longer)
+    assert result.returncode == 2
+    assert "is completed, with 9 steps; fix: raise train.steps" in result.stderr
+    assert json.loads((staged / "summary.json").read_text())["status"] == "completed", "a refusal changes nothing"
+    result = run("train", "both.yaml", longer, "--resume", str(staged / "second" / "checkpoints" / "step-000005"))
+    assert "later checkpoints are set aside: step-000009" in result.stdout
+    assert run("train", "both.yaml", longer, "--resume", "--overwrite").returncode == 2
+
+
+def test_evaluating_a_staged_recipe_needs_its_checkpoint(staged: Path) -> None:
+    (staged.parents[1] / "second.yaml").write_text(
+        STAGE + "eval: {data: {path: '${prepared}/talks.jsonl'}}\nserver: {engine: embedded}\n"
+        "mcp_servers: {world: {url: 'http://127.0.0.1:9/mcp', environment: {}}}\n"
+    )
+    result = run("eval", "both.yaml")
+    assert result.returncode == 2
+    assert "agentfactory train" in result.stderr
+    assert not staged.exists()

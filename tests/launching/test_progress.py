@@ -1,0 +1,67 @@
+"""What a person sees while a run goes on, and the curve that is left."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agentfactory.launching.curve import draw_curve
+from agentfactory.launching.progress import Progress
+
+STEP = {"step": 1, "reward": 0.25, "success": 0.125, "turns": 5.0, "entropy": 1.5, "tokens_per_second": 1234.5}
+STEP["seconds/step"] = 90.0
+
+
+def test_plain_lines_without_a_terminal() -> None:
+    out = io.StringIO()
+    with Progress(2, "grpo", Console(file=out, width=60)) as progress:
+        progress.update(
+            {"step": 0, "eval/sampled/success": 0.05, "eval/sampled/reward": 0.3, "eval/greedy/success": 0.0}
+        )
+        progress.update(STEP)
+        progress.note("hello")
+        progress.update({**STEP, "step": 2, "success": 0.5})
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "held-out tasks after step 0: sampled success 0.050, greedy success 0.000"
+    assert lines[1].startswith("step 1/2  reward 0.250  success 0.12  turns 5.0  entropy 1.50  1,234 tokens/s")
+    assert lines[1].endswith("1:30 left")
+    assert lines[2] == "hello"
+    assert lines[3].startswith("step 2/2")
+    assert lines[3].endswith("0:00 left")
+    assert "\x1b" not in out.getvalue()
+
+
+def test_sft_shows_its_loss_and_the_last_step() -> None:
+    out = io.StringIO()
+    with Progress(500, "sft", Console(file=out)) as progress:
+        for step in range(1, 501):
+            progress.update({"step": step, "loss": 2 / step, "grad_norm": 1.0, "tokens_per_second": 10.0})
+    lines = out.getvalue().splitlines()
+    assert "loss 2.0000" in lines[0]
+    assert lines[-1].startswith("step 500/500  loss 0.0040")
+    assert len(lines) < 100
+
+
+def test_a_table_and_a_bar_on_a_terminal() -> None:
+    out = io.StringIO()
+    with Progress(2, "grpo", Console(file=out, force_terminal=True, width=100, height=30)) as progress:
+        progress.update(STEP)
+    text = out.getvalue()
+    assert "reward" in text
+    assert "1,234" in text
+    assert "1/2" in text
+    # the cursor is back
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+@pytest.mark.slow
+def test_the_curve_is_a_picture(tmp_path: Path) -> None:
+    rows = [{"step": 0, "eval/sampled/success": 0.1, "eval/greedy/success": 0.0}]
+    rows += [{"step": step, "reward": step / 10, "success": step / 20} for step in range(1, 11)]
+    path = draw_curve(json.loads(json.dumps(rows)), tmp_path / "curve.png", "run")
+    assert path is not None
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert draw_curve([{"step": 1, "loss": 2.0}], tmp_path / "loss.png", "run") is not None
+    assert draw_curve([{"step": 0, "eval/reward": 1.0}], tmp_path / "none.png", "run") is None

@@ -1,0 +1,183 @@
+"""Which checkpoint a run goes on from, what must not change meanwhile, and what is cut."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agentfactory.launching.resume import State, plan, rewind
+from agentfactory.launching.run_folder import RunFolder, RunFolderError
+from agentfactory.recipe.composition import RecipeError
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe
+from agentfactory.trainers.checkpoint_folder import checkpoint_path, checkpoints, written_aside
+
+
+def recipe_of(*overrides: str) -> Recipe:
+    recipe = load_recipe("recipe.yaml", ["train.steps=40", *overrides])
+    assert isinstance(recipe, Recipe)
+    return recipe
+
+
+def write_checkpoint(folder: RunFolder, recipe: Recipe, step: int) -> Path:
+    """Lines of two steps come before each checkpoint, of each growing file."""
+    for number in (step - 1, step):
+        for file in folder.growing.values():
+            with file.open("a") as lines:
+                lines.write(json.dumps({"step": number, "text": "ä" * 50}) + "\n")
+    path = checkpoint_path(folder.checkpoints, step)
+    with written_aside(path) as aside:
+        sizes = {name: file.stat().st_size for name, file in folder.growing.items()}
+        info = {"step": step, "recipe": yaml.safe_load(recipe.to_yaml()), "files": sizes}
+        (aside / "trainer_state.json").write_text(json.dumps(info))
+    return path
+
+
+@pytest.fixture
+def run(project: Path) -> RunFolder:
+    """A run of `recipe.yaml` that was killed after its third checkpoint, in step 7."""
+    recipe = recipe_of()
+    folder = RunFolder.create(recipe.output, recipe.to_yaml())
+    for step in (2, 4, 6):
+        write_checkpoint(folder, recipe, step)
+    for file in folder.growing.values():
+        with file.open("a") as lines:
+            lines.write('{"step": 7}\n{"st')
+    (folder.checkpoints / ".step-000008.partial").mkdir()
+    return folder
+
+
+def lines(file: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()]
+
+
+def test_from_the_newest_checkpoint(run: RunFolder) -> None:
+    (part,) = plan([recipe_of()], "auto")
+    assert (part.state, part.checkpoint) == (State.STARTED, run.checkpoints / "step-000006")
+    said: list[str] = []
+    rewind(run, part.checkpoint, said.append)
+    assert said == [f"resumed: {run.checkpoints / 'step-000006'}"]
+    assert [path.name for path in run.checkpoints.iterdir() if path.name.startswith(".")] == []
+    for file in run.growing.values():
+        assert lines(file) == list(range(1, 7))
+
+
+def test_from_an_earlier_one_later_ones_are_set_aside(run: RunFolder) -> None:
+    for attempt, aside in ((1, "set-aside"), (2, "set-aside-2")):
+        (part,) = plan([recipe_of()], str(run.checkpoints / "step-000002"))
+        said: list[str] = []
+        rewind(run, part.checkpoint, said.append)
+        assert said[0] == f"later checkpoints are set aside: {'step-000004, ' * (attempt == 1)}step-000006 in " + str(
+            run.checkpoints / aside
+        )
+        assert [path.name for path in checkpoints(run.checkpoints)] == ["step-000002"]
+        for file in run.growing.values():
+            assert lines(file) == [1, 2]
+        write_checkpoint(run, recipe_of(), 6)
+
+
+def test_a_folder_behind_a_link(run: RunFolder, project: Path) -> None:
+    (project / "link").symlink_to(run.path)
+    recipe = recipe_of("output=link")
+    (part,) = plan([recipe], str(run.checkpoints / "step-000004"))
+    assert part.checkpoint == project / "link" / "checkpoints" / "step-000004"
+
+
+def test_where_no_checkpoint_is_it_begins_again(run: RunFolder) -> None:
+    for path in checkpoints(run.checkpoints):
+        path.rename(run.path / path.name)
+    (part,) = plan([recipe_of()], "auto")
+    assert (part.state, part.checkpoint) == (State.STARTED, None)
+    rewind(run, None, [].append)
+    assert [file.read_text() for file in run.growing.values()] == ["", "", ""]
+    with pytest.raises(RecipeError, match=r"seed: got 1, but .*recipe\.yaml was trained with 0"):
+        plan([recipe_of("seed=1")], "auto")
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_offered(run: RunFolder) -> None:
+    for step in (6, 4):
+        (run.checkpoints / f"step-{step:06d}" / "trainer_state.json").write_text("{}")
+    before = r"--resume runs/recipe/checkpoints/step-000002"
+    with pytest.raises(RunFolderError, match=rf"step-000006 is damaged: trainer_state.json .*; fix: {before}$"):
+        plan([recipe_of()], "auto")
+    (run.checkpoints / "step-000002" / "trainer_state.json").unlink()
+    with pytest.raises(RunFolderError, match=r"none before it is whole: begin anew with --overwrite$"):
+        plan([recipe_of()], "auto")
+
+
+def test_a_path_that_is_none_of_its_checkpoints(run: RunFolder, project: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"model is none of the run's checkpoints; fix: name one in runs/recipe/"):
+        plan([recipe_of()], str(project / "model"))
+    with pytest.raises(RunFolderError, match=r"step-000005 is no checkpoint; fix: name one in"):
+        plan([recipe_of()], str(run.checkpoints / "step-000005"))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("train.steps=80", "train.processes=2 train.strategy=ddp", "train.checkpoint_every=7", "train.keep_last=2"),
+        *("train.token_budget=99", "train.batching=padded", "eval.every=5", "server.max_num_seqs=5"),
+    ],
+)
+def test_what_may_change(run: RunFolder, override: str) -> None:
+    assert plan([recipe_of(*override.split())], "auto")[0].checkpoint
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.learning_rate=3e-5", "train.learning_rate: got 3e-05, but .*step-000006 was trained with 1e-05"),
+        ("train.batch_size=4", "train.batch_size: got 4, .* trained with 8"),
+        ("model.lora.rank=4", r"model\.lora.*: got .* trained with None"),
+        ("rollout.group_size=4", "rollout.group_size: got 4"),
+        ("rollout.max_staleness=1", "rollout.max_staleness: got 1"),
+        ("seed=3", "seed: got 3"),
+        ("train.steps=5", "train.steps: got 5, and .*step-000006 has more; fix: raise it"),
+    ],
+)
+def test_what_must_not_change(run: RunFolder, override: str, said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        plan([recipe_of(override)], "auto")
+
+
+def test_a_run_from_before_a_field_came_goes_on_as_it_was_trained(run: RunFolder) -> None:
+    """Of 0.1: nothing held its policy to the behaviour, and malformed turns were credited as their chains."""
+    for path in checkpoints(run.checkpoints):
+        info = json.loads((path / "trainer_state.json").read_text())
+        del info["recipe"]["train"]["loss"]["behaviour_kl"], info["recipe"]["train"]["advantage"]["malformed_turns"]
+        (path / "trainer_state.json").write_text(json.dumps(info))
+        digests = json.loads((path / "digests.json").read_text())
+        digests["trainer_state.json"] = hashlib.sha256((path / "trainer_state.json").read_bytes()).hexdigest()
+        (path / "digests.json").write_text(json.dumps(digests))
+    with pytest.raises(RecipeError, match=r"malformed_turns: got 'blamed', but .* was trained with 'like_others'"):
+        plan([recipe_of()], "auto")
+    as_before = ("train.loss.behaviour_kl=0", "train.advantage.malformed_turns=like_others")
+    (part,) = plan([recipe_of(*as_before)], "auto")
+    assert part.state is State.STARTED
+
+
+def test_a_completed_run_goes_on_only_for_more_steps(run: RunFolder) -> None:
+    run.write_summary({"status": "completed", "steps": 40})
+    with pytest.raises(RunFolderError, match=r"runs/recipe is completed, with 40 steps; fix: raise train.steps"):
+        plan([recipe_of()], "auto")
+    assert plan([recipe_of("train.steps=50")], "auto")[0].state is State.STARTED
+    assert plan([recipe_of()], str(run.checkpoints / "step-000004"))[0].state is State.STARTED
+
+
+def test_stages(run: RunFolder) -> None:
+    """Completed ones are passed over; one that later ones began from cannot be trained on."""
+    first = recipe_of()
+    second = recipe_of("output=runs/second", f"model.path={run.checkpoints}/step-000006")
+    third = recipe_of("output=runs/third")
+    run.write_summary({"status": "completed", "steps": 40})
+    folder = RunFolder.create(second.output, second.to_yaml())
+    assert [part.state for part in plan([first, second, third], "auto")] == ["completed", "started", "new"]
+    own = write_checkpoint(folder, second, 2)
+    parts = plan([first, recipe_of("output=runs/second"), third], "auto")
+    assert [part.checkpoint for part in parts] == [run.checkpoints / "step-000006", own, None]
+    with pytest.raises(RunFolderError, match=r"runs/second: stage recipe has begun, and the one before it is to be"):
+        plan([recipe_of("train.steps=50"), second], "auto")
+    with pytest.raises(RunFolderError, match=r"runs/second: stage recipe has begun"):
+        plan([first, second], str(run.checkpoints / "step-000004"))

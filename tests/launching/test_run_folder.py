@@ -1,0 +1,115 @@
+"""A run folder's layout, and what protects what is in it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentfactory.launching.run_folder import RunFolder, RunFolderError, next_free
+
+
+def test_layout_and_metrics(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "name: x\n")
+    seen: list[dict] = []
+    folder.on_log = seen.append
+    assert sorted(path.name for path in folder.path.iterdir()) == ["checkpoints", "logs", "recipe.yaml", "trajectories"]
+    folder.log({"step": 1, "loss": 0.5})
+    folder.log({"step": 2, "loss": 0.25})
+    assert [json.loads(line) for line in folder.metrics.read_text().splitlines()] == seen
+    assert list(folder.read_metrics()) == seen
+    folder.metrics.write_text(folder.metrics.read_text() + '{"step": 3, "lo')
+    assert list(folder.read_metrics()) == seen
+
+
+def test_a_stage_is_called_after_the_whole_run_too(tmp_path: Path) -> None:
+    whole = RunFolder.create(tmp_path / "quickstart", "stages:\n- {name: sft}\n- {name: grpo}\n")
+    assert whole.title == "quickstart"
+    assert RunFolder(whole.path / "grpo").title == "quickstart-grpo"
+    # a folder that happens to be beside some recipe
+    assert RunFolder(whole.path / "other").title == "other"
+
+
+def test_summary_is_whole(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "")
+    assert folder.read_summary() == {}
+    folder.write_summary({"success_after": 0.9})
+    folder.write_summary({"success_after": 0.95})
+    assert folder.read_summary() == {"success_after": 0.95}
+    assert [path.name for path in folder.path.glob("summary*")] == ["summary.json"]
+
+
+def test_the_last_checkpoint_is_that_of_the_highest_step(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "")
+    assert folder.last_checkpoint() is None
+    for step in ("step-000009", "step-1000000", "step-000100", ".step-2000000.partial"):
+        (folder.checkpoints / step).mkdir()
+    assert folder.last_checkpoint() == folder.checkpoints / "step-1000000"
+
+
+def test_only_a_run_is_overwritten_and_only_when_asked(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    RunFolder.create(path, "first")
+    with pytest.raises(RunFolderError, match=r"fix: --resume to go on with it, output=OTHER, or --overwrite to delete"):
+        RunFolder.create(path, "second")
+    (path / "metrics.jsonl").write_text("{}\n")
+    assert RunFolder.create(path, "second", overwrite=True).recipe.read_text() == "second"
+    assert not (path / "metrics.jsonl").exists()
+    (path / "recipe.yaml").unlink()
+    with pytest.raises(RunFolderError, match="not a run folder"):
+        RunFolder.create(path, "third", overwrite=True)
+
+
+def test_a_process_of_the_launcher_knows_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder.create(tmp_path / "run", "launcher's")
+    assert not RunFolder.attached(folder.path)
+    for name, value in folder.attachment().items():
+        monkeypatch.setenv(name, value)
+    assert RunFolder.attached(folder.path)
+    assert not RunFolder.attached(tmp_path / "other")
+
+
+def test_only_a_run_is_reopened(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"there is no run in .*; fix: leave out --resume"):
+        RunFolder.reopen(tmp_path / "run", "second")
+    RunFolder.create(tmp_path / "run", "first").write_summary({"status": "failed"})
+    folder = RunFolder.reopen(tmp_path / "run", "second")
+    assert folder.recipe.read_text() == "second"
+    assert folder.read_summary() == {}
+
+
+@pytest.mark.parametrize(
+    ("size", "left"),
+    [(99, "one\ntwo\n"), (10, "one\ntwo\n"), (8, "one\ntwo\n"), (7, "one\n"), (3, ""), (0, "")],
+)
+def test_growing_files_are_cut_to_whole_lines(tmp_path: Path, size: int, left: str) -> None:
+    folder = RunFolder.create(tmp_path / "run", "")
+    folder.metrics.write_text("one\ntwo\nthr")
+    folder.cut({"metrics.jsonl": size})
+    assert folder.metrics.read_text() == left
+
+
+def test_lines_of_megabytes_are_cut_too(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "")
+    file = folder.growing["trajectories/train.jsonl"]
+    file.write_text("a" * 3_000_000 + "\n" + "b" * 5_000_000)
+    folder.cut({"trajectories/train.jsonl": 7_000_000})
+    assert file.stat().st_size == 3_000_001
+
+
+def test_it_tells_whether_the_trainer_is_finishing(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "")
+    assert not folder.is_finishing()
+    folder.note_stopping()
+    assert folder.is_finishing()
+    folder.note_stopped()
+    assert not folder.is_finishing()
+    (folder.checkpoints / ".step-000002.partial").mkdir()
+    assert folder.is_finishing()
+
+
+def test_next_free(tmp_path: Path) -> None:
+    for expected in ("eval", "eval-2", "eval-3"):
+        path = next_free(tmp_path / "eval")
+        assert path.name == expected
+        path.mkdir()

@@ -1,0 +1,492 @@
+"""Where trainer and server go, what fits, and what is said where nothing does: the choice on given figures, and the
+commands as a person runs them."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import constants
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
+
+from agentfactory.commands import main
+from agentfactory.launching import launcher
+from agentfactory.placement.__main__ import place as plan_for
+from agentfactory.placement.changes import refusal
+from agentfactory.placement.choice import MARGIN, Refused, choose
+from agentfactory.placement.machine import Gpu, Machine
+from agentfactory.placement.memory_table import GIB, Need, Plan, rows, table
+from agentfactory.placement.model_config import SHAPES, NoConfigError, load_config
+from agentfactory.placement.placement import Placement, place
+from agentfactory.placement.server_memory import ServerMemory
+from agentfactory.recipe.composition import RecipeError
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe, StagedRecipe
+from tests.conftest import QUICKSTART
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+NO_GPU = Machine((), 64 * GIB, 60 * GIB)
+VLLM = {"server": {"engine": "vllm"}}
+
+
+def recipe(**sections: Any) -> Recipe:
+    data = {
+        "name": "test",
+        "output": "/nowhere",
+        "model": {"path": "model", "lora": {"rank": 8}},
+        "train": {"steps": 1, "token_budget": 16384},
+        "rollout": {"max_total_tokens": 4096, "group_size": 8},
+        "placement": {"gpu_memory_gib": 24},
+        **VLLM,
+    }
+    for name, values in sections.items():
+        data[name] = {**data.get(name, {}), **values}
+    return Recipe.model_validate(data)
+
+
+def gpus(*free: float, total: float = 24.0) -> Machine:
+    return Machine(tuple(Gpu(int(total * GIB), int(size * GIB)) for size in free), 64 * GIB, 60 * GIB)
+
+
+def estimate(weights: float = 6.0, activations: float = 4.0, cache: float = 2.0) -> Callable[..., Need]:
+    """A model of so many GiB, activations of so many at 16,384 tokens; what changes them changes them as it would."""
+
+    def figures(asked: Recipe, device: str, memory: int | None) -> Need:
+        train, lora = asked.train, asked.model.lora
+        share = 0.25 if train.gradient_checkpointing else 1.0
+        trainer = {"weights": weights if lora else 2 * weights, "activations": activations * share}
+        trainer["activations"] *= train.token_budget / 16384
+        if lora and lora.quantization:
+            trainer["weights"] /= 4
+        if lora is None:
+            trainer |= {"gradients": 2 * weights, "optimizer": 4 * weights}
+        trainer["context"] = 0.5
+        halved = asked.server.quantization == "fp8"
+        parts = {"weights": weights / (2 if halved else 1), "context": 0.5}
+        embedded = asked.server.engine == "embedded"
+        least = cache * asked.server.max_num_seqs / 128 if embedded else cache
+        server = ServerMemory({name: int(size * GIB) for name, size in parts.items()}, 2**16, 0, int(least * GIB))
+        return Need({name: int(size * GIB) for name, size in trainer.items()}, server)
+
+    return figures
+
+
+def chosen(asked: Recipe, machine: Machine, figures: Callable[..., Need]) -> Plan:
+    plan = choose(asked, machine, figures)[-1]
+    assert plan.fits, plan.worst
+    return plan
+
+
+def advice(asked: Recipe, machine: Machine, figures: Callable[..., Need]) -> Refused:
+    tried = choose(asked, machine, figures)
+    assert not tried[-1].fits
+    return refusal(asked, tried, machine, figures)
+
+
+def test_one_gpu_is_split_and_vllm_takes_what_the_trainer_leaves() -> None:
+    plan = chosen(recipe(placement={"gpu_memory_gib": None}), gpus(24), estimate())
+    assert plan.mode == "split"
+    # 24 less the trainer's 10.5 and a margin of 5 %
+    assert plan.utilization == pytest.approx((24 * 0.95 - 10.5) / 24, abs=1e-4)
+    assert plan.utilization * 24 * GIB <= 24 * GIB * (1 - MARGIN) - sum(plan.need.trainer.values()) + 8
+    assert plan.sums[0].total == pytest.approx(24 * GIB, abs=2)
+    assert rows(plan)["server"]["KV cache"] == pytest.approx((24 * 0.95 - 10.5 - 6.5) * GIB, abs=2)
+
+
+def test_what_other_processes_have_taken_is_not_planned_with() -> None:
+    plan = chosen(recipe(placement={"gpu_memory_gib": None}), gpus(22), estimate())
+    assert plan.utilization == pytest.approx((22 - 1.2 - 10.5) / 24, abs=1e-4)
+    assert "22.0 GiB of it free" in plan.devices
+    assert not choose(recipe(placement={"mode": "split", "gpu_memory_gib": None}), gpus(19), estimate())[-1].fits
+    # a larger GPU is used as the recipe plans
+    plan = chosen(recipe(), gpus(80, total=80), estimate())
+    assert plan.utilization == pytest.approx((24 * 0.95 - 10.5) / 80, abs=1e-4)
+
+
+def test_without_a_gpu_the_recipes_own_is_planned_and_nothing_is_told_to_vllm() -> None:
+    plan = chosen(recipe(), NO_GPU, estimate())
+    assert (plan.mode, plan.utilization, plan.trainer_gpus) == ("split", None, ())
+    assert plan.sums[0].room == 24 * GIB
+
+
+def test_two_gpus_are_separate_and_the_last_is_the_servers() -> None:
+    plan = chosen(recipe(placement={"gpu_memory_gib": None}), gpus(24, 24), estimate())
+    assert (plan.mode, plan.trainer_gpus, plan.server_gpus) == ("separate", (0,), (1,))
+    assert plan.utilization is None, "vLLM's default"
+    assert rows(plan)["server"]["KV cache"] == pytest.approx((24 * 0.92 - 6.5) * GIB, abs=2)
+    held = chosen(recipe(), gpus(80, 80, total=80), estimate())
+    assert held.utilization == pytest.approx(24 * 0.92 / 80, abs=2e-4), "no more than the recipe plans"
+
+
+def test_what_does_not_fit_together_takes_turns() -> None:
+    plan = chosen(recipe(), NO_GPU, estimate(weights=12))
+    assert plan.mode == "time_share"
+    training, acting, aside = plan.sums
+    assert aside.room is None, "the machine that will have the GPU may be another one"
+    # of a sleeping server and an offloaded trainer the contexts stay
+    assert training.terms["sleeping server"] == acting.terms["offloaded trainer"] == 0.5 * GIB
+    assert training.total == pytest.approx((16.5 + 0.5 + 1.2) * GIB, abs=2)
+    assert acting.total == pytest.approx(24 * GIB, abs=2)
+    on_gpu = chosen(recipe(), gpus(24), estimate(weights=12))
+    assert on_gpu.utilization == pytest.approx((24 * 0.95 - 0.5) / 24, abs=1e-4)
+    assert on_gpu.sums[2].terms == {"offloaded trainer": 12 * GIB, "sleeping server": 12 * GIB}
+
+
+def test_what_is_parked_has_to_fit_into_the_machines_memory() -> None:
+    small = Machine((Gpu(24 * GIB, 24 * GIB),), 32 * GIB, 20 * GIB)
+    refused = advice(recipe(placement={"mode": "time_share"}), small, estimate(weights=12))
+    assert "in the machine's memory" in refused.problem
+    assert "24.00 of 20.00 GiB" in refused.problem
+    assert refused.fix.startswith("server.quantization=fp8: then 18.")
+
+
+def test_chains_that_run_ahead_cannot_take_turns() -> None:
+    refused = advice(recipe(rollout={"max_staleness": 1}), NO_GPU, estimate(weights=12))
+    said = "trainer 16.50 + server 14.50 + margin 1.20 = 32.20 of 24.00 GiB together"
+    assert refused.problem == f"does not fit, split: a GPU of 24.0 GiB: {said}"
+    assert refused.fix.startswith("placement.mode=time_share rollout.max_staleness=0: then ")
+
+
+def test_the_nearest_change_is_the_mildest_that_fits() -> None:
+    split = {"mode": "split"}
+    # 24 - 1.2 of margin - 8.5 of the server - 6.5 of the trainer: 7.8 for activations
+    assert advice(recipe(placement=split), NO_GPU, estimate(activations=10)).fix.startswith("train.token_budget=8192: ")
+    assert advice(recipe(placement=split), NO_GPU, estimate(activations=20)).fix.startswith("train.token_budget=4096: ")
+    fix = advice(recipe(placement=split), NO_GPU, estimate(activations=31)).fix
+    assert fix == "train.token_budget=4096: then 23.95 of 24.00 GiB"
+    # a row has 4096 tokens: below that nothing is gained
+    fix = advice(recipe(placement=split), NO_GPU, estimate(activations=31.5)).fix
+    assert fix == "train.token_budget=8192 train.gradient_checkpointing=true: then 20.14 of 24.00 GiB"
+    shorter = recipe(placement=split, train={"token_budget": 4096})
+    assert advice(shorter, NO_GPU, estimate(weights=10)).fix.startswith("placement.mode=time_share: ")
+    turns = recipe(placement={"mode": "time_share"}, train={"token_budget": 4096, "gradient_checkpointing": True})
+    assert advice(turns, NO_GPU, estimate(weights=21)).fix.startswith("server.quantization=fp8: ")
+    full = recipe(placement={"mode": "time_share"}, model={"lora": None}, sync={"backend": "ipc"})
+    assert advice(full, NO_GPU, estimate()).fix.startswith('"model.lora={rank: 16}" sync.backend=auto: ')
+
+
+def test_several_changes_together_and_none_that_helps() -> None:
+    full = recipe(model={"lora": None})
+    fix = advice(full, NO_GPU, estimate(weights=24)).fix
+    assert fix.startswith('server.quantization=fp8 "model.lora={rank: 16, quantization: nf4}": then ')
+    refused = advice(full, NO_GPU, estimate(weights=100))
+    assert refused.problem.count("does not fit") == 2, "split and time_share"
+    assert refused.fix.startswith("a smaller model, or a larger or further GPU: even with ")
+    embedded = recipe(server={"engine": "embedded"}, placement={"mode": "split"}, train={"token_budget": 4096})
+    assert advice(embedded, NO_GPU, estimate(cache=24)).fix.startswith("server.max_num_seqs=32: then 21.20 ")
+    turns = recipe(server={"engine": "embedded"}, placement={"mode": "time_share"})
+    assert advice(turns, NO_GPU, estimate(cache=24)).fix.startswith("server.max_num_seqs=64: ")
+
+
+def test_a_share_that_the_recipe_sets_is_held_to_the_table() -> None:
+    plan = chosen(recipe(server={"gpu_memory_utilization": 0.45}), gpus(24), estimate())
+    assert plan.utilization is None, "the recipe's stands"
+    assert rows(plan)["server"]["KV cache"] == pytest.approx((0.45 * 24 - 6.5) * GIB, abs=2)
+    too_much = recipe(server={"gpu_memory_utilization": 0.9}, placement={"mode": "split"})
+    assert advice(too_much, gpus(24), estimate()).fix.startswith("server.gpu_memory_utilization=null: then 20.20 of")
+    with pytest.raises(Refused, match=r"got 0\.3, which is 7\.20 GiB, and with the smallest .* needs 8\.50 GiB"):
+        choose(recipe(server={"gpu_memory_utilization": 0.3}), gpus(24), estimate())
+
+
+def test_gpus_that_are_not_there() -> None:
+    many = recipe(train={"processes": 7, "strategy": "fsdp2"}, placement={"gpu_memory_gib": 80})
+    plan = chosen(many, NO_GPU, estimate())
+    assert plan.mode == "separate"
+    assert "7 GPUs of 80.0 GiB for the trainer, a GPU of 80.0 GiB for the server" in plan.devices
+    assert chosen(many, gpus(*[80] * 8, total=80), estimate()).trainer_gpus == tuple(range(7))
+    with pytest.raises(Refused, match="needs 7 and the server 1 GPUs of their own, and there are 4") as refused:
+        choose(many, gpus(*[80] * 4, total=80), estimate())
+    assert refused.value.field == "placement.mode"
+    with pytest.raises(Refused, match="split or time_share"):
+        choose(recipe(placement={"mode": "separate"}), gpus(24), estimate())
+    with pytest.raises(Refused, match="GPUs apart"):
+        choose(recipe(model={"lora": None}, sync={"backend": "nccl"}), gpus(24), estimate())
+    with pytest.raises(Refused, match="GPUs of their own"):
+        choose(recipe(model={"lora": None}, sync={"backend": "ipc"}), gpus(24, 24), estimate())
+
+
+def test_on_a_cpu_everything_stands_in_one_memory() -> None:
+    here = Machine((), 32 * GIB, 24 * GIB)
+    asked = {"placement": {"mode": "split", "gpu_memory_gib": None}, "server": {"engine": "embedded"}}
+    plan = chosen(recipe(**asked), here, estimate())
+    assert plan.sums[0].terms["trainer"] == 10.5 * GIB
+    assert plan.sums[0].room == 24 * GIB
+    turns = {**asked, "placement": {"mode": "time_share", "gpu_memory_gib": None}}
+    training, acting = chosen(recipe(**turns), here, estimate()).sums
+    assert training.terms["sleeping server"] == 6.5 * GIB, "all but the cache"
+    assert acting.terms["offloaded trainer"] == 6 * GIB, "the weights"
+
+
+def test_the_table_has_a_row_for_each_use_and_the_sum() -> None:
+    asked = recipe()
+    lines = table(chosen(asked, NO_GPU, estimate()), asked).splitlines()
+    assert lines[0] == "memory by estimate, split: a GPU of 24.0 GiB"
+    by_name = {line.split("  ")[0]: line.split() for line in lines[1:]}
+    assert by_name["weights"][1:] == ["6.00", "6.00"]
+    assert by_name["activations (16,384 tokens)"][-1] == "4.00"
+    assert by_name["KV cache"][2] == "5.80"
+    assert "95,027 tokens: 23.2 chains of 4,096" in next(line for line in lines if line.startswith("KV cache"))
+    assert by_name["total"][1:] == ["10.50", "12.30"]
+    assert lines[-1] == "trainer 10.50 + server 12.30 + margin 1.20 = 24.00 of 24.00 GiB together"
+
+
+@pytest.mark.parametrize("file", sorted(SHAPES.glob("*.json")), ids=lambda file: file.stem)
+def test_the_shapes_of_our_recipes_models_need_no_network(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    config, note = load_config(file.stem.replace("--", "/"))
+    assert note is not None
+    assert "hub cannot be reached" in note
+    plain = AutoConfig.for_model(**{**config.to_dict(), "quantization_config": None})
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(plain)
+    billions = {"3B": 3.09, "4B": 4.02, "7B": 7.62, "8B": 8.19, "9B": 8.95}
+    size = next(size for size in billions if size in file.stem)
+    assert network.num_parameters() / 1e9 == pytest.approx(billions[size], abs=0.01)
+
+
+def test_a_model_that_nobody_here_knows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(NoConfigError, match="hub cannot be reached, and it was not downloaded"):
+        load_config("nobody/nothing")
+    with pytest.raises(NoConfigError, match="cannot be had"):
+        load_config(str(tmp_path))
+
+
+REFUSED = {
+    "processes on one GPU": (
+        ["placement.mode=split", "train.processes=2", "train.strategy=ddp"],
+        "train.processes",
+        "placement.mode=separate",
+    ),
+    "copies on one GPU": (
+        ["placement.mode=time_share", "server.engine=vllm", "server.data_parallel_size=2"],
+        "server.data_parallel_size",
+        "use 1",
+    ),
+    "turns ahead": (["placement.mode=time_share", "rollout.max_staleness=1"], "rollout.max_staleness", "use 0"),
+    "turns with several": (
+        ["placement.mode=time_share", "server.url=[http://127.0.0.1:1,http://127.0.0.1:2]"],
+        "server.url",
+        "name one",
+    ),
+    "broadcast on one GPU": (["placement.mode=split", "sync.backend=nccl"], "sync.backend", "use auto, ipc or file"),
+    "one GPU's memory on two": (["placement.mode=separate", "sync.backend=ipc"], "sync.backend", "file or nccl"),
+    "an adapter by ipc": (["model.lora.rank=8", "sync.backend=ipc"], "sync.backend", "use lora or auto"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_whatever_devices_there_are(project: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # that vLLM is installed nowhere here is another check's business
+    monkeypatch.setattr("agentfactory.recipe.checks.missing_from", lambda python: None)
+    overrides, field, fix = REFUSED[case]
+    engine = [] if "url" in field else ["server.engine=vllm"]
+    with pytest.raises(RecipeError, match=fix) as caught:
+        load_recipe("recipe.yaml", [*engine, *overrides], purpose="train")
+    assert caught.value.field == field
+
+
+def test_what_may_not_fit_is_tried_where_the_recipe_says_so() -> None:
+    split = {"mode": "split", "gpu_memory_gib": None}
+    refused = plan_for(recipe(placement=split), gpus(18), estimate())
+    _, problem, fix = refused["refused"]
+    assert fix.endswith(" GiB; or placement.on_misfit=warn, which tries it")
+    assert "gpu_memory_utilization" not in refused
+    asked = recipe(placement={**split, "on_misfit": "warn"})
+    tried = plan_for(asked, gpus(18), estimate())
+    assert "refused" not in tried
+    assert tried["warning"].startswith(f"{problem}; what would: ")
+    assert tried["trainer_bytes"] == 0, "nothing is held to a table that is not believed"
+    assert tried["gpu_memory_utilization"] == pytest.approx(8.5 / 24, abs=1e-4), "the smallest cache"
+    huge = plan_for(asked, gpus(18), estimate(weights=40))
+    assert huge["gpu_memory_utilization"] == 0.75, "what is free"
+    assert "warning" not in plan_for(asked, gpus(24), estimate())
+
+
+def test_what_may_not_fit_is_told(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placement, said = Placement(table="the table", warning="does not fit"), []
+    asked = load_recipe("recipe.yaml")
+    assert isinstance(asked, Recipe)
+    launcher.settle(placement, asked, said.append)
+    assert said == ["the table", "warning: does not fit"]
+    monkeypatch.setattr("agentfactory.placement.placement.place", lambda recipes, purpose: [placement])
+    assert main.main(["train", "recipe.yaml", "--dry-run"]) == 0
+    assert capsys.readouterr().out.endswith("# recipe: the table\n# warning: does not fit\n")
+
+
+def test_nothing_is_planned_where_nothing_was_asked(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentfactory.placement.placement.GPU_DRIVERS", ())
+    monkeypatch.setattr("agentfactory.placement.placement._ask", lambda *_: pytest.fail("a child would import torch"))
+    asked = load_recipe("recipe.yaml")
+    assert isinstance(asked, Recipe)
+    assert place([asked], "train") == [Placement()]
+    assert Placement().overrides(asked) == []
+
+
+def test_what_the_processes_are_told(project: Path) -> None:
+    asked = load_recipe("recipe.yaml")
+    assert isinstance(asked, Recipe)
+    placement = Placement(
+        mode="split", on_gpu=True, trainer_devices="0", gpu_memory_utilization=0.4, sync="ipc", trainer_bytes=0
+    )
+    assert placement.overrides(asked) == ["placement.mode=split", "sync.backend=ipc"]
+    assert placement.weight_transfer(asked) == "ipc"
+    assert placement.for_server(asked).server.gpu_memory_utilization == 0.4
+    assert placement.environment("trainer") == {"CUDA_VISIBLE_DEVICES": "0"}
+    assert placement.environment("server") == {}
+    assert Placement().weight_transfer(asked) == "file"
+
+
+@pytest.fixture
+def shaped(project: Path) -> Path:
+    """The project, whose model has a configuration, and no weights."""
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 1000}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    Qwen3Config(**shape, **heads).save_pretrained(project / "model")
+    return project
+
+
+@pytest.mark.processes
+def test_a_dry_run_ends_with_the_tables_and_what_does_not_fit_is_refused(shaped: Path, agentfactory: Command) -> None:
+    (shaped / "first.yaml").write_text((shaped / "recipe.yaml").read_text() + "placement: {gpu_memory_gib: 24}\n")
+    (shaped / "both.yaml").write_text("stages: [first.yaml, recipe.yaml]\n")
+    before = sorted(shaped.rglob("*"))
+    # the second stage's model is made by the first, and has its shape
+    small = ["recipe.placement={mode: split, gpu_memory_gib: 3.2}", "recipe.train.gradient_checkpointing=true"]
+    result = agentfactory("train", "both.yaml", "--dry-run", *small)
+    assert result.returncode == 2
+    assert yaml.safe_load(result.stdout)["stages"][0]["placement"]["gpu_memory_gib"] == 24.0
+    said = [line for line in result.stdout.splitlines() if line.startswith("#")]
+    assert said[0] == "# first: memory by estimate, split: a GPU of 24.0 GiB"
+    assert "# recipe: memory by estimate, split: a GPU of 3.2 GiB" in said
+    names = {line.removeprefix("# ").split("  ")[0] for line in said}
+    assert {"weights", "gradients", "optimizer", "activations (16,384 tokens)", "KV cache", "context", "total"} <= names
+    assert result.stderr.startswith(
+        "agentfactory: recipe: placement.mode: does not fit, split: a GPU of 3.2 GiB: trainer "
+    )
+    assert "of 3.20 GiB together; fix: server.max_num_seqs=" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert sorted(shaped.rglob("*")) == before
+
+
+@pytest.mark.processes
+def test_a_model_that_is_not_there_yet_is_planned_later(shaped: Path, agentfactory: Command) -> None:
+    (shaped / "make.py").write_text("def make(folder, seed): ...\n")
+    made = ["prepare=make.py:make", "model.path=${prepared}/model", "placement.mode=split"]
+    result = agentfactory("train", "recipe.yaml", "--dry-run", *made)
+    assert result.returncode == 0, result.stderr
+    path = shaped / "runs" / "recipe" / "prepared" / "model"
+    assert result.stdout.splitlines()[-1] == f"# recipe: its memory is planned once {path} is there"
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = Placement(table="the table", refused=("placement.mode", "does not fit", "a smaller model"))
+    monkeypatch.setattr(launcher, "place", lambda recipes, purpose: [refused] * len(recipes))
+    asked, before, said = load_recipe("recipe.yaml"), sorted(project.rglob("*")), []
+    with pytest.raises(RecipeError, match="does not fit; fix: a smaller model"):
+        launcher.train(asked, False, None, said.append)
+    assert said == ["the table"]
+    assert sorted(project.rglob("*")) == before
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["placement.mode=time_share"], "placement.mode: 'time_share': vLLM sleeps on GPUs only"),
+        (["sync.backend=ipc"], "sync.backend: got 'ipc': vLLM has it on GPUs only"),
+    ],
+)
+@pytest.mark.parametrize("is_there", [True, False], ids=["model", "no model yet"])
+def test_what_vllm_does_on_gpus_only_is_refused_before_anything_is_written(
+    project: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], said: str, is_there: bool
+) -> None:
+    asked = load_recipe("recipe.yaml", ["server.engine=vllm", *overrides], lacks=[])
+    assert isinstance(asked, Recipe)
+    planned = Placement(mode="time_share" if asked.placement.mode == "time_share" else "separate")
+    monkeypatch.setattr(launcher, "place", lambda recipes, purpose: [planned if is_there else None] * len(recipes))
+    monkeypatch.setattr(launcher, "may_have_gpu", lambda: False)
+    first = load_recipe("recipe.yaml", ["name=first"])
+    assert isinstance(first, Recipe)
+    whole = StagedRecipe(name="whole", output=project / "runs" / "whole", stages=[first, asked])
+    before = sorted(project.rglob("*"))
+    with pytest.raises(RecipeError, match=said):
+        launcher.train(whole, False, None, print)
+    assert sorted(project.rglob("*")) == before
+
+
+TRAINER = "import sys; print('trainer', sys.argv[2:], flush=True)"
+
+COPY = """
+import shutil
+def make(folder, seed):
+    shutil.copytree("{made}", folder, dirs_exist_ok=True)
+"""
+
+LAUNCH = """
+import sys
+from pathlib import Path
+from agentfactory.commands import main
+from agentfactory.launching import launcher
+launcher.TRAINER = [str(Path("trainer.py").resolve())]
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_the_launcher_plans_once_the_model_is_there_and_tells_the_trainer(
+    tmp_path: Path, quickstart_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    made = quickstart_run / "prepared"
+    (tmp_path / "make.py").write_text(COPY.format(made=made))
+    settings = ["prepare=make.py:make", f"output={tmp_path / 'run'}", "placement.gpu_memory_gib=4"]
+    command = [sys.executable, "-c", LAUNCH, "train", str(QUICKSTART / "grpo.yaml"), *settings]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    lines = result.stdout.splitlines()
+    events = ("preparing ", "memory by estimate, split: a GPU of 4.0 GiB", "starting the embedded server", "trainer [")
+    places = [index for event in events for index, line in enumerate(lines) if line.startswith(event)]
+    assert len(places) == 4, result.stdout + result.stderr
+    assert places == sorted(places)
+    told = lines[places[-1]]
+    assert "'placement.mode=split'" in told
+    assert "'server.url=http://127.0.0.1:" in told
+    assert "sync.backend" not in told, "without a GPU, weights go by file"
+
+
+def test_a_trainer_or_a_server_alone_has_its_own_table() -> None:
+    figures = estimate()
+
+    def without(part: str) -> Callable[..., Need]:
+        def of(asked: Recipe, device: str, memory: int | None) -> Need:
+            need = figures(asked, device, memory)
+            return Need({}, need.server) if part == "trainer" else Need(need.trainer, None)
+
+        return of
+
+    asked = recipe(placement={"gpu_memory_gib": None})
+    plan = chosen(asked, gpus(24), without("server"))
+    assert table(plan, asked).startswith("memory by estimate, a GPU of 24.0 GiB for the trainer\n")
+    assert (list(rows(plan)), plan.trainer_gpus) == (["trainer"], ())
+    plan = chosen(asked, gpus(24), without("trainer"))
+    assert (list(rows(plan)), plan.utilization) == (["server"], None)
+    # beside a desktop vLLM would not start with its default
+    occupied = chosen(asked, gpus(20), without("trainer"))
+    assert occupied.utilization == pytest.approx((20 - 1.2) / 24, abs=1e-4)
+    with pytest.raises(Refused, match="needs 2 GPUs, and there are 1 here"):
+        choose(recipe(train={"processes": 2, "strategy": "ddp"}), gpus(24), without("server"))
+    # a server that runs already has the GPU's memory, and will sleep when the trainer comes
+    turns = recipe(placement={"mode": "time_share", "gpu_memory_gib": None})
+    assert chosen(turns, gpus(2), without("server")).sums[0].room == 24 * GIB

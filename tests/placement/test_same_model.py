@@ -1,0 +1,87 @@
+"""A quantised copy is the same model; what has other shapes or computes otherwise is told apart."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from agentfactory.placement.same_model import difference
+
+SHAPES = Path(__file__).parents[2] / "agentfactory" / "placement" / "shapes"
+QWEN: dict[str, Any] = {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "tie_word_embeddings": False,
+}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+
+
+def qwen(**changes: Any) -> PretrainedConfig:
+    return Qwen2Config(**{**QWEN, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quantization_config": AWQ, "dtype": "float16", "use_cache": False},
+        {"tie_word_embeddings": True},
+        {"max_position_embeddings": 131072, "bos_token_id": 5, "sliding_window": 4096, "use_sliding_window": False},
+    ],
+)
+def test_a_copy_in_another_precision_is_the_same_model(changes: dict[str, Any]) -> None:
+    assert difference(qwen(), qwen(**changes)) is None
+
+
+def test_published_copies(tmp_path: Path) -> None:
+    """Qwen's own AWQ checkpoint, and another model of theirs."""
+
+    def published(name: str) -> PretrainedConfig:
+        shutil.copy(SHAPES / f"Qwen--{name}.json", tmp_path / "config.json")
+        return AutoConfig.from_pretrained(tmp_path)
+
+    model, quantised = published("Qwen2.5-7B-Instruct"), published("Qwen2.5-7B-Instruct-AWQ")
+    assert quantised.quantization_config
+    before = quantised.to_dict()
+    assert difference(model, quantised) is None
+    assert quantised.to_dict() == before
+    assert difference(published("Qwen2.5-3B-Instruct"), quantised) == "vocab_size is 152064, not 151936"
+    hybrid = published("Qwen3.5-9B")
+    assert difference(hybrid, hybrid) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"vocab_size": 151936}, "vocab_size is 151936, not 152064"),
+        ({"num_hidden_layers": 27}, "num_hidden_layers is 27, not 28"),
+        ({"num_key_value_heads": 28}, "num_key_value_heads is 28, not 4"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7}},
+            "rope_parameters is {'rope_type': 'default', 'rope_theta': 10000000.0}, not",
+        ),
+        (
+            {"intermediate_size": 18944 + 128},
+            r"its weights have layers.0.mlp.gate_proj.weight of shape \[19072, 3584\] where "
+            r"layers.0.mlp.gate_proj.weight of shape \[18944, 3584\] is expected",
+        ),
+    ],
+)
+def test_another_shape_is_told(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        assert difference(qwen(), qwen(**changes)) is None, difference(qwen(), qwen(**changes))
+
+
+def test_another_architecture_is_told() -> None:
+    sizes = {name: value for name, value in QWEN.items() if name != "rope_parameters"}
+    assert difference(qwen(), LlamaConfig(**sizes)) == "model_type is llama, not qwen2"
+    small = {**sizes, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    wide, narrow = (Qwen3Config(**{**small, **heads, "head_dim": dim}) for dim in (32, 16))
+    assert "q_proj.weight of shape [64, 64] where" in str(difference(wide, narrow))

@@ -1,0 +1,189 @@
+"""The planned memory of a server against a real engine's, and against figures that others have published."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qwen3_5TextConfig, Qwen3Config
+
+from agentfactory.placement.server_memory import CUDA_GRAPHS, ServerMemory, server_memory
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.embedded.engine import Engine, Request
+from agentfactory.rollout.embedded.plan import Planner
+
+SMALL = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 8000,
+}
+SEVEN = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+"""Qwen2.5-7B."""
+
+
+def plan(
+    config: PreTrainedConfig, device: str = "cuda", lora: Any = None, served: Any = None, **server: Any
+) -> ServerMemory:
+    sections = {
+        "model": {"path": "x", "lora": lora, "dtype": server.pop("dtype", "bfloat16")},
+        "rollout": {"group_size": 8, "max_total_tokens": 4096},
+        "server": server,
+    }
+    return server_memory(RolloutRecipe.model_validate(sections), config, device, served)
+
+
+SHORT = [[np.arange(number, number + 200) for number in range(32)]]
+# two of three sequences go on: that between them is idle, and the fewer tokens are padded to the more
+LONG = [[np.arange(first, first + 3500) for first in (0, 2000, 4000)]]
+LONG += [[np.append(LONG[0][0], np.arange(1, 1021)), np.append(LONG[0][2], np.arange(1, 521))]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("length", "sequences", "prompts"), [(250, 32, SHORT), (8192, 4, LONG)])
+def test_the_embedded_engine_takes_what_is_planned(
+    length: int, sequences: int, prompts: list[list[np.ndarray]], dtype: str
+) -> None:
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**SMALL), dtype=getattr(torch, dtype))
+    sizes = {"max_model_len": length, "max_num_seqs": sequences}
+    planned = plan(Qwen3Config(**SMALL), "cpu", engine="embedded", dtype=dtype, **sizes)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        engine = Engine(model, **sizes)
+        for together in prompts:
+            for prompt in together:
+                # one token: what a slot has computed is then the prompt alone, and is gone on from in place
+                tokens = 8 if prompts is SHORT else 1
+                engine.add(Request(prompt, max_tokens=tokens, on_finish=lambda request: None))
+            while engine.busy:
+                engine.step()
+    assert engine.cache is not None
+    assert planned.least_cache == engine.cache.nbytes
+    assert planned.parts["weights"] == sum(weight.nbytes for weight in model.parameters())
+    assert prof.profiler is not None
+    events = [event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    real = max(itertools.accumulate(event.nbytes() for event in events))
+    rest = planned.parts.get("packed", 0) + planned.parts["workspace"]
+    assert real - engine.cache.nbytes < rest < 1.4 * (real - engine.cache.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("slots", "count"),
+    [
+        ([0, 3], [510, 510]),
+        (range(0, 128, 2), [32] + [2] * 62 + [32]),
+        (range(128), [32] + [2] * 127),
+        (range(256), [32] + [3] * 255),
+        (range(0, 14, 2), [129] * 6 + [250]),
+    ],
+)
+def test_masks_are_at_most_twice_the_real_queries(slots: Sequence[int], count: list[int]) -> None:
+    """Padding and idle slots together at most double them, as the plan of the memory counts them."""
+    counts, length = np.array(count), 512
+    position = np.concatenate([np.arange(length - n, length) for n in counts])
+    planner = Planner(heads=2, kv_heads=1, length=length, dtype=torch.float32, device=torch.device("cpu"))
+    groups = planner.plan(np.array(slots), length - counts, counts, position).groups
+    assert sum(group.mask.numel() for group in groups) <= 2 * planner.heads * counts.sum() * length
+
+
+def test_weights_and_cache_of_a_known_model() -> None:
+    planned = plan(Qwen2Config(**SEVEN))
+    assert planned.parts["weights"] == 2 * 7_615_616_512
+    # 28 layers, keys and values, 4 heads of 128, 2 bytes
+    assert planned.cache_per_token == 28 * 2 * 4 * 128 * 2
+    assert planned.cache_per_sequence == 0
+    # the group's chains; a sequence of max_model_len where that is more
+    assert planned.least_cache == 8 * 4096 * planned.cache_per_token
+    assert plan(Qwen2Config(**SEVEN), max_model_len=65536).least_cache == 65536 * planned.cache_per_token
+    shared = plan(Qwen2Config(**SEVEN), tensor_parallel_size=8)
+    assert shared.parts["weights"] == planned.parts["weights"] // 8
+    # 4 heads for 8 devices: each has one
+    assert shared.cache_per_token == planned.cache_per_token // 4
+    assert plan(Qwen2Config(**SEVEN), args=["--kv-cache-dtype", "fp8"]).cache_per_token * 2 == planned.cache_per_token
+
+
+@pytest.mark.slow
+def test_quantised_weights() -> None:
+    tables = 2 * 2 * 152064 * 3584
+    plain, eight = plan(Qwen2Config(**SEVEN)), plan(Qwen2Config(**SEVEN), quantization="fp8")
+    assert eight.parts["weights"] - tables == pytest.approx((plain.parts["weights"] - tables) / 2, rel=1e-3)
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    copy = Qwen2Config(**SEVEN, quantization_config=settings)
+    planned = plan(Qwen2Config(**SEVEN), lora={"rank": 16}, served=copy, model="x-AWQ")
+    # the files of Qwen/Qwen2.5-7B-Instruct-AWQ have 5.57 GB
+    assert planned.parts["weights"] == pytest.approx(5.57e9, rel=0.005)
+    unknown = plan(Qwen2Config(**SEVEN), quantization="torchao")
+    assert unknown.parts["weights"] == plain.parts["weights"]
+
+
+def test_adapters_take_the_places_that_vllm_makes() -> None:
+    assert "adapters" not in plan(Qwen3Config(**SMALL)).parts
+    linear = 3 * sum(map(sum, [(128, 128), (128, 64), (128, 64), (128, 128), (128, 256), (128, 256), (256, 128)]))
+    tables = 2 * (8000 + 128)
+    vllm = plan(Qwen3Config(**SMALL), lora={"rank": 12}, max_loras=3)
+    # a rank of 12 gets a place of 16
+    assert vllm.parts["adapters"] == 3 * 16 * (linear + tables) * 2
+    embedded = plan(Qwen3Config(**SMALL), lora={"rank": 12}, max_loras=3, engine="embedded")
+    assert embedded.parts["adapters"] == 3 * 12 * (linear + 8000 + 128) * 2
+
+
+def test_hybrids_have_states_per_sequence() -> None:
+    hybrid = Qwen3_5TextConfig(
+        **SMALL | {"num_hidden_layers": 4},
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=8,
+        linear_conv_kernel_dim=4,
+    )
+    planned = plan(hybrid)
+    assert planned.cache_per_token == 2 * 2 * 32 * 2
+    # transformers' own cache says what the states are
+    model = AutoModelForCausalLM.from_config(hybrid, dtype=torch.float32)
+    layers = model(torch.zeros(1, 7, dtype=torch.int64)).past_key_values.layers[:3]
+    states = [(layer.conv_states[0].numel(), layer.recurrent_states[0].numel()) for layer in layers]
+    # its convolution keeps one input more than vLLM's
+    assert planned.cache_per_sequence == sum(conv * 3 // 4 * 2 + recurrent * 4 for conv, recurrent in states)
+    sliding = Qwen3Config(
+        **SMALL,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        use_sliding_window=True,
+        sliding_window=100,
+    )
+    planned = plan(sliding)
+    assert (planned.cache_per_token, planned.cache_per_sequence) == (2 * 2 * 32 * 2, 2 * 100 * 2 * 2 * 32 * 2)
+
+
+def test_captured_steps_of_the_embedded_engine() -> None:
+    cuda, cpu = (plan(Qwen3Config(**SMALL), device, engine="embedded", max_num_seqs=32) for device in ("cuda", "cpu"))
+    logits = 32 * 8000 * 2
+    assert cuda.parts["workspace"] - cpu.parts["workspace"] == CUDA_GRAPHS + logits
+
+
+def test_what_vllm_is_told_changes_its_workspace() -> None:
+    config = Qwen2Config(**SEVEN)
+    usual = plan(config).parts["workspace"]
+    assert usual - plan(config, args=["--enforce-eager"]).parts["workspace"] == CUDA_GRAPHS
+    more = plan(config, args=["--max-num-batched-tokens=8192"]).parts["workspace"]
+    recipe = RolloutRecipe.model_validate({"model": {"path": "x"}})
+    large = server_memory(recipe, config, "cuda", device_memory=80 * 2**30).parts["workspace"]
+    assert usual < more == large
+    # a sequence more: its logits
+    assert plan(config, max_num_seqs=129).parts["workspace"] - usual > 152064 * 4
+    assert "context" in plan(config).parts
+    assert "context" not in plan(config, "cpu").parts

@@ -1,0 +1,255 @@
+"""The planned memory of a trainer against what torch's allocator hands out while the real learner updates."""
+
+import gc
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+)
+
+from agentfactory.placement.activation_memory import _trace, fullest, trace
+from agentfactory.placement.meta_model import meta_model
+from agentfactory.placement.trainer_memory import optimizer_state, trainer_memory
+from agentfactory.trainers.batch import Batch
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.learner import Learner, Terms
+from agentfactory.trainers.network import load_network
+from agentfactory.trainers.optimizer import make_optimizer
+
+pytestmark = pytest.mark.slow
+
+MIB = 2**20
+SHAPES: dict[str, PreTrainedConfig] = {
+    # a large head that is tied, fewer keys than queries
+    "qwen3": Qwen3Config(
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=16384,
+        tie_word_embeddings=True,
+    ),
+    # deep, with biases
+    "qwen2": Qwen2Config(
+        hidden_size=192,
+        intermediate_size=640,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        vocab_size=2048,
+    ),
+    # wide, as many keys as queries
+    "llama": LlamaConfig(
+        hidden_size=320,
+        intermediate_size=896,
+        num_hidden_layers=3,
+        num_attention_heads=5,
+        num_key_value_heads=5,
+        vocab_size=4096,
+    ),
+}
+
+
+LORA = {"rank": 16}
+NF4 = {"rank": 16, "quantization": "nf4"}
+
+
+def make_recipe(
+    path: Path | str = "x", dtype: str = "float32", lora: Any = None, length: int = 129, **train: Any
+) -> TrainRecipe:
+    sections = {
+        "model": {"path": str(path), "dtype": dtype, "lora": lora},
+        "rollout": {"max_total_tokens": length, "group_size": 4},
+        "train": {"steps": 1, "batch_size": 1, "token_budget": 512, **train},
+    }
+    return TrainRecipe.model_validate(sections)
+
+
+def allocated(prof: profile) -> int:
+    """The most bytes that tensors had at a time, beyond those that were there before."""
+    assert prof.profiler is not None
+    events = [event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]"]
+    # positive where memory is taken, negative where it is given back
+    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+@pytest.mark.parametrize(
+    ("shape", "lora", "batching", "dtype", "train"),
+    [
+        ("qwen3", None, "packed", "float32", {}),
+        ("qwen3", None, "tree", "bfloat16", {}),
+        ("qwen3", LORA, "packed", "bfloat16", {}),
+        ("qwen3", LORA, "tree", "float32", {}),
+        ("qwen2", None, "packed", "bfloat16", {"optimizer": {"name": "adafactor"}}),
+        ("qwen2", None, "tree", "float32", {"gradient_checkpointing": True}),
+        ("qwen2", LORA, "packed", "float32", {"gradient_checkpointing": True}),
+        ("qwen2", LORA, "tree", "bfloat16", {}),
+        ("llama", None, "packed", "float32", {"loss": {"kl": {"coefficient": 0.1}}}),
+        ("llama", None, "tree", "bfloat16", {"algorithm": "ppo"}),
+        ("llama", NF4, "packed", "bfloat16", {}),
+        ("llama", LORA, "tree", "float32", {"algorithm": "ppo"}),
+    ],
+)
+def test_planned_is_what_updates_allocate(
+    shape: str,
+    lora: dict[str, Any] | None,
+    batching: str,
+    dtype: str,
+    train: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = SHAPES[shape]
+    # a few chunks, as with real vocabularies
+    monkeypatch.setattr("agentfactory.trainers.policy.LOGITS_PER_CHUNK", 2**22)
+    # stored in another dtype than they are loaded in: else weights stay in the file's pages, which nobody allocates;
+    # and loaded by this thread, which is the one that is watched
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
+    stored = torch.float32 if lora and dtype == "bfloat16" else torch.bfloat16
+    AutoModelForCausalLM.from_config(config, dtype=stored).save_pretrained(tmp_path)
+    recipe = make_recipe(tmp_path, dtype, lora, batching=batching, **train)
+    planned = trainer_memory(recipe, config, "cpu")
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        learner = Learner(recipe, Accelerator(cpu=True))
+        part = fullest(recipe, learner.batching)
+        # from the second update on the optimiser's state is there too
+        for parts in ([part], [part, part]):
+            learner.update(
+                Batch(parts, 1.0, 1),
+                lambda index, part, logprob, entropy: Terms(loss=logprob.sum()),
+                (lambda part, values: Terms(loss=values.sum())) if learner.has_critic else None,
+            )
+    real = allocated(prof)
+    print(f"{real / MIB:.0f} MiB, planned / real {sum(planned.values()) / real:.3f}")
+    assert real > 20 * MIB
+    assert sum(planned.values()) == pytest.approx(real, rel=0.1), planned
+
+
+HYBRID = Qwen3_5TextConfig(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    vocab_size=512,
+    layer_types=["linear_attention", "linear_attention", "full_attention"] * 2,
+)
+
+
+@pytest.mark.parametrize("config", [SHAPES["qwen2"], HYBRID], ids=["one kind", "two kinds"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_all_layers_take_what_a_few_say(config: PreTrainedConfig, checkpointing: bool) -> None:
+    recipe = make_recipe(lora=LORA, dtype="bfloat16", gradient_checkpointing=checkpointing, length=65)
+    whole = max(_trace(recipe, config, "cpu").values(), key=lambda peak: peak.total)
+    peak, _ = trace(recipe, config, "cpu")
+    # all but the first layer have a gradient to hand down: one layer more than there are, at most
+    assert whole.total <= peak.total <= whole.total * (1 + 1 / config.num_hidden_layers)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "sgd", "adamw_8bit", "lion"])
+def test_state_of_an_optimiser(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # bitsandbytes' optimisers run on a CPU too; the recipe keeps them for GPUs
+    monkeypatch.setattr("agentfactory.trainers.optimizer._need_bitsandbytes", lambda name, device: None)
+    train = make_recipe(optimizer={"name": name}).train
+    model = AutoModelForCausalLM.from_config(SHAPES["llama"], dtype=torch.float32)
+    optimizer = make_optimizer(model, train)
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    states = [entry.items() for entry in optimizer.state.values()]
+    # qmaps are shared by all weights
+    tensors = [value for state in states for key, value in state if isinstance(value, Tensor) and "qmap" not in key]
+    real = sum(tensor.numel() * tensor.itemsize for tensor in tensors if tensor.ndim)
+    assert real == optimizer_state(model, train)
+
+
+def test_four_bit_weights(tmp_path: Path) -> None:
+    config = SHAPES["llama"]
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    recipe = make_recipe(tmp_path, "bfloat16", NF4)
+    network = load_network(recipe)
+    real = sum(weight.numel() * weight.itemsize for weight in (*network.parameters(), *network.buffers()))
+    for module in network.modules():
+        if (state := getattr(getattr(module, "weight", None), "quant_state", None)) is not None:
+            real += state.absmax.numel() + state.state2.absmax.numel() * 4
+    assert trainer_memory(recipe, config, "cpu")["weights"] == real
+    # arXiv:2305.14314 has 0.127 bits a weight for the constants
+    tables = 2 * 2 * config.vocab_size * config.hidden_size
+    matrices = sum(weight.numel() for weight in meta_model(make_recipe(), config, "cpu").parameters()) - tables // 2
+    assert (real - tables) * 8 / matrices == pytest.approx(4.127, abs=0.01)
+
+
+SEVEN = Qwen2Config(
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    vocab_size=152064,
+)
+"""Qwen2.5-7B: 7,615,616,512 weights, as its authors count."""
+
+
+def test_a_large_model_on_a_gpu() -> None:
+    recipe = make_recipe(dtype="bfloat16", batching="packed")
+    rows = trainer_memory(recipe, SEVEN, "cuda")
+    count = 7_615_616_512
+    assert rows["weights"] - 4 * count < MIB
+    assert rows["gradients"] == 4 * count
+    assert rows["optimizer"] == 8 * count
+    # autocast keeps every matrix of the layers, and the head, in bfloat16
+    assert rows["activations"] > 2 * (count - 152064 * 3584)
+    assert rows["context"] > 0
+    several = trainer_memory(
+        make_recipe(dtype="bfloat16", batching="packed", strategy="ddp", processes=8), SEVEN, "cuda"
+    )
+    assert several["buckets"] == several["gradients"] == rows["gradients"]
+    sharded = make_recipe(dtype="bfloat16", batching="packed", strategy="fsdp2", processes=8)
+    shares = trainer_memory(sharded, SEVEN, "cuda")
+    for row in ("weights", "gradients", "optimizer"):
+        assert shares[row] == pytest.approx(rows[row] / 8, abs=8)
+    # embeddings and head, with their gradients, are whole; of the layers a few are
+    tables = 2 * 152064 * 3584 * 4
+    assert 2 * tables < shares["gathered"] < 2 * tables + rows["weights"] / 4
+
+
+def test_what_is_offloaded_is_not_on_the_device() -> None:
+    kept, offloaded = (
+        trainer_memory(
+            make_recipe(
+                dtype="bfloat16", lora=LORA, batching="packed", gradient_checkpointing=True, activation_offload=offload
+            ),
+            SEVEN,
+            "cuda",
+        )["activations"]
+        for offload in (False, True)
+    )
+    # a layer's input for each layer, less the one that is computed
+    assert kept - offloaded == pytest.approx(27 * 512 * 3584 * 2, rel=0.1)
+
+
+def test_kernels_that_only_a_gpu_has_can_be_planned_anywhere() -> None:
+    options = {"liger": True, "compile": True, "attention": "flex_attention", "batching": "tree"}
+    assert trainer_memory(make_recipe(**options), SHAPES["llama"], "cuda")["activations"]
+    with pytest.raises(ValueError, match=r"train.batching: packed would be wrong.*linear_attention"):
+        trainer_memory(make_recipe(batching="packed"), HYBRID, "cuda")

@@ -1,0 +1,275 @@
+"""Composition of recipes: extends, overrides, paths, placeholders, stages."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agentfactory.recipe.composition import RecipeError
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe, StagedRecipe
+
+TASK = '{"question": "1 + 1?", "answer": "2"}\n'
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def single(path: Path | str, *overrides: str, **more) -> Recipe:
+    recipe = load_recipe(path, overrides, **more)
+    assert isinstance(recipe, Recipe)
+    return recipe
+
+
+def staged(path: Path | str, *overrides: str, **more) -> StagedRecipe:
+    recipe = load_recipe(path, overrides, **more)
+    assert isinstance(recipe, StagedRecipe)
+    return recipe
+
+
+def test_defaults_follow_from_the_file(project: Path) -> None:
+    recipe = single("recipe.yaml")
+    assert recipe.name == "recipe"
+    assert recipe.output == project / "runs" / "recipe"
+    assert recipe.model.path == str(project / "model")
+    assert recipe.tools == [f"{project}/my_tools.py:search"]
+    assert recipe.train.learning_rate == 1e-5
+    assert not (project / "runs").exists()
+
+
+def test_extends_merges_sections_and_keeps_each_files_base(project: Path) -> None:
+    write(project / "sub" / "child.yaml", "extends: ../recipe.yaml\nname: small\ndata: {path: own.jsonl, limit: 2}\n")
+    write(project / "sub" / "own.jsonl", TASK)
+    recipe = single("sub/child.yaml", "train.steps=3")
+    assert recipe.name == "small"
+    assert recipe.data is not None
+    assert recipe.data.path == str(project / "sub" / "own.jsonl")
+    assert recipe.data.limit == 2
+    assert recipe.model.path == str(project / "model")
+    assert (recipe.train.steps, recipe.train.learning_rate) == (3, 1e-5)
+
+
+def test_a_parents_name_is_not_inherited(project: Path) -> None:
+    write(project / "recipe.yaml", "name: parent\n" + (project / "recipe.yaml").read_text())
+    write(project / "child.yaml", "extends: recipe.yaml\n")
+    assert single("child.yaml").name == "child"
+
+
+def test_circular_extends_is_refused(project: Path) -> None:
+    write(project / "a.yaml", "extends: b.yaml\n")
+    write(project / "b.yaml", "extends: a.yaml\n")
+    with pytest.raises(RecipeError, match="extends"):
+        load_recipe("a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-5", 1e-5), ("2E+1", 20.0), ("1.5e-3", 1.5e-3), (".5", 0.5), ("3", 3.0), ("-0", None)]
+)
+def test_numbers_as_people_write_them(project: Path, text: str, value: float | None) -> None:
+    if value is None:
+        with pytest.raises(RecipeError, match=r"train\.learning_rate"):
+            single("recipe.yaml", f"train.learning_rate={text}")
+        return
+    assert single("recipe.yaml", f"train.learning_rate={text}").train.learning_rate == value
+
+
+def test_overrides_reach_every_depth(project: Path) -> None:
+    write(project / "elsewhere" / "more.jsonl", TASK)
+    recipe = single(
+        "recipe.yaml",
+        "seed=7",
+        "output=elsewhere/run",
+        "model.lora.rank=8",
+        "train.optimizer.betas=[0.9, 0.99]",
+        "data.path=elsewhere/more.jsonl",
+        "rollout.on_outcome.timeout=retry",
+        "server.url=http://127.0.0.1:1234",
+    )
+    assert recipe.seed == 7
+    assert recipe.output == project / "elsewhere" / "run"
+    assert recipe.model.lora is not None
+    assert recipe.model.lora.rank == 8
+    assert recipe.train.optimizer.betas == (0.9, 0.99)
+    assert recipe.data is not None
+    assert recipe.data.path == str(project / "elsewhere" / "more.jsonl")
+
+
+def test_overrides_are_relative_to_the_current_folder(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(project / "other" / "here.jsonl", TASK)
+    monkeypatch.chdir(project / "other")
+    recipe = single("../recipe.yaml", "data.path=here.jsonl")
+    assert recipe.data is not None
+    assert recipe.data.path == str(project / "other" / "here.jsonl")
+
+
+def test_hub_names_stay(project: Path) -> None:
+    recipe = single("recipe.yaml", "model.path=Qwen/Qwen3-0.6B", "data.path=openai/gsm8k")
+    assert recipe.model.path == "Qwen/Qwen3-0.6B"
+    assert recipe.data is not None
+    assert recipe.data.path == "openai/gsm8k"
+
+
+def test_an_mcp_command_starts_in_its_recipes_folder(project: Path) -> None:
+    write(
+        project / "sub" / "r.yaml",
+        "extends: ../recipe.yaml\nmcp_servers: {files: {command: python3, args: [server.py], environment: {}}}\n",
+    )
+    assert single("sub/r.yaml").mcp_servers["files"].cwd == str(project / "sub")
+
+
+def test_the_command_python_is_this_one_wherever_path_leads(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(project))
+    write(project / "r.yaml", "extends: recipe.yaml\nmcp_servers: {files: {command: python, args: [server.py]}}\n")
+    assert single("r.yaml").mcp_servers["files"].command == "python"
+    with pytest.raises(RecipeError, match="no program 'python3'"):
+        single("r.yaml", "mcp_servers.files.command=python3")
+
+
+def test_what_is_prepared_need_not_exist_yet(project: Path) -> None:
+    write(project / "make.py", "import no_such_package\ndef make(folder, seed): ...\n")
+    recipe = single(
+        "recipe.yaml", "prepare=make.py:make", "model.path=${prepared}/model", "data.path=${prepared}/a.jsonl"
+    )
+    assert recipe.prepare == f"{project}/make.py:make"
+    assert recipe.model.path == str(project / "runs" / "recipe" / "prepared" / "model")
+
+
+def test_the_resolved_recipe_runs_as_it_stands(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(project / "make.py", "def make(folder, seed): ...\n")
+    recipe = single("recipe.yaml", "prepare=make.py:make", "model.path=${prepared}/model", "seed=3")
+    stored = write(project / "far" / "away" / "recipe.yaml", recipe.to_yaml())
+    monkeypatch.chdir("/")
+    assert load_recipe(stored) == recipe
+    # another output takes what is prepared along
+    moved = single(stored, f"output={project}/other")
+    assert moved.model.path == str(project / "other" / "prepared" / "model")
+
+
+@pytest.fixture
+def stages(project: Path) -> Path:
+    write(project / "make.py", "def make(folder, seed): ...\n")
+    write(
+        project / "warm.yaml",
+        "seed: 9\nmodel: {path: '${prepared}/model', dtype: float32}\n"
+        "data: {path: '${prepared}/talks.jsonl'}\ntrain: {algorithm: sft, steps: 5}\n",
+    )
+    write(project / "rl.yaml", "extends: recipe.yaml\neval: {data: {path: '${prepared}/heldout.jsonl'}}\n")
+    return write(project / "both.yaml", "prepare: make.py:make\nstages: [warm.yaml, rl.yaml]\n")
+
+
+def test_stages_get_seed_output_and_the_last_ones_checkpoint(stages: Path, project: Path) -> None:
+    recipe = staged(stages, "seed=4", "output=out")
+    warm, rl = recipe.stages
+    assert (recipe.name, recipe.output) == ("both", project / "out")
+    assert (warm.name, warm.seed, warm.output) == ("warm", 4, project / "out" / "warm")
+    assert (rl.name, rl.seed, rl.output) == ("rl", 4, project / "out" / "rl")
+    assert warm.model.path == str(project / "out" / "prepared" / "model")
+    assert rl.model.path == str(project / "out" / "warm" / "checkpoints")
+
+
+def test_overrides_reach_one_stage_or_all(stages: Path) -> None:
+    warm, rl = staged(stages, "rl.train.steps=20", "train.max_grad_norm=0.5", "rl.model.lora.rank=8").stages
+    assert (warm.train.steps, rl.train.steps) == (5, 20)
+    assert warm.train.max_grad_norm == rl.train.max_grad_norm == 0.5
+    assert warm.model.lora is None
+    assert rl.model.lora is not None
+
+
+def test_a_resolved_staged_recipe_runs_as_it_stands(stages: Path, project: Path) -> None:
+    recipe = staged(stages, "seed=4")
+    stored = write(project / "far" / "recipe.yaml", recipe.to_yaml())
+    assert load_recipe(stored) == recipe
+    stage = recipe.stages[0]
+    prepared = recipe.output / "prepared"
+    (prepared / "model").mkdir(parents=True)
+    write(prepared / "talks.jsonl", TASK)
+    assert load_recipe(write(project / "stage.yaml", stage.to_yaml())) == stage
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("stages: []", "stages"),
+        ("stages: [no_such.yaml]", "stages.0"),
+        ("stages: [warm.yaml, warm.yaml]", "stages.1"),
+        ("stages: [both.yaml]", "stages"),
+        ("stages: [warm.yaml]\nmodel: {path: x}", "model"),
+        ("stages: [{train: {steps: 1}}]", "stages.0"),
+    ],
+)
+def test_broken_stages(stages: Path, project: Path, text: str, field: str) -> None:
+    broken = write(project / "broken.yaml", text + "\n")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(broken)
+    assert caught.value.field == field
+
+
+def test_a_fault_in_a_stage_is_named_as_whoever_set_it_would(stages: Path, project: Path) -> None:
+    for setting, named in (
+        ("rl.train.steps=many", "command line: rl.train.steps: got 'many'"),
+        ("warm.train.steps=0", "command line: warm.train.steps: got 0"),
+        ("rl.data.path=none.jsonl", "command line: rl.data.path: "),
+    ):
+        with pytest.raises(RecipeError, match=f"^{named}"):
+            load_recipe(stages, [setting])
+    inline = {**yaml.safe_load((project / "warm.yaml").read_text()), "name": "warm", "train": {"algorithm": "sft"}}
+    whole = write(project / "inline.yaml", yaml.safe_dump({"prepare": "make.py:make", "stages": [inline]}))
+    with pytest.raises(RecipeError, match=r"^inline\.yaml: warm\.train\.steps: missing"):
+        load_recipe(whole)
+    text = (project / "warm.yaml").read_text()
+    write(project / "warm.yaml", text.replace("steps: 5", "steps: -5"))
+    with pytest.raises(RecipeError, match=r"^warm\.yaml: train\.steps: got -5"):
+        load_recipe(stages)
+
+
+def test_a_stage_cannot_continue_an_adapter(stages: Path) -> None:
+    with pytest.raises(RecipeError, match=r"warm\.model\.lora"):
+        load_recipe(stages, ["warm.model.lora.rank=4"])
+
+
+def test_dry_run_text_is_plain_yaml(project: Path) -> None:
+    data = yaml.safe_load(single("recipe.yaml").to_yaml())
+    assert data["train"]["learning_rate"] == 1e-5
+    assert data["rollout"]["on_outcome"] == {}
+
+
+def test_rows_are_read_where_that_is_quick(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "tasks.jsonl").write_text("[1]\n")
+    with pytest.raises(RecipeError, match=r"data\.path: row 1 of .* is a list, not an object; fix: correct it"):
+        load_recipe("recipe.yaml")
+    (project / "tasks.jsonl").write_bytes(b'{"question": "caf\xe9"}\n')
+    with pytest.raises(RecipeError, match=r"data\.path: .*tasks\.jsonl:1 is not UTF-8: .*; fix: save it as UTF-8"):
+        load_recipe("recipe.yaml")
+    # who does not use them does not read them
+    load_recipe("recipe.yaml", purpose="eval")
+    load_recipe("recipe.yaml", ["data=null"], purpose="serve")
+    load_recipe("recipe.yaml", ["train.from_trajectories=heldout.jsonl"])
+    monkeypatch.setattr("agentfactory.recipe.checks._MOST_BYTES_READ", 3)
+    load_recipe("recipe.yaml")
+
+
+@pytest.mark.processes
+def test_what_is_not_installed_is_appended_where_asked(project: Path) -> None:
+    programs = ["mcp_servers.a.command=no-such-program", "server.engine=vllm"]
+    lacks: list[str] = []
+    load_recipe("recipe.yaml", programs, lacks=lacks)
+    program, vllm = lacks
+    assert program.startswith("mcp_servers.a.command: no program 'no-such-program'; fix: install it")
+    assert vllm.startswith("server.engine: got 'vllm', which is not installed")
+
+
+def test_user_code_imports_from_the_folders_of_the_recipes_files(project: Path) -> None:
+    (project / "deep").mkdir()
+    (project / "deep" / "recipe.yaml").write_text("extends: ../recipe.yaml\n")
+    assert single("deep/recipe.yaml").import_path == [project / "deep", project]
+    assert single("recipe.yaml", "import_path=[deep]").import_path == [project / "deep"]
+    (project / "both.yaml").write_text("name: both\nstages: [{name: one, extends: deep/recipe.yaml}]\n")
+    assert staged("both.yaml").stages[0].import_path == [project, project / "deep"]
+    whole = staged("both.yaml", "import_path=[here]", "one.import_path=['${prepared}/lib']")
+    assert whole.import_path == whole.stages[0].import_path == [project / "here", whole.output / "prepared" / "lib"]
+    for wrong in ("import_path=lib", "one.import_path=[1]", "one.import_path={a: b}"):
+        with pytest.raises(RecipeError, match=r"import_path: got .*, not a list of folders; fix: write it as \[FOLDER"):
+            staged("both.yaml", wrong)

@@ -1,0 +1,134 @@
+"""Options of the network and its optimiser that cannot be had, or would do nothing, are refused with the fix."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from agentfactory import Agent
+from agentfactory.recipe.composition import RecipeError
+from agentfactory.recipe.load import load_recipe
+
+FSDP2 = ["train.strategy=fsdp2", "train.processes=2"]
+NF4 = "model.lora={rank: 8, quantization: nf4}"
+REFUSED = {
+    "four bits in shares": ([*FSDP2, NF4], "model.lora.quantization", "use ddp"),
+    "muon on cut matrices": ([*FSDP2, "train.optimizer.name=muon"], "train.optimizer.name", "use adamw or sgd"),
+    "adafactor on cut matrices": ([*FSDP2, "train.optimizer.name=adafactor"], "train.optimizer.name", "strategy ddp"),
+    "flash attention in float32": (
+        ["train.attention=flash_attention_2", "model.dtype=float32"],
+        "train.attention",
+        "use sdpa, or bfloat16",
+    ),
+    "flash attention on a tree": (
+        ["model.dtype=bfloat16", "train.attention=flash_attention_2", "train.batching=tree"],
+        "train.attention",
+        "batching packed",
+    ),
+    "eager on packed rows": (["train.attention=eager", "train.batching=packed"], "train.attention", "use sdpa"),
+    "no bitsandbytes for the base": ([NF4], "model.lora.quantization", "pip install bitsandbytes"),
+    "no bitsandbytes for the optimiser": (
+        ["train.optimizer.name=lion"],
+        "train.optimizer.name",
+        "pip install bitsandbytes",
+    ),
+    "no liger-kernel": (["train.liger=true"], "train.liger", "pip install liger-kernel"),
+    "no flash attention": (
+        ["model.dtype=bfloat16", "train.attention=flash_attention_2"],
+        "train.attention",
+        "pip install flash-attn",
+    ),
+    "nothing to offload": (
+        ["train.activation_offload=true"],
+        "train.activation_offload",
+        "train.gradient_checkpointing=true",
+    ),
+    "betas of adafactor": (
+        ["train.optimizer={name: adafactor, betas: [0.8, 0.9]}"],
+        "train.optimizer.betas",
+        "another optimiser",
+    ),
+    "eps of sgd": (["train.optimizer={name: sgd, eps: 1e-6}"], "train.optimizer.eps", "adamw"),
+    "decay of a cosine": (["train.schedule=cosine", "train.decay_steps=3"], "train.decay_steps", "schedule=wsd"),
+    "wsd without decay": (["train.schedule=wsd"], "train.decay_steps", "after the warm-up"),
+}
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the packages that only some options need."""
+    find = importlib.util.find_spec
+    optional = ("bitsandbytes", "liger_kernel", "flash_attn")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in optional else find(name))
+
+
+@pytest.mark.usefixtures("nothing_installed")
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(project: Path, case: str) -> None:
+    overrides, field, fix = REFUSED[case]
+    with pytest.raises(RecipeError, match=fix) as caught:
+        load_recipe("recipe.yaml", overrides, purpose="train")
+    assert caught.value.field == field
+
+
+LORA = "model.lora.rank=8"
+UNCORRECTED = "train.loss.mismatch.correction=none"
+SERVED_APART = {
+    "fp8 by the embedded engine": ([LORA, "server.quantization=fp8"], "server.quantization", "engine=vllm"),
+    "int4 by vLLM": (
+        [LORA, "server.engine=vllm", "server.quantization=int4"],
+        "server.quantization",
+        "engine=embedded",
+    ),
+    "full weights into rounded ones": (["server.quantization=int8"], "server.quantization", "train an adapter"),
+    "full weights into a copy": (["server.model=org/Model-AWQ"], "server.model", "train an adapter"),
+    "uncorrected, rounded": (
+        [LORA, UNCORRECTED, "server.quantization=int8"],
+        "train.loss.mismatch.correction",
+        "use token_truncate",
+    ),
+    "uncorrected, a copy": (
+        [LORA, UNCORRECTED, "server.model=org/Model-AWQ"],
+        "train.loss.mismatch.correction",
+        "use token_truncate",
+    ),
+    "uncorrected, four bits in the trainer": (
+        [NF4, UNCORRECTED],
+        "train.loss.mismatch.correction",
+        "use token_truncate",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SERVED_APART)
+def test_a_server_that_no_weights_or_no_correction_fits_is_refused(project: Path, case: str) -> None:
+    overrides, field, fix = SERVED_APART[case]
+    with pytest.raises(RecipeError, match=fix) as caught:
+        load_recipe("recipe.yaml", overrides, purpose="train")
+    assert caught.value.field == field
+
+
+def test_an_agent_s_own_server_refuses_it_too() -> None:
+    with pytest.raises(ValueError, match=r"server.quantization: got 'fp8', and the embedded engine rounds to int8 or"):
+        Agent("org/model", engine="embedded", server={"quantization": "fp8"})
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [LORA, "server.quantization=int4"],
+        [LORA, "server.model=org/Model-AWQ", "train.loss.mismatch.correction=token_mask"],
+        [NF4],
+        [NF4, "server.quantization=int8", "train.strategy=ddp", "train.processes=2"],
+        [LORA, UNCORRECTED],
+        # nothing is sampled
+        [NF4, "train.algorithm=sft"],
+        [*FSDP2, "model.lora.rank=8", "train.gradient_checkpointing=true", "train.activation_offload=true"],
+        [*FSDP2, "train.compile=true", "train.optimizer.name=sgd"],
+        ["train.optimizer={name: muon, eps: 1e-6, betas: [0.95, 0.99]}", "train.attention=flex_attention"],
+        ["train.schedule=wsd", "train.warmup_steps=3", "train.decay_steps=7"],
+        ["train.optimizer={groups: [{match: embed, learning_rate: 1e-6}, {match: norm, weight_decay: 0.1}]}"],
+    ],
+)
+def test_accepted(project: Path, overrides: list[str]) -> None:
+    load_recipe("recipe.yaml", overrides, purpose="train")

@@ -1,0 +1,199 @@
+"""Admission and the choice of batches: how far generation may run ahead, and what becomes of groups that grow old."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentfactory.rollout.admission import Admission, BatchChoice, Candidate, Choice
+from agentfactory.rollout.config import EqualRewards
+
+
+def start_all(admission: Admission) -> int:
+    before = admission.started
+    while admission.may_start():
+        admission.start()
+    return admission.started - before
+
+
+def test_staleness_zero_alternates_generation_and_training() -> None:
+    admission = Admission(batch_size=4, max_staleness=0, total=12)
+    assert start_all(admission) == 4
+    admission.publish(1)
+    assert start_all(admission) == 4
+    admission.publish(2)
+    assert start_all(admission) == 4
+    admission.publish(3)
+    assert start_all(admission) == 0, "no group is started that nobody will train"
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_generation_runs_k_batches_ahead(k: int) -> None:
+    admission = Admission(batch_size=3, max_staleness=k, total=1000)
+    assert start_all(admission) == (k + 1) * 3
+    admission.publish(1)
+    assert start_all(admission) == 3
+
+
+def test_a_dropped_group_is_replaced() -> None:
+    admission = Admission(batch_size=2, max_staleness=0, total=2)
+    start_all(admission)
+    admission.dropped()
+    assert start_all(admission) == 1
+
+
+def test_misuse_is_an_error() -> None:
+    admission = Admission(batch_size=1, max_staleness=0, total=5)
+    admission.start()
+    with pytest.raises(ValueError, match="may not start"):
+        admission.start()
+    admission.publish(1)
+    with pytest.raises(ValueError, match="must rise"):
+        admission.publish(1)
+
+
+def candidate(name: str, oldest: int | None = 0, chains: int = 2) -> Candidate:
+    return Candidate(name, oldest, True, chains, teaches=True)
+
+
+def running(name: str, oldest: int | None = 0, chains: int = 0, teaches: bool | None = None) -> Candidate:
+    return Candidate(name, oldest, False, chains, teaches=chains >= 2 if teaches is None else teaches)
+
+
+def test_no_batch_before_enough_groups_are_complete() -> None:
+    batches = BatchChoice(batch_size=2, max_staleness=0)
+    assert batches.choose([candidate("a"), running("b", chains=2)]) is None
+    assert batches.choose([candidate("a"), candidate("b")]) == Choice(["a", "b"], [])
+    assert batches.choose([candidate("c"), candidate("d")]) is None, "the batch of this version is chosen already"
+    batches.publish(1)
+    assert batches.choose([candidate("c", 1), candidate("d", 1)]) == Choice(["c", "d"], [])
+
+
+def test_an_old_group_is_closed_with_the_chains_that_have_ended() -> None:
+    batches = BatchChoice(batch_size=2, max_staleness=1)
+    groups = [running("old", 0, 2), candidate("young", 1), candidate("younger", 1)]
+    assert batches.choose(groups) == Choice(["young", "younger"], []), "at version 0 there is time until version 1"
+    batches.publish(1)
+    assert batches.choose(groups) == Choice(["old", "young"], [])
+
+
+@pytest.mark.parametrize("chains", [0, 1, 3])
+def test_an_old_group_that_would_teach_nothing_is_cancelled(chains: int) -> None:
+    batches = BatchChoice(batch_size=2, max_staleness=0)
+    groups = [running("old", 0, chains, teaches=False), candidate("a"), candidate("b")]
+    assert batches.choose(groups) == Choice(["a", "b"], ["old"])
+
+
+def test_places_that_stay_empty_are_those_of_the_next_batch_and_never_all() -> None:
+    batches = BatchChoice(batch_size=3, max_staleness=1)
+    assert batches.choose([candidate("a")]) is None
+    assert [batches.leave_empty() for _ in range(3)] == [True, True, False]
+    assert batches.choose([candidate("a"), candidate("b")]) == Choice(["a"], [])
+    batches.publish(1)
+    assert batches.choose([candidate("b"), candidate("c", 1)]) is None, "the batch after it has all its places"
+    assert batches.leave_empty()
+    assert batches.choose([candidate("b"), candidate("c", 1)]) == Choice(["b", "c"], [])
+
+
+def test_groups_of_an_earlier_run_count_as_started() -> None:
+    admission = Admission(batch_size=4, max_staleness=1, total=40, version=3, started=12)
+    admission.resume(3)
+    assert start_all(admission) == 5
+
+
+def test_the_oldest_go_first_and_of_those_closed_the_fullest() -> None:
+    batches = BatchChoice(batch_size=3, max_staleness=2, version=5, chosen=5)
+    groups = [
+        running("two", 3, 2),
+        running("three", 3, 3),
+        candidate("newer", 5),
+        candidate("whole", 3),
+        candidate("middle", 4),
+        running("unborn", None),
+    ]
+    assert batches.choose(groups) == Choice(["whole", "three", "two"], [])
+    batches = BatchChoice(batch_size=2, max_staleness=2, version=5, chosen=5)
+    assert batches.choose(groups) == Choice(["whole", "three"], ["two"])
+    batches = BatchChoice(batch_size=3, max_staleness=4, version=5, chosen=5)
+    assert batches.choose(groups) == Choice(["whole", "middle", "newer"], [])
+
+
+class Run:
+    """Rollouts and a trainer, played step by step without time: what may happen next is drawn at random. A complete
+    group of equal rewards is kept, or its place stays empty or is filled again."""
+
+    def __init__(self, batch_size: int, max_staleness: int, steps: int, group_size: int, equal: EqualRewards):
+        self.admission = Admission(batch_size, max_staleness, total=steps * batch_size)
+        self.batches = BatchChoice(batch_size, max_staleness)
+        self.steps, self.group_size, self.equal = steps, group_size, equal
+        self.empty: list[int] = []
+        """Places of each trained batch that stayed empty."""
+        self.open: dict[str, list[Any]] = {}
+        self.serial = 0
+        self.trained: list[list[int]] = []
+        """Of each batch, the ages of its groups."""
+
+    def act(self, draw: random.Random) -> None:
+        """Starts what may start; a chain moves on or ends; a batch that is chosen is trained at once or later."""
+        while self.admission.may_start():
+            self.admission.start()
+            self.open[str(self.serial)] = [None, 0, ()]
+            self.serial += 1
+        version = self.admission.version
+        for _ in range(draw.randint(1, 8)):
+            if alive := [group for group in self.open.values() if group[1] < self.group_size]:
+                group = draw.choice(alive)
+                group[0] = version if group[0] is None else group[0]
+                if draw.random() < 0.7:
+                    group[1] += 1
+                    group[2] = (*group[2], float(draw.random() < 0.5))
+                    self.filter(group)
+        empty = self.batches.empty
+        choice = self.batches.choose(
+            [
+                Candidate(n, oldest, ended == self.group_size, len(r), len(set(r)) > 1)
+                for n, (oldest, ended, r) in self.open.items()
+            ]
+        )
+        if choice is not None:
+            assert len(choice.train) == self.admission.batch_size - empty > 0
+            self.empty.append(empty)
+            assert not set(choice.train) & set(choice.cancel)
+            self.trained.append([version - self.open.pop(name)[0] for name in choice.train])
+            for name in choice.cancel:
+                del self.open[name]
+                self.admission.dropped()
+        if self.batches.chosen > version and version + 1 < self.steps and draw.random() < 0.5:
+            self.admission.publish(version + 1)
+            self.batches.publish(version + 1)
+
+    def filter(self, group: list[Any]) -> None:
+        """What the producer does with a group that is complete."""
+        if group[1] == self.group_size and len(set(group[2])) == 1 and self.equal is not EqualRewards.KEEP:
+            self.open = {name: other for name, other in self.open.items() if other is not group}
+            if self.equal is EqualRewards.REFILL or not self.batches.leave_empty():
+                self.admission.dropped()
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    batch_size=st.integers(1, 4),
+    max_staleness=st.integers(0, 4),
+    group_size=st.integers(2, 4),
+    equal=st.sampled_from(EqualRewards),
+)
+def test_nothing_older_than_the_bound_is_trained_and_no_run_gets_stuck(
+    seed: int, batch_size: int, max_staleness: int, group_size: int, equal: EqualRewards
+) -> None:
+    run, draw = Run(batch_size, max_staleness, 8, group_size, equal), random.Random(seed)
+    for _ in range(2000):
+        run.act(draw)
+        if len(run.trained) == run.steps:
+            break
+    assert len(run.trained) == run.steps
+    assert all(0 <= age <= max_staleness for ages in run.trained for age in ages)
+    assert run.open == {}, "exactly as many groups are started as are trained"
+    assert sum(run.empty) == 0 or equal is EqualRewards.DROP
+    assert len(run.trained) * batch_size == sum(map(len, run.trained)) + sum(run.empty)

@@ -1,0 +1,51 @@
+"""Inference servers for tests: the engine's own command from a recipe, started, awaited and ended."""
+
+import asyncio
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from agentfactory.rollout import serving
+from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.tools import parent_watch
+
+VLLM_PYTHON = os.environ.get("AGENTFACTORY_VLLM_PYTHON")
+"""A Python that has vLLM: `make test-vllm` names it."""
+
+_START_SECONDS = 180.0
+
+
+@contextmanager
+def serve(recipe: dict[str, Any], folder: Path, weight_transfer: str | None = None) -> Iterator[str]:
+    """The address of a server that `recipe` describes; its log is `folder`/server.log."""
+    command = serving.server_command(RolloutRecipe.model_validate(recipe), weight_transfer=weight_transfer)
+    log = folder / "server.log"
+    env = {**os.environ, **parent_watch.environment(), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as file:
+        server = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
+    try:
+        deadline = time.monotonic() + _START_SECONDS
+        while (url := serving.ready_url(lines := log.read_text(errors="replace").splitlines())) is None:
+            assert server.poll() is None, serving.explain(lines) or lines[-20:]
+            assert time.monotonic() < deadline, lines[-20:]
+            time.sleep(0.1)
+        yield url
+    finally:
+        server.terminate()
+        try:
+            server.wait(10)
+        except subprocess.TimeoutExpired:  # vLLM waits for requests that a pause holds
+            server.kill()
+            server.wait()
+
+
+async def busy(url: str, running: int = 1, api_key_env: str | None = None) -> None:
+    """Waits until a server decodes so many requests."""
+    async with InferenceClient(url, api_key_env) as client, asyncio.timeout(30):
+        while (await client.load()).running < running:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

@@ -1,0 +1,281 @@
+"""Launches by accelerate's own launcher: two processes equal one, and what accelerate did not set up is refused."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+from agentfactory.rollout.trajectory import Group
+from agentfactory.trainers.accelerator import LaunchError, check_launch, make_accelerator
+from agentfactory.trainers.config import TrainConfig, TrainRecipe
+from agentfactory.trainers.server_control import ServerControl
+from tests.forked import Forked
+
+pytestmark = [pytest.mark.processes, pytest.mark.numbers]
+
+SCRIPT = Path(__file__).with_name("launched.py")
+ROOT = SCRIPT.parents[2]
+CONFIGURATION = "compute_environment: LOCAL_MACHINE\nnum_processes: 2\nnum_machines: 1\nmachine_rank: 0\n"
+FSDP = CONFIGURATION + "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n"
+TWO_PROCESSES = {
+    "ddp": ["--config_file", str(ROOT / "recipes/accelerate/ddp.yaml"), "--num_processes", "2"],
+    "fsdp2": ["--config_file", str(ROOT / "recipes/accelerate/fsdp2.yaml"), "--num_processes", "2"],
+}
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+PLAIN = {"steps": 1, "learning_rate": 1.0, "max_grad_norm": 1e9, "optimizer": {"name": "sgd", "betas": [0.0, 0.0]}}
+"""One step by the gradient itself."""
+LONGER = {"steps": 2, "learning_rate": 1e-3, "max_grad_norm": 0.5, "updates_per_batch": 2}
+"""Several steps of AdamW with clipped gradients."""
+CASES: list[dict[str, Any]] = [
+    {**PLAIN},
+    {**PLAIN, "untied": True},
+    {**PLAIN, "lora": {"rank": 3}, "gradient_checkpointing": True},
+    {**LONGER},
+    {**LONGER, "lora": {"rank": 2}, "dtype": "bfloat16"},
+]
+
+
+def launch(flags: list[str], arguments: list[str], cpu_by_environment: bool, script: Path = SCRIPT) -> list[str]:
+    """What `accelerate launch FLAGS SCRIPT ARGUMENTS` prints, as a user types it; the port is a free
+    one. Ends the test where the exit status is neither 0 nor that of refusals."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    if cpu_by_environment:
+        environment["ACCELERATE_USE_CPU"] = "true"
+    launcher = ["-m", "accelerate.commands.launch", *flags, "--main_process_port", "0"]
+    command = [sys.executable, *launcher, str(script), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 or any("refused" in line for line in lines), done.stderr
+    return lines
+
+
+def run_alone(arguments: list[str], log: Path, on_cpu: bool) -> list[str]:
+    """What `launched.py ARGUMENTS` prints without a launcher."""
+    environment = {"ACCELERATE_USE_CPU": "true"} if on_cpu else {}
+    process = Forked("tests.trainers.launched", *arguments, log=log, **environment)
+    assert process.wait() == 0, log.read_text()
+    return log.read_text().splitlines()
+
+
+class Trained:
+    """The metrics and the checkpoints of CASES under one strategy."""
+
+    def __init__(self, folder: Path, lines: list[str]):
+        entries = [json.loads(line) for line in lines if line.startswith("{")]
+        firsts = [place for place, entry in enumerate(entries) if entry["step"] == 1]
+        self.metrics = [entries[start:end] for start, end in zip(firsts, [*firsts[1:], None], strict=True)]
+        self.checkpoints = [max((folder / str(number)).iterdir()) for number in range(len(CASES))]
+
+    def weights(self, case: int) -> dict[str, torch.Tensor]:
+        kind = "adapter_model" if "lora" in CASES[case] else "model"
+        return load_file(self.checkpoints[case] / f"{kind}.safetensors")
+
+
+@pytest.fixture(scope="module")
+def untied_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with a head of its own."""
+    folder = tmp_path_factory.mktemp("untied")
+    model = Qwen3ForCausalLM.from_pretrained(model_folder)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0).clone())
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def train(
+    model_folder: Path,
+    untied_folder: Path,
+    make_groups: Callable[..., list[Group]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., Trained]:
+    """`train(strategy, device)`: ragged groups, micro-batches that the processes share unevenly."""
+    groups = tmp_path_factory.mktemp("launch") / "groups.jsonl"
+    groups.write_text("".join(group.to_json() + "\n" for group in make_groups(6, 3)))
+    made: dict[tuple[str, str], Trained] = {}
+
+    def train(strategy: str, device: str = "cpu") -> Trained:
+        if (strategy, device) not in made:
+            recipes = []
+            for case in CASES:
+                settings = dict(case)
+                path = untied_folder if settings.pop("untied", False) else model_folder
+                section = {
+                    "path": str(path),
+                    "dtype": settings.pop("dtype", "float32"),
+                    "lora": settings.pop("lora", None),
+                }
+                processes = 1 if strategy == "single" else 2
+                settings |= {"processes": processes, "strategy": strategy, "batch_size": 3, "token_budget": 70}
+                recipes.append({"model": section, "train": settings})
+            folder = tmp_path_factory.mktemp(strategy)
+            arguments, on_cpu = [json.dumps(recipes), str(groups), str(folder)], device == "cpu"
+            if strategy == "single":
+                lines = run_alone(arguments, folder.with_suffix(".log"), on_cpu)
+            else:
+                lines = launch(TWO_PROCESSES[strategy], arguments, on_cpu)
+            made[strategy, device] = Trained(folder, lines)
+        return made[strategy, device]
+
+    return train
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpus", marks=TWO_GPUS)])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.long), "fsdp2"])
+def test_two_processes_equal_one(train: Callable[..., Trained], strategy: str, device: str) -> None:
+    one, two = train("single", device), train(strategy, device)
+    for number, case in enumerate(CASES):
+        exact = case.get("dtype") != "bfloat16"
+        for given, expected in zip(two.metrics[number], one.metrics[number], strict=True):
+            assert given["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5 if exact else 1e-2)
+            for name in ("loss", "entropy", "clip_fraction", "mismatch/mean", "mismatch/max", "mismatch/kl", "tokens"):
+                relative, absolute = (1e-4, 1e-6) if exact else (1e-2, 1e-2)
+                assert given[name] == pytest.approx(expected[name], rel=relative, abs=absolute), (case, name)
+        weights = two.weights(number)
+        for name, value in one.weights(number).items():
+            # AdamW's first steps are as long where a gradient is all but 0
+            tolerance = 1e-5 if case["steps"] == 1 else 1e-4 if exact else 2e-3
+            torch.testing.assert_close(weights[name], value, atol=tolerance, rtol=0, msg=lambda m, c=case: f"{c} {m}")
+
+
+def test_an_adapter_trained_under_fsdp2_is_loaded_by_peft_and_by_the_server(
+    train: Callable[..., Trained], model_folder: Path, server: ServerControl
+) -> None:
+    number = next(n for n, case in enumerate(CASES) if "lora" in case)
+    checkpoint = train("fsdp2").checkpoints[number]
+    loaded = AutoPeftModelForCausalLM.from_pretrained(checkpoint)
+    assert loaded.peft_config["default"].base_model_name_or_path == str(model_folder)
+    held = {name.replace(".default", ""): value for name, value in loaded.named_parameters() if "lora_" in name}
+    torch.testing.assert_close(held, train("single").weights(number), atol=1e-5, rtol=0)
+    assert all(value.abs().max() > 0 for value in held.values()), "both factors have been trained"
+
+    server.post("/v1/load_lora_adapter", {"lora_name": "fsdp2", "lora_path": str(checkpoint)})
+    prompt = [5, 6, 7]
+    params = {"temperature": 0.0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True}
+    body = {"token_ids": prompt, "sampling_params": params, "model": "fsdp2"}
+    choice = server.post("/inference/v1/generate", body)["choices"][0]
+    server.post("/v1/unload_lora_adapter", {"lora_name": "fsdp2"})
+    ids = torch.tensor([[*prompt, *choice["token_ids"]]])
+    with torch.no_grad():
+        logprobs = loaded(ids).logits[0, 2:-1].float().log_softmax(-1)
+    assert choice["token_ids"] == logprobs.argmax(-1).tolist()
+    given = torch.tensor([content["logprob"] for content in choice["logprobs"]["content"]])
+    torch.testing.assert_close(given, logprobs.max(-1).values, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("configuration", "flags", "cpu_by_environment", "reason"),
+    [
+        (FSDP + "use_cpu: true\n", [], False, "started 2 processes, but accelerate set up 1"),
+        pytest.param(
+            *(
+                FSDP + "use_cpu: false\n",
+                [],
+                True,
+                "the launcher's configuration asks for FSDP, and accelerate set up 2",
+            ),
+            marks=pytest.mark.long,
+        ),
+        (None, ["--cpu", "--num_processes", "2"], False, "but accelerate set up 1 process(es) as NO"),
+        pytest.param(
+            *(CONFIGURATION + "distributed_type: MULTI_CPU\nuse_cpu: true\n", [], False, "accelerate set up 1 process"),
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["fsdp yaml with use_cpu", "fsdp for ddp", "--cpu", "MULTI_CPU yaml"],
+)
+def test_what_accelerate_does_not_set_up_is_refused(
+    make_recipe: Callable[..., TrainRecipe],
+    tmp_path: Path,
+    configuration: str | None,
+    flags: list[str],
+    cpu_by_environment: bool,
+    reason: str,
+) -> None:
+    if configuration is not None:
+        (tmp_path / "accelerate.yaml").write_text(configuration)
+        flags = ["--config_file", str(tmp_path / "accelerate.yaml")]
+    recipes = json.dumps([make_recipe(processes=2, strategy="ddp").model_dump()])
+    lines = launch(flags, [recipes, "none", str(tmp_path / "out")], cpu_by_environment)
+    refusals = [line for line in lines if "refused" in line]
+    assert refusals
+    assert all(reason in line for line in refusals)
+    fix = "ACCELERATE_USE_CPU=true accelerate launch --config_file recipes/accelerate/ddp.yaml --num_processes 2"
+    assert all(fix in line for line in refusals)
+    assert not (tmp_path / "out").exists()
+
+
+RECIPE_OF_ITS_OWN = """
+import json, os, sys
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.accelerator import LaunchError, check_same_recipe, make_accelerator
+
+rank = int(os.environ["RANK"])
+recipe = TrainRecipe.model_validate(json.loads(sys.argv[1 + rank]))
+make_accelerator(recipe.train)
+try:
+    check_same_recipe(recipe)
+    said = "goes on"
+except LaunchError as error:
+    said = f"refused: {error}"
+# whole lines: both processes write at once
+os.write(1, f"rank {rank} {said}\\n".encode())
+# as train.py leaves
+os._exit(0)
+"""
+
+
+def test_machines_with_unlike_recipes_are_refused(make_recipe: Callable[..., TrainRecipe], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(RECIPE_OF_ITS_OWN)
+
+    def lines(**sections: dict[str, Any]) -> list[str]:
+        one = make_recipe(processes=2, strategy="ddp").model_dump(mode="json")
+        other = one | {name: one[name] | fields for name, fields in sections.items()}
+        return sorted(launch(TWO_PROCESSES["ddp"], [json.dumps(one), json.dumps(other)], True, script))
+
+    assert lines(server={"url": "http://h:1"}) == ["rank 0 goes on", "rank 1 goes on"]
+    refused = lines(model={"path": "elsewhere"})
+    assert [line.split(":")[0] for line in refused] == ["rank 0 refused", "rank 1 refused"]
+    assert all("process 1 has model.path='elsewhere', and process 0 has " in line for line in refused)
+
+
+def test_one_process_where_the_recipe_asks_for_two(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    for strategy in ("ddp", "fsdp2"):
+        two = TrainConfig(steps=1, processes=2, strategy=strategy)
+        with pytest.raises(
+            LaunchError, match=rf"train\.processes=2 and train\.strategy={strategy}, but accelerate set up 1"
+        ):
+            check_launch(two, accelerator)
+    single = TrainConfig(steps=1)
+    check_launch(single, accelerator)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(LaunchError, match="they would train apart"):
+        check_launch(single, accelerator)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("FSDP_VERSION", "1"), ("FSDP_OFFLOAD_PARAMS", "true"), ("FSDP_ACTIVATION_CHECKPOINTING", "true")],
+)
+def test_settings_of_fsdp_that_would_be_ignored_are_refused(
+    monkeypatch: pytest.MonkeyPatch, setting: str, value: str
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv(setting, value)
+    with pytest.raises(LaunchError, match=rf"{setting.lower()}: {value}.* recipes/accelerate/fsdp2\.yaml"):
+        make_accelerator(TrainConfig(steps=1, processes=2, strategy="fsdp2"))

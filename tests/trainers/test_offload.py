@@ -1,0 +1,188 @@
+"""Offload: everything of a learner leaves its memory and comes back, and training does not notice.
+
+The device is the CPU too, from which offload copies as it would from a GPU.
+"""
+
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import PreTrainedTokenizerFast
+
+from agentfactory.rollout.trajectory import Group
+from agentfactory.trainers.checkpoint import load_checkpoint, save_checkpoint
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.credit import Credit, needed_scores
+from agentfactory.trainers.learner import Learner
+from agentfactory.trainers.offload import Offload
+from agentfactory.trainers.policy_update import update_policy
+
+Make = Callable[..., TrainRecipe]
+MakeGroups = Callable[..., list[Group]]
+
+Settings = dict[str, Any]
+
+SETTINGS: dict[str, tuple[Settings | None, Settings]] = {
+    "full": (None, {"loss": {"kl": {"coefficient": 0.1}}}),
+    "adapter": ({"rank": 2}, {"loss": {"kl": {"coefficient": 0.1}}}),
+    "critic": (None, {"algorithm": "ppo"}),
+    "two-adapters": ({"rank": 2, "dropout": 0.1}, {"algorithm": "ppo"}),
+    "muon": (None, {"optimizer": {"name": "muon"}}),
+    "adafactor": (None, {"optimizer": {"name": "adafactor"}}),
+    "nf4": ({"rank": 2, "quantization": "nf4"}, {}),
+}
+"""`model.lora`, and fields of `train`."""
+
+
+def step(learner: Learner, recipe: TrainRecipe, groups: list[Group]) -> None:
+    credit = Credit(groups, recipe)
+    scores = needed_scores(recipe)
+    credited = credit.assign(learner.score(credit.rows, scores) if scores else credit.rows)
+    update_policy(learner, learner.deal(credited.rows, credited.normaliser), recipe)
+    learner.end_step()
+
+
+def kept(learner: Learner) -> Iterator[tuple[str, Tensor]]:
+    """What training has made: trained weights and the optimiser's state, by name."""
+    for name, weight in learner.model.named_parameters():
+        if weight.requires_grad:
+            yield name, weight
+            for key, value in learner.optimizer.state[weight].items():
+                if isinstance(value, Tensor):
+                    yield f"{name}: {key}", value
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_training_does_not_notice(
+    make_recipe: Make, make_groups: MakeGroups, accelerator: Accelerator, name: str
+) -> None:
+    lora, train = SETTINGS[name]
+    recipe = make_recipe(lora, steps=3, batch_size=2, learning_rate=1e-2, **train)
+    batches = [make_groups(2, 3, seed) for seed in range(3)]
+    plain = Learner(recipe, accelerator)
+    for batch in batches:
+        step(plain, recipe, batch)
+    learner = Learner(recipe, accelerator)
+    offload = Offload(learner)
+    for batch in batches:
+        offload.to_host()
+        offload.to_device()
+        step(learner, recipe, batch)
+    offload.to_host()
+    expected, got = dict(kept(plain)), dict(kept(learner))
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[key], got[key]) for key in expected)
+
+
+def memory(learner: Learner) -> dict[str, StorageWeakRef]:
+    """The memory that a learner's tensors lie in."""
+    found: dict[str, StorageWeakRef] = {}
+    for number, network in enumerate(learner.networks):
+        for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
+            found[f"{number}: {name}"] = StorageWeakRef(tensor.untyped_storage())
+            state = getattr(tensor, "quant_state", None)
+            if state is not None:
+                found[f"{number}: {name}: absmax"] = StorageWeakRef(state.absmax.untyped_storage())
+                found[f"{number}: {name}: nested"] = StorageWeakRef(state.state2.absmax.untyped_storage())
+    for name, tensor in kept(learner):
+        found[name] = StorageWeakRef(tensor.untyped_storage())
+    return found
+
+
+@pytest.mark.parametrize("name", ["full", "two-adapters", "nf4"])
+def test_the_devices_memory_is_given_back(
+    make_recipe: Make, make_groups: MakeGroups, accelerator: Accelerator, name: str
+) -> None:
+    lora, train = SETTINGS[name]
+    recipe = make_recipe(lora, steps=9, batch_size=2, **train)
+    learner = Learner(recipe, accelerator)
+    offload = Offload(learner)
+    step(learner, recipe, make_groups(2, 3))
+    device = memory(learner)
+    assert len(device) > 20
+    assert ("nf4" in name) == any(key.endswith("nested") for key in device)
+    offload.to_host()
+    assert [key for key, storage in device.items() if not storage.expired()] == []
+    offloaded = dict(addresses(learner))
+    offload.to_device()
+    device = memory(learner)
+    # the copies of what does not change stay in the host's memory, and are not made again
+    step(learner, recipe, make_groups(2, 3, seed=1))
+    offload.to_host()
+    assert [key for key, storage in device.items() if not storage.expired()] == []
+    again = dict(addresses(learner))
+    assert {key: again[key] for key in offloaded} == offloaded
+
+
+def addresses(learner: Learner) -> Iterator[tuple[str, int]]:
+    for number, network in enumerate(learner.networks):
+        yield from ((f"{number}: {name}", weight.data_ptr()) for name, weight in network.named_parameters())
+
+
+def test_what_lies_in_one_memory_stays_together(make_recipe: Make, accelerator: Accelerator) -> None:
+    """Tied weights, and views of one tensor, change together in both places."""
+    learner = Learner(make_recipe(), accelerator)
+    network = learner.policy.network
+    embeddings, head = network.get_input_embeddings(), network.get_output_embeddings()
+    assert embeddings.weight is head.weight
+    line = torch.arange(12.0)
+    network.register_buffer("rows", line.view(3, 4), persistent=False)
+    network.register_buffer("tail", line[8:], persistent=False)
+    offload = Offload(learner)
+    for move in (offload.to_host, offload.to_device):
+        move()
+        assert embeddings.weight is head.weight
+        assert isinstance(embeddings.weight, nn.Parameter)
+        network.tail.add_(1)
+        assert torch.equal(network.rows[2], network.tail)
+    assert network.tail.tolist() == [10.0, 11.0, 12.0, 13.0]
+
+
+def test_an_offloaded_learner_can_be_saved(
+    make_recipe: Make,
+    make_groups: MakeGroups,
+    accelerator: Accelerator,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+) -> None:
+    recipe = make_recipe(steps=3, batch_size=2, learning_rate=1e-2)
+    learner = Learner(recipe, accelerator)
+    step(learner, recipe, make_groups(2, 3))
+    here = save_checkpoint(tmp_path / "here", 1, learner, tokenizer, {})
+    offload = Offload(learner)
+    offload.to_host()
+    there = save_checkpoint(tmp_path / "there", 1, learner, tokenizer, {})
+    for name in ("model.safetensors", "config.json"):
+        assert (here / name).read_bytes() == (there / name).read_bytes()
+    # no file carries more than its tensors
+    assert (there / "training_state.pt").stat().st_size == (here / "training_state.pt").stat().st_size
+    offload.to_device()
+    resumed = Learner(recipe, accelerator)
+    load_checkpoint(there, resumed)
+    # what was loaded is offloaded like what was trained
+    offload_too = Offload(resumed)
+    offload_too.to_host()
+    offload_too.to_device()
+    for one in (learner, resumed):
+        step(one, recipe, make_groups(2, 3, seed=1))
+    assert all(torch.equal(value, dict(kept(resumed))[key]) for key, value in kept(learner))
+
+
+def test_memory_that_cannot_be_page_locked_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure that is passed over would be raised by the next kernel, in its name."""
+    errors = IntEnum("errors", {"success": 0, "memory_allocation": 2})
+    cudart = SimpleNamespace(
+        cudaError=errors, cudaGetErrorString=lambda error: error.name, cudaHostRegister=lambda *_: 2
+    )
+    monkeypatch.setattr(torch.cuda, "_cudart", cudart)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    learner: Any = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device("cuda")))
+    with pytest.raises(torch.cuda.CudaError, match=r"memory_allocation \(2\)"):
+        Offload(learner)._lock(torch.empty(2**26, dtype=torch.uint8))

@@ -1,0 +1,1123 @@
+"""The viewer in a real browser: what it draws, lists, colours and follows, and what it never runs or tells others."""
+
+import http.client
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import pytest
+from starlette.testclient import TestClient
+
+from agentfactory.launching.run_folder import RunFolder
+from agentfactory.rollout.trajectory import CREDIT_FILE, Group, read_groups
+from agentfactory.trainers.best_checkpoint import find_best
+from agentfactory.trainers.metrics import METRICS
+from agentfactory.viewer.__main__ import main
+from agentfactory.viewer.app import make_app
+from agentfactory.viewer.charts import charts
+from agentfactory.viewer.export import export
+from agentfactory.viewer.follower import Follower
+from agentfactory.viewer.growing_file import GrowingFile
+from tests.viewer.viewer_runs import (
+    BEST,
+    IMAGES,
+    LONG_CHAIN,
+    NASTY,
+    chain,
+    credit,
+    credited,
+    image,
+    many_chains,
+    show_run,
+    tokenizer,
+    write_checkpoint,
+)
+from tests.waiting import wait_for
+
+CHROMIUM = "/usr/bin/chromium"
+FLAGS = (
+    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --host-resolver-rules=MAP~rebound.test~127.0.0.1"
+)
+MANY = 20_000
+
+try:
+    from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+except ImportError:
+    sync_playwright = None
+
+
+@contextmanager
+def viewing(*runs: Path) -> Iterator[str]:
+    """The address of a viewer of these runs: the command, as a process."""
+    command = [sys.executable, "-m", "agentfactory.viewer", *map(str, runs), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            yield re.search(r"http://\S+", said)[0]
+        finally:
+            process.terminate()
+
+
+@pytest.fixture(scope="module")
+def browser() -> "Iterator[Browser]":
+    if sync_playwright is None:
+        pytest.skip("playwright is not installed: pip install playwright")
+    if not Path(CHROMIUM).exists():
+        pytest.skip(f"there is no {CHROMIUM}: apt-get install chromium")
+    with sync_playwright() as playwright:
+        # `~` stands for the spaces within one flag
+        flags = [flag.replace("~", " ") for flag in FLAGS.split()]
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield launched
+        launched.close()
+
+
+@pytest.fixture(scope="module")
+def context(browser: "Browser") -> "BrowserContext":
+    # pages of one context share the cache
+    return browser.new_context(viewport={"width": 1400, "height": 1000})
+
+
+@contextmanager
+def opened(context: "BrowserContext") -> "Iterator[Page]":
+    """A page, none of whose scripts may fail."""
+    page = context.new_page()
+    page.set_default_timeout(30_000)
+    faults: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    yield page
+    page.close()
+    assert faults == []
+
+
+@pytest.fixture
+def page(context: "BrowserContext") -> "Iterator[Page]":
+    with opened(context) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, quickstart_run: Path) -> list[Path]:
+    """Of the real quickstart, of the run to show, and of one of 96 chains."""
+    folder = tmp_path_factory.mktemp("runs")
+    return [quickstart_run, show_run(folder).path, many_chains(folder / "many", 12).path]
+
+
+@pytest.fixture(scope="module")
+def viewer(folders: list[Path]) -> Iterator[str]:
+    """One viewer for most tests, which has read everything."""
+    saved = (file for folder in folders for file in folder.rglob("trajectories/**/*.jsonl"))
+    held = sum(file.stat().st_size for file in saved if file.name != CREDIT_FILE)
+    with viewing(*folders) as url:
+        wait_for(lambda: api(url, "/api/state")["progress"] == {"read": held, "total": held}, 60)
+        yield url
+
+
+@pytest.fixture(scope="module")
+def exported(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The same runs as one file, and what the command said."""
+    file = tmp_path_factory.mktemp("exported") / "page.html"
+    command = [sys.executable, "-m", "agentfactory.viewer", *map(str, folders), "--export", str(file)]
+    before = {path: path.stat().st_mtime_ns for folder in folders for path in folder.rglob("*")}
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    # nothing is written into a run's folder
+    assert before == {path: path.stat().st_mtime_ns for folder in folders for path in folder.rglob("*")}
+    return file, done.stdout
+
+
+# to load the plots takes a second each time: these pages are shared
+
+
+@pytest.fixture(scope="module")
+def curves(context: "BrowserContext", viewer: str) -> "Iterator[Page]":
+    """The curves of all runs."""
+    with opened(context) as page:
+        page.goto(viewer)
+        yield page
+
+
+@pytest.fixture(scope="module")
+def file_page(context: "BrowserContext", exported: tuple[Path, str]) -> "Iterator[tuple[Page, list[str]]]":
+    """The exported file, and the addresses that it has asked for."""
+    with opened(context) as page:
+        requests: list[str] = []
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(exported[0].as_uri())
+        yield page, requests
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `asking` is used, a search is complete after one request."""
+    monkeypatch.setattr("agentfactory.viewer.app.SECONDS", 60.0)
+
+
+def asking(*runs: Path) -> tuple[Follower, TestClient]:
+    """What was read of these runs, and who asks the page's server about them: without a process and a thread."""
+    follower = Follower(runs)
+    follower.read_all()
+    return follower, TestClient(make_app(follower, 8765), base_url="http://127.0.0.1:8765")
+
+
+def ask(url: str, path: str, **headers: str) -> tuple[int, bytes]:
+    """A plain request, without the normalisation that clients do."""
+    connection = http.client.HTTPConnection("127.0.0.1", urlsplit(url).port, timeout=20)
+    connection.putrequest("GET", path, skip_host="Host" in headers)
+    for name, value in headers.items():
+        connection.putheader(name.replace("_", "-"), value)
+    connection.endheaders()
+    answer = connection.getresponse()
+    return answer.status, answer.read()
+
+
+def api(url: str, path: str) -> Any:
+    """An answer; a search for text goes on with each request, until it is complete."""
+
+    def answer() -> Any:
+        status, body = ask(url, path)
+        assert status == 200, body
+        found = json.loads(body)
+        return None if found.get("unsearched") else found
+
+    return wait_for(answer)
+
+
+def run_id(url: str, label: str) -> str:
+    return next(run["id"] for run in api(url, "/api/state")["runs"] if run["label"] == label)
+
+
+def open_chain(page: "Page", url: str, name: str, options: str = "") -> None:
+    found = api(url, f"/api/trajectories?text={quote(name)}&run={run_id(url, 'show<b>')}")["rows"]
+    row = next(row for row in found if row["chain"] == name)
+    page.goto("about:blank")
+    page.goto(f"{url}#/trajectory/{row['run']}/{quote(row['file'], '')}/{row['byte']}/{row['place']}{options}")
+    page.wait_for_selector(".message, .tokens span")
+
+
+def traces(page: "Page", chart: str) -> list[dict[str, Any]]:
+    """What a chart has drawn: per trace its name and points, and the number of drawn paths."""
+    plot = page.locator(f'[data-chart="{chart}"] .plot')
+    plot.scroll_into_view_if_needed()
+    plot.locator(".scatterlayer .trace path").first.wait_for(state="attached")
+    return plot.evaluate("plot => plot.data.map(t => ({name: t.name, x: [...t.x], y: [...t.y], mode: t.mode}))")
+
+
+# ---- curves
+
+
+@pytest.mark.processes
+def test_curves_of_several_runs_are_drawn_in_one_plot(viewer: str, page: "Page", quickstart_run: Path) -> None:
+    page.goto(viewer)
+    drawn = {trace["name"]: trace for trace in traces(page, "reward")}
+    lines = list(RunFolder(quickstart_run / "grpo").read_metrics())
+    trained = [(line["step"], line["reward"]) for line in lines if "reward" in line]
+    held_out = [(line["step"], line["eval/greedy/reward"]) for line in lines if "eval/greedy/reward" in line]
+    quickstart = f"{quickstart_run.name}/grpo"
+    assert min(len(trained), len(held_out)) >= 2
+    for name, points in [(quickstart, trained), (f"{quickstart}, held-out, greedy", held_out)]:
+        assert list(zip(drawn[name]["x"], drawn[name]["y"], strict=True)) == points
+    # a name from outside is text for the plots too
+    shown = drawn["show&lt;b>"]
+    assert shown["x"] == list(range(1, 41))
+    assert shown["y"] == [step / 40 for step in range(1, 41)]
+    # a figure that is not a number is left out, and nothing else is
+    loss = next(trace for trace in traces(page, "loss") if trace["name"] == "show&lt;b>")
+    assert loss["x"] == [step for step in range(1, 41) if step != 7]
+    # what is 0 throughout waits behind a button
+    assert page.locator('[data-chart="kl"]').count() == 0
+    page.locator("section.curves", has_text="Policy").get_by_role("button", name="0 throughout").click()
+    page.wait_for_selector('[data-chart="kl"]')
+    latency = next(trace for trace in traces(page, "latency of look") if trace["name"] == "show&lt;b>")
+    assert set(latency["y"]) == {0.25}
+    shown_run = run_id(viewer, "show<b>")
+    spent = {trace["name"]: trace["y"] for trace in traces(page, f"time of {shown_run}")}
+    assert spent == {"waiting for chains": [1.0] * 40, "update": [0.75] * 40, "rest": [0.25] * 40}
+
+
+def test_hover_tells_what_a_metric_means_and_others_are_added_by_name(curves: "Page") -> None:
+    page = curves
+    page.locator('[data-chart="grad_norm"] h3').hover()
+    meaning = next(metric.meaning for metric in METRICS if metric.name == "grad_norm")
+    assert page.locator("#tip").inner_text() == meaning
+    finder = page.get_by_label("find or add a metric")
+    finder.fill("something/else")
+    assert traces(page, "something/else")[0]["y"] == [3.0] * 40
+    finder.press("Enter")
+    finder.press("Tab")
+    assert finder.input_value() == ""
+    page.wait_for_selector("section.curves >> text=Chosen")
+    assert traces(page, "something/else")[0]["y"] == [3.0] * 40
+    # a run that is switched off is in no plot
+    page.locator(".run", has_text="show<b>").locator("input").uncheck()
+    page.wait_for_function("""() => !document.querySelector('[data-chart="reward"] .plot').data
+        ?.some(trace => trace.name.startsWith('show'))""")
+
+
+def test_every_metric_of_a_run_has_a_chart_with_its_meaning(quickstart_run: Path) -> None:
+    names = {name for line in RunFolder(quickstart_run / "grpo").read_metrics() for name in line} - {"step"}
+    made = charts(names)
+    shown = [chart for section in made["sections"] for chart in section["charts"]]
+    assert {line["name"] for chart in [*shown, *made["others"]] for line in chart["lines"]} == names
+    assert [chart["key"] for chart in made["others"]] == ["version"]
+    assert [chart["key"] for chart in shown if not chart["meaning"]] == []
+    # what rollout itself measures of chains is explained, and nothing of it taken for the task's own
+    assert "The task's own figures" not in [section["title"] for section in made["sections"]]
+
+
+# ---- list
+
+
+def test_the_list_is_filtered_sorted_and_paged_by_the_server(viewer: str, page: "Page") -> None:
+    page.goto(f"{viewer}#/trajectories")
+    count, rows = page.locator(".count"), page.locator("table.list tbody tr")
+    count.wait_for()
+    page.get_by_label("all runs").select_option(run_id(viewer, "many"))
+
+    def counted(text: str) -> None:
+        page.wait_for_function("text => document.querySelector('.count')?.textContent === text", arg=text)
+
+    def rewards() -> list[float]:
+        return [float(row.split("\t")[6]) for row in rows.all_inner_texts()]
+
+    counted("1–50 of 96 trajectories")
+    assert rows.count() == 50
+    page.get_by_label("any tool").select_option("tool7")
+    counted("1–12 of 12 trajectories")
+    assert {row.split("\t")[0].rpartition(".")[2] for row in rows.all_inner_texts()} == {"7"}
+    page.get_by_label("version, lowest").fill("1")
+    page.get_by_label("version, highest").fill("2")
+    counted("1–7 of 7 trajectories")
+    page.get_by_label("reward, highest").fill("0.5")
+    counted("no trajectories")
+    assert page.locator("table .empty").inner_text() == "Nothing matches these filters. Show all"
+    page.get_by_label("any tool").select_option("")
+    counted("1–35 of 35 trajectories")
+    page.get_by_label("version, lowest").fill("")
+    counted("1–50 of 60 trajectories")
+    page.get_by_role("button", name="next").click()
+    counted("51–60 of 60 trajectories")
+    page.get_by_role("button", name="reward").click()
+    counted("1–50 of 60 trajectories")
+    assert rewards() == [0.5] * 12 + [0.375] * 12 + [0.25] * 12 + [0.125] * 12 + [0.0] * 2
+    page.get_by_role("button", name="reward").click()
+    page.wait_for_function("() => document.querySelector('tbody td:nth-child(7)').textContent === '0'")
+    assert rewards() == [0.0] * 12 + [0.125] * 12 + [0.25] * 12 + [0.375] * 12 + [0.5] * 2
+    # what is asked for stands in the address
+    page.reload()
+    counted("1–50 of 60 trajectories")
+    page.get_by_label("text").fill("WORD 00011")
+    counted("1–5 of 5 trajectories")
+    page.get_by_label("trajectories").select_option("groups")
+    counted("1–1 of 1 groups")
+    assert rows.inner_text().split("\t")[0] == "g-00011"
+    page.get_by_label("reward, highest").fill("")
+    page.wait_for_function("() => document.querySelector('tbody tr').textContent.includes('0.4375')")
+    rows.get_by_role("link").click()
+    counted("1–8 of 8 trajectories")
+    page.get_by_role("button", name="group g-00011").click()
+    counted("1–8 of 8 trajectories")
+    page.get_by_label("text").fill("")
+    page.get_by_label("version, highest").fill("")
+    counted("1–50 of 96 trajectories")
+    page.goto(f"{viewer}#/trajectories?outcome=timeout")
+    counted("1–1 of 1 trajectories")
+
+
+def test_text_is_found_wherever_it_was_said_and_however_it_is_written(viewer: str) -> None:
+    def found(text: str) -> set[str]:
+        answer = api(viewer, f"/api/trajectories?text={quote(text)}&source=train")
+        return {row["chain"] for row in answer["rows"]}
+
+    assert found("the TOWER \N{SNOWMAN}") == {"c0"}
+    assert found("onerror='window.broken = 1'><script>") == {NASTY}
+    assert found('"direction": "nor') >= {"c0"}
+    assert found("look(x)") == {LONG_CHAIN}
+    assert found("g-00010.5") == {"g-00010.5"}
+    # streams of tokens, and pictures, are no text
+    assert found("0.123456789") == set()
+    assert found("iVBORw0KGgo") == set()
+
+
+@pytest.mark.long
+def test_twenty_thousand_trajectories_list_without_stalling(
+    page: "Page", tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with viewing(many_chains(tmp_path / "many", MANY // 8).path) as url:
+        started = time.monotonic()
+        page.goto(f"{url}#/trajectories")
+        page.locator("table.list tbody tr").first.wait_for()
+        first = time.monotonic() - started
+        # the longest time in which the page could not answer a click, while everything is read
+        page.evaluate("""() => { window.longest = 0; let last = performance.now();
+            setInterval(() => { const now = performance.now(); window.longest = Math.max(window.longest, now - last);
+            last = now; }, 10); }""")
+        page.wait_for_function(
+            "() => document.querySelector('.count').textContent.endsWith('of 20,000 trajectories')", timeout=60_000
+        )
+        complete = time.monotonic() - started
+
+        def filtered(label: str, change: Callable[[Any], None], total: str) -> float:
+            begun = time.monotonic()
+            change(page.get_by_label(label, exact=True))
+            page.wait_for_function("text => document.querySelector('.count').textContent.endsWith(text)", arg=total)
+            return time.monotonic() - begun
+
+        tool = filtered("any tool", lambda choice: choice.select_option("tool3"), "of 2,500 trajectories")
+        text = filtered("text", lambda field: field.fill("word 02499 done"), "of 1 trajectories")
+        longest = page.evaluate("window.longest") / 1000
+    with capsys.disabled():
+        print(
+            f"\n20,000 trajectories: first page {first:.2f} s, all read {complete:.2f} s, filter by tool {tool:.2f} s, "
+            f"text search {text:.2f} s, page busy at most {longest:.2f} s"
+        )
+    # many times what a machine of its own takes
+    assert first < 5
+    assert tool < 3
+    assert longest < 1
+
+
+# ---- a trajectory
+
+
+def test_fifty_turns_with_images_open_within_a_second(
+    viewer: str, page: "Page", capsys: pytest.CaptureFixture[str]
+) -> None:
+    took = []
+    row = api(viewer, f"/api/trajectories?text={LONG_CHAIN}&run={run_id(viewer, 'show<b>')}")["rows"][0]
+    assert row["preview"] == "Look around.\nYou are on a hill.", "the question, and what reset said"
+    address = f"#/trajectory/{row['run']}/train.jsonl/{row['byte']}/0"
+    for _ in range(3):
+        page.goto("about:blank")
+        page.goto(f"{viewer}#/trajectories")
+        page.wait_for_selector("table.list tbody tr")
+        took.append(
+            page.evaluate(
+                """async ([address, turns]) => {
+                    const started = performance.now();
+                    location.hash = address;
+                    const there = () => document.querySelectorAll('.message.assistant').length === turns
+                        && document.querySelector('.message img')?.naturalWidth > 0;
+                    while (!there()) await new Promise(requestAnimationFrame);
+                    await new Promise(requestAnimationFrame);
+                    return (performance.now() - started) / 1000;
+                }""",
+                [address, IMAGES],
+            )
+        )
+    with capsys.disabled():
+        print(f"\na trajectory of {IMAGES} turns with images opens in " + ", ".join(f"{s:.2f}" for s in took) + " s")
+    assert min(took) < 1
+    # the images are those that the tool gave, in their order
+    last = page.locator(".message img").nth(IMAGES - 1)
+    last.scroll_into_view_if_needed()
+    wait_for(lambda: last.evaluate("image => image.complete && image.naturalWidth"))
+    data = page.request.get(f"{viewer}{last.get_attribute('src')}", headers={"Sec-Fetch-Site": "same-origin"})
+    assert (data.headers["content-type"], data.body()) == ("image/png", image(IMAGES - 1))
+    code = page.locator(".message.assistant").nth(7).locator(".call pre")
+    assert code.inner_text() == "x = 7\nlook(x)"
+    # a long row is written piece by piece
+    page.get_by_role("tab", name="tokens").click()
+    length = len(tokenizer().encode("look " * 1500).ids) + len(tokenizer().encode("north " * 1500).ids)
+    page.wait_for_function("count => document.querySelectorAll('.tokens span').length === count", arg=length)
+
+
+def test_a_trajectory_shows_what_it_earned_and_how_it_ended(viewer: str, page: "Page") -> None:
+    open_chain(page, viewer, "c0")
+    assert page.locator("#reward dl").inner_text().split("\n") == [
+        *("reward", "1.25", "success", "1", "exact, before its weight", "0.75", "brief, before its weight", "0.5"),
+        *("penalty, taken off", "0.25", "turn 1", "0.5", "turn 2", "-0.5"),
+    ]
+    ending = page.locator("#ending dl").inner_text()
+    assert ending.startswith("outcome\ncompleted\nstop reason\nanswer\nlimit calls reached\n1\nturns\n2\n")
+    assert "weights 3, trained in step 4" in page.locator(".headline").inner_text()
+    assert page.locator(".member").all_inner_texts() == ["1.25", "-1"]
+    heads = page.locator(".message.assistant h4").all_inner_texts()
+    assert heads == ["assistant turn 1 reward 0.5", "assistant turn 2 reward -0.5"]
+    # the runs look as they do on every other page
+    page.locator(".run", has_text="step 40").wait_for()
+    assert page.evaluate("lastState.runs.every((run, number) => colourOf(run.id) === COLOURS[number])")
+    page.locator(".member", has_text="-1").click()
+    page.wait_for_function("() => document.querySelector('h1').textContent.startsWith('c1')")
+    assert page.locator("#ending dl").inner_text().startswith("outcome\ntool_limit\nstop reason\ncost\n")
+
+
+def background(colour: tuple[int, int, int], share: float) -> tuple[float, ...]:
+    """What the page paints for this share of the strongest colour."""
+    return (*colour, round(0.6 * share, 3)) if share > 0 else (0, 0, 0, 0)
+
+
+def test_token_texts_and_colours_are_those_of_the_data(viewer: str, page: "Page") -> None:
+    group = credited(tokenizer())
+    rows = group.trajectories[0].rows
+    saved = credit(group)["chains"]["c0"]
+    streams: dict[str, dict[tuple[int, int], float]] = {"advantage": {}, "proximal": {}}
+    for entry in saved:
+        for name, stream in streams.items():
+            for position, value in zip(entry["targets"], entry[name], strict=True):
+                stream[entry["row"], position] = value
+    versions = {
+        (number, position): ["3", "policy-v4"].index(span.version)
+        for number, row in enumerate(rows)
+        for span in row.versions
+        for position in range(span.start, span.end)
+    }
+    places = [(number, position) for number, row in enumerate(rows) for position in range(len(row.token_ids))]
+    behaviour = {(n, p): rows[n].logprobs[p] for n, p in streams["proximal"]}
+    difference = {place: streams["proximal"][place] - behaviour[place] for place in behaviour}
+    blue, orange, pink = (46, 125, 216), (219, 98, 35), (198, 72, 120)
+
+    def signed(values: dict[tuple[int, int], float]) -> dict[tuple[int, int], tuple[float, ...]]:
+        most = max(map(abs, values.values()))
+        return {place: background(blue if value > 0 else orange, abs(value) / most) for place, value in values.items()}
+
+    expected = {
+        "mask": {place: background((63, 116, 209), 0.5) for place in behaviour},
+        "advantage": signed(streams["advantage"]),
+        "difference": signed(difference),
+        "logprob": {place: background(pink, 1 - math.exp(value)) for place, value in behaviour.items()},
+        "version": {
+            place: background([(63, 116, 209), (217, 119, 43)][number], 0.55) for place, number in versions.items()
+        },
+    }
+    open_chain(page, viewer, "c0", "?tab=tokens")
+    for colouring, colours in expected.items():
+        page.get_by_label("colour tokens by").select_option(colouring)
+        shown = page.locator(".tokens span").evaluate_all(
+            "spans => spans.map(span => getComputedStyle(span).backgroundColor.match(/[0-9.]+/g).map(Number))"
+        )
+        assert len(shown) == len(places)
+        for place, colour in zip(places, shown, strict=True):
+            wanted = colours.get(place, (0, 0, 0, 0))
+            got = tuple(colour) if len(colour) == 4 else (*colour, 1.0)
+            assert got == pytest.approx(wanted, abs=0.006), (colouring, place)
+    mixed = page.locator(".tokens span.mixed").count()
+    assert mixed == rows[1].versions[-1].end - rows[1].versions[-1].start > 0
+    # each character stands once, though a sign beyond ASCII is several tokens
+    texts = ["".join(row.locator("span").all_text_contents()) for row in page.locator(".tokens").all()]
+    plain = [text.replace("⏎", "").replace("·", "") for text in texts]
+    assert plain == [tokenizer().decode(row.token_ids) for row in rows]
+    sampled = page.locator(".tokens").nth(1).locator("span.sampled")
+    sampled.nth(1).hover()
+    told = page.locator("#tip").inner_text().split("\n")
+    position = saved[1]["targets"][1]
+    assert told[told.index("id") + 1] == str(rows[1].token_ids[position])
+    assert float(told[told.index("advantage") + 1].replace("−", "-")) == pytest.approx(
+        saved[1]["advantage"][1], rel=1e-3
+    )
+    assert told[told.index("weight version") + 1] == "3"
+    assert "difference" in told
+    # of what the server gave no figure, nothing is said to differ
+    page.evaluate("place => { pages.trajectory.data.rows[1].logprobs[place] = null; }", position)
+    sampled.nth(0).hover()
+    sampled.nth(1).hover()
+    told = page.locator("#tip").inner_text().split("\n")
+    assert told[told.index("server's log-probability") + 1] == "not finite"
+    assert "trainer's" in told
+    assert "difference" not in told
+
+
+def test_real_chains_have_their_texts_and_say_that_no_credit_is_saved(
+    viewer: str, page: "Page", quickstart_run: Path
+) -> None:
+    from tokenizers import Tokenizer
+
+    first = next(iter(read_groups(quickstart_run / "grpo" / "trajectories" / "train.jsonl")))
+    ids = Tokenizer.from_file(str(next(quickstart_run.glob("grpo/checkpoints/*/tokenizer.json"))))
+    run = run_id(viewer, f"{quickstart_run.name}/grpo")
+    page.goto(f"{viewer}#/trajectory/{run}/train.jsonl/0/0?tab=tokens")
+    page.wait_for_selector(".tokens span")
+    row = first.trajectories[0].rows[0]
+    text = "".join(page.locator(".tokens").first.locator("span").all_text_contents()).replace("⏎", "")
+    assert text == ids.decode(row.token_ids, skip_special_tokens=False)
+    assert page.locator(".tokens").first.locator("span.sampled").count() == sum(row.mask)
+    if not (quickstart_run / "grpo" / "trajectories" / "credit.jsonl").exists():
+        page.get_by_label("colour tokens by").select_option("advantage")
+        assert "credit.jsonl" in page.locator(".legend .missing").inner_text()
+
+
+# ---- a run
+
+
+def test_the_page_of_a_run_shows_its_best_checkpoint(viewer: str, page: "Page", folders: list[Path]) -> None:
+    page.goto(viewer)
+    run = page.locator(".run", has_text="show<b>")
+    run.locator(".note", has_text=f"best checkpoint: step 30, {BEST} 0.75").wait_for()
+    # who keeps no best one has none
+    assert "best" not in page.locator(".run", has_text="many").inner_text()
+    run.get_by_role("link").click()
+    panel = page.locator(".panel", has=page.get_by_role("heading", name="Best checkpoint"))
+    best = folders[1] / "checkpoints" / "step-000030"
+    assert panel.locator("dl").inner_text().split("\n") == ["step", "30", BEST, "0.75", "folder", str(best)]
+    assert "keep_best" in page.locator(".panel", has_text="Recipe").inner_text()
+
+
+def test_the_best_checkpoint_is_that_of_now(tmp_path: Path) -> None:
+    run = show_run(tmp_path)
+    follower, client = asking(run.path)
+
+    def best() -> dict[str, Any] | None:
+        follower.read_all()
+        (state,) = follower.state()["runs"]
+        found = client.get("/api/run", params={"run": state["id"]}).json()["best"]
+        assert (found and found["step"]) == (state["best"] and state["best"]["step"])
+        return found and found["step"]
+
+    assert best() == 30
+    write_checkpoint(run, 50, {BEST: 1.0})
+    assert best() == 50
+    shutil.rmtree(run.checkpoints / "step-000050")
+    (run.checkpoints / "step-000030" / "trainer_state.json").write_text("{")
+    (run.checkpoints / "step-000030").touch()
+    (run.checkpoints / "step-last").mkdir()
+    assert best() == 20
+    run.recipe.write_text("train: {keep_best: null}\n")
+    assert best() is None
+
+
+def test_a_figure_that_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", "")
+    run.checkpoints.mkdir(exist_ok=True)
+    figures = {10: math.nan, 20: 0.5, 30: 0.9, 40: math.inf, 50: math.nan, 60: 0.1}
+    for step, figure in figures.items():
+        write_checkpoint(run, step, {BEST: figure})
+    paths = sorted(run.checkpoints.iterdir())
+    for order in (paths, paths[::-1]):
+        assert find_best(order, BEST).step == 30
+    assert find_best(paths[:1], BEST) is None
+
+
+def test_an_answer_that_comes_late_stays_off_the_page_that_is_shown_by_then(viewer: str, page: "Page") -> None:
+    page.goto(f"{viewer}#/trajectories?outcome=timeout")
+    page.locator("tbody tr", has_text=NASTY).wait_for()
+    run = run_id(viewer, "show<b>")
+    held: list[Any] = []
+    page.route(re.compile(r"/api/(run|trajectory)\?"), lambda route: held.append(route))
+    for address, status in {f"run/{run}": 200, "run/none": 404, f"trajectory/{run}/none/0/0": 404}.items():
+        page.evaluate("address => { location.hash = `#/${address}`; }", address)
+        wait_for(lambda: page.wait_for_timeout(20) or held)
+        page.evaluate("location.hash = '#/trajectories?outcome=timeout'")
+        page.locator("tbody tr", has_text=NASTY).wait_for()
+        with page.expect_response(held[0].request.url) as answer:
+            held.pop().continue_()
+        assert answer.value.status == status
+        answer.value.finished()
+        page.wait_for_timeout(100)
+        assert page.locator("tbody tr", has_text=NASTY).count() == 1
+
+
+def test_what_is_typed_last_changes_no_other_page(viewer: str, page: "Page") -> None:
+    page.goto(f"{viewer}#/trajectories")
+    page.locator("tbody tr").first.wait_for()
+    page.evaluate("""() => {
+        const field = document.querySelector('input[name=text]');
+        field.value = 'north';
+        field.dispatchEvent(new Event('input', { bubbles: true }));
+        location.hash = '#/curves';
+    }""")
+    page.get_by_label("find or add a metric").wait_for()
+    # which waits for a shorter time
+    page.evaluate("new Promise((done) => setTimeout(done, 400))")
+    assert page.url == f"{viewer}#/curves"
+
+
+def test_a_fault_of_the_server_is_told_in_words(viewer: str, page: "Page") -> None:
+    page.route(
+        re.compile(r"/api/trajectories\?"), lambda route: route.fulfill(status=500, body="Internal Server Error")
+    )
+    page.goto(f"{viewer}#/trajectories")
+    told = page.locator("table .empty")
+    told.wait_for()
+    assert told.inner_text().startswith("the viewer answered 500 Internal Server Error; ")
+
+
+# ---- following a run
+
+
+def test_a_live_run_is_followed_without_reloading(page: "Page", tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "live", "name: live\n")
+    saved = run.trajectories / "train.jsonl"
+    line = Group("g0", {}, [chain("g0.0", [{"role": "user", "content": "hello"}], [])]).to_json() + "\n"
+
+    def drawn(rewards: list[float]) -> None:
+        found = """rewards => JSON.stringify(document.querySelector('[data-chart="reward"] .plot')?.data?.[0]?.y)
+            === JSON.stringify(rewards)"""
+        page.wait_for_function(found, arg=rewards)
+
+    with viewing(run.path) as url:
+        page.goto(url)
+        page.evaluate("window.same = true")
+        page.get_by_text("Nothing is measured yet.").wait_for()
+        page.get_by_role("link", name="Trajectories").click()
+        page.get_by_text("No trajectory is saved yet.").wait_for()
+        page.get_by_role("link", name="Curves").click()
+        run.log({"step": 1, "reward": 0.5})
+        drawn([0.5])
+        with run.metrics.open("a") as metrics, saved.open("a") as groups:
+            # whole lines, and the beginnings of others, which the next look finds
+            metrics.write('{"step": 2, "reward": 1.0}\n{"step": 3, "rew')
+            groups.write(line + line.replace("g0", "g1")[:100])
+            metrics.flush()
+            groups.flush()
+            drawn([0.5, 1.0])
+            page.get_by_role("link", name="Trajectories").click()
+            page.locator("tbody tr", has_text="g0.0").wait_for()
+            # what may never get its end is not waited for
+            page.locator("#status", has_text="live").wait_for()
+            assert api(url, "/api/state")["progress"] == {"read": len(line), "total": len(line)}
+            assert page.locator("tbody tr").count() == 1
+            assert page.locator("#problems").is_hidden()
+            metrics.write('ard": 0.75, "entropy": 2.0}\n')
+            groups.write(line.replace("g0", "g1")[100:])
+        page.locator("tbody tr", has_text="g1.0").wait_for()
+        page.get_by_role("link", name="Curves").click()
+        drawn([0.5, 1.0, 0.75])
+        page.wait_for_selector('[data-chart="entropy"]')
+        # a run that goes on from a checkpoint has cut its files first
+        run.cut({})
+        run.log({"step": 1, "reward": 0.125})
+        with saved.open("a") as groups:
+            groups.write(line.replace("g0", "g2").replace("hello", "a longer text than before"))
+        drawn([0.125])
+        page.get_by_role("link", name="Trajectories").click()
+        page.locator("tbody tr", has_text="g2.0").wait_for()
+        assert page.locator("tbody tr").count() == 1
+        run.write_summary({"status": "completed"})
+        page.locator(".run", has_text="completed").wait_for()
+        assert page.evaluate("window.same")
+
+
+def test_a_growing_file_gives_every_whole_line_once_also_when_it_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    file = GrowingFile(path)
+    assert file.take(100).lines == []
+    path.write_bytes(b"one\ntwo\nthr")
+    assert file.take(1).lines == [(0, b"one\n")]
+    assert file.take(100).lines == [(4, b"two\n")]
+    assert file.take(100).lines == []
+    assert (file.offset, file.size) == (8, 8)
+    with path.open("ab") as more:
+        more.write(b"ee\n")
+    assert file.take(100).lines == [(8, b"three\n")]
+    # cut and grown beyond its old length between two readings
+    path.write_bytes(b"one\ntwo\nother\nmore\n")
+    taken = file.take(100)
+    assert taken.restarted
+    assert [line for _, line in taken.lines] == [b"one\n", b"two\n", b"other\n", b"more\n"]
+    path.unlink()
+    assert file.take(100).restarted
+    assert not file.take(100).restarted
+
+
+def test_a_deleted_stage_is_forgotten_and_read_anew_when_it_comes_again(tmp_path: Path) -> None:
+    whole = RunFolder.create(tmp_path / "whole", "stages: [{name: a}, {name: b}]\n")
+    first, second = (many_chains(whole.path / name, 2) for name in "ab")
+    follower, client = asking(whole.path)
+
+    def found(text: str) -> int:
+        answer = client.get("/api/trajectories", params={"text": text})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["total"]
+
+    kept = second.path.rename(tmp_path / "aside")
+    # its files are gone, and nobody has looked since
+    assert found("word 00000") == 8
+    follower.read_all()
+    assert (found("word 00001"), found("")) == (8, 16)
+    assert [run["chains"] for run in follower.state()["runs"]] == [16]
+    kept.rename(second.path)
+    follower.read_all()
+    assert found("word 00001") == 16
+    # a folder that is deleted loses its files one by one
+    first.recipe.unlink()
+    follower.read_all()
+    assert [run["label"] for run in follower.state()["runs"]] == ["whole/b"]
+    assert found("word 00001") == 8
+
+
+def test_odd_lines_and_files_are_told_and_nothing_else_is_lost(tmp_path: Path) -> None:
+    whole = RunFolder.create(tmp_path / "whole", "")
+    # of a recipe in another encoding nothing is known
+    whole.recipe.write_bytes("name: Stra\xdfe\n".encode("latin-1"))
+    run = many_chains(whole.path / "stage", 1, members=2)
+    (RunFolder.create(whole.path / "st\udcff", "").path / "metrics.jsonl").write_text("{}\n")
+    saved = run.trajectories / "train.jsonl"
+    good = saved.read_text()
+
+    def changed(**fields: object) -> str:
+        return json.dumps({**json.loads(good), **fields}) + "\n"
+
+    def with_chain(**fields: object) -> str:
+        return changed(trajectories=[{**json.loads(good)["trajectories"][0], **fields}])
+
+    odd = [with_chain(reward={"a": 1}), changed(version=2**64), changed(version=1e999)]
+    without_task = {name: value for name, value in json.loads(good).items() if name != "task"}
+    odd += [with_chain(turns="many"), json.dumps(without_task) + "\n"]
+    parts = [{"type": "video", "frames": 9}, {"type": "image_url", "image_url": {"url": None}}]
+    shown = with_chain(id="film", messages=[{"role": "user", "content": [part]} for part in parts], turns=0)
+    saved.write_text(good + "".join(odd) + shown + good)
+    shutil.copy(saved, run.trajectories / "odd\udcff.jsonl")
+    (run.trajectories / "folder.jsonl").mkdir()
+    run.note_credit(['{"group": "g-00000", "step": 1e30}', '{"group": "g-00000", "step": 3}'])
+    follower, client = asking(whole.path)
+    (state,) = follower.state()["runs"]
+    assert (state["label"], state["chains"], state["credited"], state["lines"]) == ("whole/stage", 5, 1, 1)
+    assert client.get("/api/trajectories", params={"text": "word 00000"}).json()["total"] == 4
+    assert client.get("/api/trajectories", params={"text": "frames"}).json()["rows"][0]["step"] == 3
+    assert client.get("/api/trajectories", params={"text": '"url": null'}).json()["total"] == 1
+    offsets = [len(good) + sum(map(len, odd[:number])) for number in range(len(odd))]
+    told = [problem for problem in state["problems"] if problem.startswith("trajectories/train.jsonl")]
+    assert [int(re.search(r"byte (\d+)", problem)[1]) for problem in told] == offsets
+    for problem in ("'odd\\udcff.jsonl'", "'trajectories/folder.jsonl'", "trajectories/credit.jsonl, byte 0"):
+        assert any(problem in told for told in state["problems"]), problem
+    assert str(tmp_path) not in str(state["problems"])
+    # an exported file has all of it too, and says that something is missing
+    said = export([whole.path], tmp_path / "page.html")
+    assert "5 of 5 trajectories" in said
+    assert said.endswith(f"; the page names {len(state['problems'])} files or lines that cannot be read")
+    whole.recipe.write_bytes(b"stages: 5\n")
+    follower.read_all()
+    run.recipe.write_bytes(b"\xff")
+    answer = client.get("/api/run", params={"run": state["id"]})
+    assert answer.status_code == 404
+    assert "its recipe cannot be read" in answer.json()["error"]
+
+
+def test_what_was_mended_is_told_no_longer(tmp_path: Path) -> None:
+    whole = RunFolder.create(tmp_path / "whole", "stages: [{name: a}, {name: b}]\n")
+    many_chains(whole.path / "b", 1, members=1)
+    run = many_chains(whole.path / "a", 1, members=1)
+    saved = run.trajectories / "train.jsonl"
+    good = {saved: saved.read_text(), run.metrics: "{}\n", run.credit: '{"group": "g-00000", "step": 3}\n'}
+    follower = Follower([whole.path])
+
+    def told() -> list[str]:
+        follower.read_all()
+        state = next(run for run in follower.state()["runs"] if run["label"] == "whole/a")
+        return [problem.partition(":")[0] for problem in state["problems"]]
+
+    # of one file more than are told at all
+    saved.write_text("{\n" * 30)
+    assert len(told()) == 20
+    saved.write_text("[]\n")
+    assert told() == ["trajectories/train.jsonl, byte 0"]
+    for file in (run.metrics, run.credit):
+        file.write_text("[]\n")
+    names = ["metrics.jsonl", "trajectories/credit.jsonl", "trajectories/train.jsonl"]
+    assert sorted(told()) == [f"{name}, byte 0" for name in names]
+    for file, name in zip([run.metrics, run.credit, saved], list(names), strict=True):
+        file.write_text(good[file])
+        names.remove(name)
+        assert sorted(told()) == [f"{name}, byte 0" for name in names]
+    # a stage that was deleted and comes again
+    saved.write_text("{\n")
+    assert len(told()) == 1
+    aside = run.path.rename(tmp_path / "aside")
+    follower.read_all()
+    (aside / "trajectories" / "train.jsonl").write_text(good[saved])
+    aside.rename(run.path)
+    assert told() == []
+
+
+def test_figures_of_a_file_that_begins_anew_are_not_mixed_with_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = many_chains(tmp_path / "many", 1)
+    follower, client = asking(folder.path)
+    (run,) = follower.runs
+    run.lines = [{"step": 1}, {"step": 2}]
+
+    class Restarting(type(run)):
+        """Begins anew as soon as somebody has looked at `generation`."""
+
+        @property
+        def generation(self) -> int:
+            seen, self.seen = self.seen, 1
+            self.lines = [{"step": 9}] if seen == 0 else self.lines
+            return seen
+
+    run.__dict__.pop("generation")
+    run.seen = 0
+    monkeypatch.setattr(run, "__class__", Restarting)
+    page: list[dict[str, int]] = [{"step": 1}, {"step": 2}]
+    generation = 0
+    for _ in range(2):
+        asked = {"run": run.id, "from": len(page), "generation": generation}
+        answer = client.get("/api/metrics", params=asked).json()
+        page = [*page[: answer["from"]], *answer["lines"]]
+        generation = answer["generation"]
+    assert (generation, page) == (1, [{"step": 9}])
+
+
+# ---- what is never run, and never told to others
+
+
+def test_html_in_what_tools_say_is_shown_as_text_and_never_run(viewer: str, page: "Page") -> None:
+    dialogs: list[str] = []
+    page.on("dialog", lambda dialog: dialogs.append(dialog.message))
+    open_chain(page, viewer, NASTY)
+    assert page.locator("h1").inner_text().startswith(NASTY)
+    assert page.locator(".message.tool .text").inner_text() == NASTY
+    assert page.locator(".message.tool h4").inner_text() == f"tool: {NASTY}"
+    assert page.locator(".call-name").inner_text() == NASTY
+    assert NASTY in page.locator("#ending").inner_text()
+    for tab in ("tokens", "task", "conversation"):
+        page.get_by_role("tab", name=tab).click()
+    page.get_by_role("tab", name="tokens").click()
+    page.get_by_label("colour tokens by").select_option("version")
+    page.locator(".tokens span.sampled").first.hover()
+    assert NASTY in page.locator("#tip").inner_text()
+    page.get_by_label("colour tokens by").select_option("advantage")
+    assert "credit.jsonl says of this trajectory does not fit it" in page.locator(".missing").inner_text()
+    page.goto(f"{viewer}#/trajectories?outcome=timeout")
+    page.locator("tbody tr", has_text=NASTY).wait_for()
+    # a line that is no group is told, and the others of its file are shown
+    problem = page.locator("#problems").inner_text()
+    assert problem.startswith("show<b>: trajectories/odd.jsonl, byte 0: no saved group")
+    assert len(api(viewer, "/api/trajectories?source=odd")["rows"]) == 1
+    page.goto(f"{viewer}#/curves")
+    page.get_by_label("find or add a metric").fill("window.broken")
+    page.locator("h3", has_text="<script>window.broken").hover()
+    page.wait_for_selector(".js-plotly-plot .trace", state="attached")
+    page.mouse.move(700, 300)
+    time.sleep(0.3)
+    assert page.locator("main script, main b, #runs b, main [onerror]").count() == 0
+    assert page.evaluate("window.broken") is None
+    # were an element to slip in, the browser would not run it either
+    page.evaluate("text => { document.body.insertAdjacentHTML('beforeend', text); }", NASTY)
+    page.evaluate(
+        "() => { const s = document.createElement('script'); s.text = 'window.broken = 2'; document.body.append(s); }"
+    )
+    time.sleep(0.3)
+    assert page.evaluate("window.broken") is None
+    assert dialogs == []
+
+
+class Elsewhere(BaseHTTPRequestHandler):
+    """A page of another origin, which asks the viewer in every way that a page can."""
+
+    viewer = ""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/html")
+        self.end_headers()
+        page = f"""<iframe src="{self.viewer}"></iframe><img id="image" src="{self.viewer}api/state">
+            <script src="{self.viewer}api/state"></script><script src="{self.viewer}elements.js"></script>
+            <script>window.asked = Promise.all(['cors', 'no-cors'].map(mode =>
+                fetch('{self.viewer}api/state', {{mode}}).then(r => r.text()).catch(() => 'blocked')));</script>"""
+        self.wfile.write(page.encode())
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+
+def test_other_origins_get_nothing(viewer: str, page: "Page") -> None:
+    Elsewhere.viewer = viewer
+    other = ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere)
+    threading.Thread(target=other.serve_forever, daemon=True).start()
+    answers: list[tuple[str, int]] = []
+    page.on(
+        "response", lambda response: response.url.startswith(viewer) and answers.append((response.url, response.status))
+    )
+    try:
+        page.goto(f"http://127.0.0.1:{other.server_port}/")
+        got = page.evaluate("window.asked")
+    finally:
+        other.shutdown()
+        other.server_close()
+    assert set(got) <= {"blocked", ""}
+    assert page.evaluate("typeof make") == "undefined"
+    assert page.frames[1].evaluate("() => document.body.innerText").find("AgentFactory") < 0
+    assert answers
+    assert {status for _, status in answers} == {403}
+    # a name that is pointed at this machine
+    rebound = viewer.replace("127.0.0.1", "rebound.test")
+    assert page.goto(f"{rebound}api/state").status == 403
+    assert page.goto(f"{viewer}api/state").status == 200
+
+
+def test_requests_are_refused_by_their_headers_and_paths(viewer: str) -> None:
+    host = urlsplit(viewer).netloc
+    port = host.partition(":")[2]
+    assert ask(viewer, "/api/state", Host=host)[0] == 200
+    assert ask(viewer, "/api/state", Host=f"localhost:{port}", Origin=f"http://localhost:{port}")[0] == 200
+    for headers in (
+        {"Host": "rebound.test"},
+        {"Host": f"127.0.0.1.rebound.test:{port}"},
+        {"Host": "127.0.0.1"},
+        {"Host": host, "Origin": "http://rebound.test"},
+        {"Host": host, "Origin": "null"},
+        {"Host": host, "Origin": f"http://127.0.0.1:{int(port) + 1}"},
+        {"Host": host, "Sec_Fetch_Site": "cross-site"},
+        {"Host": host, "Sec_Fetch_Site": "same-site"},
+    ):
+        for path in ("/", "/api/state", "/plotly.js"):
+            status, body = ask(viewer, path, **headers)
+            assert status == 403, headers
+            assert len(body) < 100
+    run = run_id(viewer, "show<b>")
+    for path in ("/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd", "/page/../../setup.py", "/app.py"):
+        assert ask(viewer, path)[0] == 404
+    for file in ("../recipe.yaml", "/etc/passwd", "credit.jsonl", "%2e%2e/metrics.jsonl", "eval/../train.jsonl"):
+        assert ask(viewer, f"/api/trajectory?run={run}&file={file}&byte=0&place=0")[0] == 404
+    train = f"/api/trajectory?run={run}&file=train.jsonl"
+    assert ask(viewer, f"{train}&byte=0&place=0")[0] == 200
+    for parameters, status in {"byte=1&place=0": 404, "byte=0&place=9": 404, "byte=-1&place=0": 400}.items():
+        assert ask(viewer, f"{train}&{parameters}")[0] == status
+    for far in ("page=inf", "page=1e300", "page=-inf", "size=inf", "size=-1e300", "view=groups&page=inf"):
+        assert ask(viewer, f"/api/trajectories?{far}")[0] == 200, far
+    for wrong in ("sort=id;drop", "reward_min=x", "version_max=nan"):
+        status, body = ask(viewer, f"/api/trajectories?{wrong}")
+        assert status == 400
+        assert wrong.partition("=")[0] in json.loads(body)["error"]
+    # loopback only
+    listening = Path("/proc/net/tcp").read_text()
+    assert f"0100007F:{int(port):04X}" in listening
+    assert f"00000000:{int(port):04X}" not in listening
+
+
+def test_an_image_is_known_by_what_it_shows(folders: list[Path]) -> None:
+    _, client = asking(folders[1])
+    row = client.get("/api/trajectories", params={"text": LONG_CHAIN}).json()["rows"][0]
+    page = client.get("/api/trajectory", params={name: row[name] for name in ("run", "file", "byte", "place")}).json()
+    address = f"/{page['messages'][3]['parts'][1]['image']}"
+    first = client.get(address)
+    assert (first.headers["content-type"], first.content) == ("image/png", image(0))
+    # another run's image may come to stand at the same address
+    assert first.headers["cache-control"] == "no-cache"
+    assert client.get(address, headers={"If-None-Match": first.headers["etag"]}).status_code == 304
+
+
+# ---- the exported file, and errors
+
+
+def test_an_exported_file_works_by_itself(
+    file_page: "tuple[Page, list[str]]", exported: tuple[Path, str], folders: list[Path]
+) -> None:
+    page, requests = file_page
+    file, said = exported
+    held, total = re.search(r"(\d+) of (\d+) trajectories", said).groups()
+    assert int(held) == 200 < int(total)
+    shown = next(trace for trace in traces(page, "reward") if trace["name"] == "show&lt;b>")
+    assert shown["y"] == [step / 40 for step in range(1, 41)]
+    page.get_by_role("link", name="Trajectories").click()
+    count = page.locator(".count")
+    count.wait_for()
+    assert count.inner_text() == (f"1–50 of {held} trajectories; this file holds {held} of {int(total):,} trajectories")
+    page.get_by_label("text").fill("the TOWER")
+    page.locator("tbody tr", has_text="c0").wait_for()
+    page.wait_for_function("() => document.querySelectorAll('tbody tr').length === 1")
+    page.locator("tbody a").click()
+    page.get_by_role("tab", name="tokens").click()
+    page.get_by_label("colour tokens by").select_option("advantage")
+    assert page.locator(".tokens span[style*=rgba]").count() > 3
+    page.get_by_role("link", name="Trajectories").click()
+    page.get_by_label("text").fill("look(x)")
+    page.locator("tbody tr", has_text=LONG_CHAIN).click()
+    page.wait_for_function("() => document.querySelector('.message img')?.naturalWidth === 192")
+    page.get_by_role("link", name="Trajectories").click()
+    page.get_by_label("any outcome").select_option("timeout")
+    page.locator("tbody a", has_text=NASTY).click()
+    page.wait_for_selector(".message.tool")
+    assert page.locator(".message.tool .text").inner_text() == NASTY
+    assert page.evaluate("window.broken") is None
+    assert {url.partition(":")[0] for url in requests} <= {"file", "data", "blob"}
+    assert str(folders[1].parent) not in file.read_text(encoding="utf-8")
+
+
+def test_the_filters_of_an_exported_file_are_those_of_the_server(
+    file_page: "tuple[Page, list[str]]", viewer: str
+) -> None:
+    queries = [
+        "",
+        "sort=reward",
+        "sort=reward&ascending=1&page=1",
+        "tool=tool3",
+        "reward_min=0.25&reward_max=0.5&sort=tokens",
+        "version_max=0&source=train",
+        "text=WORD 00007",
+        "view=groups",
+        "view=groups&sort=reward&reward_min=0.5",
+        "group=g-00003",
+        "outcome=timeout",
+    ]
+    page, _ = file_page
+    page.wait_for_selector("#runs .run")
+    # of these two runs the file holds every trajectory
+    for run in ("show<b>", "many"):
+        for query in queries:
+            query = f"run={run_id(viewer, run)}&{query}"
+            asked = api(viewer, f"/api/trajectories?{query.replace(' ', '%20')}")
+            found = page.evaluate("query => source.list(Object.fromEntries(new URLSearchParams(query)))", query)
+            keys = ["file", "byte", "group_id", "reward", "success", "turns", "calls"]
+            keys += (
+                ["chains", "lowest", "highest", "unscored"] if "view=groups" in query else ["place", "tools", "errors"]
+            )
+            assert found["total"] == asked["total"], query
+            for mine, theirs in zip(found["rows"], asked["rows"], strict=True):
+                assert [mine[key] for key in keys] == [theirs[key] for key in keys], query
+
+
+def test_an_exported_file_has_a_share_of_every_run_spread_from_its_first_chain_to_its_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, large = many_chains(tmp_path / "small", 40, members=2), many_chains(tmp_path / "large", 300, members=2)
+    saved = large.trajectories / "train.jsonl"
+    lines = saved.read_text().splitlines(keepends=True)
+    # a page that is larger than the share of its run
+    lines[0] = lines[0].replace("task 00000", "task " * 100_000)
+    saved.write_text("".join(lines))
+    monkeypatch.setattr("agentfactory.viewer.export.MOST_BYTES", most := 300_000)
+    file = tmp_path / "page.html"
+    export([large.path, small.path], file)
+    held = re.search(r'id="exported"[^>]*>(.*?)</script>', file.read_text())[1]
+    pages = json.loads(held)["pages"]
+    assert 0.9 * most < sum(len(json.dumps(page, separators=(",", ":"))) for page in pages) <= most
+    numbers: dict[str, list[int]] = {"small": [], "large": []}
+    for page in pages:
+        numbers[page["label"]].append(int(page["facts"]["group_id"].removeprefix("g-")))
+    assert min(map(len, numbers.values())) > 0.8 * max(map(len, numbers.values()))
+    for label, groups in (("small", 40), ("large", 300)):
+        taken = numbers[label]
+        assert taken == sorted(taken)
+        gaps = [after - before for before, after in zip([0, *taken], [*taken, groups], strict=True)]
+        assert max(gaps) <= 3 * groups / len(taken)
+
+
+def test_errors_are_one_line_that_says_what_to_do(
+    tmp_path: Path, viewer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunFolder.create(tmp_path / "runs" / "mine", "name: mine\n")
+    task = tmp_path / "task"
+    (task / "tiny").mkdir(parents=True)
+    for recipe in (task / "recipe.yaml", task / "tiny" / "recipe.yaml"):
+        recipe.write_text("name: mine\n")
+    port = str(urlsplit(viewer).port)
+    for arguments, said in {
+        (str(tmp_path / "none"),): "no such folder; fix: name the folder of a run",
+        (str(run.path.parent),): f"has no recipe.yaml; fix: name a run in it, such as {run.path}",
+        (str(run.logs),): "has no recipe.yaml; fix: name the `output` folder of a run",
+        (str(task), "--export", str(tmp_path / "page.html")): "but nothing that a run has written; fix: name the",
+        (str(run.path), "--port", port): f"--port {port}: Address already in use; fix: --port 0 takes a free one",
+        (str(run.path), "--export", str(tmp_path / "no" / "file.html")): "is no folder; fix: make it first",
+    }.items():
+        assert main(arguments) == 2
+        told = capsys.readouterr().err
+        assert len(told.splitlines()) == 1
+        assert said in told
+    # a run that has just begun can be looked at
+    assert main((str(run.path), "--export", str(tmp_path / "page.html"))) == 0
+    assert "page.html: 1 run, 0 of 0 trajectories" in capsys.readouterr().out
