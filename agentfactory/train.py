@@ -23,10 +23,10 @@ from typing import Any, NoReturn
 import yaml
 
 from agentfactory.launching import resume
-from agentfactory.commands.options import add_resume_option, settle_resume
+from agentfactory.launching.resume_option import add_resume_option, settle_resume
 from agentfactory.recipe.composition import COMMAND_LINE
 from agentfactory.launching.progress import Progress, tell_warnings
-from agentfactory.recipe.composition import RecipeError
+from agentfactory.tools.errors import SettingError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.launching.run_folder import Hold, RunFolder, RunFolderError
@@ -43,7 +43,7 @@ STOPPED = 3
 
 
 def load(arguments: list[str]) -> tuple[Recipe, str | None]:
-    """The recipe that the command line names, and what it resumes. Raises RecipeError."""
+    """The recipe that the command line names, and what it resumes. Raises SettingError."""
     parser = argparse.ArgumentParser(prog="python -m agentfactory.train")
     parser.add_argument("recipe", nargs="?")
     parser.add_argument("overrides", nargs="*")
@@ -52,23 +52,27 @@ def load(arguments: list[str]) -> tuple[Recipe, str | None]:
     options.overrides += rest
     settle_resume(options)
     if options.recipe is None:
-        raise RecipeError(
-            COMMAND_LINE, "RECIPE", "missing", "accelerate launch -m agentfactory.train RECIPE [key=value ...]"
+        raise SettingError(
+            "RECIPE", "missing", "accelerate launch -m agentfactory.train RECIPE [key=value ...]", source=COMMAND_LINE
         )
     recipe = load_recipe(options.recipe, options.overrides)
     if isinstance(recipe, StagedRecipe):
-        raise RecipeError(options.recipe, "stages", "train.py trains one stage", "run `agentfactory train` on it")
+        raise SettingError(
+            "stages", "train.py trains one stage", "run `agentfactory train` on it", source=options.recipe
+        )
     runs_chains = recipe.train.algorithm != "sft" and not recipe.train.from_trajectories
     if runs_chains and recipe.server.url is None:
         fix = "run `agentfactory serve` and pass server.url=ADDRESS, or run `agentfactory train`"
-        raise RecipeError(options.recipe, "server.url", "missing: there is no server to roll out on", fix)
+        raise SettingError("server.url", "missing: there is no server to roll out on", fix, source=options.recipe)
     if recipe.prepare and not (recipe.output / "prepared").exists():
-        raise RecipeError(options.recipe, "prepare", "has not run yet", "run `agentfactory train` on the recipe")
+        raise SettingError(
+            "prepare", "has not run yet", "run `agentfactory train` on the recipe", source=options.recipe
+        )
     return recipe, options.resume
 
 
 def open_folder(recipe: Recipe, resumed: str | None, hold: Hold) -> tuple[RunFolder, Path | None]:
-    """The run folder, and the checkpoint to go on from; for rank 0. Raises RunFolderError and RecipeError."""
+    """The run folder, and the checkpoint to go on from; for rank 0. Raises RunFolderError and SettingError."""
     folder, text = RunFolder(recipe.output), recipe.to_yaml()
     if RunFolder.attached(recipe.output):
         # the launcher has made or rewound it, holds it, and has checked the checkpoint
@@ -288,7 +292,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         recipe, resumed = load(sys.argv[1:])
-    except (RecipeError, RunFolderError) as error:
+    except (SettingError, RunFolderError) as error:
         print(error, file=sys.stderr)
         return 2
     from agentfactory.rollout.delivery import WorkerDiedError
@@ -298,9 +302,9 @@ def main() -> int:
 
     try:
         ended_by = train(recipe, resumed)
-    except (LaunchError, RunFolderError, RecipeError) as error:
-        # every rank finds it; one says it
-        if os.environ.get("RANK", "0") == "0":
+    except (LaunchError, RunFolderError, SettingError) as error:
+        # every rank finds it, but what is on a machine's disk; one rank of each machine says it
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             print(error, file=sys.stderr)
         return 2
     except (WorkerDiedError, SyncError, TrackingError, ValueError, FloatingPointError) as error:

@@ -1,7 +1,7 @@
 """An agent that breaks the format on purpose, in one chain of ten: a call is put there without the tag that opens it,
 so that the turn cannot be read, and the policy goes on from it. Many such chains still succeed.
 
-    python benchmarks/staleness.py rollout.agent=benchmarks/breaking_agent.py:BreaksFormat
+    python benchmarks/staleness.py rollout.agent=benchmarks/breaking_agent.py:BreaksFormat --output runs/broken
 """
 
 import zlib

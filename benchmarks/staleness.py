@@ -7,8 +7,8 @@ that falls over the last 15 steps, as in `make learn-worlds`. Success is that of
 collapsed where it ends below 0.5. The last line is JSON: by algorithm and staleness, the mean over that of staleness 0
 (`mean/...`), and the worst run of all that are stale (`worst`).
 
-    python benchmarks/staleness.py [--quick] [--algorithms grpo rloo ...] [--staleness 0 1 2 4] [--seeds 0 1 ...]
-        [--jobs 2] [--output FOLDER] [key=value ...]
+    python benchmarks/staleness.py [key=value ...] [--quick] [--algorithms grpo rloo ...] [--staleness 0 1 2 4]
+        [--seeds 0 1 ...] [--jobs 2] [--output FOLDER]
 
 Runs that `--output` holds already are not repeated, so that a study can be broken off, gone on with and extended.
 """

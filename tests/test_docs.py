@@ -25,7 +25,7 @@ from agentfactory.placement.__main__ import place as plan_for
 from agentfactory.placement.machine import Machine
 from agentfactory.placement.memory_table import GIB, Need
 from agentfactory.placement.server_memory import ServerMemory
-from agentfactory.recipe.composition import RecipeError, read_mapping
+from agentfactory.recipe.composition import read_mapping
 from agentfactory.recipe.reference import PAGES, meaning, renewed, sections
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.client import missing_routes
@@ -42,6 +42,7 @@ from agentfactory.rollout.statistics import by_source, estimates, sample_figures
 from agentfactory.rollout.templates import RenderError
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolCall
 from agentfactory.tools.sandbox.bubblewrap import refusal as no_sandbox
 from agentfactory.tools.serve import command_line as serve_command_line
@@ -310,12 +311,11 @@ def test_every_option_is_among_the_commands() -> None:
 
 def test_every_module_and_picture_has_its_place() -> None:
     contributing = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    for folder, title in {
-        "agentfactory": "Of the face",
-        **{f"agentfactory/{name}": f"Within `agentfactory/{name}/`" for name in ("trainers", "rollout", "tools")},
-    }.items():
+    titles = {name: f"Within `agentfactory/{name}/`" for name in ("trainers", "rollout", "tools")}
+    titles |= dict.fromkeys(("recipe", "placement", "launching", "commands"), "Above them, around a recipe")
+    for folder, title in titles.items():
         table = contributing[contributing.index(title) :].split("\n\n")[1]
-        for file in (REPOSITORY / folder).glob("[!_]*.py"):
+        for file in (REPOSITORY / "agentfactory" / folder).glob("[!_]*.py"):
             assert f"`{file.name}`" in table, file
     pages = "".join(page.read_text(encoding="utf-8") for page in SHOWN)
     for picture in (path for kind in ("png", "svg") for path in DOCS.glob(f"*.{kind}")):
@@ -463,7 +463,7 @@ def provoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     return said
 
 
-def refused_placement() -> RecipeError:
+def refused_placement() -> SettingError:
     """A recipe that is too large for one GPU, by 4 GiB of activations at a budget of 8,192 tokens."""
 
     def estimate(asked: Recipe, device: str, memory: int | None) -> Need:
@@ -474,4 +474,4 @@ def refused_placement() -> RecipeError:
     placement = {"placement": {"mode": "split", "gpu_memory_gib": 24}}
     asked = Recipe(**{**LEAST, **sizes, **placement, "train": {"steps": 1, "token_budget": 16384}})
     asked.model.lora = LoraConfig(rank=8)
-    return RecipeError("recipe", *plan_for(asked, Machine((), 64 * GIB, 60 * GIB), estimate)["refused"])
+    return SettingError(*plan_for(asked, Machine((), 64 * GIB, 60 * GIB), estimate)["refused"], source="recipe")

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -66,17 +67,48 @@ def test_one_place_says_how_our_python_is_started() -> None:
     assert [name for name, text in texts() if spelled.search(text)] == ["agentfactory/tools/import_path.py"]
 
 
-@pytest.mark.parametrize(
-    ("package", "below"),
-    [("tools", {"tools"}), ("rollout", {"tools", "rollout"}), ("trainers", {"tools", "rollout", "trainers"})],
+LAYERS = (
+    *("tools", "rollout", "trainers", "recipe", "placement", "launching", "train", "agent", "__init__", "doctor"),
+    *("viewer", "commands", "__main__"),
 )
-def test_imports_go_down_only(package: str, below: set[str]) -> None:
-    upwards = []
-    for file in (REPOSITORY / "agentfactory" / package).rglob("*.py"):
+"""The rooms, from the lowest to the highest: each imports from itself and those before it."""
+
+
+def imports() -> dict[str, set[str]]:
+    """Module -> the modules that it imports, wherever the import stands; names without their `agentfactory.`."""
+    package = REPOSITORY / "agentfactory"
+    files = {
+        ".".join(file.relative_to(package).with_suffix("").parts).removesuffix(".__init__"): file
+        for file in package.rglob("*.py")
+        if not {"recipes", "templates"} & {*file.relative_to(package).parts}
+    }
+    found: dict[str, set[str]] = {}
+    for module, file in files.items():
+        names: set[str] = set()
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                modules = [f"{node.module}.{alias.name}" for alias in node.names]
-            own = [module.split(".")[1] for module in modules if module.startswith("agentfactory.")]
-            upwards += [f"{file.relative_to(REPOSITORY)}: {name}" for name in own if name not in below]
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        own = {name.removeprefix("agentfactory.") for name in names if name.startswith("agentfactory.")}
+        found[module] = {name if name in files else name.rpartition(".")[0] or "__init__" for name in own} & {*files}
+    return found
+
+
+def test_imports_go_down_only() -> None:
+    rooms = {module: module.split(".")[0] for module in imports()}
+    assert {*rooms.values()} == {*LAYERS}
+    upwards = [
+        f"{module} imports {name}"
+        for module, names in imports().items()
+        for name in names
+        if LAYERS.index(rooms[name]) > LAYERS.index(rooms[module])
+    ]
     assert upwards == []
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    try:
+        [*TopologicalSorter({module: names - {module} for module, names in imports().items()}).static_order()]
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))

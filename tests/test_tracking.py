@@ -23,10 +23,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto import wandb_internal_pb2
 
 from agentfactory.launching.run_folder import RunFolder
-from agentfactory.recipe.composition import RecipeError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory, read_groups
+from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import TrackConfig
 from agentfactory.trainers.policy import load_policy
 from agentfactory.trainers.tracking import COLUMNS, MOST_CHARACTERS, Tracking, TrackingError, chosen, conversation
@@ -283,15 +283,15 @@ def test_what_is_not_installed_is_refused(tracked: Tracked, monkeypatch: pytest.
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mlflow" else found(name))
     file = tracked.output / "recipe.yaml"
-    with pytest.raises(RecipeError, match=r"track\.trackers: got 'mlflow', which is not installed; .*pip install mlf"):
+    with pytest.raises(SettingError, match=r"track\.trackers: got 'mlflow', which is not installed; .*pip install mlf"):
         load_recipe(file, ["track.trackers=[mlflow]"])
     # it may be for another machine
     lacks: list[str] = []
     load_recipe(file, ["track.trackers=[tensorboard, mlflow]"], lacks=lacks)
     assert len(lacks) == 1
-    with pytest.raises(RecipeError, match=r"track\.trackers: got wandb, wandb: name each once"):
+    with pytest.raises(SettingError, match=r"track\.trackers: got wandb, wandb: name each once"):
         load_recipe(file, ["track.trackers=[wandb, wandb]"])
-    with pytest.raises(RecipeError, match=r"track\.trackers.*use .*'mlflow'"):
+    with pytest.raises(SettingError, match=r"track\.trackers.*use .*'mlflow'"):
         load_recipe(file, ["track.trackers=[neptune]"])
 
 

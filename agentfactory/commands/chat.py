@@ -13,7 +13,7 @@ from typing import Any
 from agentfactory.commands.served_weights import Served, what_is_served
 from agentfactory.launching.run_folder import RECIPE, RunFolder, RunFolderError
 from agentfactory.launching.server_process import serve
-from agentfactory.recipe.composition import COMMAND_LINE, RecipeError
+from agentfactory.recipe.composition import COMMAND_LINE
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.chain import ChainRunner, begin
@@ -25,6 +25,7 @@ from agentfactory.rollout.renderer import Parsed
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import StopReason
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message, ToolInfrastructureError, text_of
 from agentfactory.tools.session import ToolSession
 
@@ -38,7 +39,7 @@ _COMMANDS = f"{NEW} begins a new conversation, Ctrl-D ends"
 def run(options: argparse.Namespace) -> None:
     """Talk to the last checkpoint of the run `options.run`, or to `options.checkpoint`, until the input ends.
 
-    Raises RecipeError or RunFolderError where there is nothing to talk to, ChildFailed where its server fails.
+    Raises SettingError or RunFolderError where there is nothing to talk to, ChildFailed where its server fails.
     """
     recipe, checkpoint = _of_run(options.run, options.checkpoint)
     served = what_is_served(recipe, checkpoint)
@@ -50,7 +51,9 @@ def _of_run(folder: Path, checkpoint: Path | None) -> tuple[Recipe, Path]:
     """The recipe of a run's last stage, and the checkpoint to talk to."""
     folder = folder.expanduser().resolve()
     if not (folder / RECIPE).is_file():
-        raise RecipeError(COMMAND_LINE, "RUN", f"{folder} is no run folder", "name one, such as runs/quickstart")
+        raise SettingError(
+            "RUN", f"{folder} is no run folder", "name one, such as runs/quickstart", source=COMMAND_LINE
+        )
     # the run may lie elsewhere by now, and a server of its own is started here
     recipe = load_recipe(folder / RECIPE, [f"output={folder}", "server.url=null"], "serve")
     last = stages_of(recipe)[-1]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.commands.served_weights import check_weights
-from agentfactory.recipe.composition import COMMAND_LINE, RecipeError
+from agentfactory.recipe.composition import COMMAND_LINE
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.chain import ChainRunner
 from agentfactory.rollout.chat_chain import check_recipe, open_chat_runner
@@ -14,6 +14,7 @@ from agentfactory.rollout.chat_endpoint import ChatEndpointError
 from agentfactory.rollout.chat_endpoint import look_at as ask_what_it_is
 from agentfactory.rollout.evaluate import open_runner
 from agentfactory.rollout.renderer import load_tokenizer
+from agentfactory.tools.errors import SettingError
 
 __all__ = ["ChatEndpointError", "There", "check", "look_at", "named", "open_runner_at", "with_samples"]
 
@@ -21,17 +22,17 @@ __all__ = ["ChatEndpointError", "There", "check", "look_at", "named", "open_runn
 def check(
     recipe: Recipe | StagedRecipe, checkpoint: Path | None, model: str | None, url: str | None, samples: int | None
 ) -> None:
-    """Raise RecipeError where the options do not go together, or not with the recipe."""
+    """Raise SettingError where the options do not go together, or not with the recipe."""
     if checkpoint is not None and (model or url):
         other = "--model" if model else "--url"
-        raise RecipeError(COMMAND_LINE, "--checkpoint", f"given with {other}", "evaluate one of them at a time")
+        raise SettingError("--checkpoint", f"given with {other}", "evaluate one of them at a time", source=COMMAND_LINE)
     option = "--checkpoint" if checkpoint is not None else "--model"
     if (checkpoint is not None or model) and url is None and stages_of(recipe)[-1].server.url is not None:
         problem = "given with server.url, whose server has weights of its own"
         fix = "set server.url=null to start a server, or ask that one by --url"
-        raise RecipeError(COMMAND_LINE, option, problem, fix)
+        raise SettingError(option, problem, fix, source=COMMAND_LINE)
     if samples is not None and samples < 1:
-        raise RecipeError(COMMAND_LINE, "--samples", f"got {samples}", "use at least 1")
+        raise SettingError("--samples", f"got {samples}", "use at least 1", source=COMMAND_LINE)
 
 
 def with_samples(recipe: Recipe | StagedRecipe, samples: int) -> Recipe | StagedRecipe:
@@ -49,7 +50,9 @@ def named(model: str) -> str | Path:
         check_weights(folder, "--model")
         return folder
     if folder.is_absolute() or model.startswith("."):
-        raise RecipeError(COMMAND_LINE, "--model", f"{model}: no such folder", "name a folder, or a model of the hub")
+        raise SettingError(
+            "--model", f"{model}: no such folder", "name a folder, or a model of the hub", source=COMMAND_LINE
+        )
     return model
 
 
@@ -71,7 +74,7 @@ class There:
 def look_at(recipe: Recipe, url: str, model: str | None) -> There:
     """Find out how the server at `url` is to be asked, and for which of its models.
 
-    Raises RecipeError, ChatEndpointError, ServerUnreachableError.
+    Raises SettingError, ChatEndpointError, ServerUnreachableError.
     """
     cards = ask_what_it_is(url, model, recipe.server.api_key_env)
     if isinstance(cards, str):
@@ -80,7 +83,9 @@ def look_at(recipe: Recipe, url: str, model: str | None) -> There:
     names = [str(card["id"]) for card in cards]
     base = next(card for card in cards if not card.get("parent"))
     if model is not None and model not in names:
-        raise RecipeError(COMMAND_LINE, "--model", f"{url} serves no {model!r}", f"name one of {', '.join(names)}")
+        raise SettingError(
+            "--model", f"{url} serves no {model!r}", f"name one of {', '.join(names)}", source=COMMAND_LINE
+        )
     return There(_with_tokenizer_of(recipe, url, base), url, model or str(base["id"]), by_token_ids=True)
 
 
@@ -94,7 +99,7 @@ def _with_tokenizer_of(recipe: Recipe, url: str, card: dict[str, Any]) -> Recipe
         # the ids of another tokenizer would be other words
         problem = f"{url} serves {path}, and there is no tokenizer of that name here"
         fix = f"name its tokenizer as model.path, and the server as server.url={url} in place of --url"
-        raise RecipeError(COMMAND_LINE, "--url", problem, fix) from None
+        raise SettingError("--url", problem, fix, source=COMMAND_LINE) from None
     return recipe.with_model(path)
 
 

@@ -16,6 +16,7 @@ from agentfactory.commands.options import make_parser, parse
 
 if TYPE_CHECKING:
     from agentfactory.recipe.schema import Recipe, StagedRecipe
+    from agentfactory.tools.errors import SettingError
 
 OK, FAILED, REFUSED, STOPPED, INTERRUPTED = 0, 1, 2, 3, 130
 """Exit statuses: done; something failed; a bad recipe or command line, with nothing written; a symptom of
@@ -66,17 +67,17 @@ def _terminable() -> Iterator[None]:
 
 def _run(options: argparse.Namespace) -> int:
     # without torch
-    from agentfactory.recipe.composition import RecipeError
     from agentfactory.recipe.load import load_recipe
+    from agentfactory.tools.errors import SettingError
 
     if options.command == "eval" and options.url is not None:
         # no server is started, and none has to be installed
         options.overrides.append(f"server.url={options.url}")
     try:
         # a recipe may be looked at on another machine than the one that it is for
-        lacks: list[str] | None = [] if options.dry_run else None
+        lacks: list[SettingError] | None = [] if options.dry_run else None
         recipe = load_recipe(options.recipe, options.overrides, options.command, lacks)
-    except RecipeError as error:
+    except SettingError as error:
         return _refuse(error)
     if options.dry_run:
         return _show(recipe, options.command, lacks or [])
@@ -85,6 +86,7 @@ def _run(options: argparse.Namespace) -> int:
     from agentfactory.launching import launcher
     from agentfactory.launching.processes import ChildFailed
     from agentfactory.launching.run_folder import RunFolderError
+    from agentfactory.placement.placement import PlacementError
     from agentfactory.recipe.composition import display
 
     folder = display(recipe.output)
@@ -99,12 +101,12 @@ def _run(options: argparse.Namespace) -> int:
             case "eval":
                 asked = {"model": options.model, "url": options.url, "samples": options.samples}
                 server_commands.evaluate(recipe, options.checkpoint, _say, **asked)
-    except (RecipeError, RunFolderError) as error:
+    except (SettingError, RunFolderError) as error:
         return _refuse(error)
     except KeyboardInterrupt as error:
         goes_on = "; go on with --resume" if options.command == "train" else ""
         return _end(f"interrupted by {str(error) or 'Ctrl-C'}; run folder {folder}{goes_on}", INTERRUPTED)
-    except ChildFailed as error:
+    except (ChildFailed, PlacementError) as error:
         return _end(f"failed: {error}; run folder {folder}", FAILED)
     except launcher.RunStopped as error:
         return _end(f"stopped: {error}; run folder {folder}", STOPPED)
@@ -114,16 +116,15 @@ def _run(options: argparse.Namespace) -> int:
     return OK
 
 
-def _show(recipe: "Recipe | StagedRecipe", command: str, lacks: Sequence[str]) -> int:
+def _show(recipe: "Recipe | StagedRecipe", command: str, lacks: "Sequence[SettingError]") -> int:
     """Print the resolved recipe, and as comments what this machine lacks, where its processes go, and what memory they
     take."""
-    from agentfactory.launching.processes import ChildFailed
-    from agentfactory.placement.placement import place
-    from agentfactory.recipe.composition import RecipeError
+    from agentfactory.placement.placement import PlacementError, place
     from agentfactory.recipe.schema import stages_of
+    from agentfactory.tools.errors import SettingError
 
     print(recipe.to_yaml(), end="")
-    print("".join(f"# not installed here: {lack}\n" for lack in dict.fromkeys(lacks)), end="", flush=True)
+    print("".join(f"# not installed here: {lack}\n" for lack in dict.fromkeys(map(str, lacks))), end="", flush=True)
     if command not in ("train", "serve"):
         return OK
     stages = stages_of(recipe)
@@ -131,9 +132,9 @@ def _show(recipe: "Recipe | StagedRecipe", command: str, lacks: Sequence[str]) -
         stages = stages[-1:]
     try:
         placements = place(stages, "train" if command == "train" else "serve")
-    except ChildFailed as error:
+    except PlacementError as error:
         return _end(f"failed: {error}", FAILED)
-    refused: RecipeError | None = None
+    refused: SettingError | None = None
     for stage, placement in zip(stages, placements, strict=True):
         said = placement.table if placement else f"its memory is planned once {stage.model.path} is there"
         if placement and placement.warning:
@@ -141,7 +142,7 @@ def _show(recipe: "Recipe | StagedRecipe", command: str, lacks: Sequence[str]) -
         if said:
             print("".join(f"# {line}\n" for line in f"{stage.name}: {said}".splitlines()), end="", flush=True)
         if placement and placement.refused and refused is None:
-            refused = RecipeError(stage.name, *placement.refused)
+            refused = SettingError(*placement.refused, source=stage.name)
     return _refuse(refused) if refused else OK
 
 
@@ -166,11 +167,11 @@ def _chat(options: argparse.Namespace) -> int:
     from agentfactory.commands.chat import run
     from agentfactory.launching.processes import ChildFailed
     from agentfactory.launching.run_folder import RunFolderError
-    from agentfactory.recipe.composition import RecipeError
+    from agentfactory.tools.errors import SettingError
 
     try:
         run(options)
-    except (RecipeError, RunFolderError) as error:
+    except (SettingError, RunFolderError) as error:
         return _refuse(error)
     except ChildFailed as error:
         return _end(f"failed: {error}", FAILED)
@@ -207,11 +208,11 @@ def _serve_tools(arguments: Sequence[str]) -> int:
 
 def _tools(options: argparse.Namespace) -> int:
     from agentfactory.commands.tools import ToolsCommandError, ToolsFailed, run
-    from agentfactory.recipe.composition import RecipeError
+    from agentfactory.tools.errors import SettingError
 
     try:
         run(options)
-    except (RecipeError, ToolsCommandError) as error:
+    except (SettingError, ToolsCommandError) as error:
         return _refuse(error)
     except ToolsFailed as error:
         return _end(str(error), FAILED)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.commands.completion import SHELLS, complete_override
+from agentfactory.launching.resume_option import add_resume_option, settle_resume
 
 _ABOUT = {
     "new": "write the folder of a small task that works: tool, reward, data, recipes, test",
@@ -211,19 +212,6 @@ def _add_tools(command: argparse.ArgumentParser) -> None:
         else:
             about = "data row for the environments' reset; default: the first of the recipe's data"
             action.add_argument("--task", type=json_object, metavar="JSON", help=about)
-
-
-def add_resume_option(parser: argparse._ActionsContainer) -> None:
-    """The option --resume [PATH]; `settle_resume` corrects what argparse makes of it."""
-    about = "go on with the run in `output`, from this checkpoint of it (default: the newest)"
-    parser.add_argument("--resume", nargs="?", const="auto", metavar="PATH", help=about)
-
-
-def settle_resume(options: argparse.Namespace) -> None:
-    """A key=value after a bare --resume is an override, not a path."""
-    if options.resume and "=" in options.resume and not Path(options.resume).exists():
-        options.overrides.append(options.resume)
-        options.resume = "auto"
 
 
 def json_object(text: str) -> dict[str, Any]:

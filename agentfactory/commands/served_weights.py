@@ -5,8 +5,9 @@ from pathlib import Path
 
 from agentfactory.launching.launcher import need_checkpoint
 from agentfactory.launching.run_folder import ADAPTER, RunFolder, RunFolderError, base_of_adapter
-from agentfactory.recipe.composition import COMMAND_LINE, RecipeError, display
+from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
+from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.checkpoint_folder import INFO, read_info
 
 _NAMED = 8
@@ -58,7 +59,7 @@ def _step_of(path: Path) -> int | None:
 
 
 def check_weights(folder: Path, option: str) -> None:
-    """Raise RecipeError where `folder`, which `option` names, holds neither a model nor an adapter."""
+    """Raise SettingError where `folder`, which `option` names, holds neither a model nor an adapter."""
     if any((folder / name).is_file() for name in ("config.json", ADAPTER)):
         return
     # a run's folder, its checkpoints/, a stage's, or a step that is not there
@@ -71,7 +72,7 @@ def check_weights(folder: Path, option: str) -> None:
     named = ", ".join(display(path) for path in sorted(near, key=lambda path: (path.parent, path.name))[-_NAMED:])
     problem = "neither config.json nor adapter_config.json is there" if folder.is_dir() else "no such folder"
     fix = f"name one of {named}" if near else "name a checkpoint, such as runs/NAME/checkpoints/step-000080"
-    raise RecipeError(COMMAND_LINE, option, f"{display(folder)}: {problem}", fix)
+    raise SettingError(option, f"{display(folder)}: {problem}", fix, source=COMMAND_LINE)
 
 
 def _unquantised(recipe: Recipe) -> Recipe:

@@ -13,7 +13,7 @@ from agentfactory.commands.served_weights import Served, what_is_served
 from agentfactory.launching.launcher import Say, placed, prepare, settle, start_server
 from agentfactory.launching.processes import ChildFailed, Children
 from agentfactory.launching.run_folder import RunFolder, next_free
-from agentfactory.recipe.composition import COMMAND_LINE, RecipeError, display
+from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say
     try:
         there = eval_target.look_at(stage, url, model)
     except eval_target.ChatEndpointError as error:
-        raise RecipeError(COMMAND_LINE, error.field, error.problem, error.fix) from None
+        raise error.at(source=COMMAND_LINE) from None
     except ServerUnreachableError as error:
         raise ChildFailed(str(error)) from error
     with Children() as children:
@@ -110,7 +110,7 @@ def _run_eval(
     from agentfactory.rollout.evaluate import run_eval
 
     assert recipe.eval.data is not None  # load_recipe has seen to it
-    tasks, samples, greedy = load_tasks(recipe.eval.data), recipe.eval.samples, recipe.eval.greedy
+    tasks, samples, greedy = load_tasks(recipe.eval.data, "eval.data"), recipe.eval.samples, recipe.eval.greedy
     say(f"evaluating {len(tasks)} tasks, each by {samples} sampled {'and 1 greedy ' if greedy else ''}chains")
     with tell_warnings(say), follow_groups(folder.trajectories, len(tasks) * (1 + greedy), say):
         return run_eval(recipe, tasks, folder.trajectories, partial(_log_figures, folder, step), opened, model)

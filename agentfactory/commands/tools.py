@@ -21,8 +21,9 @@ from agentfactory.commands.options import json_object
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
-from agentfactory.rollout.data import InvalidData, Task, load_tasks
+from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.tools.config import ToolsRecipe
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.limits import check_limits
 from agentfactory.tools.messages import (
     Content,
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
     """Run `list`, `call` or `check`.
 
     Raises:
-        RecipeError, ToolsCommandError: nothing was done.
+        SettingError, ToolsCommandError: nothing was done.
         ToolsFailed: a server cannot be used, or the call failed.
     """
     recipe = stages_of(load_recipe(options.recipe, getattr(options, "overrides", ()), "tools"))[-1]
@@ -196,10 +197,9 @@ def _first_row(recipe: Recipe) -> tuple[Task | None, str]:
         if os.path.isabs(data.path) and not os.path.exists(data.path):
             return None, f"none, and no environment was reset: there is no {display(Path(data.path))} yet; give --task"
         try:
-            return load_tasks(data)[0], f"the first row of {name}"
-        except InvalidData as error:
-            fix = f"{error.fix}, or give --task"
-            raise ToolsCommandError(f"{name}.{error.field}: {error.problem}; fix: {fix}") from error
+            return load_tasks(data, name)[0], f"the first row of {name}"
+        except SettingError as error:
+            raise ToolsCommandError(f"{error.told}; fix: {error.fix}, or give --task") from error
         except Exception as error:  # boundary: files of any content, and the hub
             raise ToolsCommandError(f"{name}.path: {error}; fix: correct it, or give --task") from error
     return {}, "an empty row, for the recipe has no data"

@@ -29,9 +29,9 @@ from agentfactory.doctor.recipe import (
     runs_code,
     starts_server,
 )
-from agentfactory.recipe.composition import RecipeError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
+from agentfactory.tools.errors import SettingError
 
 Check = Callable[[], Iterable[Finding]]
 _COLORS = {Level.OK: "32", Level.WARNING: "33", Level.PROBLEM: "1;31"}
@@ -76,19 +76,17 @@ def examine(recipe: str | None, overrides: Sequence[str]) -> Iterator[Finding]:
         yield from _safely("devices", partial(check_devices, devices))
     yield from _safely("memory", lambda: check_memory(memory_room()))
     if recipe is not None:
-        lacks: list[str] = []
+        lacks: list[SettingError] = []
         try:
             loaded = load_recipe(recipe, overrides, "train", lacks)
-        except RecipeError as error:
-            text, _, fix = str(error).partition("; fix: ")
-            yield problem("recipe", text, fix)
+        except SettingError as error:
+            yield problem("recipe", error.told, error.fix)
         else:
             stages = stages_of(loaded)
             if not lacks:
                 yield ok("recipe", f"{loaded.name} is sound")
-        for lack in dict.fromkeys(lacks):
-            text, _, fix = lack.partition("; fix: ")
-            yield problem("recipe", text, fix)
+        for lack in {str(lack): lack for lack in lacks}.values():
+            yield problem("recipe", lack.told, lack.fix)
     yield from _safely("disk", partial(check_disk, stages[0].output if stages else Path.cwd()))
     most = max(map(open_files, stages), default=None)
     yield from _safely("open files", check_open_files if most is None else partial(check_open_files, most))

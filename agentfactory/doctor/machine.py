@@ -166,11 +166,10 @@ def check_sandbox(used: bool) -> Iterator[Finding]:
     try:
         shown = asyncio.run(_try_sandbox())
     except SandboxUnavailable as error:
-        text, _, fix = str(error).rpartition("; ")
         if used:
-            yield problem("sandbox", text, fix)
+            yield problem("sandbox", error.problem, error.fix)
         else:
-            yield warning("sandbox", f"{text} (for the code interpreter only)", fix)
+            yield warning("sandbox", f"{error.problem} (for the code interpreter only)", error.fix)
         return
     if shown == "42":
         yield ok("sandbox", "bubblewrap runs code")

@@ -198,8 +198,7 @@ def _judge_server(
     recipe: Recipe, url: str, described: Sequence[str], needed: Sequence[str], cards: list[dict[str, Any]]
 ) -> Iterator[Finding]:
     if missing := missing_routes(url, described, needed):
-        text, _, fix = missing.partition("; ")
-        yield problem("server", text, fix)
+        yield problem("server", *missing)
         return
     base = next((card for card in cards if not card.get("parent")), {})
     longest, wanted = base.get("max_model_len"), recipe.rollout.max_total_tokens

@@ -12,9 +12,10 @@ from agentfactory.launching.resume import Part, State, plan, rewind
 from agentfactory.launching.run_folder import Hold, RunFolder, RunFolderError, check_free
 from agentfactory.placement.placement import Placement, may_have_gpu, place
 from agentfactory.recipe.checks import runs_chains
-from agentfactory.recipe.composition import RecipeError, display
+from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout import serving
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import own_python
 from agentfactory.trainers.config import ACCELERATE
 
@@ -30,7 +31,7 @@ class RunStopped(Exception):
 
 def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, say: Say) -> None:
     """Run every stage; leaves a run folder. `resume` goes on with the one that is there, from this checkpoint or AUTO.
-    Raises ChildFailed, RunStopped, RunFolderError, RecipeError, KeyboardInterrupt."""
+    Raises ChildFailed, RunStopped, RunFolderError, SettingError, KeyboardInterrupt."""
     with Hold(recipe.output) as hold:
         hold.take()
         _train(recipe, overwrite, resume, say, hold)
@@ -220,7 +221,7 @@ def placed(recipe: Recipe, purpose: Literal["train", "serve"]) -> Placement:
 
 
 def settle(placement: Placement, recipe: Recipe, say: Say) -> Placement:
-    """Say where the processes go. Raises RecipeError where they cannot."""
+    """Say where the processes go. Raises SettingError where they cannot."""
     if placement.table:
         say(placement.table)
     if placement.warning is not None:
@@ -230,17 +231,19 @@ def settle(placement: Placement, recipe: Recipe, say: Say) -> Placement:
     return placement
 
 
-def _refusal(placement: Placement, recipe: Recipe) -> RecipeError | None:
+def _refusal(placement: Placement, recipe: Recipe) -> SettingError | None:
     """Why the processes cannot go there."""
     if placement.refused is not None:
-        return RecipeError(recipe.name, *placement.refused)
+        return SettingError(*placement.refused, source=recipe.name)
     if recipe.server.engine != "vllm" or recipe.server.url is not None or placement.on_gpu:
         return None
     if placement.mode == "time_share":
         fix = "use server.engine=embedded, or placement.mode=separate"
-        return RecipeError(recipe.name, "placement.mode", "'time_share': vLLM sleeps on GPUs only", fix)
+        return SettingError("placement.mode", "'time_share': vLLM sleeps on GPUs only", fix, source=recipe.name)
     if recipe.sync.backend == "ipc":
-        return RecipeError(recipe.name, "sync.backend", "got 'ipc': vLLM has it on GPUs only", "use auto or file")
+        return SettingError(
+            "sync.backend", "got 'ipc': vLLM has it on GPUs only", "use auto or file", source=recipe.name
+        )
     return None
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import yaml
 
 from agentfactory.launching.run_folder import RunFolder, RunFolderError, next_free
-from agentfactory.recipe.composition import COMMAND_LINE, RecipeError, display, short
+from agentfactory.recipe.composition import COMMAND_LINE, display, short
 from agentfactory.recipe.schema import Recipe
+from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.checkpoint_folder import (
     DamagedCheckpointError,
     checkpoints,
@@ -59,7 +60,7 @@ def plan(stages: Sequence[Recipe], asked: str) -> list[Part]:
     """What becomes of each stage. `asked` is a checkpoint, or AUTO. A stage's model is that of its recipe; of a later
     one than the first, the checkpoint of the stage before.
 
-    Raises RunFolderError where there is nothing to go on from, or the checkpoint is damaged; RecipeError where a
+    Raises RunFolderError where there is nothing to go on from, or the checkpoint is damaged; SettingError where a
     recipe does not fit its checkpoint.
     """
     path = None if asked == AUTO else Path(asked).expanduser().resolve()
@@ -115,7 +116,7 @@ def choose(folder: RunFolder, asked: Path | None) -> Path | None:
 
 
 def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> None:
-    """Raise RecipeError where `recipe` would change what the run learns. It may ask for more steps, and be run
+    """Raise SettingError where `recipe` would change what the run learns. It may ask for more steps, and be run
     elsewhere and otherwise."""
     if checkpoint is None:
         before, where = yaml.safe_load(folder.recipe.read_text(encoding="utf-8")), folder.recipe
@@ -125,10 +126,12 @@ def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> 
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name) and not f"{name}.".startswith(tuple(f"{field}." for field in _MAY_DIFFER)):
             problem = f"got {short(new.get(name))}, but {display(where)} was trained with {short(old.get(name))}"
-            raise RecipeError(COMMAND_LINE, name, problem, "set it back, or begin another run with output=OTHER")
+            raise SettingError(
+                name, problem, "set it back, or begin another run with output=OTHER", source=COMMAND_LINE
+            )
     if checkpoint is not None and recipe.train.steps < step_of(checkpoint):
         problem = f"got {recipe.train.steps}, and {display(checkpoint)} has more"
-        raise RecipeError(COMMAND_LINE, "train.steps", problem, "raise it, or name an earlier checkpoint")
+        raise SettingError("train.steps", problem, "raise it, or name an earlier checkpoint", source=COMMAND_LINE)
 
 
 def rewind(folder: RunFolder, checkpoint: Path | None, say: Callable[[str], None]) -> None:

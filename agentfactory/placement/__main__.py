@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from agentfactory.placement.changes import refusal
-from agentfactory.placement.choice import Device, Estimate, Refused, choose
+from agentfactory.placement.choice import Device, Estimate, choose
 from agentfactory.placement.machine import Machine, see_machine
 from agentfactory.placement.memory_table import Need, Plan, table
 from agentfactory.placement.model_config import NoConfigError, load_config
@@ -25,6 +25,7 @@ from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.schema import Recipe
 from agentfactory.tools import parent_watch
 from agentfactory.tools.config import Section
+from agentfactory.tools.errors import SettingError
 
 
 class Estimates:
@@ -35,13 +36,13 @@ class Estimates:
         self._known: dict[str, Any] = {}
 
     def __call__(self, recipe: Recipe, device: Device, memory: int | None) -> Need:
-        """Raises Refused where a model's shape cannot be had, it cannot be trained so, or another one is served."""
+        """Raises SettingError where a model's shape cannot be had, it cannot be trained so, or another is served."""
         config, note = self._config("model.path", recipe.model.path)
         notes = [note] if note else []
         trainer: dict[str, int] = {}
         if self._purpose == "train" or recipe.placement.mode in ("split", "time_share"):
             key = _key(f"trainer {device}", recipe.model, recipe.train, recipe.rollout)
-            trainer = self._once(key, lambda: _trainer(recipe, config, device))
+            trainer = self._once(key, lambda: trainer_memory(recipe, config, device))
             notes += _padding_note(recipe, config)
         server: ServerMemory | None = None
         if recipe.server.url is None and (self._purpose == "serve" or runs_chains(recipe, "train")):
@@ -60,7 +61,7 @@ class Estimates:
             return self._once(_key("config", path), lambda: load_config(path))
         except NoConfigError as error:
             fix = "connect this machine, download the model before, or name a folder"
-            raise Refused(field, str(error), fix) from error
+            raise SettingError(field, str(error), fix) from error
 
     def _once(self, key: str, compute: Callable[[], Any]) -> Any:
         if key not in self._known:
@@ -72,21 +73,11 @@ def _key(kind: str, *parts: Section | str) -> str:
     return "\n".join([kind, *(part if isinstance(part, str) else part.model_dump_json() for part in parts)])
 
 
-def _trainer(recipe: Recipe, config: PreTrainedConfig, device: Device) -> dict[str, int]:
-    try:
-        return trainer_memory(recipe, config, device)
-    except ValueError as error:
-        # it says of a recipe what the trainer would, once it had loaded the model
-        field, _, rest = str(error).partition(": ")
-        problem, _, fix = rest.partition("; ")
-        raise Refused(field, problem, fix) from error
-
-
 def _check_same(recipe: Recipe, config: PreTrainedConfig, served: PreTrainedConfig) -> None:
     found = difference(config, served)
     if found is not None:
         problem = f"got {recipe.server.model}, which is no copy of {recipe.model.path}: {found}"
-        raise Refused("server.model", problem, "name a quantised copy of model.path, or remove it")
+        raise SettingError("server.model", problem, "name a quantised copy of model.path, or remove it")
 
 
 def _padding_note(recipe: Recipe, config: PreTrainedConfig) -> list[str]:
@@ -108,9 +99,9 @@ def place(recipe: Recipe, machine: Machine, estimates: Estimate) -> dict[str, An
             unfit = refusal(recipe, tried, machine, estimates)
             if recipe.placement.on_misfit == "refuse":
                 fix = f"{unfit.fix}; or placement.on_misfit=warn, which tries it"
-                raise Refused(unfit.field, unfit.problem, fix)
+                raise SettingError(unfit.field, unfit.problem, fix)
             settings |= {"warning": f"{unfit.problem}; what would: {unfit.fix}", "trainer_bytes": 0}
-    except Refused as refused:
+    except SettingError as refused:
         return answer | {"refused": (refused.field, refused.problem, refused.fix)}
     return answer | settings
 

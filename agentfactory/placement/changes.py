@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator
 from itertools import combinations
 from typing import Any
 
-from agentfactory.placement.choice import Estimate, Refused, choose
+from agentfactory.placement.choice import Estimate, choose
 from agentfactory.placement.machine import Machine
 from agentfactory.placement.memory_table import Plan, gib
 from agentfactory.recipe.schema import Recipe
+from agentfactory.tools.errors import SettingError
 
 Settings = dict[str, Any]
 """Dotted fields and their values, as on the command line."""
@@ -17,10 +18,10 @@ _SMALLEST_BUDGET = 1024
 _RANK = 16
 
 
-def refusal(recipe: Recipe, tried: list[Plan], machine: Machine, estimate: Estimate) -> Refused:
+def refusal(recipe: Recipe, tried: list[Plan], machine: Machine, estimate: Estimate) -> SettingError:
     """Why none of the plans that were tried fits, with the sums, and the nearest change with which one does."""
     problem = "; ".join(f"does not fit, {plan.title}: {plan.worst}" for plan in tried)
-    return Refused("placement.mode", problem, _advice(recipe, machine, estimate))
+    return SettingError("placement.mode", problem, _advice(recipe, machine, estimate))
 
 
 def _advice(recipe: Recipe, machine: Machine, estimate: Estimate) -> str:
@@ -31,7 +32,7 @@ def _advice(recipe: Recipe, machine: Machine, estimate: Estimate) -> str:
             return None
         try:
             tried = choose(changed, machine, estimate)
-        except Refused:
+        except SettingError:
             return None
         return min(tried, key=lambda plan: plan.worst.short)
 

@@ -8,6 +8,7 @@ from agentfactory.placement.machine import Gpu, Machine
 from agentfactory.placement.memory_table import GIB, OFFLOADED, STAYS_ON_GPU, Need, Plan, Sum, gib
 from agentfactory.placement.server_memory import ServerMemory
 from agentfactory.recipe.schema import Recipe
+from agentfactory.tools.errors import SettingError
 
 MARGIN = 0.05
 """Share of a device that is left free: allocators keep memory in pieces, some of which are too small for what comes."""
@@ -19,14 +20,6 @@ VLLM_CPU_CACHE = GIB
 Device = Literal["cuda", "cpu"]
 Estimate = Callable[[Recipe, Device, int | None], Need]
 """(recipe, kind of device, bytes of a GPU or None) -> what it takes."""
-
-
-class Refused(Exception):
-    """A recipe that cannot be placed: the field, the problem, and the fix where there is one besides smaller needs."""
-
-    def __init__(self, field: str, problem: str, fix: str):
-        super().__init__(f"{field}: {problem}; fix: {fix}")
-        self.field, self.problem, self.fix = field, problem, fix
 
 
 @dataclass(frozen=True)
@@ -48,8 +41,8 @@ def device_of(recipe: Recipe, machine: Machine) -> Device:
 
 
 def choose(recipe: Recipe, machine: Machine, estimate: Estimate) -> list[Plan]:
-    """The plans that were tried, in order; the last fits, or none does. Raises Refused where devices, not bytes, are
-    too few."""
+    """The plans that were tried, in order; the last fits, or none does. Raises SettingError where there are too few
+    devices."""
     device, asked = device_of(recipe, machine), recipe.placement.gpu_memory_gib
     memory = max((gpu.total for gpu in machine.gpus), default=int(asked * GIB) if asked else None)
     need = estimate(recipe, device, memory)
@@ -72,7 +65,7 @@ def _modes(recipe: Recipe, machine: Machine, need: Need) -> list[str]:
         needed = for_trainer or for_server
         if here and needed > here:
             field = "train.processes" if for_trainer else "server.tensor_parallel_size"
-            raise Refused(
+            raise SettingError(
                 field,
                 f"needs {needed} GPUs, and there are {here} here",
                 "use fewer, or several machines (docs/multi-node.md)",
@@ -85,16 +78,18 @@ def _modes(recipe: Recipe, machine: Machine, need: Need) -> list[str]:
     if enough or (mode == "separate" and not here):
         if recipe.sync.backend == "ipc":
             problem = "got 'ipc', and trainer and server have GPUs of their own"
-            raise Refused("sync.backend", problem, "use auto, or set placement.mode=split or time_share")
+            raise SettingError("sync.backend", problem, "use auto, or set placement.mode=split or time_share")
         return ["separate"]
     if mode == "separate" or not alone:
         problem = (
             f"the trainer needs {for_trainer} and the server {for_server} GPUs of their own, and there are {here} here"
         )
         fix = "use fewer processes (train.processes), another machine, or a server elsewhere (server.url)"
-        raise Refused("placement.mode", problem, "set auto, split or time_share" if alone else fix)
+        raise SettingError("placement.mode", problem, "set auto, split or time_share" if alone else fix)
     if recipe.sync.backend == "nccl":
-        raise Refused("sync.backend", "got 'nccl', which is for GPUs apart, and there is one", "use auto, ipc or file")
+        raise SettingError(
+            "sync.backend", "got 'nccl', which is for GPUs apart, and there is one", "use auto, ipc or file"
+        )
     return ["split", "time_share"] if recipe.rollout.max_staleness == 0 else ["split"]
 
 
@@ -244,7 +239,7 @@ def _fill(recipe: Recipe, server: ServerMemory, usable: int, room: _Room, is_rea
         problem = (
             f"got {share:g}, which is {gib(usable)} GiB, and with the smallest cache the server needs {gib(least)} GiB"
         )
-        raise Refused("server.gpu_memory_utilization", problem, "raise it, or remove it: placement sets what fits")
+        raise SettingError("server.gpu_memory_utilization", problem, "raise it, or remove it: placement sets what fits")
     cache = max(usable - _parts(server), server.least_cache)
     # cut, not rounded: vLLM refuses to start where a byte is missing. What is more than free is tried with less
     told = min(_parts(server) + cache, room.free)

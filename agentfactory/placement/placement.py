@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from agentfactory.launching.processes import ChildFailed
 from agentfactory.recipe.schema import Recipe
 from agentfactory.tools import parent_watch
 from agentfactory.tools.import_path import own_python
 
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Files of drivers that torch can compute with: NVIDIA's, AMD's, and NVIDIA's under WSL."""
+
+
+class PlacementError(Exception):
+    """Where processes go could not be planned, or the memory that was planned for is gone; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +71,14 @@ class Placement:
         return {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
 
     def check_trainers_room(self) -> None:
-        """Raise ChildFailed unless the trainer's GPU has the memory that the table gives it, now that the server has
+        """Raise PlacementError unless the trainer's GPU has the memory that the table gives it, now that the server has
         taken its own."""
         if not self.trainer_bytes:
             return
         free = _ask("agentfactory.placement.machine", "", self.environment("trainer"))[0]
         if free < self.trainer_bytes:
             needed, left = self.trainer_bytes / 2**30, free / 2**30
-            raise ChildFailed(
+            raise PlacementError(
                 f"the trainer would need {needed:.2f} GiB of the GPU by the memory table, and beside the server "
                 f"{left:.2f} GiB are free; fix: end other processes on it, lower server.gpu_memory_utilization, or set "
                 "placement.mode=time_share"
@@ -87,7 +90,7 @@ def place(recipes: Sequence[Recipe], purpose: Literal["train", "serve"]) -> list
 
     A stage whose model is made by the stage before is planned with the first one's model, which has its shape. Nothing
     is planned, and torch is not imported, where no GPU is here and the recipe says nothing of placement. Raises
-    ChildFailed.
+    PlacementError.
     """
     found: list[Placement | None] = [Placement()] * len(recipes)
     asked: dict[int, Recipe] = {}
@@ -133,5 +136,5 @@ def _ask(module: str, said: str, env: dict[str, str] | None = None) -> Any:
     done = subprocess.run(own_python("-m", module), input=said, capture_output=True, text=True, check=False, env=env)
     if done.returncode != 0:
         last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "nothing said")
-        raise ChildFailed(f"the placement could not be planned: exit status {done.returncode}: {last.strip()}")
+        raise PlacementError(f"the placement could not be planned: exit status {done.returncode}: {last.strip()}")
     return json.loads(done.stdout)

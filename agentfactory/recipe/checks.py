@@ -7,19 +7,20 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from agentfactory.recipe.composition import Composed, RecipeError, display, short
+from agentfactory.recipe.composition import Composed, display, short
 from agentfactory.recipe.schema import Recipe
-from agentfactory.recipe.train_checks import Lack, Refuse, check_placement, check_training
+from agentfactory.recipe.train_checks import Lack, check_placement, check_training
 from agentfactory.rollout.config import Inflight
 from agentfactory.rollout.context import check_context
-from agentfactory.rollout.data import InvalidData, Task, load_tasks
+from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.parsers import load_parser
-from agentfactory.rollout.rewards import InvalidReward, Rewards
+from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.serving import missing_from
 from agentfactory.tools.environment import Environment, reset_schema
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.prebuilt import PREBUILT
 from agentfactory.tools.tool import is_tool
 from agentfactory.tools.user_code import UserCodeError, load_object
@@ -44,38 +45,45 @@ def check(
     composed: Composed,
     prepared: Path | None,
     after: str | None = None,
-    lacks: list[str] | None = None,
+    lacks: list[SettingError] | None = None,
 ) -> None:
-    """Raise RecipeError for the first thing that cannot work.
+    """Raise SettingError for the first thing that cannot work.
 
     `prepared` is the folder that `prepare` will fill (None: nothing prepares), `after` the stage that this one
     continues: its checkpoint does not exist yet. With `lacks`, programs that are not installed here are appended to it
     and not refused: the recipe may be for another machine.
     """
 
-    def refuse(name: str, problem: str, fix: str) -> NoReturn:
-        raise RecipeError(composed.origin(name), name, problem, fix)
-
-    def lack(name: str, problem: str, fix: str) -> None:
+    def lack(field: str, problem: str, fix: str) -> None:
+        error = SettingError(field, problem, fix)
         if lacks is None:
-            refuse(name, problem, fix)
-        lacks.append(f"{name}: {problem}; fix: {fix}")
+            raise error
+        lacks.append(error)
 
+    try:
+        _check(recipe, purpose, prepared, after, lack)
+    except SettingError as error:
+        raise error.at(source=error.source or composed.origin(error.field)) from error.__cause__
+
+
+def _check(recipe: Recipe, purpose: Purpose, prepared: Path | None, after: str | None, lack: Lack) -> None:
     if purpose != "tools":
-        _check_files(recipe, refuse, prepared, after)
-    _check_programs(recipe, refuse, lack, prepared)
-    _check_user_code(recipe, refuse, purpose)
+        _check_files(recipe, prepared, after)
+    _check_programs(recipe, lack, prepared)
+    _check_user_code(recipe, purpose)
     if purpose == "train":
-        check_training(recipe, refuse, lack, runs_chains(recipe, purpose))
+        check_training(recipe, lack, runs_chains(recipe, purpose))
     if runs_chains(recipe, purpose):
-        _check_chains(recipe, refuse, purpose)
+        _check_chains(recipe, purpose)
     if purpose == "serve" and recipe.server.url is not None:
-        refuse("server.url", f"got {short(recipe.server.url)}, which runs already", "set null to start one here")
+        raise SettingError(
+            "server.url", f"got {short(recipe.server.url)}, which runs already", "set null to start one here"
+        )
     if runs_chains(recipe, purpose) or purpose == "serve":
-        _check_server(recipe, refuse, lack)
+        _check_server(recipe, lack)
         if purpose in ("train", "serve"):
-            check_placement(recipe, refuse)
-    _check_rows(recipe, refuse, purpose, prepared)
+            check_placement(recipe)
+    _check_rows(recipe, purpose, prepared)
 
 
 def check_prepare(reference: str | None, composed: Composed) -> None:
@@ -85,20 +93,22 @@ def check_prepare(reference: str | None, composed: Composed) -> None:
     source = composed.origin("prepare")
     file, colon, name = reference.rpartition(":")
     if not colon:
-        raise RecipeError(source, "prepare", f"got {reference!r}", "write FILE.py:NAME")
+        raise SettingError("prepare", f"got {reference!r}", "write FILE.py:NAME", source=source)
     if not Path(file).is_file():
-        raise RecipeError(source, "prepare", f"{display(Path(file))}: no such file", "name an existing Python file")
+        raise SettingError(
+            "prepare", f"{display(Path(file))}: no such file", "name an existing Python file", source=source
+        )
     try:
         body = ast.parse(Path(file).read_bytes(), file).body
     except SyntaxError as error:
-        raise RecipeError(source, "prepare", f"{error}", "correct the file") from None
+        raise SettingError("prepare", f"{error}", "correct the file", source=source) from None
     functions = [node.name for node in body if isinstance(node, ast.FunctionDef)]
     if name not in functions:
         problem = f"{display(Path(file))} defines no function {name!r}, but {', '.join(functions) or 'none'}"
-        raise RecipeError(source, "prepare", problem, "name a function (folder, seed) of that file")
+        raise SettingError("prepare", problem, "name a function (folder, seed) of that file", source=source)
 
 
-def _check_files(recipe: Recipe, refuse: Refuse, prepared: Path | None, after: str | None) -> None:
+def _check_files(recipe: Recipe, prepared: Path | None, after: str | None) -> None:
     def require(name: str, value: str, is_right: Callable[[Path], bool], kind: str) -> None:
         path = Path(value)
         if prepared is not None and path.is_relative_to(prepared):
@@ -106,9 +116,9 @@ def _check_files(recipe: Recipe, refuse: Refuse, prepared: Path | None, after: s
         if not path.exists():
             in_prepared = path.is_relative_to(recipe.output / "prepared")
             fix = "set prepare: FILE.py:NAME to make it" if in_prepared else f"name an existing {kind}"
-            refuse(name, f"{display(path)}: no such file", fix)
+            raise SettingError(name, f"{display(path)}: no such file", fix)
         if not is_right(path):
-            refuse(name, f"{display(path)} is not a {kind}", f"name a {kind}")
+            raise SettingError(name, f"{display(path)} is not a {kind}", f"name a {kind}")
 
     # what is not absolute is a hub name
     if after is None and os.path.isabs(recipe.model.path):
@@ -124,7 +134,7 @@ def _check_files(recipe: Recipe, refuse: Refuse, prepared: Path | None, after: s
         require("train.from_trajectories", recipe.train.from_trajectories, Path.exists, "JSONL file or folder of them")
 
 
-def _check_rows(recipe: Recipe, refuse: Refuse, purpose: Purpose, prepared: Path | None) -> None:
+def _check_rows(recipe: Recipe, purpose: Purpose, prepared: Path | None) -> None:
     """Whether the rows of the files that will be used are tasks, and of the first, whether the rewards get what they
     want. Of the hub, and in parquet, who uses the rows finds out: reading them here would take too long."""
     acts = runs_chains(recipe, purpose)
@@ -139,39 +149,39 @@ def _check_rows(recipe: Recipe, refuse: Refuse, purpose: Purpose, prepared: Path
         is_made = prepared is not None and path.is_relative_to(prepared)
         if is_made or path.suffix == ".parquet" or path.stat().st_size > _MOST_BYTES_READ:
             continue
-        try:
-            first = load_tasks(data)[0]
-        except InvalidData as error:
-            refuse(f"{section}.{error.field}", error.problem, error.fix)
+        first = load_tasks(data, section)[0]
         if acts:
             try:
                 Rewards.load(recipe.rewards, Path.cwd()).check(first)
-            except InvalidReward as error:
-                refuse(error.field, f"{error.problem}, in the first row of {section}", error.fix)
-            _check_resets(recipe, refuse, first, section)
+            except SettingError as error:
+                problem = f"{error.problem}, in the first row of {section}"
+                raise SettingError(error.field, problem, error.fix) from error.__cause__
+            _check_resets(recipe, first, section)
 
 
-def _check_resets(recipe: Recipe, refuse: Refuse, row: Task, section: str) -> None:
+def _check_resets(recipe: Recipe, row: Task, section: str) -> None:
     modules = {f"tools.{index}": reference for index, reference in enumerate(recipe.tools)}
     modules |= {
         f"mcp_servers.{key}.module": server.module for key, server in recipe.mcp_servers.items() if server.module
     }
     for name, reference in modules.items():
-        found = _load(reference, name, refuse, PREBUILT)
+        found = _load(reference, name, PREBUILT)
         needed = reset_schema(found)["required"] if _is_environment(found) else []
         if missing := [field for field in needed if field not in row]:
             problem = (
                 f"the reset of {_shown(reference)} needs {', '.join(missing)}, which is no field of the data "
                 f"({', '.join(row)}), in the first row of {section}"
             )
-            refuse(name, problem, f"give it a default, or rename a field by {section}.columns")
+            raise SettingError(name, problem, f"give it a default, or rename a field by {section}.columns")
 
 
-def _check_programs(recipe: Recipe, refuse: Refuse, lack: Lack, prepared: Path | None) -> None:
+def _check_programs(recipe: Recipe, lack: Lack, prepared: Path | None) -> None:
     for key, server in recipe.mcp_servers.items():
         folder = Path(server.cwd or ".")
         if not folder.is_dir() and not (prepared is not None and folder.is_relative_to(prepared)):
-            refuse(f"mcp_servers.{key}.cwd", f"{display(folder)}: no such folder", "name an existing folder")
+            raise SettingError(
+                f"mcp_servers.{key}.cwd", f"{display(folder)}: no such folder", "name an existing folder"
+            )
         # a command with a slash is looked for from its folder, others on PATH; `python` is this one
         command = sys.executable if server.command in (None, "python") else server.command
         if "/" in command:
@@ -184,63 +194,56 @@ def _is_data_file(path: Path) -> bool:
     return path.is_file() and path.suffix in (".json", ".jsonl", ".parquet")
 
 
-def _check_user_code(recipe: Recipe, refuse: Refuse, purpose: Purpose) -> None:
+def _check_user_code(recipe: Recipe, purpose: Purpose) -> None:
     # a check writes nothing, not even bytecode beside the user's files
     write_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
-        _load_tools(recipe, refuse)
+        _load_tools(recipe)
         if purpose != "tools":
-            _load_user_code(recipe, refuse)
+            _load_user_code(recipe)
     finally:
         sys.dont_write_bytecode = write_bytecode
 
 
-def _load_tools(recipe: Recipe, refuse: Refuse) -> None:
+def _load_tools(recipe: Recipe) -> None:
     for index, reference in enumerate(recipe.tools):
-        found = _load(reference, f"tools.{index}", refuse, PREBUILT)
+        found = _load(reference, f"tools.{index}", PREBUILT)
         if not (_is_environment(found) or is_tool(found)):
-            refuse(
+            raise SettingError(
                 f"tools.{index}",
                 f"{_shown(reference)} is not a tool but a {type(found).__name__}",
                 "put @tool above its definition, or name an Environment class",
             )
     for key, server in recipe.mcp_servers.items():
         if server.module is not None:
-            found = _load(server.module, f"mcp_servers.{key}.module", refuse, PREBUILT)
+            found = _load(server.module, f"mcp_servers.{key}.module", PREBUILT)
             # not above: the MCP SDK is slow to import, and few recipes need it here
             from agentfactory.tools.mcp_server import build_server
 
             try:
                 build_server([found], key, server.pool, server.options)
             except (TypeError, ValueError) as error:
-                refuse(f"mcp_servers.{key}", f"{_shown(server.module)} cannot be served: {error}", "correct it")
+                raise SettingError(
+                    f"mcp_servers.{key}", f"{_shown(server.module)} cannot be served: {error}", "correct it"
+                )
 
 
-def _load_user_code(recipe: Recipe, refuse: Refuse) -> None:
-    try:
-        Rewards.load(recipe.rewards, Path.cwd())
-    except InvalidReward as error:
-        refuse(error.field, error.problem, error.fix)
-    try:
-        load_parser(recipe.rollout.parser, Path.cwd())
-    except UserCodeError as error:
-        refuse("rollout.parser", f"unknown: {error.problem.removeprefix('rollout.parser: ')}", error.fix)
+def _load_user_code(recipe: Recipe) -> None:
+    Rewards.load(recipe.rewards, Path.cwd())
+    load_parser(recipe.rollout.parser, Path.cwd())
     if recipe.rollout.agent is not None:
-        _load(recipe.rollout.agent, "rollout.agent", refuse)
+        _load(recipe.rollout.agent, "rollout.agent")
         # not above: it imports transformers
         from agentfactory.rollout.agent import load_agent
 
-        try:
-            load_agent(recipe.rollout.agent, Path.cwd())
-        except ValueError as error:
-            refuse("rollout.agent", str(error).removeprefix("rollout.agent: "), "name a class that inherits from Agent")
+        load_agent(recipe.rollout.agent, Path.cwd())
 
 
-def _load(reference: str, name: str, refuse: Refuse, prebuilt: Mapping[str, str] | None = None) -> Any:
+def _load(reference: str, name: str, prebuilt: Mapping[str, str] | None = None) -> Any:
     try:
         return load_object(reference, Path.cwd(), prebuilt)
     except UserCodeError as error:
-        refuse(name, f"unknown: {error.problem}", error.fix)
+        raise SettingError(name, f"unknown: {error.problem}", error.fix) from error.__cause__
 
 
 def _shown(reference: str) -> str:
@@ -267,83 +270,88 @@ def _gives_reward(recipe: Recipe) -> bool:
     )
 
 
-def _check_chains(recipe: Recipe, refuse: Refuse, purpose: Purpose) -> None:
+def _check_chains(recipe: Recipe, purpose: Purpose) -> None:
     rollout, server = recipe.rollout, recipe.server
     if purpose == "eval" and recipe.eval.data is None:
-        refuse("eval.data", "missing: there is nothing to evaluate on", "set eval.data.path")
+        raise SettingError("eval.data", "missing: there is nothing to evaluate on", "set eval.data.path")
     if purpose != "eval" and recipe.data is None:
-        refuse("data", "missing: there are no tasks", "set data.path to a file of rows with question or messages")
+        raise SettingError(
+            "data", "missing: there are no tasks", "set data.path to a file of rows with question or messages"
+        )
     if recipe.eval.every and recipe.eval.data is None:
-        refuse("eval.every", f"got {recipe.eval.every} without held-out tasks", "set eval.data.path")
+        raise SettingError("eval.every", f"got {recipe.eval.every} without held-out tasks", "set eval.data.path")
     if not _gives_reward(recipe):
-        refuse(
+        raise SettingError(
             "rewards", "empty, and no environment gives a reward", "name FILE.py:NAME of a @reward, or an Environment"
         )
-    try:
-        check_context(rollout)
-    except ValueError as error:
-        name, _, problem = str(error).partition(": ")
-        problem, _, fix = problem.rpartition("; ")
-        refuse(name, problem, fix)
+    check_context(rollout)
     if rollout.max_total_tokens > server.max_model_len:
-        refuse(
+        raise SettingError(
             "rollout.max_total_tokens",
             f"got {rollout.max_total_tokens}, more than server.max_model_len={server.max_model_len}",
             f"use at most {server.max_model_len}, or raise server.max_model_len",
         )
     if rollout.max_tokens >= rollout.max_total_tokens:
-        refuse(
+        raise SettingError(
             "rollout.max_tokens",
             f"got {rollout.max_tokens}: one turn fills rollout.max_total_tokens={rollout.max_total_tokens}",
             "lower it, or raise rollout.max_total_tokens",
         )
     if purpose == "train" and rollout.inflight == Inflight.KEEP:
         if recipe.model.lora is not None:
-            refuse("rollout.inflight", "got 'keep', but a turn keeps its adapter and its cache anyway", "remove it")
+            raise SettingError(
+                "rollout.inflight", "got 'keep', but a turn keeps its adapter and its cache anyway", "remove it"
+            )
         if rollout.max_staleness == 0:
             problem = "got 'keep' with rollout.max_staleness=0: no turn runs during an update"
-            refuse("rollout.inflight", problem, "remove it, or raise rollout.max_staleness")
+            raise SettingError("rollout.inflight", problem, "remove it, or raise rollout.max_staleness")
 
 
-def _check_server(recipe: Recipe, refuse: Refuse, lack: Lack) -> None:
+def _check_server(recipe: Recipe, lack: Lack) -> None:
     server = recipe.server
     if server.api_key_env and not os.environ.get(server.api_key_env):
-        refuse("server.api_key_env", f"the variable {server.api_key_env!r} is not set", "export it, or set null")
+        raise SettingError(
+            "server.api_key_env", f"the variable {server.api_key_env!r} is not set", "export it, or set null"
+        )
     if server.url is not None:
         for url in server.urls:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
-                refuse("server.url", f"got {url!r}", "write an address such as http://127.0.0.1:8000")
+                raise SettingError("server.url", f"got {url!r}", "write an address such as http://127.0.0.1:8000")
         if len(set(server.urls)) < max(1, len(server.urls)):
-            refuse("server.url", f"got {short(server.url)}", "name each server once, at least one")
+            raise SettingError("server.url", f"got {short(server.url)}", "name each server once, at least one")
         return
     if fault := server.quantization_fault():
-        refuse("server.quantization", *fault)
+        raise SettingError("server.quantization", *fault)
     if server.engine == "vllm":
-        _check_vllm(recipe, refuse, lack)
+        _check_vllm(recipe, lack)
     elif not _is_loopback(server.host) and not server.api_key_env:
-        refuse(
+        raise SettingError(
             "server.host", f"got {server.host!r}, which others can reach", "use 127.0.0.1, or set server.api_key_env"
         )
     else:
         for name, value in server.vllm_only().items():
-            refuse(f"server.{name}", f"got {short(value)}: it is for vLLM", "remove it, or set server.engine=vllm")
+            raise SettingError(
+                f"server.{name}", f"got {short(value)}: it is for vLLM", "remove it, or set server.engine=vllm"
+            )
     if recipe.model.lora is not None and server.max_loras < recipe.rollout.max_staleness + 2:
         needed = recipe.rollout.max_staleness + 2
         problem = f"got {server.max_loras}: the next adapter joins those that turns may still use"
-        refuse("server.max_loras", problem, f"use at least {needed} (rollout.max_staleness + 2)")
+        raise SettingError("server.max_loras", problem, f"use at least {needed} (rollout.max_staleness + 2)")
 
 
-def _check_vllm(recipe: Recipe, refuse: Refuse, lack: Lack) -> None:
+def _check_vllm(recipe: Recipe, lack: Lack) -> None:
     server, python = recipe.server, recipe.server.python
     if not _is_loopback(server.host) and not server.api_key_env:
-        refuse(
+        raise SettingError(
             "server.host",
             f"got {server.host!r}, which others can reach: no key guards the routes that change vLLM's weights",
             "use 127.0.0.1, or set server.api_key_env",
         )
     if python is not None and not (os.path.isfile(python) and os.access(python, os.X_OK)):
-        refuse("server.python", f"{display(Path(python))}: no such program", "name a Python, as .venv-vllm/bin/python")
+        raise SettingError(
+            "server.python", f"{display(Path(python))}: no such program", "name a Python, as .venv-vllm/bin/python"
+        )
     missing = missing_from(python)
     if missing == "vllm":
         lack(

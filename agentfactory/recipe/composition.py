@@ -10,19 +10,13 @@ from typing import Any
 
 import yaml
 
+from agentfactory.tools.errors import SettingError
+
 COMMAND_LINE = "command line"
 RECIPES = Path(__file__).parents[1] / "recipes"
 """The recipes that come with AgentFactory."""
 _PLACEHOLDERS = ("${prepared}", "${output}")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-
-
-class RecipeError(Exception):
-    """What is wrong with a recipe: the file that says it, the field, the problem with the value, and the fix."""
-
-    def __init__(self, source: str, name: str, problem: str, fix: str):
-        super().__init__(": ".join(part for part in (source, name, problem) if part) + (f"; fix: {fix}" if fix else ""))
-        self.source, self.field, self.problem, self.fix = source, name, problem, fix
 
 
 @dataclass
@@ -89,7 +83,7 @@ def _parse(text: str, source: str, name: str) -> Any:
         return yaml.load(text, _Loader)  # a SafeLoader
     except (yaml.YAMLError, ValueError) as error:
         problem = " ".join(str(error).split())
-        raise RecipeError(source, name, f"not YAML: {problem}", "correct it") from None
+        raise SettingError(name, f"not YAML: {problem}", "correct it", source=source) from None
 
 
 def recipe_file(name: str | Path, base: Path) -> Path:
@@ -104,17 +98,22 @@ def read_mapping(path: Path, source: str, name: str) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise RecipeError(source, name, f"{display(path)}: no such file", "name an existing recipe") from None
+        raise SettingError(name, f"{display(path)}: no such file", "name an existing recipe", source=source) from None
     except IsADirectoryError:
         inside = [file for file in (path / "recipe.yaml", path / f"{path.name}.yaml") if file.is_file()]
         fix = f"name {display(inside[0])}" if inside else "name a YAML file"
-        raise RecipeError(source, name, f"{display(path)}: is a folder", fix) from None
+        raise SettingError(name, f"{display(path)}: is a folder", fix, source=source) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(source, name, f"{display(path)}: cannot be read: {error}", "name a YAML file") from None
+        raise SettingError(
+            name, f"{display(path)}: cannot be read: {error}", "name a YAML file", source=source
+        ) from None
     data = _parse(text, display(path), "")
     if not isinstance(data, dict):
-        raise RecipeError(
-            display(path), "", f"holds {short(data)}, not a mapping", "write `key: value` lines, such as `model: ...`"
+        raise SettingError(
+            "",
+            f"holds {short(data)}, not a mapping",
+            "write `key: value` lines, such as `model: ...`",
+            source=display(path),
         )
     return data
 
@@ -129,10 +128,10 @@ def compose(data: dict[str, Any], file: Path, ancestors: tuple[Path, ...] = ()) 
     parent = data.pop("extends", None)
     if parent is not None:
         if not isinstance(parent, str):
-            raise RecipeError(source, "extends", f"got {short(parent)}", "name one recipe file")
+            raise SettingError("extends", f"got {short(parent)}", "name one recipe file", source=source)
         path = recipe_file(parent, file.parent)
         if path in (file, *ancestors):
-            raise RecipeError(source, "extends", f"{parent} extends this file in turn", "break the circle")
+            raise SettingError("extends", f"{parent} extends this file in turn", "break the circle", source=source)
         inherited = compose(read_mapping(path, source, "extends"), path, (file, *ancestors))
         inherited.data.pop("name", None)
         composed.data, composed.origins, composed.folders = inherited.data, inherited.origins, inherited.folders
@@ -147,9 +146,9 @@ def parse_overrides(overrides: Iterable[str]) -> list[tuple[str, Any]]:
     for text in overrides:
         name, equals, value = text.partition("=")
         if not equals or not all(name.split(".")):
-            raise RecipeError(COMMAND_LINE, "", f"got {text!r}", "write key=value, such as train.steps=100")
+            raise SettingError("", f"got {text!r}", "write key=value, such as train.steps=100", source=COMMAND_LINE)
         if name.split(".")[0] in ("extends", "stages"):
-            raise RecipeError(COMMAND_LINE, name, "cannot be overridden", "write it in a recipe file")
+            raise SettingError(name, "cannot be overridden", "write it in a recipe file", source=COMMAND_LINE)
         parsed.append((name, _parse(value, COMMAND_LINE, name)))
     return parsed
 
@@ -164,7 +163,9 @@ def override(composed: Composed, name: str, value: Any) -> None:
             break
         if not isinstance(section, dict):
             above = ".".join(parents[:depth])
-            raise RecipeError(COMMAND_LINE, name, f"{above} is {short(section)}, not a section", f"set {above} itself")
+            raise SettingError(
+                name, f"{above} is {short(section)}, not a section", f"set {above} itself", source=COMMAND_LINE
+            )
     nested: dict[str, Any] = {last: value}
     for key in reversed(parents):
         nested = {key: nested}

@@ -14,7 +14,6 @@ from agentfactory.recipe.checks import Purpose, check, check_prepare
 from agentfactory.recipe.composition import (
     COMMAND_LINE,
     Composed,
-    RecipeError,
     compose,
     override,
     parse_overrides,
@@ -25,6 +24,7 @@ from agentfactory.recipe.composition import (
 )
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.tools.config import Section
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import append_folders
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -36,7 +36,7 @@ _NOT_FOR_TOOLS = {"model": {"path": "none"}, "train": {"steps": 1}}
 
 
 def load_recipe(
-    path: str | Path, overrides: Sequence[str] = (), purpose: Purpose = "train", lacks: list[str] | None = None
+    path: str | Path, overrides: Sequence[str] = (), purpose: Purpose = "train", lacks: list[SettingError] | None = None
 ) -> Recipe | StagedRecipe:
     """Compose, validate and resolve the recipe file `path`. Nothing is written.
 
@@ -45,7 +45,7 @@ def load_recipe(
     a server's settings are checked only where one is started. With `lacks`, what is not installed here is appended to
     it, and not refused.
 
-    Raises RecipeError, whose text names the file, the field, the value and the fix.
+    Raises SettingError, whose text names the file, the field, the value and the fix.
     """
     file = recipe_file(path, Path.cwd())
     composed = compose(read_mapping(file, "", "recipe"), file)
@@ -67,17 +67,17 @@ def load_recipe(
 
 
 def _load_staged(
-    composed: Composed, file: Path, settings: list[tuple[str, Any]], purpose: Purpose, lacks: list[str] | None
+    composed: Composed, file: Path, settings: list[tuple[str, Any]], purpose: Purpose, lacks: list[SettingError] | None
 ) -> StagedRecipe:
     entries = composed.data.pop("stages")
     if not isinstance(entries, list) or not entries:
-        raise RecipeError(composed.source, "stages", f"got {short(entries)}", "list at least one recipe file")
+        raise SettingError("stages", f"got {short(entries)}", "list at least one recipe file", source=composed.source)
     stages: dict[str, Composed] = {}
     for index, entry in enumerate(entries):
         stage = _compose_stage(entry, f"stages.{index}", composed.source, file)
         if stages.setdefault(stage.data["name"], stage) is not stage:
             problem = f"a second stage called {stage.data['name']!r}"
-            raise RecipeError(composed.source, f"stages.{index}", problem, "set another name in one of the two")
+            raise SettingError(f"stages.{index}", problem, "set another name in one of the two", source=composed.source)
     for name, value in settings:
         first, _, rest = name.partition(".")
         if first in stages and rest:
@@ -88,10 +88,12 @@ def _load_staged(
             for stage in stages.values():
                 override(stage, name, value)
         elif name in stages:
-            raise RecipeError(COMMAND_LINE, name, f"got {short(value)} for a stage", f"set one of its keys: {name}.KEY")
+            raise SettingError(
+                name, f"got {short(value)} for a stage", f"set one of its keys: {name}.KEY", source=COMMAND_LINE
+            )
         else:
             fix = _did_you_mean(first, [*stages, *Recipe.model_fields], Recipe)
-            raise RecipeError(COMMAND_LINE, name, f"unknown key {first!r}", fix)
+            raise SettingError(name, f"unknown key {first!r}", fix, source=COMMAND_LINE)
     for name, stage in stages.items():
         _check_import_path(stage, f"{name}.import_path")
     _set_import_path(composed, *stages.values())
@@ -105,16 +107,18 @@ def _load_staged(
         _give_to_stage(whole, name, stage, previous)
         if whole.stages and whole.stages[-1].model.lora is not None:
             problem = f"stage {name!r} follows a stage that trains an adapter, which it cannot continue"
-            raise RecipeError(composed.source, "stages", problem, f"set {previous}.model.lora=null, or put it last")
+            raise SettingError(
+                "stages", problem, f"set {previous}.model.lora=null, or put it last", source=composed.source
+            )
         # the other commands use the last stage
         stage_purpose = purpose if purpose == "tools" or name == [*stages][-1] else "train"
         try:
             recipe = _validate(Recipe, stage, str(prepared))
             check(recipe, stage_purpose, stage, prepared if whole.prepare else None, previous, lacks)
-        except RecipeError as error:
+        except SettingError as error:
             if error.source in (COMMAND_LINE, composed.source):
                 field = ".".join(filter(None, (name, error.field)))
-                raise RecipeError(error.source, field, error.problem, error.fix) from None
+                raise SettingError(field, error.problem, error.fix, source=error.source) from None
             # a stage's own file has the field as it stands
             raise
         whole.stages.append(recipe)
@@ -130,14 +134,20 @@ def _compose_stage(entry: Any, field: str, source: str, file: Path) -> Composed:
     elif isinstance(entry, dict) and "name" in entry:
         stage = compose(entry, file)
     else:
-        raise RecipeError(source, field, f"got {short(entry)}", "name a recipe file, or write a recipe with a name")
+        raise SettingError(
+            field, f"got {short(entry)}", "name a recipe file, or write a recipe with a name", source=source
+        )
     name = stage.data["name"]
     if "stages" in stage.data:
-        raise RecipeError(stage.source, "stages", f"{name} is itself a stage", "list its stages in the outer recipe")
+        raise SettingError(
+            "stages", f"{name} is itself a stage", "list its stages in the outer recipe", source=stage.source
+        )
     if not isinstance(name, str) or not _STAGE_NAME.fullmatch(name):
-        raise RecipeError(stage.source, "name", f"got {short(name)}", "a stage's name is letters, digits, _ and -")
+        raise SettingError(
+            "name", f"got {short(name)}", "a stage's name is letters, digits, _ and -", source=stage.source
+        )
     if name in _FOLDER_NAMES or name in Recipe.model_fields:
-        raise RecipeError(stage.source, "name", f"a stage cannot be called {name!r}", "choose another name")
+        raise SettingError("name", f"a stage cannot be called {name!r}", "choose another name", source=stage.source)
     return stage
 
 
@@ -145,11 +155,11 @@ def _give_to_stage(whole: StagedRecipe, name: str, stage: Composed, previous: st
     """Seed, output, import path and model that a stage gets from the whole; its own are for running it alone."""
     prepare = stage.data.pop("prepare", None)
     if prepare not in (None, whole.prepare):
-        raise RecipeError(
-            stage.origin("prepare"),
+        raise SettingError(
             "prepare",
             f"got {prepare!r}",
             f"stages share one: name it in the {whole.name} recipe",
+            source=stage.origin("prepare"),
         )
     stage.data |= {"seed": whole.seed, "output": f"{whole.output}/{name}"}
     stage.data["import_path"] = [str(folder) for folder in whole.import_path]
@@ -176,7 +186,7 @@ def _check_import_path(composed: Composed, field: str) -> None:
     said = composed.data.get("import_path")
     if said is not None and not (isinstance(said, list) and all(isinstance(folder, str) for folder in said)):
         problem = f"got {short(said)}, not a list of folders"
-        raise RecipeError(composed.origin("import_path"), field, problem, "write it as [FOLDER, ...]")
+        raise SettingError(field, problem, "write it as [FOLDER, ...]", source=composed.origin("import_path"))
 
 
 def _set_output(composed: Composed) -> None:
@@ -195,7 +205,7 @@ def _validate(model: type[SectionT], composed: Composed, prepared: str) -> Secti
         # a misspelt key explains why the right one is missing
         error = min(errors.errors(include_url=False), key=lambda error: error["type"] != "extra_forbidden")
         name, problem, fix = _explain(error, data, model)
-        raise RecipeError(composed.origin(name), name, problem, fix) from None
+        raise SettingError(name, problem, fix, source=composed.origin(name)) from None
 
 
 def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, str]:
@@ -220,7 +230,10 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
         case "extra_forbidden":
             return name, f"unknown key {keys[-1]!r}", _did_you_mean(name, list(section.model_fields), model)
         case "value_error":
-            return name, str(context["error"]), ""
+            told = context["error"]
+            if isinstance(told, SettingError):
+                return ".".join(filter(None, (name, told.field))), told.problem, told.fix
+            return name, str(told), ""
         case "literal_error" | "enum":
             return name, f"got {got}", f"use {context['expected']}"
         case "model_type" | "dict_type" | "model_attributes_type":

@@ -2,80 +2,92 @@
 
 import re
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from agentfactory.recipe.composition import short
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import EqualRewards
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import is_installed
 from agentfactory.trainers.best_checkpoint import AUTO
 from agentfactory.trainers.metrics import METRICS
 
-Refuse = Callable[[str, str, str], NoReturn]
-"""Raises RecipeError for a field, the problem and the fix."""
-
 Lack = Callable[[str, str, str], None]
-"""The same for what is not installed; a recipe that is only looked at is not refused for it."""
+"""Takes field, problem and fix of what is not installed; a recipe that is only looked at is not refused for it."""
 
 
-def check_training(recipe: Recipe, refuse: Refuse, lack: Lack, runs_chains: bool) -> None:
+def check_training(recipe: Recipe, lack: Lack, runs_chains: bool) -> None:
     """Refuse the first thing that cannot work; `runs_chains`: a server and a worker take part."""
-    _check_processes(recipe, refuse)
-    _check_network(recipe, refuse, lack)
-    _check_sync(recipe, refuse)
-    _check_schedule(recipe, refuse)
-    _check_kept(recipe, refuse, runs_chains)
+    _check_processes(recipe)
+    _check_network(recipe, lack)
+    _check_sync(recipe)
+    _check_schedule(recipe)
+    _check_kept(recipe, runs_chains)
     _check_trackers(recipe, lack)
     if recipe.train.algorithm == "sft":
-        _check_sft(recipe, refuse)
+        _check_sft(recipe)
     else:
-        _check_algorithm(recipe, refuse)
-    _check_unused(recipe, refuse)
+        _check_algorithm(recipe)
+    _check_unused(recipe)
     if recipe.eval.every and not runs_chains:
         what = "sft" if recipe.train.algorithm == "sft" else "train.from_trajectories"
-        refuse(
+        raise SettingError(
             "eval.every",
             f"got {recipe.eval.every}, but {what} runs no chains",
             "set 0 and run `agentfactory eval` after",
         )
     if runs_chains:
-        _check_mismatch(recipe, refuse)
+        _check_mismatch(recipe)
         if recipe.model.lora is None:
-            _check_full_weights(recipe, refuse)
+            _check_full_weights(recipe)
     if recipe.train.from_trajectories:
         for name, idle in (("equal_rewards", EqualRewards.KEEP), ("curriculum", None)):
             if getattr(recipe.rollout, name) != idle:
                 problem = "is set, but train.from_trajectories takes the saved groups as they are"
-                refuse(f"rollout.{name}", problem, "remove it, or sort the groups before")
+                raise SettingError(f"rollout.{name}", problem, "remove it, or sort the groups before")
 
 
-def _check_processes(recipe: Recipe, refuse: Refuse) -> None:
+def _check_processes(recipe: Recipe) -> None:
     train = recipe.train
     if recipe.model.dtype == "float16":
-        refuse("model.dtype", "got 'float16': training in it needs loss scaling", "use bfloat16, or float32 on a CPU")
+        raise SettingError(
+            "model.dtype", "got 'float16': training in it needs loss scaling", "use bfloat16, or float32 on a CPU"
+        )
     if train.strategy == "single" and train.processes > 1:
-        refuse("train.strategy", f"got 'single' with train.processes={train.processes}", "use ddp, or one process")
+        raise SettingError(
+            "train.strategy", f"got 'single' with train.processes={train.processes}", "use ddp, or one process"
+        )
     if train.strategy != "single" and train.processes == 1:
-        refuse("train.processes", f"got 1 with train.strategy={train.strategy}", "use at least 2, or strategy single")
+        raise SettingError(
+            "train.processes", f"got 1 with train.strategy={train.strategy}", "use at least 2, or strategy single"
+        )
 
 
-def _check_network(recipe: Recipe, refuse: Refuse, lack: Lack) -> None:
+def _check_network(recipe: Recipe, lack: Lack) -> None:
     """Whether network and optimiser can be had as asked; what only the device tells is refused by the trainer."""
     train, lora = recipe.train, recipe.model.lora
     quantization, optimizer = lora and lora.quantization, train.optimizer.name
     if train.strategy == "fsdp2":
         if quantization is not None:
-            refuse("model.lora.quantization", f"got {quantization!r} with train.strategy=fsdp2", "use ddp, or set null")
+            raise SettingError(
+                "model.lora.quantization", f"got {quantization!r} with train.strategy=fsdp2", "use ddp, or set null"
+            )
         if optimizer not in ("adamw", "sgd"):
             problem = f"got {optimizer!r}, which is not exact on weights that train.strategy=fsdp2 has cut"
-            refuse("train.optimizer.name", problem, "use adamw or sgd, or strategy ddp")
+            raise SettingError("train.optimizer.name", problem, "use adamw or sgd, or strategy ddp")
     if train.attention == "flash_attention_2":
         if recipe.model.dtype == "float32":
-            refuse("train.attention", "got 'flash_attention_2' with model.dtype=float32", "use sdpa, or bfloat16")
+            raise SettingError(
+                "train.attention", "got 'flash_attention_2' with model.dtype=float32", "use sdpa, or bfloat16"
+            )
         if train.batching == "tree":
-            refuse("train.attention", "got 'flash_attention_2', which takes no tree", "use sdpa, or batching packed")
+            raise SettingError(
+                "train.attention", "got 'flash_attention_2', which takes no tree", "use sdpa, or batching packed"
+            )
     if train.attention == "eager" and train.batching in ("packed", "tree"):
-        refuse("train.attention", f"got 'eager' with train.batching={train.batching}", "use sdpa, or batching padded")
+        raise SettingError(
+            "train.attention", f"got 'eager' with train.batching={train.batching}", "use sdpa, or batching padded"
+        )
     needed = {
         "model.lora.quantization": ("bitsandbytes", quantization is not None),
         "train.optimizer.name": ("bitsandbytes", optimizer in ("adamw_8bit", "lion")),
@@ -93,25 +105,37 @@ def _check_trackers(recipe: Recipe, lack: Lack) -> None:
             lack("track.trackers", f"got {name!r}, which is not installed", f"pip install {name}, or leave it out")
 
 
-def _check_sync(recipe: Recipe, refuse: Refuse) -> None:
+def _check_sync(recipe: Recipe) -> None:
     lora, backend = recipe.model.lora, recipe.sync.backend
     if backend == "nccl" and lora is not None:
-        refuse("sync.backend", "got 'nccl', but an adapter is trained", "use lora or auto, or set model.lora=null")
+        raise SettingError(
+            "sync.backend", "got 'nccl', but an adapter is trained", "use lora or auto, or set model.lora=null"
+        )
     if backend == "nccl" and recipe.server.engine == "embedded":
-        refuse("sync.backend", "got 'nccl': the embedded engine takes full weights as files", "use file or auto")
+        raise SettingError(
+            "sync.backend", "got 'nccl': the embedded engine takes full weights as files", "use file or auto"
+        )
     if backend == "lora" and lora is None:
-        refuse("sync.backend", "got 'lora', but every weight is trained", "set model.lora.rank, or use file")
+        raise SettingError(
+            "sync.backend", "got 'lora', but every weight is trained", "set model.lora.rank, or use file"
+        )
     if backend == "ipc" and lora is not None:
-        refuse("sync.backend", "got 'ipc', but an adapter is trained", "use lora or auto, or set model.lora=null")
+        raise SettingError(
+            "sync.backend", "got 'ipc', but an adapter is trained", "use lora or auto, or set model.lora=null"
+        )
     if backend == "file" and lora is not None:
-        refuse("sync.backend", "got 'file', but an adapter is trained", "use lora or auto, or set model.lora=null")
+        raise SettingError(
+            "sync.backend", "got 'file', but an adapter is trained", "use lora or auto, or set model.lora=null"
+        )
 
 
-def check_placement(recipe: Recipe, refuse: Refuse) -> None:
+def check_placement(recipe: Recipe) -> None:
     """Refuse what cannot be where the recipe puts it, whatever devices there are; a server takes part."""
     mode, server, backend = recipe.placement.mode, recipe.server, recipe.sync.backend
     if mode == "separate" and backend == "ipc" and server.engine == "vllm":
-        refuse("sync.backend", "got 'ipc' with placement.mode=separate: it is for one GPU", "use auto, file or nccl")
+        raise SettingError(
+            "sync.backend", "got 'ipc' with placement.mode=separate: it is for one GPU", "use auto, file or nccl"
+        )
     if mode not in ("split", "time_share"):
         return
     alone = f"with placement.mode={mode}: one trainer process and one server share the GPU"
@@ -121,74 +145,86 @@ def check_placement(recipe: Recipe, refuse: Refuse) -> None:
         "server.data_parallel_size": server.data_parallel_size,
     }.items():
         if value > 1:
-            refuse(name, f"got {value} {alone}", "use 1, or set placement.mode=separate")
+            raise SettingError(name, f"got {value} {alone}", "use 1, or set placement.mode=separate")
     if len(server.urls) > 1:
-        refuse("server.url", f"got {len(server.urls)} servers {alone}", "name one, or set placement.mode=separate")
+        raise SettingError(
+            "server.url", f"got {len(server.urls)} servers {alone}", "name one, or set placement.mode=separate"
+        )
     if backend == "nccl":
-        refuse("sync.backend", f"got 'nccl' with placement.mode={mode}: it is for GPUs apart", "use auto, ipc or file")
+        raise SettingError(
+            "sync.backend", f"got 'nccl' with placement.mode={mode}: it is for GPUs apart", "use auto, ipc or file"
+        )
     staleness = recipe.rollout.max_staleness
     if mode == "time_share" and staleness:
         problem = f"got {staleness} with placement.mode=time_share: no chain runs while the trainer has the GPU"
-        refuse("rollout.max_staleness", problem, "use 0, or placement.mode=split")
+        raise SettingError("rollout.max_staleness", problem, "use 0, or placement.mode=split")
 
 
-def _check_schedule(recipe: Recipe, refuse: Refuse) -> None:
+def _check_schedule(recipe: Recipe) -> None:
     train = recipe.train
     if train.warmup_steps > train.steps:
-        refuse("train.warmup_steps", f"got {train.warmup_steps}, more than train.steps={train.steps}", "lower it")
+        raise SettingError(
+            "train.warmup_steps", f"got {train.warmup_steps}, more than train.steps={train.steps}", "lower it"
+        )
     if train.schedule == "wsd" and not 0 < train.decay_steps <= train.steps - train.warmup_steps:
         problem = f"got {train.decay_steps} with schedule wsd, {train.steps} steps and {train.warmup_steps} of warm-up"
-        refuse("train.decay_steps", problem, "give wsd some of the steps after the warm-up for its decay")
+        raise SettingError("train.decay_steps", problem, "give wsd some of the steps after the warm-up for its decay")
     if train.critic.warmup_steps >= train.steps:
         problem = f"got {train.critic.warmup_steps}, and train.steps={train.steps}: the policy would never learn"
-        refuse("train.critic.warmup_steps", problem, "lower it")
+        raise SettingError("train.critic.warmup_steps", problem, "lower it")
 
 
-def _check_kept(recipe: Recipe, refuse: Refuse, runs_chains: bool) -> None:
+def _check_kept(recipe: Recipe, runs_chains: bool) -> None:
     wanted = recipe.train.keep_best
     if wanted in (None, AUTO):
         return
     if recipe.train.keep_last is None:
-        refuse("train.keep_best", f"got {wanted!r}, but nothing is deleted", "set train.keep_last too, or remove it")
+        raise SettingError(
+            "train.keep_best", f"got {wanted!r}, but nothing is deleted", "set train.keep_last too, or remove it"
+        )
     if wanted.startswith("eval/") and not (runs_chains and recipe.eval.data and recipe.eval.every):
-        refuse("train.keep_best", f"got {wanted!r}, but checkpoints are not evaluated", "set eval.data and eval.every")
+        raise SettingError(
+            "train.keep_best", f"got {wanted!r}, but checkpoints are not evaluated", "set eval.data and eval.every"
+        )
     patterns = (re.sub("<[a-z]+>", ".+", metric.name) for metric in METRICS)
     if not any(re.fullmatch(pattern, wanted) for pattern in patterns):
-        refuse("train.keep_best", f"got {wanted!r}, which is no metric", "name one, such as eval/sampled/success")
+        raise SettingError(
+            "train.keep_best", f"got {wanted!r}, which is no metric", "name one, such as eval/sampled/success"
+        )
 
 
-def _check_sft(recipe: Recipe, refuse: Refuse) -> None:
+def _check_sft(recipe: Recipe) -> None:
     train = recipe.train
     if recipe.data is None and train.from_trajectories is None:
-        refuse("data", "missing: sft needs conversations", "set data.path, or train.from_trajectories")
+        raise SettingError("data", "missing: sft needs conversations", "set data.path, or train.from_trajectories")
     if train.updates_per_batch > 1:
-        refuse("train.updates_per_batch", f"got {train.updates_per_batch} with sft", "use 1")
+        raise SettingError("train.updates_per_batch", f"got {train.updates_per_batch} with sft", "use 1")
 
 
-def _check_algorithm(recipe: Recipe, refuse: Refuse) -> None:
+def _check_algorithm(recipe: Recipe) -> None:
     train, estimator = recipe.train, recipe.train.advantage.estimator
     if estimator in _RELATIVE and recipe.rollout.group_size < 2:
-        refuse("rollout.group_size", f"got 1: {estimator} compares the chains of a task", "use at least 2")
+        raise SettingError("rollout.group_size", f"got 1: {estimator} compares the chains of a task", "use at least 2")
     if train.loss.kl.place == "reward" and estimator not in _PER_TOKEN:
         problem = f"got 'reward', but advantage.estimator={estimator} gives all tokens of a chain the same"
-        refuse("train.loss.kl.place", problem, "use loss, or the estimator reinforce_pp or gae")
+        raise SettingError("train.loss.kl.place", problem, "use loss, or the estimator reinforce_pp or gae")
     distance = train.loss.kl
     if distance.coefficient and distance.estimator == "k1" and distance.place == "loss":
         problem = "got 'k1', whose gradient as a loss is 0 on average: nothing holds the policy back"
-        refuse("train.loss.kl.estimator", problem, "use k2 or k3, or place: reward")
+        raise SettingError("train.loss.kl.estimator", problem, "use k2 or k3, or place: reward")
     mismatch = train.loss.mismatch
     if mismatch.correction.endswith("mask") and mismatch.low >= mismatch.high:
-        refuse("train.loss.mismatch.low", f"got {mismatch.low}, and high is {mismatch.high}", "lower it")
+        raise SettingError("train.loss.mismatch.low", f"got {mismatch.low}, and high is {mismatch.high}", "lower it")
     if train.overlong is not None and train.overlong.buffer > recipe.rollout.max_total_tokens:
         problem = f"got {train.overlong.buffer}, more than rollout.max_total_tokens={recipe.rollout.max_total_tokens}"
-        refuse("train.overlong.buffer", problem, "lower it")
+        raise SettingError("train.overlong.buffer", problem, "lower it")
 
 
 _RELATIVE = ("grpo", "rloo", "reinforce_pp_baseline")
 _PER_TOKEN = ("reinforce_pp", "gae")
 
 
-def _check_unused(recipe: Recipe, refuse: Refuse) -> None:
+def _check_unused(recipe: Recipe) -> None:
     """A field that was changed and would have no effect."""
     train = recipe.train
     estimator, policy = train.advantage.estimator, train.loss.policy
@@ -225,35 +261,39 @@ def _check_unused(recipe: Recipe, refuse: Refuse) -> None:
         value, default = getattr(section, last), type(section).model_fields[last].default
         if not used and value != default:
             shown = short(value) if not hasattr(value, "model_fields") else "a setting"
-            refuse(name, f"got {shown}, which has an effect only with {with_what}", "remove it, or change that")
+            raise SettingError(
+                name, f"got {shown}, which has an effect only with {with_what}", "remove it, or change that"
+            )
 
 
-def _check_mismatch(recipe: Recipe, refuse: Refuse) -> None:
+def _check_mismatch(recipe: Recipe) -> None:
     """Where server and trainer compute with other weights, what the server sampled must be corrected for."""
     if recipe.train.loss.mismatch.correction != "none":
         return
     for name, value in recipe.rounding.items():
         problem = f"got 'none' with {name}={value}: the server samples from other weights than are trained"
-        refuse("train.loss.mismatch.correction", problem, "use token_truncate, the default, or another correction")
+        raise SettingError(
+            "train.loss.mismatch.correction", problem, "use token_truncate, the default, or another correction"
+        )
 
 
-def _check_full_weights(recipe: Recipe, refuse: Refuse) -> None:
+def _check_full_weights(recipe: Recipe) -> None:
     """Whether a server that is started here can take, and prove, every weight."""
     server = recipe.server
     if server.model is not None:
-        refuse(
+        raise SettingError(
             "server.model",
             f"got {server.model!r}, a copy into which full weights cannot be brought",
             "train an adapter (model.lora.rank), or remove it",
         )
     if server.quantization is not None:
-        refuse(
+        raise SettingError(
             "server.quantization",
             f"got {server.quantization!r}, into which full weights cannot be brought",
             "train an adapter (model.lora.rank), or remove it",
         )
     if server.tensor_parallel_size > 1:
-        refuse(
+        raise SettingError(
             "server.tensor_parallel_size",
             f"got {server.tensor_parallel_size}: the proof of full weights knows whole ones only",
             "use 1, or train an adapter (model.lora.rank)",

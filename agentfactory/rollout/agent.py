@@ -10,6 +10,7 @@ from agentfactory.rollout.client import Completion, ContextOverflowError, Infere
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.renderer import Parsed, Renderer
 from agentfactory.rollout.trajectory import Span
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message, ToolSpec
 from agentfactory.tools.user_code import load_object
 
@@ -138,17 +139,20 @@ def load_agent(reference: str | None, base: Path) -> AgentHooks:
         return AgentHooks()
     found = load_object(reference, base)
     if not (isinstance(found, type) and issubclass(found, AgentHooks)):
-        raise ValueError(f"rollout.agent: {reference} is not an agent; write `class {_name(found)}(Agent):`")
+        raise SettingError("rollout.agent", f"{reference} is not an agent", f"write `class {_name(found)}(Agent):`")
     if not inspect.iscoroutinefunction(found.generate) or _parameters(found.generate) != 2:
-        raise ValueError(f"rollout.agent: {reference}: write its hook as `async def generate(self, turn):`")
+        raise SettingError(
+            "rollout.agent", f"{reference}: its generate is another", "write `async def generate(self, turn):`"
+        )
     if inspect.iscoroutinefunction(found.parse) or _parameters(found.parse) != 3:
-        raise ValueError(f"rollout.agent: {reference}: write its hook as `def parse(self, turn, completion):`")
+        raise SettingError(
+            "rollout.agent", f"{reference}: its parse is another", "write `def parse(self, turn, completion):`"
+        )
     try:
         return found()
     except TypeError as error:
-        raise ValueError(
-            f"rollout.agent: {reference} cannot be made without arguments: {error}; give them defaults"
-        ) from error
+        problem = f"{reference} cannot be made without arguments: {error}"
+        raise SettingError("rollout.agent", problem, "give them defaults") from error
 
 
 def _parameters(function: Callable[..., object]) -> int:

@@ -96,7 +96,7 @@ class ChainRunner:
         """Find out with the first task what would fail every chain: a reward that wants what the data lacks, an
         environment that cannot be made or reset (its options, a sandbox that this machine does not have).
 
-        Raises InvalidReward or ToolInfrastructureError.
+        Raises SettingError or ToolInfrastructureError.
         """
         self.rewards.check(task)
         async with self.toolset.chain("check", task):

@@ -20,6 +20,7 @@ from agentfactory.rollout.client import (
     refusal,
 )
 from agentfactory.rollout.routing import Retries
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message, ToolSpec, text_of
 
 logger = logging.getLogger(__name__)
@@ -32,12 +33,8 @@ _NO_CREDIT = "insufficient_quota"
 """OpenAI's status 429 that does not heal: what was paid for is used up."""
 
 
-class ChatEndpointError(ValueError):
-    """A chat endpoint cannot take the policy's place: which field or option, what is wrong, and the fix."""
-
-    def __init__(self, field: str, problem: str, fix: str):
-        super().__init__(f"{field}: {problem}; {fix}")
-        self.field, self.problem, self.fix = field, problem, fix
+class ChatEndpointError(SettingError):
+    """A chat endpoint cannot take the policy's place."""
 
 
 @dataclass(frozen=True)

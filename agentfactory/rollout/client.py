@@ -14,6 +14,7 @@ import aiohttp
 from agentfactory.rollout.concurrency import METRICS_ROUTE, Load, parse_load
 from agentfactory.rollout.routing import Retries, Router, ServerState
 from agentfactory.rollout.trajectory import Span
+from agentfactory.tools.errors import SettingError
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +65,13 @@ def authorization(api_key_env: str | None) -> dict[str, str]:
         return {}
     key = os.environ.get(api_key_env)
     if not key:
-        raise ValueError(f"server.api_key_env: the environment variable {api_key_env} is not set; export it")
+        raise SettingError("server.api_key_env", f"the variable {api_key_env} is not set", "export it")
     return {"Authorization": f"Bearer {key}"}
 
 
-def missing_routes(url: str, described: Sequence[str], needed: Sequence[str]) -> str | None:
-    """What is wrong with the server at `url`, whose /openapi.json names the routes `described`; None if nothing."""
+def missing_routes(url: str, described: Sequence[str], needed: Sequence[str]) -> tuple[str, str] | None:
+    """What is wrong with the server at `url`, whose /openapi.json names the routes `described`, and the fix; None if
+    nothing."""
     missing = [route for route in needed if route not in described]
     if not missing:
         return None
@@ -85,7 +87,7 @@ def missing_routes(url: str, described: Sequence[str], needed: Sequence[str]) ->
         if route not in ("/health", "/v1/models") and way not in ways:
             ways.append(way)
     fix = f"start vLLM >= 0.32 with {', '.join(ways)}" if ways else "is it an inference server?"
-    return f"server {url} lacks {', '.join(missing)}; {fix}"
+    return f"server {url} lacks {', '.join(missing)}", fix
 
 
 class InferenceClient:
@@ -143,7 +145,7 @@ class InferenceClient:
                     )
                 problem = missing_routes(url, list(json.loads(text).get("paths", {})), NEEDED_ROUTES)
                 if problem:
-                    raise ServerUnreachableError(problem)
+                    raise ServerUnreachableError("; ".join(problem))
                 self._base_models |= {card["id"] for card in await self.models(url) if not card.get("parent")}
             except LostError as error:
                 raise ServerUnreachableError(f"no server answers at {url}: {error}") from error

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from agentfactory.rollout.config import RolloutConfig
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message
 
 
@@ -49,15 +50,16 @@ def check_context(config: RolloutConfig) -> None:
     """Raise ValueError where the context policy could not work."""
     context = config.context
     if context.policy == "truncate" and context.keep_turns == 0:
-        raise ValueError(
-            "rollout.context.keep_turns: got 0 with policy=truncate, which would leave nothing of the work so far; "
-            "use at least 1, or policy=summarize"
+        raise SettingError(
+            "rollout.context.keep_turns",
+            "got 0 with policy=truncate, which would leave nothing of the work so far",
+            "use at least 1, or policy=summarize",
         )
     if context.max_tokens is not None and context.max_tokens >= config.max_total_tokens:
-        raise ValueError(
-            f"rollout.context.max_tokens: got {context.max_tokens}, which rollout.max_total_tokens="
-            f"{config.max_total_tokens} never lets a row reach; lower it"
+        problem = (
+            f"got {context.max_tokens}, which rollout.max_total_tokens={config.max_total_tokens} never lets a row reach"
         )
+        raise SettingError("rollout.context.max_tokens", problem, "lower it")
 
 
 def add_text(messages: Sequence[Message], text: str) -> list[Message]:

@@ -8,31 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.rollout.config import DataConfig
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message
 
 Task = dict[str, Any]
 """One row: `question` or `messages`, and any further fields."""
 
 
-class InvalidData(ValueError):
-    """Data that are no tasks: `field` of the recipe's section of data, `problem`, `fix`."""
+def load_tasks(config: DataConfig, section: str = "data") -> list[Task]:
+    """Rows of `config.path`, columns renamed, each with `question` or `messages`; `section` names `config` in errors.
 
-    def __init__(self, field: str, problem: str, fix: str):
-        super().__init__(f"data.{field}: {problem}; fix: {fix}")
-        self.field, self.problem, self.fix = field, problem, fix
-
-
-def load_tasks(config: DataConfig) -> list[Task]:
-    """Rows of `config.path`, columns renamed, each with `question` or `messages`.
-
-    Raises InvalidData that names the file and the row where a row has neither, or the file cannot be read as rows.
+    Raises SettingError that names the file and the row where a row has neither, or the file cannot be read as rows.
     """
-    rows = _read(config)
-    if config.limit is not None:
-        rows = rows[: config.limit]
-    if not rows:
-        raise InvalidData("path", f"{config.path} holds no rows", "name one that does")
-    return [_rename(row, number, config) for number, row in enumerate(rows, 1)]
+    try:
+        rows = _read(config)
+        if config.limit is not None:
+            rows = rows[: config.limit]
+        if not rows:
+            raise SettingError("path", f"{config.path} holds no rows", "name one that does")
+        return [_rename(row, number, config) for number, row in enumerate(rows, 1)]
+    except SettingError as error:
+        raise error.at(f"{section}.{error.field}") from error.__cause__
 
 
 def _read(config: DataConfig) -> list[Task]:
@@ -43,7 +39,7 @@ def _read(config: DataConfig) -> list[Task]:
     if path.suffix == ".json" and path.is_file():
         rows = _parse(_bytes_of(path), path, 1)
         if not isinstance(rows, list):
-            raise InvalidData("path", f"{path} holds a {type(rows).__name__}, not a list of rows", "make it a list")
+            raise SettingError("path", f"{path} holds a {type(rows).__name__}, not a list of rows", "make it a list")
         return rows
     # datasets takes seconds to import, and only these two need it
     import datasets
@@ -53,10 +49,10 @@ def _read(config: DataConfig) -> list[Task]:
             return datasets.Dataset.from_parquet(str(path)).to_list()
         except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
             problem = f"{path} cannot be read as parquet: {error.__cause__ or error}"
-            raise InvalidData("path", problem, "correct it") from error
+            raise SettingError("path", problem, "correct it") from error
     if path.exists():
         problem = f"{path} is not .json, .jsonl or .parquet, nor the name of a hub dataset"
-        raise InvalidData("path", problem, "name one of those")
+        raise SettingError("path", problem, "name one of those")
     return datasets.load_dataset(config.path, config.subset, split=config.split).to_list()
 
 
@@ -64,7 +60,7 @@ def _bytes_of(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise InvalidData("path", f"{path} cannot be read: {error.strerror}", "make it readable") from error
+        raise SettingError("path", f"{path} cannot be read: {error.strerror}", "make it readable") from error
 
 
 def _parse(content: bytes, path: Path, first_line: int) -> Any:
@@ -73,27 +69,27 @@ def _parse(content: bytes, path: Path, first_line: int) -> Any:
         return json.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:
         line = first_line + content.count(b"\n", 0, error.start)
-        raise InvalidData("path", f"{path}:{line} is not UTF-8: {error.reason}", "save it as UTF-8") from None
+        raise SettingError("path", f"{path}:{line} is not UTF-8: {error.reason}", "save it as UTF-8") from None
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
         problem = f"{path}:{line} is not JSON: {error.msg} at column {error.colno}"
-        raise InvalidData("path", problem, "correct it") from None
+        raise SettingError("path", problem, "correct it") from None
 
 
 def _rename(row: Any, number: int, config: DataConfig) -> Task:
     if not isinstance(row, dict):
         problem = f"row {number} of {config.path} is a {type(row).__name__}, not an object"
-        raise InvalidData("path", problem, "correct it")
+        raise SettingError("path", problem, "correct it")
     row = dict(row)
     for new, old in config.columns.items():
         if old not in row:
             problem = f"row {number} of {config.path} has no field {old!r} but {sorted(row)}"
-            raise InvalidData(f"columns.{new}", problem, "name one of those")
+            raise SettingError(f"columns.{new}", problem, "name one of those")
         row[new] = row.pop(old)
     if "question" not in row and "messages" not in row:
         problem = f"row {number} of {config.path} has neither 'question' nor 'messages' but {sorted(row)}"
         fix = "rename one with data.columns, such as data.columns.question=problem"
-        raise InvalidData("path", problem, fix)
+        raise SettingError("path", problem, fix)
     return row
 
 

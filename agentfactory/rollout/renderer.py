@@ -20,6 +20,7 @@ from agentfactory.rollout.roles import TokenLengths, turn_roles
 from agentfactory.rollout.templates import ChatTemplate, RenderError, shared_length, split_reasoning
 from agentfactory.rollout.trajectory import Row
 from agentfactory.rollout.transcript import Line, as_lines, transcript
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec, text_of
 
 Log = Callable[[dict[str, Any]], None]
@@ -401,7 +402,7 @@ def load_renderer(
     if model.chat_template is not None:
         file = Path(model.chat_template)
         if not file.is_file():
-            raise ValueError(f"model.chat_template: there is no file {file}; name a Jinja file")
+            raise SettingError("model.chat_template", f"there is no file {file}", "name a Jinja file")
         source = file.read_text(encoding="utf-8")
     return make_renderer(
         load_tokenizer(model.path),
@@ -429,7 +430,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"model.path: {path} has no tokenizer that transformers can load: {error}") from error
+        problem = f"{path} has no tokenizer that transformers can load: {error}"
+        raise SettingError("model.path", problem, "name a model with its tokenizer") from error
 
 
 def _generation_eos(path: str) -> list[int]:

@@ -55,7 +55,7 @@ class Worker:
         if self.recipe.data is None:
             raise ValueError("data: rollouts need tasks; name a file, such as data.path=tasks.jsonl")
         self.order = TaskOrder(load_tasks(self.recipe.data), self.recipe.seed, self.recipe.data.shuffle)
-        self.held_out = load_tasks(self.recipe.eval.data) if self.recipe.eval.data else []
+        self.held_out = load_tasks(self.recipe.eval.data, "eval.data") if self.recipe.eval.data else []
 
     async def run(self) -> None:
         """Serve until rank 0 is gone."""

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from agentfactory.tools.errors import SettingError
+
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 
@@ -104,23 +106,22 @@ class McpServerConfig(Section):
         ways = ("command", "url", "module", "container")
         given = [name for name in ways if getattr(self, name)]
         if len(given) != 1:
-            raise ValueError(f"give exactly one of {', '.join(ways)}; got {given or 'none'}")
+            raise SettingError("", f"got {given or 'none'}", f"give exactly one of {', '.join(ways)}")
         way = given[0]
         if self.type is not None and way != ("command" if self.type == "stdio" else "url"):
-            raise ValueError(f"type: got {self.type!r} with {way}; remove it")
+            raise SettingError("type", f"got {self.type!r} with {way}", "remove it")
         owners = {"args": ("command", "container"), "env": ("command", "container"), "cwd": ("command",)}
         owners |= {"headers": ("url",), "options": ("module",)}
         for name, those in owners.items():
             if getattr(self, name) and way not in those:
-                raise ValueError(
-                    f"{name}: it is for {' and '.join(those)}, and the server is given by {way}; remove it"
-                )
+                problem = f"it is for {' and '.join(those)}, and the server is given by {way}"
+                raise SettingError(name, problem, "remove it")
         possible = {"command": "process", "container": "process", "url": "session"}.get(way)
         if self.isolation is not Isolation.SHARED and self.isolation != possible:
             advice = f"use shared or {possible}" if possible else "use shared; each chain has an instance of its own"
-            raise ValueError(f"isolation: got {self.isolation} with {way}; {advice}")
+            raise SettingError("isolation", f"got {self.isolation} with {way}", advice)
         if self.cache and (self.environment is not None or self.isolation is not Isolation.SHARED):
-            raise ValueError(f"cache: got {self.cache}, but the server keeps state per chain; remove it")
+            raise SettingError("cache", f"got {self.cache}, but the server keeps state per chain", "remove it")
         return self
 
 
@@ -178,9 +179,11 @@ class LimitsConfig(Section):
     def _limits_can_be_reached(self) -> "LimitsConfig":
         for limit in self.on_breach:
             if not getattr(self, limit):
-                raise ValueError(f"on_breach.{limit}: there is no such limit; set limits.{limit}, or remove the entry")
+                raise SettingError(
+                    f"on_breach.{limit}", "there is no such limit", f"set limits.{limit}, or remove the entry"
+                )
         if self.cost is not None and not self.cost_per_call:
-            raise ValueError(f"cost: got {self.cost:g}, but no call costs anything; set limits.cost_per_call")
+            raise SettingError("cost", f"got {self.cost:g}, but no call costs anything", "set limits.cost_per_call")
         return self
 
 

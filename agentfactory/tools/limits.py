@@ -29,6 +29,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 
 from agentfactory.tools.config import BreachConfig, Limit, LimitsConfig
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import CallError, Content, ToolCall, ToolResult
 
 Cut = Callable[[str, int], str | None]
@@ -42,7 +43,7 @@ def check_limits(config: LimitsConfig, names: Collection[str]) -> None:
             if name not in names:
                 close = difflib.get_close_matches(name, names, n=1)
                 fix = f"did you mean {close[0]}?" if close else f"the tools are {', '.join(names) or 'none'}"
-                raise ValueError(f"limits.{field}.{name}: there is no tool {name!r}; {fix}")
+                raise SettingError(f"limits.{field}.{name}", f"there is no tool {name!r}", fix)
 
 
 class Rates:
@@ -85,7 +86,8 @@ class ChainAccount:
 
     def __init__(self, config: LimitsConfig, rates: Rates, cut: Cut | None = None) -> None:
         if config.result_tokens is not None and cut is None:
-            raise ValueError("limits.result_tokens: results are counted in tokens, and there is no tokenizer here")
+            problem = "results are counted in tokens, and there is no tokenizer here"
+            raise SettingError("limits.result_tokens", problem, "set null")
         self.config = config
         self.breaches: Counter[Limit] = Counter()
         self.penalty = 0.0

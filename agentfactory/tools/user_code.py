@@ -13,15 +13,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import append_folders, user_folders
 
 
-class UserCodeError(ValueError):
+class UserCodeError(SettingError):
     """A `FILE.py:NAME` that cannot be loaded: `problem` says which part is wrong and what there is instead."""
 
     def __init__(self, problem: str, fix: str = "name what a file defines, as FILE.py:NAME") -> None:
-        super().__init__(f"{problem}; fix: {fix}")
-        self.problem, self.fix = problem, fix
+        super().__init__("", problem, fix)
 
 
 def load_object(reference: str, base: Path, prebuilt: Mapping[str, str] | None = None) -> Any:

@@ -12,6 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.tree import RUN_LENGTH
 
 BY_RUNS = "sdpa_by_runs"
@@ -128,4 +129,4 @@ def attention_arguments(
         return {"attention_mask": block_mask(ends)}
     if kind.startswith("flash_attention"):
         return {}
-    raise ValueError(f"train.attention: {kind} takes no rows that share a line; use sdpa or flex_attention")
+    raise SettingError("train.attention", f"{kind} takes no rows that share a line", "use sdpa or flex_attention")

@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from torch import distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.best_checkpoint import AUTO, figure, find_best, metric_names
 from agentfactory.trainers.checkpoint import load_checkpoint, save_checkpoint
 from agentfactory.trainers.checkpoint_folder import ONLY_BEST, checkpoints, flush, prune, read_info
@@ -96,4 +97,5 @@ class Checkpoints:
         known = {*train_state.metrics, *train_state.after}
         not_yet = train_state.evaluated is None and wanted is not None and wanted.startswith("eval/")
         if wanted is not None and wanted not in known and not not_yet:
-            raise ValueError(f"train.keep_best: the run has no figure {wanted!r}; it has {', '.join(sorted(known))}")
+            problem = f"the run has no metric {wanted!r}"
+            raise SettingError("train.keep_best", problem, f"name one of {', '.join(sorted(known))}")

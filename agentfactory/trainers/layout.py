@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.attention import BY_RUNS, use_runs
 from agentfactory.trainers.backbone import Backbone
 from agentfactory.trainers.batch import Batching
@@ -28,7 +29,7 @@ def resolve_batching(network: PreTrainedModel, train: TrainConfig, measure: bool
     asked: Batching = "tree" if train.batching == "auto" else train.batching
     reason = _why_inexact(network, asked, train.attention, measure)
     if train.batching != "auto" and reason is not None:
-        raise ValueError(f"train.batching: {asked} would be wrong: {reason}; use padded, or auto")
+        raise SettingError("train.batching", f"{asked} would be wrong: {reason}", "use padded, or auto")
     logger.info("train.batching: %s", asked if reason is None else f"padded, because {reason}")
     return asked if reason is None else "padded"
 

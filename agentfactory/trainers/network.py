@@ -13,6 +13,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import is_installed
 from agentfactory.trainers.config import TrainConfig, TrainRecipe
 
@@ -28,11 +29,12 @@ def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype:
     """
     config, device = recipe.model, torch.device(device)
     if config.dtype == "float16":
-        raise ValueError("model.dtype: float16 gradients vanish without loss scaling; use bfloat16 or float32")
+        raise SettingError("model.dtype", "float16 gradients vanish without loss scaling", "use bfloat16 or float32")
     if (Path(config.path) / "adapter_config.json").exists():
-        raise ValueError(
-            f"model.path: {config.path} holds a LoRA adapter, not a model; to train on, set model.path to the base "
-            "model named in its adapter_config.json, or train the stage before without model.lora"
+        raise SettingError(
+            "model.path",
+            f"{config.path} holds a LoRA adapter, not a model",
+            "set it to the base model named in its adapter_config.json, or train the stage before without model.lora",
         )
     dtype = dtype or (getattr(torch, config.dtype) if config.lora else torch.float32)
     load = partial(AutoModelForCausalLM.from_pretrained, config.path, dtype=dtype)
@@ -73,7 +75,7 @@ def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.de
         try:
             network.set_attn_implementation(train.attention)
         except (ImportError, ValueError) as error:
-            raise ValueError(f"train.attention: {train.attention} cannot be used: {error}") from error
+            raise SettingError("train.attention", f"{train.attention} cannot be used: {error}", "use sdpa") from error
     if train.liger:
         _need_gpu("train.liger", "true", device)
         _apply_liger(network)
@@ -101,20 +103,21 @@ def _checkpointed(forward: Callable[..., Any], offload: bool, pin: bool) -> Call
 
 def _apply_liger(network: PreTrainedModel) -> None:
     if not is_installed("liger_kernel"):
-        raise ValueError("train.liger: liger-kernel is not installed; run `pip install liger-kernel`")
+        raise SettingError("train.liger", "liger-kernel is not installed", "run `pip install liger-kernel`")
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
 
     kind = network.config.model_type
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         known = ", ".join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))
-        raise ValueError(f"train.liger: liger-kernel has no kernels for {kind}, but for {known}")
+        raise SettingError("train.liger", f"liger-kernel has no kernels for {kind}, but for {known}", "set false")
     # head and loss are the policy's own
     _apply_liger_kernel_to_instance(network, fused_linear_cross_entropy=False, cross_entropy=False)
 
 
 def _need_gpu(field: str, value: str, device: torch.device) -> None:
     if device.type != "cuda":
-        raise ValueError(f"{field}: {value} needs a CUDA GPU, and this process trains on the {device.type.upper()}")
+        problem = f"{value} needs a CUDA GPU, and this process trains on the {device.type.upper()}"
+        raise SettingError(field, problem, "remove it")
 
 
 def decoder_layers(network: PreTrainedModel) -> list[nn.Module]:
@@ -130,8 +133,6 @@ def decoder_layers(network: PreTrainedModel) -> list[nn.Module]:
             layers.append(module)
             inside.update(module.modules())
     if not layers:
-        raise ValueError(
-            f"model.path: {type(network).__name__} does not say what its layers are, which fsdp2, compile and "
-            "gradient_checkpointing need"
-        )
+        problem = f"{type(network).__name__} does not say what its layers are"
+        raise SettingError("model.path", problem, "train it without fsdp2, compile and gradient_checkpointing")
     return layers

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, get_scheduler
 from transformers.optimization import Adafactor
 
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import is_installed
 from agentfactory.trainers.config import OptimizerConfig, TrainConfig
 from agentfactory.trainers.critic import Role, role_of
@@ -129,10 +130,11 @@ def _groups(model: nn.Module, config: TrainConfig, matrices: set[int] | None = N
         made.setdefault((number is not None, *group.values()), {"params": [], **group})["params"].append(weight)
     for number, asked in enumerate(settings.groups):
         if number not in matched:
-            raise ValueError(
-                f"train.optimizer.groups.{number}.match: {asked.match!r} matches no trainable weight that an earlier "
-                "group leaves; some names are "
-                + ", ".join([name for name, weight in model.named_parameters() if weight.requires_grad][:3])
+            names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+            raise SettingError(
+                f"train.optimizer.groups.{number}.match",
+                f"{asked.match!r} matches no trainable weight that an earlier group leaves",
+                f"some names are {', '.join(names[:3])}",
             )
     # the sort is stable; the first group's learning rate is the one that is logged
     return [group for _, group in sorted(made.items(), key=lambda item: item[0][0])]
@@ -140,9 +142,10 @@ def _groups(model: nn.Module, config: TrainConfig, matrices: set[int] | None = N
 
 def _need_bitsandbytes(name: str, device: torch.device) -> None:
     if device.type != "cuda":
-        raise ValueError(f"train.optimizer.name: {name} needs a CUDA GPU, and this process trains on the {device.type}")
+        problem = f"{name} needs a CUDA GPU, and this process trains on the {device.type}"
+        raise SettingError("train.optimizer.name", problem, "use adamw")
     if not is_installed("bitsandbytes"):
-        raise ValueError(f"train.optimizer.name: {name} needs bitsandbytes; run `pip install bitsandbytes`")
+        raise SettingError("train.optimizer.name", f"{name} needs bitsandbytes", "run `pip install bitsandbytes`")
 
 
 def make_schedule(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.adapters import POLICY_ADAPTER, use_adapter
 from agentfactory.trainers.backbone import Backbone
 from agentfactory.trainers.batch import Batching
@@ -192,7 +193,5 @@ def _check_head(network: PreTrainedModel) -> None:
     )
     given, _ = Policy(network, network.dtype)(tokens, torch.arange(7, device=network.device), tokens[0, 1:])
     if not torch.allclose(given, expected, atol=1e-3 if network.dtype == torch.float32 else 0.1):
-        raise ValueError(
-            f"model.path: {type(network).__name__} changes its logits after the head in a way that the trainer does "
-            "not know; its log-probabilities would be wrong"
-        )
+        problem = f"{type(network).__name__} changes its logits after the head in a way that the trainer does not know"
+        raise SettingError("model.path", f"{problem}; its log-probabilities would be wrong", "train another model")

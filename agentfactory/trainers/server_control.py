@@ -8,6 +8,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from agentfactory.rollout.client import missing_routes
+from agentfactory.tools.errors import SettingError
 
 
 class SyncError(Exception):
@@ -30,7 +31,7 @@ class ServerControl:
         """`url` such as http://127.0.0.1:8000; `api_key_env` names the environment variable that holds the key."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"server.url: {url!r} is not an address such as http://127.0.0.1:8000")
+            raise SettingError("server.url", f"{url!r} is not an address", "write it as http://127.0.0.1:8000")
         self.url = url.rstrip("/")
         self.asleep = False
         """Whether it was sent to sleep from here, and is not awake as a whole: nothing runs on it."""
@@ -40,7 +41,7 @@ class ServerControl:
         self._headers = {"Content-Type": "application/json"}
         if api_key_env is not None:
             if api_key_env not in os.environ:
-                raise ValueError(f"server.api_key_env: the environment variable {api_key_env} is not set")
+                raise SettingError("server.api_key_env", f"the variable {api_key_env} is not set", "export it")
             self._headers["Authorization"] = f"Bearer {os.environ[api_key_env]}"
 
     def get(self, path: str) -> dict[str, Any]:
@@ -52,7 +53,7 @@ class ServerControl:
         """Raises SyncError unless the server describes all of `routes`; it names the switch that turns them on."""
         problem = missing_routes(self.url, list(self.get("/openapi.json").get("paths", {})), routes)
         if problem:
-            raise SyncError(problem)
+            raise SyncError("; ".join(problem))
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Posts JSON; returns the answer if it is a JSON object, else {}. Raises SyncError with the server's words."""

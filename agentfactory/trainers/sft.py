@@ -11,6 +11,7 @@ from accelerate import Accelerator
 
 from agentfactory.rollout.renderer import Renderer
 from agentfactory.rollout.trajectory import Row, read_groups
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolSpec
 from agentfactory.trainers.batch import MicroBatch, TrainingRow, training_row
 from agentfactory.trainers.checkpoints import Checkpoints
@@ -30,11 +31,13 @@ def conversation_rows(tasks: list[dict[str, Any]], renderer: Renderer) -> list[R
     rows = []
     for number, task in enumerate(tasks, 1):
         if "messages" not in task:
-            raise ValueError(f"data.path: row {number} has no 'messages'; supervised fine-tuning learns conversations")
+            problem = f"row {number} has no 'messages'"
+            raise SettingError("data.path", problem, "sft learns conversations: name a file of them")
         try:
             specs = [ToolSpec(**tool["function"]) for tool in task.get("tools") or []]
         except (TypeError, KeyError) as error:
-            raise ValueError(f"data.path: row {number}: 'tools' is not in the OpenAI shape: {error!r}") from error
+            problem = f"row {number}: 'tools' is not in the OpenAI shape: {error!r}"
+            raise SettingError("data.path", problem, "correct it") from error
         rows.append(renderer.conversation_row(task["messages"], specs))
     return rows
 
@@ -43,12 +46,14 @@ def saved_rows(path: Path, min_reward: float | None = None) -> list[Row]:
     """The rows of all chains of a trajectories file that did not fail, and that have at least `min_reward`, if given
     (rejection sampling). Raises ValueError where none is left."""
     if not path.exists():
-        raise ValueError(f"train.from_trajectories: {path} does not exist")
+        raise SettingError("train.from_trajectories", f"{path} does not exist", "name a file or folder of saved groups")
     ended = [c for group in read_groups(path) for c in group.trajectories if not c.outcome.failed]
     chosen = [c for c in ended if min_reward is None or (c.reward is not None and c.reward >= min_reward)]
     if not chosen:
         best = max((c.reward for c in ended if c.reward is not None), default=None)
-        raise ValueError(f"train.min_reward: no chain of {path} has at least {min_reward}; the best has {best}")
+        raise SettingError(
+            "train.min_reward", f"no chain of {path} has at least {min_reward}; the best has {best}", "lower it"
+        )
     return [row for chain in chosen for row in chain.rows]
 
 
@@ -110,6 +115,6 @@ def _shuffled(rows: list[Row], seed: int) -> Iterator[TrainingRow]:
     """Endless epochs, each its own shuffle that depends on (seed, epoch) alone."""
     examples = [example for example in map(training_row, rows) if example is not None]
     if not examples:
-        raise ValueError(f"data.path: none of its {len(rows)} rows has a token with a loss weight")
+        raise SettingError("data.path", f"none of its {len(rows)} rows has a token with a loss weight", "name others")
     for epoch in itertools.count():
         yield from random.Random(f"rows/{seed}/{epoch}").sample(examples, len(examples))

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Protocol
 
 from agentfactory.rollout.trajectory import Group, read_groups
+from agentfactory.tools.errors import SettingError
 
 
 class GroupSource(Protocol):
@@ -33,13 +34,13 @@ class SavedGroups:
         """`skip` groups were trained already, of `needed` in all. Raises ValueError where `path` holds fewer, or a line
         that is no group."""
         if not path.exists():
-            raise ValueError(f"train.from_trajectories: {path} does not exist")
+            raise SettingError(
+                "train.from_trajectories", f"{path} does not exist", "name a file or folder of saved groups"
+            )
         held = sum(1 for _ in read_groups(path))
         if held < needed:
-            raise ValueError(
-                f"train.from_trajectories: {path} holds {held} groups, and train.steps x train.batch_size asks for "
-                f"{needed}; lower one of them"
-            )
+            problem = f"{path} holds {held} groups, and train.steps x train.batch_size asks for {needed}"
+            raise SettingError("train.from_trajectories", problem, "lower one of them")
         self._groups = read_groups(path)
         for _ in range(skip):
             next(self._groups)

@@ -12,9 +12,9 @@ import pytest
 from agentfactory.commands import chat
 from agentfactory.commands.served_weights import Served
 from agentfactory.launching.run_folder import RunFolderError
-from agentfactory.recipe.composition import RecipeError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
+from agentfactory.tools.errors import SettingError
 from tests.forked import COMMAND, Forked
 
 pytestmark = pytest.mark.processes
@@ -91,7 +91,7 @@ def test_only_a_word_behind_a_slash_is_taken_for_a_command(capsys: pytest.Captur
 
 def test_what_cannot_be_talked_to_is_told(project: Path) -> None:
     def refused(run: str, checkpoint: Path | None = None) -> str:
-        with pytest.raises((RecipeError, RunFolderError)) as told:
+        with pytest.raises((SettingError, RunFolderError)) as told:
             chat.run(argparse.Namespace(run=Path(run), checkpoint=checkpoint))
         return str(told.value)
 

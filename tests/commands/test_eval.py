@@ -10,12 +10,12 @@ import pytest
 
 from agentfactory.commands import eval_target
 from agentfactory.commands.eval_table import tables
-from agentfactory.recipe.composition import RecipeError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.evaluate import Evaluation
 from agentfactory.rollout.statistics import Estimate
 from agentfactory.rollout.trajectory import read_groups
+from agentfactory.tools.errors import SettingError
 from tests.chat_server import model_behind, serve_chat
 from tests.project import Command
 
@@ -85,19 +85,19 @@ def test_any_chat_endpoint_is_a_baseline(
 
 def test_options_that_cannot_be_are_refused(project: Path) -> None:
     recipe = load_recipe("recipe.yaml", purpose="eval")
-    with pytest.raises(RecipeError, match="--checkpoint: given with --model"):
+    with pytest.raises(SettingError, match="--checkpoint: given with --model"):
         eval_target.check(recipe, Path(), "x/y", None, None)
-    with pytest.raises(RecipeError, match="--checkpoint: given with --url"):
+    with pytest.raises(SettingError, match="--checkpoint: given with --url"):
         eval_target.check(recipe, Path(), None, "http://h:1", None)
-    with pytest.raises(RecipeError, match="--samples: got 0"):
+    with pytest.raises(SettingError, match="--samples: got 0"):
         eval_target.check(recipe, None, None, None, 0)
     there = load_recipe("recipe.yaml", ["server.url=http://h:1"], "eval")
     for option, checkpoint, model in (("--checkpoint", Path(), None), ("--model", None, "x/y")):
         eval_target.check(recipe, checkpoint, model, None, None)
-        with pytest.raises(RecipeError, match=rf"{option}: given with server\.url, .*; fix: set server\.url=null"):
+        with pytest.raises(SettingError, match=rf"{option}: given with server\.url, .*; fix: set server\.url=null"):
             eval_target.check(there, checkpoint, model, None, None)
     eval_target.check(there, None, "x/y", "http://h:1", None)
-    with pytest.raises(RecipeError, match=r"--model: \./nowhere: no such folder"):
+    with pytest.raises(SettingError, match=r"--model: \./nowhere: no such folder"):
         eval_target.named("./nowhere")
     assert eval_target.named("x/y") == "x/y", "of the hub"
 
@@ -138,7 +138,7 @@ def test_the_weights_of_a_token_server_are_those_that_it_has(project: Path, warm
     there = eval_target.look_at(recipe, warm_server, None)
     assert (there.model, there.by_token_ids) == ("policy", True)
     assert there.recipe.model.path != recipe.model.path, "the tokenizer is the server's"
-    with pytest.raises(RecipeError, match=r"--model: .* serves no 'teacher'; fix: name one of policy"):
+    with pytest.raises(SettingError, match=r"--model: .* serves no 'teacher'; fix: name one of policy"):
         eval_target.look_at(recipe, warm_server, "teacher")
 
 

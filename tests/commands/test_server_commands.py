@@ -11,9 +11,9 @@ from agentfactory.commands.served_weights import what_is_served
 from agentfactory.launching import progress
 from agentfactory.launching.progress import follow_groups
 from agentfactory.launching.run_folder import RunFolderError
-from agentfactory.recipe.composition import RecipeError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.rollout.trajectory import read_groups
+from agentfactory.tools.errors import SettingError
 from tests.conftest import QUICKSTART
 from tests.project import Command
 from tests.waiting import wait_for
@@ -57,11 +57,11 @@ def test_a_folder_without_weights_is_refused_and_the_checkpoints_near_it_are_nam
     assert what_is_served(recipe, Path(steps[0])).label == str(project / steps[0])
     fix = f"; fix: name one of {', '.join(steps)}"
     for path in ("runs/mine", "runs/mine/grpo", "runs/mine/grpo/checkpoints", "runs/mine/grpo/checkpoints/step-000120"):
-        with pytest.raises(RecipeError, match=f"--checkpoint: {path}: n.*{fix}$"):
+        with pytest.raises(SettingError, match=f"--checkpoint: {path}: n.*{fix}$"):
             what_is_served(recipe, Path(path))
-    with pytest.raises(RecipeError, match=r"empty: neither config\.json nor .*; fix: name a checkpoint, such as"):
+    with pytest.raises(SettingError, match=r"empty: neither config\.json nor .*; fix: name a checkpoint, such as"):
         what_is_served(recipe, Path("empty"))
-    with pytest.raises(RecipeError, match="--model: runs/mine: neither"):
+    with pytest.raises(SettingError, match="--model: runs/mine: neither"):
         named("runs/mine")
 
 

@@ -9,9 +9,9 @@ import yaml
 
 from agentfactory.launching.resume import State, plan, rewind
 from agentfactory.launching.run_folder import RunFolder, RunFolderError
-from agentfactory.recipe.composition import RecipeError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
+from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.checkpoint_folder import checkpoint_path, checkpoints, written_aside
 
 
@@ -92,7 +92,7 @@ def test_where_no_checkpoint_is_it_begins_again(run: RunFolder) -> None:
     assert (part.state, part.checkpoint) == (State.STARTED, None)
     rewind(run, None, [].append)
     assert [file.read_text() for file in run.growing.values()] == ["", "", ""]
-    with pytest.raises(RecipeError, match=r"seed: got 1, but .*recipe\.yaml was trained with 0"):
+    with pytest.raises(SettingError, match=r"seed: got 1, but .*recipe\.yaml was trained with 0"):
         plan([recipe_of("seed=1")], "auto")
 
 
@@ -138,7 +138,7 @@ def test_what_may_change(run: RunFolder, override: str) -> None:
     ],
 )
 def test_what_must_not_change(run: RunFolder, override: str, said: str) -> None:
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(SettingError, match=said):
         plan([recipe_of(override)], "auto")
 
 
@@ -151,7 +151,7 @@ def test_a_run_from_before_a_field_came_goes_on_as_it_was_trained(run: RunFolder
         digests = json.loads((path / "digests.json").read_text())
         digests["trainer_state.json"] = hashlib.sha256((path / "trainer_state.json").read_bytes()).hexdigest()
         (path / "digests.json").write_text(json.dumps(digests))
-    with pytest.raises(RecipeError, match=r"malformed_turns: got 'blamed', but .* was trained with 'like_others'"):
+    with pytest.raises(SettingError, match=r"malformed_turns: got 'blamed', but .* was trained with 'like_others'"):
         plan([recipe_of()], "auto")
     as_before = ("train.loss.behaviour_kl=0", "train.advantage.malformed_turns=like_others")
     (part,) = plan([recipe_of(*as_before)], "auto")

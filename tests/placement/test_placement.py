@@ -16,15 +16,15 @@ from agentfactory.commands import main
 from agentfactory.launching import launcher
 from agentfactory.placement.__main__ import place as plan_for
 from agentfactory.placement.changes import refusal
-from agentfactory.placement.choice import MARGIN, Refused, choose
+from agentfactory.placement.choice import MARGIN, choose
 from agentfactory.placement.machine import Gpu, Machine
 from agentfactory.placement.memory_table import GIB, Need, Plan, rows, table
 from agentfactory.placement.model_config import SHAPES, NoConfigError, load_config
 from agentfactory.placement.placement import Placement, place
 from agentfactory.placement.server_memory import ServerMemory
-from agentfactory.recipe.composition import RecipeError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
+from agentfactory.tools.errors import SettingError
 from tests.conftest import QUICKSTART
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -81,7 +81,7 @@ def chosen(asked: Recipe, machine: Machine, figures: Callable[..., Need]) -> Pla
     return plan
 
 
-def advice(asked: Recipe, machine: Machine, figures: Callable[..., Need]) -> Refused:
+def advice(asked: Recipe, machine: Machine, figures: Callable[..., Need]) -> SettingError:
     tried = choose(asked, machine, figures)
     assert not tried[-1].fits
     return refusal(asked, tried, machine, figures)
@@ -188,7 +188,7 @@ def test_a_share_that_the_recipe_sets_is_held_to_the_table() -> None:
     assert rows(plan)["server"]["KV cache"] == pytest.approx((0.45 * 24 - 6.5) * GIB, abs=2)
     too_much = recipe(server={"gpu_memory_utilization": 0.9}, placement={"mode": "split"})
     assert advice(too_much, gpus(24), estimate()).fix.startswith("server.gpu_memory_utilization=null: then 20.20 of")
-    with pytest.raises(Refused, match=r"got 0\.3, which is 7\.20 GiB, and with the smallest .* needs 8\.50 GiB"):
+    with pytest.raises(SettingError, match=r"got 0\.3, which is 7\.20 GiB, and with the smallest .* needs 8\.50 GiB"):
         choose(recipe(server={"gpu_memory_utilization": 0.3}), gpus(24), estimate())
 
 
@@ -198,14 +198,14 @@ def test_gpus_that_are_not_there() -> None:
     assert plan.mode == "separate"
     assert "7 GPUs of 80.0 GiB for the trainer, a GPU of 80.0 GiB for the server" in plan.devices
     assert chosen(many, gpus(*[80] * 8, total=80), estimate()).trainer_gpus == tuple(range(7))
-    with pytest.raises(Refused, match="needs 7 and the server 1 GPUs of their own, and there are 4") as refused:
+    with pytest.raises(SettingError, match="needs 7 and the server 1 GPUs of their own, and there are 4") as refused:
         choose(many, gpus(*[80] * 4, total=80), estimate())
     assert refused.value.field == "placement.mode"
-    with pytest.raises(Refused, match="split or time_share"):
+    with pytest.raises(SettingError, match="split or time_share"):
         choose(recipe(placement={"mode": "separate"}), gpus(24), estimate())
-    with pytest.raises(Refused, match="GPUs apart"):
+    with pytest.raises(SettingError, match="GPUs apart"):
         choose(recipe(model={"lora": None}, sync={"backend": "nccl"}), gpus(24), estimate())
-    with pytest.raises(Refused, match="GPUs of their own"):
+    with pytest.raises(SettingError, match="GPUs of their own"):
         choose(recipe(model={"lora": None}, sync={"backend": "ipc"}), gpus(24, 24), estimate())
 
 
@@ -287,7 +287,7 @@ def test_refused_whatever_devices_there_are(project: Path, case: str, monkeypatc
     monkeypatch.setattr("agentfactory.recipe.checks.missing_from", lambda python: None)
     overrides, field, fix = REFUSED[case]
     engine = [] if "url" in field else ["server.engine=vllm"]
-    with pytest.raises(RecipeError, match=fix) as caught:
+    with pytest.raises(SettingError, match=fix) as caught:
         load_recipe("recipe.yaml", [*engine, *overrides], purpose="train")
     assert caught.value.field == field
 
@@ -393,7 +393,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     refused = Placement(table="the table", refused=("placement.mode", "does not fit", "a smaller model"))
     monkeypatch.setattr(launcher, "place", lambda recipes, purpose: [refused] * len(recipes))
     asked, before, said = load_recipe("recipe.yaml"), sorted(project.rglob("*")), []
-    with pytest.raises(RecipeError, match="does not fit; fix: a smaller model"):
+    with pytest.raises(SettingError, match="does not fit; fix: a smaller model"):
         launcher.train(asked, False, None, said.append)
     assert said == ["the table"]
     assert sorted(project.rglob("*")) == before
@@ -420,7 +420,7 @@ def test_what_vllm_does_on_gpus_only_is_refused_before_anything_is_written(
     assert isinstance(first, Recipe)
     whole = StagedRecipe(name="whole", output=project / "runs" / "whole", stages=[first, asked])
     before = sorted(project.rglob("*"))
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(SettingError, match=said):
         launcher.train(whole, False, None, print)
     assert sorted(project.rglob("*")) == before
 
@@ -485,7 +485,7 @@ def test_a_trainer_or_a_server_alone_has_its_own_table() -> None:
     # beside a desktop vLLM would not start with its default
     occupied = chosen(asked, gpus(20), without("trainer"))
     assert occupied.utilization == pytest.approx((20 - 1.2) / 24, abs=1e-4)
-    with pytest.raises(Refused, match="needs 2 GPUs, and there are 1 here"):
+    with pytest.raises(SettingError, match="needs 2 GPUs, and there are 1 here"):
         choose(recipe(train={"processes": 2, "strategy": "ddp"}), gpus(24), without("server"))
     # a server that runs already has the GPU's memory, and will sleep when the trainer comes
     turns = recipe(placement={"mode": "time_share", "gpu_memory_gib": None})

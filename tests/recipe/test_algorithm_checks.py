@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.recipe.composition import RecipeError
 from agentfactory.recipe.load import load_recipe
+from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import ALGORITHMS
 
 REFUSED = {
@@ -38,7 +38,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(project: Path, case: str) -> None:
     overrides, field, fix = REFUSED[case]
-    with pytest.raises(RecipeError, match=fix) as caught:
+    with pytest.raises(SettingError, match=fix) as caught:
         load_recipe("recipe.yaml", overrides, purpose="train")
     assert caught.value.field == field
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentfactory.recipe.composition import RecipeError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
+from agentfactory.tools.errors import SettingError
 
 TASK = '{"question": "1 + 1?", "answer": "2"}\n'
 
@@ -61,7 +61,7 @@ def test_a_parents_name_is_not_inherited(project: Path) -> None:
 def test_circular_extends_is_refused(project: Path) -> None:
     write(project / "a.yaml", "extends: b.yaml\n")
     write(project / "b.yaml", "extends: a.yaml\n")
-    with pytest.raises(RecipeError, match="extends"):
+    with pytest.raises(SettingError, match="extends"):
         load_recipe("a.yaml")
 
 
@@ -70,7 +70,7 @@ def test_circular_extends_is_refused(project: Path) -> None:
 )
 def test_numbers_as_people_write_them(project: Path, text: str, value: float | None) -> None:
     if value is None:
-        with pytest.raises(RecipeError, match=r"train\.learning_rate"):
+        with pytest.raises(SettingError, match=r"train\.learning_rate"):
             single("recipe.yaml", f"train.learning_rate={text}")
         return
     assert single("recipe.yaml", f"train.learning_rate={text}").train.learning_rate == value
@@ -124,7 +124,7 @@ def test_the_command_python_is_this_one_wherever_path_leads(project: Path, monke
     monkeypatch.setenv("PATH", str(project))
     write(project / "r.yaml", "extends: recipe.yaml\nmcp_servers: {files: {command: python, args: [server.py]}}\n")
     assert single("r.yaml").mcp_servers["files"].command == "python"
-    with pytest.raises(RecipeError, match="no program 'python3'"):
+    with pytest.raises(SettingError, match="no program 'python3'"):
         single("r.yaml", "mcp_servers.files.command=python3")
 
 
@@ -202,7 +202,7 @@ def test_a_resolved_staged_recipe_runs_as_it_stands(stages: Path, project: Path)
 )
 def test_broken_stages(stages: Path, project: Path, text: str, field: str) -> None:
     broken = write(project / "broken.yaml", text + "\n")
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(SettingError) as caught:
         load_recipe(broken)
     assert caught.value.field == field
 
@@ -213,20 +213,20 @@ def test_a_fault_in_a_stage_is_named_as_whoever_set_it_would(stages: Path, proje
         ("warm.train.steps=0", "command line: warm.train.steps: got 0"),
         ("rl.data.path=none.jsonl", "command line: rl.data.path: "),
     ):
-        with pytest.raises(RecipeError, match=f"^{named}"):
+        with pytest.raises(SettingError, match=f"^{named}"):
             load_recipe(stages, [setting])
     inline = {**yaml.safe_load((project / "warm.yaml").read_text()), "name": "warm", "train": {"algorithm": "sft"}}
     whole = write(project / "inline.yaml", yaml.safe_dump({"prepare": "make.py:make", "stages": [inline]}))
-    with pytest.raises(RecipeError, match=r"^inline\.yaml: warm\.train\.steps: missing"):
+    with pytest.raises(SettingError, match=r"^inline\.yaml: warm\.train\.steps: missing"):
         load_recipe(whole)
     text = (project / "warm.yaml").read_text()
     write(project / "warm.yaml", text.replace("steps: 5", "steps: -5"))
-    with pytest.raises(RecipeError, match=r"^warm\.yaml: train\.steps: got -5"):
+    with pytest.raises(SettingError, match=r"^warm\.yaml: train\.steps: got -5"):
         load_recipe(stages)
 
 
 def test_a_stage_cannot_continue_an_adapter(stages: Path) -> None:
-    with pytest.raises(RecipeError, match=r"warm\.model\.lora"):
+    with pytest.raises(SettingError, match=r"warm\.model\.lora"):
         load_recipe(stages, ["warm.model.lora.rank=4"])
 
 
@@ -238,10 +238,10 @@ def test_dry_run_text_is_plain_yaml(project: Path) -> None:
 
 def test_rows_are_read_where_that_is_quick(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (project / "tasks.jsonl").write_text("[1]\n")
-    with pytest.raises(RecipeError, match=r"data\.path: row 1 of .* is a list, not an object; fix: correct it"):
+    with pytest.raises(SettingError, match=r"data\.path: row 1 of .* is a list, not an object; fix: correct it"):
         load_recipe("recipe.yaml")
     (project / "tasks.jsonl").write_bytes(b'{"question": "caf\xe9"}\n')
-    with pytest.raises(RecipeError, match=r"data\.path: .*tasks\.jsonl:1 is not UTF-8: .*; fix: save it as UTF-8"):
+    with pytest.raises(SettingError, match=r"data\.path: .*tasks\.jsonl:1 is not UTF-8: .*; fix: save it as UTF-8"):
         load_recipe("recipe.yaml")
     # who does not use them does not read them
     load_recipe("recipe.yaml", purpose="eval")
@@ -271,5 +271,7 @@ def test_user_code_imports_from_the_folders_of_the_recipes_files(project: Path) 
     whole = staged("both.yaml", "import_path=[here]", "one.import_path=['${prepared}/lib']")
     assert whole.import_path == whole.stages[0].import_path == [project / "here", whole.output / "prepared" / "lib"]
     for wrong in ("import_path=lib", "one.import_path=[1]", "one.import_path={a: b}"):
-        with pytest.raises(RecipeError, match=r"import_path: got .*, not a list of folders; fix: write it as \[FOLDER"):
+        with pytest.raises(
+            SettingError, match=r"import_path: got .*, not a list of folders; fix: write it as \[FOLDER"
+        ):
             staged("both.yaml", wrong)

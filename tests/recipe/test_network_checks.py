@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from agentfactory import Agent
-from agentfactory.recipe.composition import RecipeError
 from agentfactory.recipe.load import load_recipe
+from agentfactory.tools.errors import SettingError
 
 FSDP2 = ["train.strategy=fsdp2", "train.processes=2"]
 NF4 = "model.lora={rank: 8, quantization: nf4}"
@@ -66,7 +66,7 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(project: Path, case: str) -> None:
     overrides, field, fix = REFUSED[case]
-    with pytest.raises(RecipeError, match=fix) as caught:
+    with pytest.raises(SettingError, match=fix) as caught:
         load_recipe("recipe.yaml", overrides, purpose="train")
     assert caught.value.field == field
 
@@ -103,7 +103,7 @@ SERVED_APART = {
 @pytest.mark.parametrize("case", SERVED_APART)
 def test_a_server_that_no_weights_or_no_correction_fits_is_refused(project: Path, case: str) -> None:
     overrides, field, fix = SERVED_APART[case]
-    with pytest.raises(RecipeError, match=fix) as caught:
+    with pytest.raises(SettingError, match=fix) as caught:
         load_recipe("recipe.yaml", overrides, purpose="train")
     assert caught.value.field == field
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from agentfactory.rollout.config import RewardConfig
-from agentfactory.rollout.rewards import InvalidReward, Rewards
+from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.rewards.code_tests import CodeTests, code_of, read_tests, same_text, same_value
 from agentfactory.rollout.trajectory import Outcome, Trajectory
+from agentfactory.tools.errors import SettingError
 
 ADD = "def add(a, b):\n    return a + b\n"
 CALLS = [{"function": "add", "args": [1, 2], "output": 3}, {"function": "add", "args": [[1], [2]], "output": [1, 2]}]
@@ -158,9 +159,9 @@ def test_code_is_found_in_a_message(prediction: str, code: str) -> None:
 )
 def test_tests_that_cannot_be_judged_are_told_before_the_run(tests: Any, message: str) -> None:
     rewards = Rewards.load([RewardConfig(reward="code_tests")], Path())
-    with pytest.raises(InvalidReward, match=message):
+    with pytest.raises(SettingError, match=message):
         rewards.check({"tests": tests})
-    with pytest.raises(InvalidReward, match="wants the field 'tests'"):
+    with pytest.raises(SettingError, match="wants the field 'tests'"):
         rewards.check({"question": "q"})
 
 

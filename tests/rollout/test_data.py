@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from agentfactory.rollout.config import DataConfig
-from agentfactory.rollout.data import InvalidData, Place, TaskOrder, load_tasks, opening_messages
+from agentfactory.rollout.data import Place, TaskOrder, load_tasks, opening_messages
+from agentfactory.tools.errors import SettingError
 
 ROWS = [{"question": f"q{i}", "answer": i} for i in range(5)]
 
@@ -45,19 +46,19 @@ def test_columns_and_limit(tmp_path: Path) -> None:
 )
 def test_bad_files_are_named(tmp_path: Path, text: str, columns: dict[str, str], message: str) -> None:
     config = write(tmp_path / "t.json", text).model_copy(update={"columns": columns})
-    with pytest.raises(InvalidData, match=message):
+    with pytest.raises(SettingError, match=message):
         load_tasks(config)
 
 
 def test_bad_line_of_jsonl_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidData, match=r"t\.jsonl:2 is not JSON: .* at column 2; fix: correct it"):
+    with pytest.raises(SettingError, match=r"t\.jsonl:2 is not JSON: .* at column 2; fix: correct it"):
         load_tasks(write(tmp_path / "t.jsonl", '{"question": "a"}\n{'))
 
 
 @pytest.mark.parametrize("name", ["t.json", "t.jsonl"])
 def test_another_encoding_is_told_with_file_and_line(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes('["a",\n"\xe9"]\n'.encode("latin-1") if name == "t.json" else b'{}\n"\xe9"\n')
-    with pytest.raises(InvalidData, match=r"t\.jsonl?:2 is not UTF-8: .*; fix: save it as UTF-8"):
+    with pytest.raises(SettingError, match=r"t\.jsonl?:2 is not UTF-8: .*; fix: save it as UTF-8"):
         load_tasks(DataConfig(path=str(tmp_path / name)))
 
 
@@ -69,7 +70,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest
     content = path.read_bytes()
     for broken in (b"PAR1", content[:4] + b"\xff" * 60 + content[64:]):
         path.write_bytes(broken)
-        with pytest.raises(InvalidData, match=r"(?s)t\.parquet cannot be read as parquet: .*; fix: correct it"):
+        with pytest.raises(SettingError, match=r"(?s)t\.parquet cannot be read as parquet: .*; fix: correct it"):
             load_tasks(DataConfig(path=str(path)))
 
     def denied(path: Path) -> bytes:
@@ -77,7 +78,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest
 
     config = write(tmp_path / "t.json", "[]")
     monkeypatch.setattr(Path, "read_bytes", denied)
-    with pytest.raises(InvalidData, match=r"t\.json cannot be read: Permission denied; fix: make it readable"):
+    with pytest.raises(SettingError, match=r"t\.json cannot be read: Permission denied; fix: make it readable"):
         load_tasks(config)
 
 

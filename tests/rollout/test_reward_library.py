@@ -19,13 +19,14 @@ from aiohttp import web
 from trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward
 
 from agentfactory.rollout.config import RewardConfig, RolloutRecipe
-from agentfactory.rollout.rewards import PREBUILT, InvalidReward, RewardError, Rewards
+from agentfactory.rollout.rewards import PREBUILT, RewardError, Rewards
 from agentfactory.rollout.rewards.answers import F1, ExactMatch, normalize, token_f1
 from agentfactory.rollout.rewards.judge import Judge
 from agentfactory.rollout.rewards.math_equal import MathEqual
 from agentfactory.rollout.rewards.shape import Format, Length
 from agentfactory.rollout.rewards.text import last_match
 from agentfactory.rollout.trajectory import Outcome, Row, Trajectory
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import EnvironmentReward
 from agentfactory.tools.user_code import load_object
 from tests.conftest import REPOSITORY
@@ -90,7 +91,7 @@ def test_what_counts_can_be_cut_out() -> None:
 @pytest.mark.parametrize("row", [{"question": "q"}, {"answer": []}, {"answer": None}, {"answer": {"text": "x"}}])
 @pytest.mark.parametrize("name", ["exact_match", "f1", "math_equal"])
 def test_a_row_without_an_answer_is_told_before_the_run(name: str, row: dict[str, Any]) -> None:
-    with pytest.raises(InvalidReward, match=rf"rewards\.0: {name} wants .*'answer'"):
+    with pytest.raises(SettingError, match=rf"rewards\.0: {name} wants .*'answer'"):
         Rewards.load([RewardConfig(reward=name)], Path()).check(row)
 
 
@@ -422,7 +423,7 @@ def test_a_judge_works_in_one_loop_after_another() -> None:
 )
 def test_options_of_a_judge_that_cannot_work(changed: dict[str, Any], option: str, message: str) -> None:
     options = {"url": "http://u", "model": "m", "prompt": "{prediction}", **changed}
-    with pytest.raises(InvalidReward, match=message) as refused:
+    with pytest.raises(SettingError, match=message) as refused:
         Rewards.load([RewardConfig(reward="judge", options=options)], Path())
     assert refused.value.field == f"rewards.0.options.{option}"
 
@@ -432,10 +433,10 @@ def test_fields_of_a_prompt_are_looked_for_before_the_run() -> None:
     rewards = Rewards.load([RewardConfig(reward="judge", options=options)], Path())
     rewards.check({"question": "q", "answer": "a"})
     with pytest.raises(
-        InvalidReward, match=r"judge wants the field 'answer', which the data does not have \(question\)"
+        SettingError, match=r"judge wants the field 'answer', which the data does not have \(question\)"
     ):
         rewards.check({"question": "q"})
-    with pytest.raises(InvalidReward, match="'prediction' too"):
+    with pytest.raises(SettingError, match="'prediction' too"):
         rewards.check({"question": "q", "answer": "a", "prediction": "p"})
 
 

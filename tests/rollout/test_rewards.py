@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from agentfactory.rollout.config import RewardConfig
-from agentfactory.rollout.rewards import InvalidReward, RewardError, Rewards, prediction_of, reward
+from agentfactory.rollout.rewards import RewardError, Rewards, prediction_of, reward
 from agentfactory.rollout.trajectory import Outcome, Trajectory
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import EnvironmentReward
 
 MESSAGES: list[dict[str, Any]] = [
@@ -160,13 +161,13 @@ async def test_without_rewards_the_environment_counts() -> None:
 
 
 def test_a_field_that_no_row_has_is_told_before_the_run() -> None:
-    with pytest.raises(InvalidReward, match=r"rewards\.1: exact wants 'answer'.*question.*data\.columns"):
+    with pytest.raises(SettingError, match=r"rewards\.1: exact wants 'answer'.*question.*data\.columns"):
         Rewards([brevity, exact]).check({"question": "q"})
     Rewards([exact, brevity]).check({"question": "q", "answer": "4"})
 
 
 def test_a_field_under_a_name_that_rewards_have_is_told_before_the_run() -> None:
-    with pytest.raises(InvalidReward, match=r"takes 'prediction', which is also a field.*row_prediction: prediction"):
+    with pytest.raises(SettingError, match=r"takes 'prediction', which is also a field.*row_prediction: prediction"):
         Rewards([exact]).check({"answer": "4", "prediction": "weather"})
     Rewards([brevity]).check({"prediction": "weather"})
 
@@ -295,7 +296,7 @@ async def test_a_class_is_made_once_with_its_options(load: Callable[..., Rewards
         scored = [(await rewards.score(TRAJECTORY, {}, None)).reward for _ in range(2)]
     assert scored == [6.0, 7.0]
     assert (await rewards.score(TRAJECTORY, {}, None)).reward == 0.0  # it was closed
-    with pytest.raises(InvalidReward, match=r"rewards\.0: Counting needs an answer"):
+    with pytest.raises(SettingError, match=r"rewards\.0: Counting needs an answer"):
         rewards.check({"question": "q"})
     rewards.check({"question": "q", "answer": "a"})
 
@@ -331,7 +332,7 @@ async def test_a_class_is_made_once_with_its_options(load: Callable[..., Rewards
     ],
 )
 def test_entries_that_cannot_work(load: Callable[..., Rewards], entry: Any, field: str, message: str) -> None:
-    with pytest.raises(InvalidReward, match=message) as refused:
+    with pytest.raises(SettingError, match=message) as refused:
         load({"reward": "mine.py:one"}, entry)
     assert refused.value.field == field
     assert refused.value.fix
@@ -347,7 +348,7 @@ async def test_callables_names_and_classes_side_by_side() -> None:
     scored = await rewards.score(TRAJECTORY, {"answer": "4"}, None)
     values = {"<lambda>": 1.0, "exact_match": 1.0, "f1": 1.0, "Always": 2.0}
     assert scored == EnvironmentReward(4.0, {"success": 1.0, **{f"reward/{name}": v for name, v in values.items()}})
-    with pytest.raises(InvalidReward, match=r"rewards\.1: rewards\.0 is called '<lambda>' too"):
+    with pytest.raises(SettingError, match=r"rewards\.1: rewards\.0 is called '<lambda>' too"):
         Rewards([lambda: 1, lambda: 2])
 
 
@@ -384,7 +385,7 @@ async def test_a_group_reward_sees_trajectories_and_may_be_async_and_judge_turns
 
     chains = [chain("a", 1.0, turn_rewards=[2.0]), chain("b", 0.0)]
     rewards = Rewards([rank])
-    with pytest.raises(InvalidReward, match="rank wants 'level', which is neither one of predictions, trajectories"):
+    with pytest.raises(SettingError, match="rank wants 'level', which is neither one of predictions, trajectories"):
         rewards.check({"question": "q"})
     assert await rewards.score(chains[0], {"level": 4}, None) == EnvironmentReward(0.0)
     await rewards.score_group(chains, {"level": 4})

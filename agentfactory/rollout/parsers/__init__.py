@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from agentfactory.rollout.parsers.parser import Arguments, Call, FormatError, NativeParser, Parser, Reading
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.user_code import UserCodeError, load_object
 
 __all__ = ["PARSERS", "Arguments", "Call", "FormatError", "NativeParser", "Parser", "Reading", "load_parser"]
@@ -21,11 +22,11 @@ PARSERS = {
 
 def load_parser(reference: str, base: Path = Path()) -> Parser:
     """The parser that `rollout.parser` names: one of PARSERS, or `FILE.py:NAME` of a Parser class, the path relative to
-    `base`. Raises UserCodeError (a ValueError) where there is none."""
+    `base`. Raises SettingError where there is none."""
     try:
         parser = load_object(reference, base, PARSERS)
     except UserCodeError as error:
-        raise UserCodeError(f"rollout.parser: {error.problem}", error.fix) from error
+        raise SettingError("rollout.parser", f"unknown: {error.problem}", error.fix) from error
     if not (isinstance(parser, type) and issubclass(parser, Parser)):
-        raise UserCodeError(f"rollout.parser: {reference} is no class derived from agentfactory.Parser")
+        raise SettingError("rollout.parser", f"{reference} is no class derived from agentfactory.Parser", "name one")
     return parser()

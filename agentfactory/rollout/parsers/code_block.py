@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 
 from agentfactory.rollout.parsers.parser import Call, FormatError, Parser, Reading, parameters, tell
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
 
 CODE = "code"
@@ -69,8 +70,10 @@ def _code_tool(specs: Sequence[ToolSpec]) -> str:
     """The tool that runs code: the only one with a parameter `code` that needs no other."""
     fit = [s.name for s in specs if CODE in parameters(s) and set(s.parameters.get("required") or []) <= {CODE}]
     if specs and len(fit) != 1:
-        raise ValueError(
-            f"rollout.parser: code_block needs one tool with a parameter `{CODE}`, such as tools: [code_interpreter]; "
-            f"the recipe has {', '.join(fit) if fit else 'none'} among {', '.join(spec.name for spec in specs)}"
+        among = f"{', '.join(fit) if fit else 'none'} among {', '.join(spec.name for spec in specs)}"
+        raise SettingError(
+            "rollout.parser",
+            f"code_block needs one tool with a parameter `{CODE}`, and the recipe has {among}",
+            "use tools: [code_interpreter], or another format",
         )
     return fit[0] if fit else "python"

@@ -18,6 +18,7 @@ from agentfactory.rollout.parsers.parser import (
     tell,
 )
 from agentfactory.rollout.parsers.values import convert, read_json
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
 
 ANSWER, RESULT = "answer", "information"
@@ -75,7 +76,9 @@ class Tags(Parser):
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
         """See Parser. Raises ValueError for a tool whose name the format has for itself."""
         if taken := [spec.name for spec in specs if spec.name in (ANSWER, RESULT)]:
-            raise ValueError(f"rollout.parser: tags has <{taken[0]}> for itself; give the tool {taken[0]} another name")
+            raise SettingError(
+                "rollout.parser", f"tags has <{taken[0]}> for itself", f"give the tool {taken[0]} another name"
+            )
         if not specs:
             return self.form(specs)
         return f"{describe(specs)}\n\n{self.form(specs)}\nAfter a call you are told its result in <{RESULT}>."

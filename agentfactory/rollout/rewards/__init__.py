@@ -1,7 +1,7 @@
 """Rewards: `@reward` functions and classes of the user's own, and a small library of prebuilt ones."""
 
 from agentfactory.rollout.rewards.decorator import reward
-from agentfactory.rollout.rewards.reward_spec import PREBUILT, InvalidReward, RewardError
+from agentfactory.rollout.rewards.reward_spec import PREBUILT, RewardError
 from agentfactory.rollout.rewards.scoring import Rewards, prediction_of
 
-__all__ = ["PREBUILT", "InvalidReward", "RewardError", "Rewards", "prediction_of", "reward"]
+__all__ = ["PREBUILT", "RewardError", "Rewards", "prediction_of", "reward"]

@@ -14,6 +14,7 @@ from agentfactory.rollout.config import RewardConfig
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.rewards.decorator import parameters_of
 from agentfactory.rollout.trajectory import Trajectory
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import EnvironmentReward
 from agentfactory.tools.threads import run_in_thread
 from agentfactory.tools.user_code import UserCodeError, load_object
@@ -35,14 +36,6 @@ GROUP_OFFERED = ("predictions", "trajectories")
 
 class RewardError(Exception):
     """A reward raised, took too long, or could not judge: no verdict on the policy."""
-
-
-class InvalidReward(ValueError):
-    """A recipe entry that cannot work: `field` of the recipe, `problem`, `fix`."""
-
-    def __init__(self, field: str, problem: str, fix: str):
-        super().__init__(f"{field}: {problem}; {fix}")
-        self.field, self.problem, self.fix = field, problem, fix
 
 
 @dataclass(frozen=True)
@@ -96,7 +89,7 @@ class RewardSpec:
 
 
 def load_reward(given: Callable[..., Any] | RewardConfig | str, label: str, base: Path) -> RewardSpec:
-    """A callable, marked or not, or what a recipe names. Raises InvalidReward where it cannot work."""
+    """A callable, marked or not, or what a recipe names. Raises SettingError where it cannot work."""
     if not isinstance(given, (RewardConfig, str)):
         name = getattr(given, "__name__", type(given).__name__)
         return _made(given, RewardConfig(reward=name), label, name)
@@ -104,9 +97,9 @@ def load_reward(given: Callable[..., Any] | RewardConfig | str, label: str, base
     try:
         loaded = load_object(config.reward, base, PREBUILT)
     except UserCodeError as error:
-        raise InvalidReward(label, f"unknown: {error.problem}", error.fix) from error
+        raise SettingError(label, f"unknown: {error.problem}", error.fix) from error
     if not getattr(loaded, "is_reward", False):
-        raise InvalidReward(label, f"{config.reward} is not a reward", "put @reward above its definition")
+        raise SettingError(label, f"{config.reward} is not a reward", "put @reward above its definition")
     return _made(loaded, config, label, config.name or config.reward.rpartition(":")[2])
 
 
@@ -130,20 +123,20 @@ def _instance(given: type[Any], options: dict[str, Any], label: str, name: str) 
         place = ".".join(map(str, (label, "options", *first["loc"])))
         got = f"got {first['input']!r}: " if first["loc"] and first["type"] != "missing" else ""
         problem = got + first["msg"].removeprefix("Value error, ")
-        raise InvalidReward(place, problem, f"see {name} in docs/rewards.md") from error
+        raise SettingError(place, problem, f"see {name} in docs/rewards.md") from error
     except Exception as error:  # boundary: user code
         problem = f"{name} could not be made: {type(error).__name__}: {error}"
-        raise InvalidReward(f"{label}.options", problem, f"it takes {', '.join(known) or 'none'}") from error
+        raise SettingError(f"{label}.options", problem, f"it takes {', '.join(known) or 'none'}") from error
 
 
 def _check_options(options: dict[str, Any], known: Mapping[str, inspect.Parameter], label: str, name: str) -> None:
     for option in options:
         if option in (*OFFERED, *GROUP_OFFERED):
             problem = f"{name} gets {option!r} from the chain"
-            raise InvalidReward(f"{label}.options.{option}", problem, "remove it, or give the parameter another name")
+            raise SettingError(f"{label}.options.{option}", problem, "remove it, or give the parameter another name")
         if option not in known and not _takes_row(known):
             takes = [parameter for parameter in known if parameter not in (*OFFERED, *GROUP_OFFERED)]
-            raise InvalidReward(
+            raise SettingError(
                 f"{label}.options.{option}", f"{name} has no such option", f"it takes {', '.join(takes) or 'none'}"
             )
 

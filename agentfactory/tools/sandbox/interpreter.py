@@ -60,8 +60,8 @@ def find_interpreter(user: int | None) -> Interpreter:
             return Interpreter(executable, Path(prefix), (major, minor))
         reasons.append(f"{candidate} is Python {major}.{minor}, older than 3.8")
     raise SandboxUnavailable(
-        f"no Python for the inside of a sandbox: {'; '.join(reasons)}; install the system's python3, or a Python in a "
-        "folder that every user can read"
+        f"no Python for the inside of a sandbox: {'; '.join(reasons)}",
+        "install the system's python3, or a Python in a folder that every user can read",
     )
 
 

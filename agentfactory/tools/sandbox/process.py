@@ -194,8 +194,8 @@ def _filter() -> bytes:
     machine = platform.machine()
     if machine not in seccomp.MACHINES:
         raise SandboxUnavailable(
-            f"the sandbox has no list of system calls for {machine}, only for {', '.join(seccomp.MACHINES)}; run the "
-            "code interpreter on such a machine"
+            f"the sandbox has no list of system calls for {machine}, only for {', '.join(seccomp.MACHINES)}",
+            "run the code interpreter on such a machine",
         )
     return seccomp.program(machine)
 

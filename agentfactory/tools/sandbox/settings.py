@@ -7,7 +7,11 @@ from agentfactory.tools.messages import ToolInfrastructureError
 
 
 class SandboxUnavailable(ToolInfrastructureError):
-    """No sandbox can be had on this machine; the message says why, and what helps."""
+    """No sandbox can be had on this machine: why, and what helps."""
+
+    def __init__(self, problem: str, fix: str = "") -> None:
+        super().__init__("; ".join(filter(None, (problem, fix))))
+        self.problem, self.fix = problem, fix
 
 
 class SandboxKind(StrEnum):
