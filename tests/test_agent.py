@@ -191,7 +191,7 @@ async def test_what_cannot_work_is_said(warm_server: str, warm_start: Path, tmp_
         Agent(warm_server, reward="exact_mach")
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[1] / "docs" / "agents.md").read_text(encoding="utf-8")
 
 
 async def test_the_page_runs(warm_server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

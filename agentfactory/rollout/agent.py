@@ -142,11 +142,11 @@ def load_agent(reference: str | None, base: Path) -> AgentHooks:
         raise SettingError("rollout.agent", f"{reference} is not an agent", f"write `class {_name(found)}(Agent):`")
     if not inspect.iscoroutinefunction(found.generate) or _parameters(found.generate) != 2:
         raise SettingError(
-            "rollout.agent", f"{reference}: its generate is another", "write `async def generate(self, turn):`"
+            "rollout.agent", f"{reference}: generate has another signature", "write `async def generate(self, turn):`"
         )
     if inspect.iscoroutinefunction(found.parse) or _parameters(found.parse) != 3:
         raise SettingError(
-            "rollout.agent", f"{reference}: its parse is another", "write `def parse(self, turn, completion):`"
+            "rollout.agent", f"{reference}: parse has another signature", "write `def parse(self, turn, completion):`"
         )
     try:
         return found()

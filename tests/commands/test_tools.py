@@ -264,7 +264,7 @@ def test_check_of_environments_that_cannot_teach(recipe: Path, capsys: Output) -
 
 def test_check_of_limits_and_data(recipe: Path, capsys: Output) -> None:
     assert tools("check", recipe, "limits.calls_per_tool.ad=2") == 1
-    assert "limits.calls_per_tool.ad: there is no tool 'ad'; did you mean add?" in capsys.readouterr().err
+    assert "limits.calls_per_tool.ad: there is no tool 'ad'; fix: did you mean add?" in capsys.readouterr().err
     assert tools("check", recipe, "data.path=later.jsonl") == 0
     out = capsys.readouterr().out
     assert "task: none, and no environment was reset: there is no later.jsonl yet; give --task" in out

@@ -181,12 +181,12 @@ class Right(Agent):
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("number", "agents.py:number is not an agent; write `class int.*Agent"),
-        ("Plain", "Plain is not an agent; write `class Plain"),
-        ("Sync", "write its hook as `async def generate"),
-        ("Awaited", "write its hook as `def parse"),
-        ("Short", "write its hook as `def parse"),
-        ("Needy", "cannot be made without arguments: .*'plan'; give them defaults"),
+        ("number", "agents.py:number is not an agent; fix: write `class int.*Agent"),
+        ("Plain", "Plain is not an agent; fix: write `class Plain"),
+        ("Sync", "generate has another signature; fix: write `async def generate"),
+        ("Awaited", "parse has another signature; fix: write `def parse"),
+        ("Short", "parse has another signature; fix: write `def parse"),
+        ("Needy", "cannot be made without arguments: .*'plan'; fix: give them defaults"),
         ("Missing", "defines no Missing"),
     ],
 )

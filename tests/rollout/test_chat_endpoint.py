@@ -215,7 +215,7 @@ def reasoning_model(*answers: Any) -> Answer:
 
 async def test_models_that_reason(tmp_path: Path) -> None:
     data = {"path": str(tmp_path / "tasks.jsonl")}
-    told = r"support 0 .*; leave it to the model: eval\.request=\{temperature: null\} eval\.greedy=false"
+    told = r"support 0 .*; fix: leave it to the model: eval\.request=\{temperature: null\} eval\.greedy=false"
     with serve_chat(reasoning_model()) as server, pytest.raises(ChatEndpointError, match=told):
         await play(recipe(tmp_path), tmp_path, server.url)
     own = {"data": data, "greedy": False, "request": {"temperature": None}}
@@ -273,7 +273,7 @@ async def test_what_heals_by_no_waiting_is_told_at_once(tmp_path: Path) -> None:
     async def out_of_credit(_: dict[str, Any]) -> tuple[int, str]:
         return spent
 
-    with serve_chat(out_of_credit) as server, pytest.raises(ChatEndpointError, match=r"429 .*; pay for more, or"):
+    with serve_chat(out_of_credit) as server, pytest.raises(ChatEndpointError, match=r"429 .*; fix: pay for more, or"):
         await play(recipe(tmp_path), tmp_path, server.url)
     # or in the middle of an evaluation
     with serve_chat(script(spent)) as server:

@@ -358,7 +358,7 @@ def test_native_formats_leave_the_tools_to_the_template() -> None:
 def test_tools_that_a_format_cannot_call_are_refused() -> None:
     with pytest.raises(ValueError, match=r"code_block needs one tool with a parameter `code`.*has none among search"):
         parser_of("code_block").instructions(SPECS[:1])
-    with pytest.raises(ValueError, match="tags has <answer> for itself; give the tool answer another name"):
+    with pytest.raises(ValueError, match="tags has <answer> for itself; fix: give the tool answer another name"):
         parser_of("tags").instructions([spec("answer", text=STRING)])
     assert parser_of("code_block").instructions([]) is None
     assert "<answer>" in (parser_of("tags").instructions([]) or "")
@@ -584,7 +584,7 @@ def test_examples_of_the_documentation(name: str) -> None:
 
 
 def test_references_that_name_no_parser(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"rollout\.parser: 'xml' is not prebuilt \(hermes, .*FILE\.py:NAME"):
+    with pytest.raises(ValueError, match=r"rollout\.parser: unknown: 'xml' is not prebuilt \(hermes, .*FILE\.py:NAME"):
         load_parser("xml")
     (tmp_path / "mine.py").write_text("class Mine: pass\n")
     with pytest.raises(ValueError, match=r"mine\.py:Mine is no class derived from agentfactory\.Parser"):

@@ -437,7 +437,7 @@ def test_load_with_a_template_file(model_folder: Path) -> None:
 def test_load_errors(model_folder: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.chat_template: there is no file .*none\.jinja"):
         load_renderer(ModelConfig(path=str(model_folder), chat_template=str(model_folder / "none.jinja")), "hermes")
-    with pytest.raises(ValueError, match=r"rollout\.parser: 'xml' is not prebuilt \(hermes, qwen3_coder"):
+    with pytest.raises(ValueError, match=r"rollout\.parser: unknown: 'xml' is not prebuilt \(hermes, qwen3_coder"):
         load_renderer(ModelConfig(path=str(model_folder)), "xml")
     with pytest.raises(ValueError, match=r"model\.path: .*nowhere has no tokenizer"):
         load_renderer(ModelConfig(path=str(model_folder / "nowhere")), "hermes")

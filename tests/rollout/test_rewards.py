@@ -304,7 +304,7 @@ async def test_a_class_is_made_once_with_its_options(load: Callable[..., Rewards
 @pytest.mark.parametrize(
     ("entry", "field", "message"),
     [
-        ("mine.py:two", "rewards.1", r"mine\.py:two is not a reward; put @reward above"),
+        ("mine.py:two", "rewards.1", r"mine\.py:two is not a reward; fix: put @reward above"),
         ("mine.py:four", "rewards.1", "defines no four"),
         ("exact", "rewards.1", r"'exact' is not prebuilt \(exact_match, f1, .*judge\)"),
         ("mine.py:one", "rewards.1", r"rewards\.0 is called 'one' too.*rewards\.1\.name"),
@@ -312,7 +312,7 @@ async def test_a_class_is_made_once_with_its_options(load: Callable[..., Rewards
         (
             {"reward": "mine.py:Counting", "options": {"begin": 1}},
             "rewards.1.options.begin",
-            "no such option; it takes start",
+            "no such option; fix: it takes start",
         ),
         ({"reward": "mine.py:shortest", "options": {"bnus": 1}}, "rewards.1.options.bnus", "it takes answer, bonus"),
         ({"reward": "mine.py:three", "options": {"trajectory": 1}}, "rewards.1.options.trajectory", "from the chain"),

@@ -19,7 +19,7 @@ def test_the_usual_block_is_taken_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({}, "give exactly one of command, url, module, container; got none"),
+        ({}, "got none; fix: give exactly one of command, url, module, container"),
         ({"command": "x", "url": "http://a"}, "got ['command', 'url']"),
         ({"command": "x", "type": "http"}, "type: got 'http' with command"),
         ({"url": "http://a", "type": "stdio"}, "type: got 'stdio' with url"),
@@ -28,8 +28,8 @@ def test_the_usual_block_is_taken_as_it_is() -> None:
         ({"command": "x", "headers": {"A": "b"}}, "headers: it is for url"),
         ({"command": "x", "options": {"a": 1}}, "options: it is for module"),
         ({"container": "image", "cwd": "/"}, "cwd: it is for command"),
-        ({"command": "x", "isolation": "session"}, "isolation: got session with command; use shared or process"),
-        ({"url": "http://a", "isolation": "process"}, "isolation: got process with url; use shared or session"),
+        ({"command": "x", "isolation": "session"}, "isolation: got session with command; fix: use shared or process"),
+        ({"url": "http://a", "isolation": "process"}, "isolation: got process with url; fix: use shared or session"),
         ({"module": "a.py:B", "isolation": "process"}, "each chain has an instance of its own"),
         ({"command": "x", "isolation": "process", "cache": 3}, "cache: got 3, but the server keeps state per chain"),
         ({"command": "x", "environment": {}, "cache": 3}, "cache: got 3"),

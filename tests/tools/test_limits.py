@@ -451,7 +451,7 @@ async def test_cancelling_ends_all_calls_and_frees_their_places() -> None:
 @pytest.mark.parametrize("field", ["calls_per_tool", "cost_per_call", "calls_per_second", "seconds_per_call"])
 def test_a_limit_of_an_unknown_tool_is_an_error(field: str) -> None:
     config = LimitsConfig.model_validate({field: {"serach": 1}})
-    fix = f"limits.{field}.serach: there is no tool 'serach'; did you mean search\\?"
+    fix = f"limits.{field}.serach: there is no tool 'serach'; fix: did you mean search\\?"
     with pytest.raises(ValueError, match=fix):
         check_limits(config, ["search", "fetch"])
     with pytest.raises(ValueError, match="the tools are add, wait"):
@@ -464,5 +464,5 @@ def test_limits_that_nothing_can_reach_are_refused() -> None:
         with pytest.raises(ValidationError, match=f"on_breach.{limit}: .* set limits.{limit}"):
             LimitsConfig.model_validate({"on_breach": {limit: {}}})
         LimitsConfig.model_validate({**BREACHES[limit], "on_breach": {limit: {}}})
-    with pytest.raises(ValidationError, match=r"no call costs anything; set limits\.cost_per_call"):
+    with pytest.raises(ValidationError, match=r"no call costs anything; fix: set limits\.cost_per_call"):
         LimitsConfig(cost=1)
