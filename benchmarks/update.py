@@ -174,7 +174,7 @@ def run_ours(folder: Path, rows: list[dict[str, Any]], updates: int, batching: s
     from agentfactory.trainers.batch import MicroBatch, TrainingRow
     from agentfactory.trainers.config import TrainRecipe
     from agentfactory.trainers.learner import Learner, Targets, Terms
-    from agentfactory.trainers.losses import policy_loss
+    from agentfactory.trainers.losses import PolicyLoss
 
     train = {"steps": 1, "learning_rate": 1e-6, "batching": batching, "token_budget": budget}
     recipe = TrainRecipe.model_validate({"model": {"path": str(folder), "dtype": "float32"}, "train": train})
@@ -183,7 +183,9 @@ def run_ours(folder: Path, rows: list[dict[str, Any]], updates: int, batching: s
 
     def loss(index: int, part: MicroBatch, logprob: Targets, entropy: Targets) -> Terms:
         streams = part.streams
-        terms, _ = policy_loss(recipe.train.loss, logprob, streams["proximal"], streams["advantage"], part.sequence)
+        terms, _ = PolicyLoss(recipe.train.loss)(
+            logprob=logprob, proximal=streams["proximal"], advantage=streams["advantage"], sequence=part.sequence
+        )
         return Terms(loss=(streams["weight"] * terms).sum(), sums={"entropy": entropy.sum()})
 
     for _ in range(updates):

@@ -10,6 +10,7 @@ from agentfactory.rollout.config import EqualRewards
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import is_installed
 from agentfactory.trainers.best_checkpoint import AUTO
+from agentfactory.trainers.estimators import Estimator
 from agentfactory.trainers.metrics import METRICS
 
 Lack = Callable[[str, str, str], None]
@@ -203,11 +204,17 @@ def _check_sft(recipe: Recipe) -> None:
 
 def _check_algorithm(recipe: Recipe) -> None:
     train, estimator = recipe.train, recipe.train.advantage.estimator
-    if estimator in _RELATIVE and recipe.rollout.group_size < 2:
+    compares = Estimator(train.advantage).compares
+    if (compares or estimator == "reinforce_pp_baseline") and recipe.rollout.group_size < 2:
         raise SettingError("rollout.group_size", f"got 1: {estimator} compares the chains of a task", "use at least 2")
-    if train.loss.kl.place == "reward" and estimator not in _PER_TOKEN:
+    if train.loss.kl.place == "reward" and (compares or estimator == "reinforce_pp_baseline"):
         problem = f"got 'reward', but advantage.estimator={estimator} gives all tokens of a chain the same"
         raise SettingError("train.loss.kl.place", problem, "use loss, or the estimator reinforce_pp or gae")
+    if ".py:" in train.loss.policy:
+        # not above: it imports torch
+        from agentfactory.trainers.losses import PolicyLoss
+
+        PolicyLoss(train.loss)
     distance = train.loss.kl
     if distance.coefficient and distance.estimator == "k1" and distance.place == "loss":
         problem = "got 'k1', whose gradient as a loss is 0 on average: nothing holds the policy back"
@@ -220,14 +227,9 @@ def _check_algorithm(recipe: Recipe) -> None:
         raise SettingError("train.overlong.buffer", problem, "lower it")
 
 
-_RELATIVE = ("grpo", "rloo", "reinforce_pp_baseline")
-_PER_TOKEN = ("reinforce_pp", "gae")
-
-
 def _check_unused(recipe: Recipe) -> None:
     """A field that was changed and would have no effect."""
     train = recipe.train
-    estimator, policy = train.advantage.estimator, train.loss.policy
     sft, optimizer = train.algorithm == "sft", train.optimizer.name
     distance, correction = train.loss.kl, train.loss.mismatch.correction
     needs = {
@@ -239,20 +241,22 @@ def _check_unused(recipe: Recipe) -> None:
         "train.advantage": (not sft, "a reinforcement learning algorithm"),
         "train.loss": (not sft, "a reinforcement learning algorithm"),
         "train.overlong": (not sft, "a reinforcement learning algorithm"),
-        "train.critic": (estimator == "gae" and not sft, "train.advantage.estimator=gae"),
-        "train.advantage.scale": (estimator == "grpo", "train.advantage.estimator=grpo"),
-        "train.advantage.gamma": (estimator in _PER_TOKEN, "train.advantage.estimator=reinforce_pp or gae"),
-        "train.advantage.gae_lambda": (estimator == "gae", "train.advantage.estimator=gae"),
-        "train.loss.clip_low": (policy in ("clip", "gspo"), "train.loss.policy=clip or gspo"),
-        "train.loss.clip_high": (policy in ("clip", "gspo", "cispo"), "train.loss.policy=clip, gspo or cispo"),
-        "train.loss.dual_clip": (policy in ("clip", "gspo"), "train.loss.policy=clip or gspo"),
+        "train.critic": (train.has_critic, "train.advantage.estimator=gae"),
         "train.loss.kl.estimator": (distance.coefficient > 0, "train.loss.kl.coefficient > 0"),
         "train.loss.kl.place": (distance.coefficient > 0, "train.loss.kl.coefficient > 0"),
         "train.loss.mismatch.low": (correction.endswith("mask"), "train.loss.mismatch.correction=token_mask or alike"),
         "train.loss.mismatch.high": (correction != "none", "a train.loss.mismatch.correction"),
-        "train.loss.sapo_positive": (policy == "sapo", "train.loss.policy=sapo"),
-        "train.loss.sapo_negative": (policy == "sapo", "train.loss.policy=sapo"),
     }
+    chosen = {"train.advantage": ("estimator", train.advantage), "train.loss": ("policy", train.loss)}
+    for prefix, (key, config) in chosen.items():
+        function = getattr(config, key)
+        own = ".py:" in function
+        needs[f"{prefix}.options"] = (own, f"{prefix}.{key}=FILE.py:NAME")
+        for name, about in type(config).model_fields.items():
+            extra = about.json_schema_extra
+            owners = extra.get("of") if isinstance(extra, dict) else None
+            if isinstance(owners, tuple):
+                needs[f"{prefix}.{name}"] = (function in owners, f"{prefix}.{key}={' or '.join(owners)}")
     for name, (used, with_what) in needs.items():
         section: Any = train
         *path, last = name.split(".")[1:]

@@ -1,4 +1,4 @@
-"""Advantage estimators: from rewards to how much better than expected a chain, a turn or a token was.
+"""Formulas of advantages: from rewards to how much better than expected a chain, a turn or a token was.
 
 Lists per token run along the sampled tokens of a chain, whatever stands between them: what tools returned is no step. A
 chain without a reward (None: it broke) enters no baseline, and its advantage is 0.
@@ -74,7 +74,9 @@ def returns(rewards: Sequence[float], gamma: float = 1.0) -> list[float]:
     return result[::-1]
 
 
-def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> tuple[list[float], list[float]]:
+def generalized_advantages(
+    rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float
+) -> tuple[list[float], list[float]]:
     """Generalised advantage estimation (Schulman et al., 2016, arXiv:1506.02438, equation 16), over the sampled tokens
     of a chain; returns the advantages and the returns that the critic learns, A_t + V_t.
 

@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from agentfactory.rollout.config import EqualRewards, RolloutRecipe
 from agentfactory.tools.config import Section
+from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.health import Symptom
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -16,21 +17,44 @@ ACCELERATE = (Path(__file__).parents[1] / "recipes" / "accelerate").resolve()
 """The configurations of accelerate's launcher, a file for each `train.strategy`."""
 
 
+ESTIMATORS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae")
+POLICIES = ("clip", "gspo", "cispo", "sapo", "reinforce")
+
+
+def _named(name: str, ours: tuple[str, ...]) -> str:
+    if name not in ours and ".py:" not in name:
+        raise SettingError("", f"got {name!r}", f"use {', '.join(ours)}, or FILE.py:NAME of a function of your own")
+    return name
+
+
+def _of(*names: str) -> dict[str, Any]:
+    """Marks a field as an option of these estimators or policy losses alone."""
+    return {"of": names}
+
+
 class AdvantageConfig(Section):
     """From rewards to a number per sampled token."""
 
-    estimator: Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = "grpo"
+    estimator: str = "grpo"
     """grpo: reward less the group's mean; rloo: less the mean of the others; reinforce_pp: return, whitened over the
-    batch; reinforce_pp_baseline: less the group's mean, whitened over the batch; gae: by a learned critic."""
-    scale: Literal["none", "group", "batch"] = "group"
+    batch; reinforce_pp_baseline: less the group's mean, whitened over the batch; gae: by a learned critic; or
+    `FILE.py:NAME` of a function of your own (docs/add-an-algorithm.md)."""
+    options: dict[str, Any] = {}
+    """FILE.py:NAME: what its further parameters get."""
+    scale: Literal["none", "group", "batch"] = Field(default="group", json_schema_extra=_of("grpo"))
     """grpo: divide by the standard deviation of the group's rewards, or of the batch's."""
     malformed_turns: Literal["blamed", "like_others"] = "blamed"
     """blamed: tokens of a turn whose calls cannot be read have an advantage of at most minus the root mean square of
     their group's, so that a chain that succeeds in spite of one does not teach it."""
-    gamma: Share = 1.0
+    gamma: Share = Field(default=1.0, json_schema_extra=_of("reinforce_pp", "gae"))
     """reinforce_pp, gae: discount per sampled token."""
-    gae_lambda: Share = 1.0
+    gae_lambda: Share = Field(default=1.0, json_schema_extra=_of("gae"))
     """gae: 1 weighs whole returns, less trusts the critic more."""
+
+    @field_validator("estimator")
+    @classmethod
+    def _check_estimator(cls, estimator: str) -> str:
+        return _named(estimator, ESTIMATORS)
 
 
 class KlConfig(Section):
@@ -63,18 +87,20 @@ class MismatchConfig(Section):
 class LossConfig(Section):
     """What is minimised, per sampled token."""
 
-    policy: Literal["clip", "gspo", "cispo", "sapo", "reinforce"] = "clip"
+    policy: str = "clip"
     """clip: PPO's clipped surrogate; gspo: the same on the sequence's ratio; cispo: clipped weights; sapo: a soft gate;
-    reinforce: plain policy gradient."""
-    clip_low: float = Field(default=0.2, ge=0)
+    reinforce: plain policy gradient; or `FILE.py:NAME` of a function of your own (docs/add-an-algorithm.md)."""
+    options: dict[str, Any] = {}
+    """FILE.py:NAME: what its further parameters get."""
+    clip_low: float = Field(default=0.2, ge=0, json_schema_extra=_of("clip", "gspo"))
     """clip, gspo: probability ratios are clipped below at 1 - clip_low."""
-    clip_high: float = Field(default=0.2, ge=0)
+    clip_high: float = Field(default=0.2, ge=0, json_schema_extra=_of("clip", "gspo", "cispo"))
     """clip, gspo, cispo: probability ratios are clipped above at 1 + clip_high."""
-    dual_clip: float | None = Field(default=None, gt=1)
+    dual_clip: float | None = Field(default=None, gt=1, json_schema_extra=_of("clip", "gspo"))
     """clip, gspo: where the advantage is negative, ratios count at most this much."""
-    sapo_positive: float = Field(default=1.0, gt=0)
+    sapo_positive: float = Field(default=1.0, gt=0, json_schema_extra=_of("sapo"))
     """sapo: temperature of the gate where the advantage is positive."""
-    sapo_negative: float = Field(default=1.05, gt=0)
+    sapo_negative: float = Field(default=1.05, gt=0, json_schema_extra=_of("sapo"))
     """sapo: temperature of the gate elsewhere."""
     normaliser: Literal["token", "sequence", "sequence_sum", "constant"] = "token"
     """token: mean over all tokens (DAPO); sequence: over each chain's tokens, then over chains (GRPO); sequence_sum:
@@ -88,6 +114,11 @@ class LossConfig(Section):
     top_entropy: float = Field(default=1.0, gt=0, le=1)
     """Share of the batch's tokens, those of highest entropy, that the policy term is trained on."""
     mismatch: MismatchConfig = MismatchConfig()
+
+    @field_validator("policy")
+    @classmethod
+    def _check_policy(cls, policy: str) -> str:
+        return _named(policy, POLICIES)
 
 
 class CriticConfig(Section):

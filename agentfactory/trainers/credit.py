@@ -2,11 +2,10 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import accumulate, pairwise
-from statistics import fmean, pvariance, stdev
+from itertools import accumulate
+from statistics import fmean, pvariance
 from typing import Any
 
 import numpy as np
@@ -14,17 +13,11 @@ import torch
 
 from agentfactory.rollout.config import OutcomePolicy
 from agentfactory.rollout.trajectory import Group, Row, Trajectory
-from agentfactory.trainers.advantages import (
-    gae,
-    grpo_advantages,
-    overlong_penalty,
-    process_advantages,
-    returns,
-    rloo_advantages,
-    whiten,
-)
+from agentfactory.tools.errors import SettingError
+from agentfactory.trainers.advantages import overlong_penalty
 from agentfactory.trainers.batch import TrainingRow, training_row
 from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.estimators import ChainRewards, Estimator
 from agentfactory.trainers.losses import kl, token_weights
 
 
@@ -132,52 +125,26 @@ class Credit:
 
     def _advantages(self) -> tuple[list[list[float]], list[list[float]], dict[str, float]]:
         """Per chain and sampled token: advantages, and the returns that a critic learns (only with one); metrics."""
-        config = self._recipe.train.advantage
         chains = self._chains()
-        match config.estimator:
-            case "grpo":
-                return self._relative(partial(grpo_advantages, scale=config.scale, batch_std=self._std())), [], {}
-            case "rloo":
-                return self._relative(rloo_advantages), [], {}
-            case "reinforce_pp_baseline":
-                return whiten(self._relative(partial(grpo_advantages, scale="none"))), [], {}
         costs, metrics = self._costs(chains)
-        if config.estimator == "reinforce_pp":
-            return whiten([returns(cost, config.gamma) for cost in costs]), [], metrics
-        estimates = [
-            gae(cost, chain.stream("value"), config.gamma, config.gae_lambda)
-            for cost, chain in zip(costs, chains, strict=True)
+        has_critic = self._recipe.train.has_critic
+        told = iter(zip(chains, costs, strict=True))
+        groups = [
+            [
+                ChainRewards(c.reward, c.turn_rewards, c.ends, cost, c.stream("value") if has_critic else [])
+                for c, cost in (next(told) for _ in group)
+            ]
+            for group in self._groups
         ]
-        targets = [target for _, target in estimates]
-        errors = [
-            r - v for c, t in zip(chains, targets, strict=True) for r, v in zip(t, c.stream("value"), strict=True)
-        ]
-        variance = pvariance([value for target in targets for value in target] or [0.0])
-        if variance > 0:
-            metrics["critic/explained_variance"] = 1.0 - pvariance(errors) / variance
-        return whiten([advantage for advantage, _ in estimates]), targets, metrics
-
-    def _std(self) -> float | None:
-        """Of the rewards of the batch's chains, for `scale: batch`."""
-        rewards = [chain.reward for chain in self._chains()]
-        return stdev(rewards) if len(rewards) > 1 else None
-
-    def _relative(self, estimate: Callable[[list[float]], list[float]]) -> list[list[float]]:
-        """Advantages within groups: the chain's for all its tokens, and those of its turns if the reward gives any."""
-        scale = self._recipe.train.advantage.scale if self._recipe.train.advantage.estimator == "grpo" else "none"
-        turn_rewards = [reward for chain in self._chains() for reward in chain.turn_rewards]
-        turn_std = stdev(turn_rewards) if len(turn_rewards) > 1 else None
-        advantages: list[list[float]] = []
-        for group in self._groups:
-            whole = estimate([chain.reward for chain in group])
-            turns = process_advantages([chain.turn_rewards for chain in group], scale, turn_std)
-            for chain, advantage, by_turn in zip(group, whole, turns, strict=True):
-                tokens = [advantage] * chain.tokens
-                if by_turn:
-                    for (start, end), added in zip(pairwise([0, *chain.ends]), by_turn, strict=True):
-                        tokens[start:end] = [value + added for value in tokens[start:end]]
-                advantages.append(tokens)
-        return advantages
+        advantages, targets = Estimator(self._recipe.train.advantage)(groups)
+        _check_finite(advantages, self._recipe.train.advantage.estimator)
+        if targets:
+            pairs = [(t, c.stream("value")) for c, t in zip(chains, targets, strict=True)]
+            errors = [r - v for target, values in pairs for r, v in zip(target, values, strict=True)]
+            variance = pvariance([value for target in targets for value in target] or [0.0])
+            if variance > 0:
+                metrics["critic/explained_variance"] = 1.0 - pvariance(errors) / variance
+        return advantages, targets, metrics
 
     def _costs(self, chains: Sequence[_Chain]) -> tuple[list[list[float]], dict[str, float]]:
         """Rewards per sampled token: the chain's at its last one, its turns' at their last ones, less the distance to
@@ -200,6 +167,12 @@ class Credit:
                     cost = [reward - distance.coefficient * gap for reward, gap in zip(cost, gaps, strict=True)]
             costs.append(cost)
         return costs, {"kl": fmean(paid)} if paid else {}
+
+
+def _check_finite(advantages: Sequence[Sequence[float]], estimator: str) -> None:
+    if not all(math.isfinite(value) for chain in advantages for value in chain):
+        problem = f"{estimator} returned an advantage that is no finite number"
+        raise SettingError("train.advantage.estimator", problem, "look for a division by 0")
 
 
 def needed_scores(recipe: TrainRecipe) -> list[str]:

@@ -7,14 +7,16 @@ update, which clipping bounds, and `behaviour`, the server's, whose mismatch wit
 `sequence` numbers the row that a token stands in; sums over a sequence are over the row's trained tokens.
 """
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import LossConfig, MismatchConfig
+from agentfactory.trainers.extension import load_extension
 
 SMALLEST_COMPLEMENT = 1e-6
 """Of a probability: less cannot be told from 0 in float32."""
@@ -53,57 +55,113 @@ def negative_log_likelihood(logprob: PerToken) -> PerToken:
     return -logprob
 
 
-def policy_loss(
-    config: LossConfig, logprob: PerToken, proximal: PerToken, advantage: PerToken, sequence: RowNumbers
+def clip(
+    logprob: PerToken,
+    proximal: PerToken,
+    advantage: PerToken,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
 ) -> tuple[PerToken, Flags]:
-    """The terms of `config.policy`, and where its bound holds back the update. With r = exp(logprob - proximal):
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), with r = exp(logprob - proximal): the surrogate of PPO
+    (Schulman et al., 2017, arXiv:1707.06347, equation 7) with separate bounds (DAPO, arXiv:2503.14476, equation 10).
+    Where A < 0 it is at most -dual_clip A (Ye et al., 2020, arXiv:1912.09729, equation 5), if that is set."""
+    return _clipped_surrogate((logprob - proximal).exp(), advantage, clip_low, clip_high, dual_clip)
 
-    clip: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), the surrogate of PPO (Schulman et al., 2017,
-    arXiv:1707.06347, equation 7) with separate bounds (DAPO, arXiv:2503.14476, equation 10). Where A < 0 it is at most
-    -dual_clip A (Ye et al., 2020, arXiv:1912.09729, equation 5), if that is set.
 
-    gspo: the same with s = exp(mean of log r over the sequence) in place of r (Zheng et al., 2025, arXiv:2507.18071,
+def gspo(
+    logprob: PerToken,
+    proximal: PerToken,
+    advantage: PerToken,
+    sequence: RowNumbers,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+) -> tuple[PerToken, Flags]:
+    """`clip` with s = exp(mean of log r over the sequence) in place of r (Zheng et al., 2025, arXiv:2507.18071,
     equations 5 and 7), in the form of its equation 14, sg[s] pi / sg[pi]: the values are those of s, and each token's
     gradient is its own. Where a sequence has one advantage that is the gradient of equation 5, else it keeps apart what
-    the turns deserve.
-
-    cispo: -sg[min(r, 1 + clip_high)] A log pi, whose gradient reaches every token (MiniMax, 2025, arXiv:2506.13585,
-    section 3.1, without a lower bound, as there).
-
-    sapo: -A sigmoid(t (r - 1)) 4 / t, with t = sapo_positive where A > 0, else sapo_negative (Gao et al., 2025,
-    arXiv:2511.20347): the slope in r is 1 at r = 1, and fades on both sides. Nothing is clipped.
-
-    reinforce: -A log pi (Williams, 1992). Nothing is clipped.
-    """
+    the turns deserve."""
     log_ratio = logprob - proximal
-    nothing = torch.zeros_like(logprob, dtype=torch.bool)
-    match config.policy:
-        case "clip":
-            return _clipped_surrogate(config, log_ratio.exp(), advantage)
-        case "gspo":
-            detached = log_ratio.detach()
-            # the same number as the mean, but differentiable in this token's log-probability
-            ratio = (_over_sequence(detached, sequence, mean=True) + (log_ratio - detached)).exp()
-            return _clipped_surrogate(config, ratio, advantage)
-        case "cispo":
-            ratio, bound = log_ratio.detach().exp(), 1 + config.clip_high
-            return -ratio.clamp(max=bound) * advantage * logprob, ratio > bound
-        case "sapo":
-            positive, negative = logprob.new_tensor([config.sapo_positive, config.sapo_negative])
-            temperature = torch.where(advantage > 0, positive, negative)
-            gate = torch.sigmoid(temperature * (log_ratio.exp() - 1)) * 4 / temperature
-            return -gate * advantage, nothing
-        case "reinforce":
-            return -advantage * logprob, nothing
+    detached = log_ratio.detach()
+    # the same number as the mean, but differentiable in this token's log-probability
+    ratio = (_over_sequence(detached, sequence, mean=True) + (log_ratio - detached)).exp()
+    return _clipped_surrogate(ratio, advantage, clip_low, clip_high, dual_clip)
 
 
-def _clipped_surrogate(config: LossConfig, ratio: PerToken, advantage: PerToken) -> tuple[PerToken, Flags]:
-    low, high = 1 - config.clip_low, 1 + config.clip_high
+def cispo(logprob: PerToken, proximal: PerToken, advantage: PerToken, clip_high: float) -> tuple[PerToken, Flags]:
+    """-sg[min(r, 1 + clip_high)] A log pi, whose gradient reaches every token (MiniMax, 2025, arXiv:2506.13585, section
+    3.1, without a lower bound, as there)."""
+    ratio, bound = (logprob - proximal).detach().exp(), 1 + clip_high
+    return -ratio.clamp(max=bound) * advantage * logprob, ratio > bound
+
+
+def sapo(
+    logprob: PerToken, proximal: PerToken, advantage: PerToken, sapo_positive: float, sapo_negative: float
+) -> PerToken:
+    """-A sigmoid(t (r - 1)) 4 / t, with t = sapo_positive where A > 0, else sapo_negative (Gao et al., 2025,
+    arXiv:2511.20347): the slope in r is 1 at r = 1, and fades on both sides. Nothing is clipped."""
+    positive, negative = logprob.new_tensor([sapo_positive, sapo_negative])
+    temperature = torch.where(advantage > 0, positive, negative)
+    gate = torch.sigmoid(temperature * ((logprob - proximal).exp() - 1)) * 4 / temperature
+    return -gate * advantage
+
+
+def reinforce(logprob: PerToken, advantage: PerToken) -> PerToken:
+    """-A log pi (Williams, 1992). Nothing is clipped."""
+    return -advantage * logprob
+
+
+POLICY_LOSSES: dict[str, Callable[..., Any]] = {
+    "clip": clip,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "reinforce": reinforce,
+}
+"""`train.loss.policy` -> what it means. Parameters are some of POLICY_INPUTS, and fields of LossConfig."""
+
+POLICY_INPUTS = ("logprob", "proximal", "behaviour", "advantage", "sequence")
+"""What a policy loss can be given, per trained token: log-probabilities of the policy, which alone have a gradient, of
+the trainer at the start of the update, and of the server that sampled; the advantage; the number of the row."""
+
+
+class PolicyLoss:
+    """`train.loss.policy`: one of POLICY_LOSSES, or the user's own `FILE.py:NAME`."""
+
+    def __init__(self, config: LossConfig) -> None:
+        """Raises SettingError where it cannot be loaded, or its parameters do not fit."""
+        self._name = config.policy
+        self._function = load_extension("train.loss.policy", config.policy, POLICY_LOSSES, POLICY_INPUTS, config)
+
+    def __call__(self, **inputs: Tensor) -> tuple[PerToken, Flags]:
+        """The term of each token, and whether a bound holds back its update. `inputs` are all of POLICY_INPUTS that it
+        takes. Raises SettingError where the function returned something else."""
+        found = self._function(**inputs)
+        terms, clipped = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        logprob = inputs["logprob"]
+        if clipped is None:
+            clipped = torch.zeros_like(logprob, dtype=torch.bool)
+        for name, value in {"terms": terms, "clipped": clipped}.items():
+            if not isinstance(value, Tensor) or value.shape != logprob.shape:
+                got = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
+                problem = f"{self._name} returned {got} as {name}, and there are {len(logprob)} tokens"
+                raise SettingError("train.loss.policy", problem, "return one number per token, or (terms, clipped)")
+        if not terms.requires_grad and logprob.requires_grad:
+            problem = f"the terms of {self._name} have no gradient"
+            raise SettingError("train.loss.policy", problem, "compute them from logprob, without detach() or no_grad()")
+        return terms, clipped.bool()
+
+
+def _clipped_surrogate(
+    ratio: PerToken, advantage: PerToken, clip_low: float, clip_high: float, dual_clip: float | None
+) -> tuple[PerToken, Flags]:
+    low, high = 1 - clip_low, 1 + clip_high
     terms = -torch.min(ratio * advantage, ratio.clamp(low, high) * advantage)
     clipped = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
-    if config.dual_clip is not None:
-        beyond = (ratio > config.dual_clip) & (advantage < 0)
-        terms = torch.where(beyond, -config.dual_clip * advantage, terms)
+    if dual_clip is not None:
+        beyond = (ratio > dual_clip) & (advantage < 0)
+        terms = torch.where(beyond, -dual_clip * advantage, terms)
         clipped = clipped | beyond
     return terms, clipped
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from agentfactory.trainers.batch import Batch, MicroBatch
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.learner import Learner, Targets, Terms, Update
-from agentfactory.trainers.losses import behaviour_kl, kl, mismatch_kl, mismatch_weights, policy_loss, value_loss
+from agentfactory.trainers.losses import PolicyLoss, behaviour_kl, kl, mismatch_kl, mismatch_weights, value_loss
 
 
 def update_policy(
@@ -25,6 +25,7 @@ def update_policy(
     """
     train = recipe.train
     config = train.loss
+    policy_loss = PolicyLoss(config)
     proximal = [] if proximal is None else proximal
 
     def loss(index: int, part: MicroBatch, logprob: Targets, entropy: Targets) -> Terms:
@@ -35,7 +36,13 @@ def update_policy(
         # real tokens weigh more than 0; those that keep a process in step do not count
         real = weight > 0
         gap = torch.where(real, proximal[index] - streams["behaviour"], 0.0)
-        terms, clipped = policy_loss(config, logprob, proximal[index], streams["advantage"], part.sequence)
+        terms, clipped = policy_loss(
+            logprob=logprob,
+            proximal=proximal[index],
+            behaviour=streams["behaviour"],
+            advantage=streams["advantage"],
+            sequence=part.sequence,
+        )
         correction = mismatch_weights(config.mismatch, gap, part.sequence)
         terms = terms * correction
         mixed = real & (streams["mixed"] > 0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from agentfactory.trainers.advantages import (
-    gae,
+    generalized_advantages,
     grpo_advantages,
     overlong_penalty,
     process_advantages,
@@ -133,11 +133,11 @@ def test_returns_by_hand() -> None:
 
 def test_gae_by_hand() -> None:
     """gamma 1/2, lambda 1/2: deltas 0 + 2 - 1 = 1, 0 + 1 - 4 = -3, 8 - 2 = 6; then 6, -3 + 6/4, 1 - 1.5/4."""
-    advantages, targets = gae([0.0, 0.0, 8.0], [1.0, 4.0, 2.0], 0.5, 0.5)
+    advantages, targets = generalized_advantages([0.0, 0.0, 8.0], [1.0, 4.0, 2.0], 0.5, 0.5)
     assert advantages == [0.625, -1.5, 6.0]
     assert targets == [1.625, 2.5, 8.0]
     with pytest.raises(ValueError, match="2 rewards came with 1 values"):
-        gae([0.0, 1.0], [0.0], 1.0, 1.0)
+        generalized_advantages([0.0, 1.0], [0.0], 1.0, 1.0)
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.99, 0.9), (0.9, 0.0)])
@@ -155,7 +155,7 @@ def test_gae_steps_over_tool_tokens(gamma: float, lam: float) -> None:
             total += (gamma * lam) ** ahead * (rewards[step] + gamma * following - values[step])
         wanted.append(total)
     own_rewards, own_values = [rewards[step] for step in steps], [values[step] for step in steps]
-    advantages, targets = gae(own_rewards, own_values, gamma, lam)
+    advantages, targets = generalized_advantages(own_rewards, own_values, gamma, lam)
     assert advantages == pytest.approx(wanted, abs=1e-12)
     assert targets == pytest.approx([a + v for a, v in zip(wanted, own_values, strict=True)], abs=1e-12)
     if lam == 1.0:

@@ -13,12 +13,12 @@ from agentfactory.rollout.trajectory import Row, Span
 from agentfactory.trainers.batch import make_batches, training_row
 from agentfactory.trainers.config import LossConfig, MismatchConfig
 from agentfactory.trainers.losses import (
+    PolicyLoss,
     behaviour_kl,
     kl,
     mismatch_kl,
     mismatch_weights,
     negative_log_likelihood,
-    policy_loss,
     token_weights,
     value_loss,
 )
@@ -33,9 +33,11 @@ def double(*values: float) -> Tensor:
 
 
 def of_ratios(config: LossConfig, ratios: Tensor, advantage: Tensor, sequence: Tensor = ONE_ROW) -> Any:
-    """`policy_loss` where the policy's probabilities are `ratios` times the proximal ones, which are exp(-1)."""
+    """`PolicyLoss` where the policy's probabilities are `ratios` times the proximal ones, which are exp(-1)."""
     proximal = torch.full_like(ratios, -1.0)
-    return policy_loss(config, proximal + ratios.log(), proximal, advantage, sequence[: len(ratios)])
+    return PolicyLoss(config)(
+        logprob=proximal + ratios.log(), proximal=proximal, advantage=advantage, sequence=sequence[: len(ratios)]
+    )
 
 
 def test_clipping_by_hand() -> None:
@@ -106,7 +108,9 @@ def test_on_policy_all_have_the_policy_gradient(settings: dict[str, Any]) -> Non
     proximal, advantage = -3 * torch.rand(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
     logprob = proximal.clone().requires_grad_()
     sequence = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2])
-    terms, clipped = policy_loss(LossConfig(**settings), logprob, proximal, advantage, sequence)
+    terms, clipped = PolicyLoss(LossConfig(**settings))(
+        logprob=logprob, proximal=proximal, advantage=advantage, sequence=sequence
+    )
     terms.sum().backward()
     torch.testing.assert_close(logprob.grad, -advantage, rtol=0, atol=1e-12)
     assert not clipped.any()
@@ -122,9 +126,12 @@ def test_gradients_are_those_of_the_values(settings: dict[str, Any]) -> None:
     advantage = torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64)[sequence]
     logprob = (proximal + 0.4 * torch.randn(8, dtype=torch.float64)).requires_grad_()
     config = LossConfig(**settings)
-    terms, clipped = policy_loss(config, logprob, proximal, advantage, sequence)
+    terms, clipped = PolicyLoss(config)(logprob=logprob, proximal=proximal, advantage=advantage, sequence=sequence)
     assert clipped.any() == (settings["policy"] in ("clip", "gspo"))
-    assert torch.autograd.gradcheck(lambda x: policy_loss(config, x, proximal, advantage, sequence)[0].sum(), logprob)
+    assert torch.autograd.gradcheck(
+        lambda x: PolicyLoss(config)(logprob=x, proximal=proximal, advantage=advantage, sequence=sequence)[0].sum(),
+        logprob,
+    )
     # what is clipped does not move
     (gradient,) = torch.autograd.grad(terms.sum(), logprob)
     assert torch.equal(gradient == 0, clipped)
@@ -135,7 +142,9 @@ def test_clipped_weights_are_held_fast() -> None:
     torch.manual_seed(0)
     proximal, advantage = -3 * torch.rand(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
     logprob = (proximal + 0.4 * torch.randn(8, dtype=torch.float64)).requires_grad_()
-    terms, clipped = policy_loss(LossConfig(policy="cispo", clip_high=0.2), logprob, proximal, advantage, ONE_ROW)
+    terms, clipped = PolicyLoss(LossConfig(policy="cispo", clip_high=0.2))(
+        logprob=logprob, proximal=proximal, advantage=advantage, sequence=ONE_ROW
+    )
     assert 0 < clipped.sum() < 8
     terms.sum().backward()
     weight = torch.tensor([min(math.exp(a - b), 1.2) for a, b in zip(logprob.tolist(), proximal.tolist(), strict=True)])
@@ -147,7 +156,7 @@ def test_gspo_keeps_apart_what_turns_deserve() -> None:
     logprob = double(-1.0, -2.0).requires_grad_()
     proximal = double(-1.1, -2.1)
     config = LossConfig(policy="gspo", clip_low=0.5, clip_high=0.5)
-    terms, _ = policy_loss(config, logprob, proximal, double(1.0, -1.0), ONE_ROW[:2])
+    terms, _ = PolicyLoss(config)(logprob=logprob, proximal=proximal, advantage=double(1.0, -1.0), sequence=ONE_ROW[:2])
     terms.sum().backward()
     assert logprob.grad.tolist() == pytest.approx([-math.exp(0.1), math.exp(0.1)])
 
@@ -162,7 +171,9 @@ def test_sequences_keep_to_themselves(settings: dict[str, Any]) -> None:
 
     def terms(start: int, end: int, sequence: list[int]) -> Tensor:
         part = slice(start, end)
-        return policy_loss(config, logprob[part], proximal[part], advantage[part], torch.tensor(sequence))[0]
+        return PolicyLoss(config)(
+            logprob=logprob[part], proximal=proximal[part], advantage=advantage[part], sequence=torch.tensor(sequence)
+        )[0]
 
     together = terms(0, 7, [1, 1, 1, 0, 0, 0, 0])
     torch.testing.assert_close(together, torch.cat([terms(0, 3, [0] * 3), terms(3, 7, [0] * 4)]), rtol=0, atol=1e-15)
@@ -371,7 +382,9 @@ def test_what_stands_at_masked_positions_changes_nothing(
             proximal = part.streams["behaviour"] + 0.2
             logprob = proximal + torch.linspace(-0.5, 0.5, len(proximal))
             config = LossConfig(**settings)
-            found += policy_loss(config, logprob, proximal, part.streams["advantage"], part.sequence)
+            found += PolicyLoss(config)(
+                logprob=logprob, proximal=proximal, advantage=part.streams["advantage"], sequence=part.sequence
+            )
             found.append(
                 mismatch_weights(
                     MismatchConfig(correction="sequence_truncate"), proximal - part.streams["behaviour"], part.sequence

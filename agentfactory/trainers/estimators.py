@@ -1,0 +1,153 @@
+"""Advantage estimators (`train.advantage.estimator`): from the rewards of a batch to an advantage per sampled token.
+
+An estimator is a function of one of two kinds. One that takes `rewards`, those of the chains of one group, returns an
+advantage for each of them, which all its tokens have; it may also take `batch_rewards`, those of all chains of the
+batch. One that takes `groups`, the chains of the whole batch in their groups, returns a list per chain with an
+advantage per token; with a critic, also the returns that the critic learns, in the same shape.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from statistics import stdev
+from typing import Any
+
+from agentfactory.tools.errors import SettingError
+from agentfactory.trainers.advantages import (
+    Scale,
+    generalized_advantages,
+    grpo_advantages,
+    process_advantages,
+    returns,
+    rloo_advantages,
+    whiten,
+)
+from agentfactory.trainers.config import AdvantageConfig
+from agentfactory.trainers.extension import load_extension
+
+PerToken = list[list[float]]
+"""A list per chain, in the order of the groups, with a number per sampled token."""
+
+
+@dataclass(frozen=True)
+class ChainRewards:
+    """What an estimator is told of a chain. Tokens are those that the policy sampled."""
+
+    reward: float
+    turn_rewards: list[float]
+    """Empty where the reward gives none."""
+    turn_ends: list[int]
+    """Number of tokens up to the end of each turn; empty where no turn is credited apart."""
+    token_rewards: list[float]
+    """Per token: the chain's reward at the last one, a turn's at its last one, less what the distance to the reference
+    costs (train.loss.kl.place: reward). Empty for a chain that is not trained."""
+    values: list[float] = field(default_factory=list)
+    """Per token, the critic's; empty without one."""
+
+    @property
+    def tokens(self) -> int:
+        """How many there are."""
+        return len(self.token_rewards)
+
+
+Groups = Sequence[Sequence[ChainRewards]]
+
+
+def grpo(rewards: Sequence[float], batch_rewards: Sequence[float], scale: Scale) -> list[float]:
+    """See grpo_advantages."""
+    return grpo_advantages(rewards, scale, stdev(batch_rewards) if len(batch_rewards) > 1 else None)
+
+
+def rloo(rewards: Sequence[float]) -> list[float]:
+    """See rloo_advantages."""
+    return rloo_advantages(rewards)
+
+
+def reinforce_pp_baseline(groups: Groups) -> PerToken:
+    """Reward less the group's mean, whitened over the batch: see whiten."""
+    return whiten(spread(groups, partial(grpo_advantages, scale="none"), "none"))
+
+
+def reinforce_pp(groups: Groups, gamma: float) -> PerToken:
+    """Returns per token, whitened over the batch: see whiten."""
+    return whiten([returns(chain.token_rewards, gamma) for group in groups for chain in group])
+
+
+def gae(groups: Groups, gamma: float, gae_lambda: float) -> tuple[PerToken, PerToken]:
+    """See generalized_advantages; whitened over the batch. The second lists are what the critic learns."""
+    chains = [chain for group in groups for chain in group]
+    found = [generalized_advantages(chain.token_rewards, chain.values, gamma, gae_lambda) for chain in chains]
+    return whiten([advantages for advantages, _ in found]), [targets for _, targets in found]
+
+
+ESTIMATORS: dict[str, Callable[..., Any]] = {
+    "grpo": grpo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "gae": gae,
+}
+"""`train.advantage.estimator` -> what it means. Parameters are some of INPUTS, and fields of AdvantageConfig."""
+
+INPUTS = ("rewards", "batch_rewards", "groups")
+
+
+class Estimator:
+    """`train.advantage.estimator`: one of ESTIMATORS, or the user's own `FILE.py:NAME`."""
+
+    def __init__(self, config: AdvantageConfig) -> None:
+        """Raises SettingError where it cannot be loaded, or its parameters do not fit."""
+        self._name = config.estimator
+        self._scale: Scale = config.scale if config.estimator == "grpo" else "none"
+        self._function = load_extension("train.advantage.estimator", config.estimator, ESTIMATORS, INPUTS, config)
+        if "rewards" in self._function.takes and "groups" in self._function.takes:
+            problem = f"{self._name} takes both rewards and groups"
+            raise SettingError("train.advantage.estimator", problem, "take one of them")
+
+    @property
+    def compares(self) -> bool:
+        """Whether it compares the chains of a group, and gives all tokens of a chain the same."""
+        return "groups" not in self._function.takes
+
+    def __call__(self, groups: Groups) -> tuple[PerToken, PerToken]:
+        """Advantages per token, and the returns that a critic learns (nothing without one).
+
+        Raises SettingError where the function returned something else.
+        """
+        if self.compares:
+            batch = [chain.reward for group in groups for chain in group]
+            return spread(groups, partial(self._of_group, batch), self._scale), []
+        found = self._function(groups=groups)
+        advantages, targets = found if isinstance(found, tuple) else (found, [])
+        chains = [chain for group in groups for chain in group]
+        for lists in (advantages, targets) if targets else (advantages,):
+            if len(lists) != len(chains) or any(len(a) != c.tokens for a, c in zip(lists, chains, strict=True)):
+                problem = f"{self._name} did not return a number per token of each chain"
+                raise SettingError("train.advantage.estimator", problem, "return a list of ChainRewards.tokens numbers")
+        return advantages, targets
+
+    def _of_group(self, batch_rewards: Sequence[float], rewards: Sequence[float]) -> list[float]:
+        found = [float(value) for value in self._function(rewards=rewards, batch_rewards=batch_rewards)]
+        if len(found) != len(rewards):
+            problem = f"{self._name} returned {len(found)} numbers for a group of {len(rewards)} chains"
+            raise SettingError("train.advantage.estimator", problem, "return one for each of rewards")
+        return found
+
+
+def spread(groups: Groups, estimate: Callable[[list[float]], list[float]], scale: Scale) -> PerToken:
+    """Advantages within groups, by `estimate` from their rewards: the chain's for all its tokens, and added to them
+    those of its turns if the reward gives any (see process_advantages, for `scale` too)."""
+    turn_rewards = [reward for group in groups for chain in group for reward in chain.turn_rewards]
+    turn_std = stdev(turn_rewards) if len(turn_rewards) > 1 else None
+    advantages: PerToken = []
+    for group in groups:
+        whole = estimate([chain.reward for chain in group])
+        turns = process_advantages([chain.turn_rewards for chain in group], scale, turn_std)
+        for chain, advantage, by_turn in zip(group, whole, turns, strict=True):
+            tokens = [advantage] * chain.tokens
+            if by_turn:
+                for (start, end), added in zip(pairwise([0, *chain.turn_ends]), by_turn, strict=True):
+                    tokens[start:end] = [value + added for value in tokens[start:end]]
+            advantages.append(tokens)
+    return advantages
