@@ -442,7 +442,7 @@ def provoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(whole))
         assert main.main(["train", "recipe.yaml"]) == main.REFUSED
         said.append(capsys.readouterr().err)
-    said.append(missing_routes("http://here", ["/health"], ["/inference/v1/generate"]) or "")
+    said.append("; ".join(missing_routes("http://here", ["/health"], ["/inference/v1/generate"]) or ()))
     said.append(str(no_sandbox("setting up uid map: Permission denied")))
     said.append(f"agentfactory: {refused_placement()}")
     said.append(explain(["torch.OutOfMemoryError: CUDA out of memory."]) or "")

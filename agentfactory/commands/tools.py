@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import base64
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -194,8 +193,8 @@ def _first_row(recipe: Recipe) -> tuple[Task | None, str]:
     for name, data in (("data", recipe.data), ("eval.data", recipe.eval.data)):
         if data is None:
             continue
-        if os.path.isabs(data.path) and not os.path.exists(data.path):
-            return None, f"none, and no environment was reset: there is no {display(Path(data.path))} yet; give --task"
+        if data.file is not None and not data.file.exists():
+            return None, f"none, and no environment was reset: there is no {display(data.file)} yet; give --task"
         try:
             return load_tasks(data, name)[0], f"the first row of {name}"
         except SettingError as error:

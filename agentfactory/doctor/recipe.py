@@ -217,7 +217,7 @@ def check_hub(recipe: Recipe) -> Iterator[Finding]:
     wanted = [("model.path", recipe.model.path, "model")]
     wanted += [("server.model", recipe.server.model, "model")] if recipe.server.model else []
     for name, data in (("data.path", recipe.data), ("eval.data.path", recipe.eval.data)):
-        wanted += [(name, data.path, "dataset")] if data else []
+        wanted += [(name, data.path, "dataset")] if data and data.path else []
     for name, repository, kind in wanted:
         # what is absolute is a path of this machine
         if not os.path.isabs(repository):

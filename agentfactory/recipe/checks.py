@@ -15,7 +15,7 @@ from agentfactory.recipe.schema import Recipe
 from agentfactory.recipe.train_checks import Lack, check_placement, check_training
 from agentfactory.rollout.config import Inflight
 from agentfactory.rollout.context import check_context
-from agentfactory.rollout.data import Task, load_tasks
+from agentfactory.rollout.data import Task, check_source, load_tasks
 from agentfactory.rollout.parsers import load_parser
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.serving import missing_from
@@ -128,8 +128,8 @@ def _check_files(recipe: Recipe, prepared: Path | None, after: str | None) -> No
     if recipe.model.chat_template:
         require("model.chat_template", recipe.model.chat_template, Path.is_file, "Jinja file")
     for name, data in (("data.path", recipe.data), ("eval.data.path", recipe.eval.data)):
-        if data is not None and os.path.isabs(data.path):
-            require(name, data.path, _is_data_file, "JSON, JSONL or parquet file, or a hub name")
+        if data is not None and data.file is not None:
+            require(name, str(data.file), _is_data_file, "JSON, JSONL or parquet file, or a hub name")
     if recipe.train.from_trajectories:
         require("train.from_trajectories", recipe.train.from_trajectories, Path.exists, "JSONL file or folder of them")
 
@@ -143,9 +143,11 @@ def _check_rows(recipe: Recipe, purpose: Purpose, prepared: Path | None) -> None
         "eval.data": acts and purpose != "rollout",
     }
     for section, data in (("data", recipe.data), ("eval.data", recipe.eval.data)):
-        if not used[section] or data is None or not os.path.isabs(data.path):
+        if not used[section] or data is None:
             continue
-        path = Path(data.path)
+        check_source(data, section)
+        if (path := data.file) is None:
+            continue
         is_made = prepared is not None and path.is_relative_to(prepared)
         if is_made or path.suffix == ".parquet" or path.stat().st_size > _MOST_BYTES_READ:
             continue
@@ -223,9 +225,8 @@ def _load_tools(recipe: Recipe) -> None:
             try:
                 build_server([found], key, server.pool, server.options)
             except (TypeError, ValueError) as error:
-                raise SettingError(
-                    f"mcp_servers.{key}", f"{_shown(server.module)} cannot be served: {error}", "correct it"
-                )
+                problem = f"{_shown(server.module)} cannot be served: {error}"
+                raise SettingError(f"mcp_servers.{key}", problem, "correct it") from error
 
 
 def _load_user_code(recipe: Recipe) -> None:
@@ -276,7 +277,9 @@ def _check_chains(recipe: Recipe, purpose: Purpose) -> None:
         raise SettingError("eval.data", "missing: there is nothing to evaluate on", "set eval.data.path")
     if purpose != "eval" and recipe.data is None:
         raise SettingError(
-            "data", "missing: there are no tasks", "set data.path to a file of rows with question or messages"
+            "data",
+            "missing: there are no tasks",
+            "set data.path to a file of rows with question or messages, or data.source",
         )
     if recipe.eval.every and recipe.eval.data is None:
         raise SettingError("eval.every", f"got {recipe.eval.every} without held-out tasks", "set eval.data.path")

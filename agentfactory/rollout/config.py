@@ -1,12 +1,15 @@
 """The part of a recipe that the rollout package owns: model, data, rewards, rollout, server, eval."""
 
+import os
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.config import PositiveInt, Section, ToolsRecipe
+from agentfactory.tools.errors import SettingError
 
 
 class LoraConfig(Section):
@@ -41,8 +44,12 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Tasks: rows with `question` or `messages`, and any further fields, which reach tools and rewards by name."""
 
-    path: str
+    path: str | None = None
     """A JSON, JSONL or parquet file, or the hub name of a dataset."""
+    source: str | None = None
+    """In place of path: `FILE.py:NAME` of a function, or class, that gives rows."""
+    options: dict[str, Any] = {}
+    """source: its arguments."""
     subset: str | None = None
     """Configuration of a hub dataset that has several."""
     split: str = "train"
@@ -53,6 +60,23 @@ class DataConfig(Section):
     """Shuffle anew each epoch, from the recipe's seed."""
     limit: PositiveInt | None = None
     """Use only the first rows."""
+
+    @property
+    def file(self) -> Path | None:
+        """The file of rows; None where they come from the hub or a source."""
+        # what is not absolute is a hub name
+        return Path(self.path) if self.path is not None and os.path.isabs(self.path) else None
+
+    @model_validator(mode="after")
+    def _has_one_origin(self) -> "DataConfig":
+        if (self.path is None) == (self.source is None):
+            got = "neither path nor source" if self.path is None else f"both path={self.path} and source={self.source}"
+            raise SettingError(
+                "", f"got {got}", "give one: path, a file of rows, or source, FILE.py:NAME (and null for the other)"
+            )
+        if self.options and self.source is None:
+            raise SettingError("options", f"got {self.options} without source", "remove it")
+        return self
 
 
 class OutcomePolicy(StrEnum):

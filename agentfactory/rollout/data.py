@@ -4,11 +4,13 @@ import json
 import random
 import re
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from agentfactory.rollout.config import DataConfig
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.extension import load_extension
 from agentfactory.tools.messages import Message
 
 Task = dict[str, Any]
@@ -25,13 +27,36 @@ def load_tasks(config: DataConfig, section: str = "data") -> list[Task]:
         if config.limit is not None:
             rows = rows[: config.limit]
         if not rows:
-            raise SettingError("path", f"{config.path} holds no rows", "name one that does")
+            raise SettingError("path", f"{config.path or config.source} holds no rows", "name one that does")
         return [_rename(row, number, config) for number, row in enumerate(rows, 1)]
     except SettingError as error:
         raise error.at(f"{section}.{error.field}") from error.__cause__
 
 
+def check_source(config: DataConfig, section: str) -> None:
+    """Raise SettingError where `source` cannot be loaded, or its parameters do not fit `options`; it is not called."""
+    if config.source is not None:
+        load_extension(f"{section}.source", config.source, {}, (), config)
+
+
+def _called(config: DataConfig) -> list[Any]:
+    """What the source gives, as JSON has it."""
+    assert config.source is not None
+    source = load_extension("source", config.source, {}, (), config)
+    try:
+        rows = list(islice(source(), config.limit))
+    except Exception as error:  # boundary: a user's code
+        problem = f"{config.source} failed: {type(error).__name__}: {error}"
+        raise SettingError("source", problem, "it has to return, or yield, rows") from error
+    try:
+        return json.loads(json.dumps(rows))
+    except (TypeError, ValueError) as error:
+        raise SettingError("source", f"{config.source} gives what is no JSON: {error}", "correct it") from error
+
+
 def _read(config: DataConfig) -> list[Task]:
+    if config.path is None:
+        return _called(config)
     path = Path(config.path)
     if path.suffix == ".jsonl" and path.is_file():
         # of bytes, for those of text end at U+2028 too, which a JSON string may hold
@@ -78,16 +103,18 @@ def _parse(content: bytes, path: Path, first_line: int) -> Any:
 
 def _rename(row: Any, number: int, config: DataConfig) -> Task:
     if not isinstance(row, dict):
-        problem = f"row {number} of {config.path} is a {type(row).__name__}, not an object"
+        problem = f"row {number} of {config.path or config.source} is a {type(row).__name__}, not an object"
         raise SettingError("path", problem, "correct it")
     row = dict(row)
     for new, old in config.columns.items():
         if old not in row:
-            problem = f"row {number} of {config.path} has no field {old!r} but {sorted(row)}"
+            problem = f"row {number} of {config.path or config.source} has no field {old!r} but {sorted(row)}"
             raise SettingError(f"columns.{new}", problem, "name one of those")
         row[new] = row.pop(old)
     if "question" not in row and "messages" not in row:
-        problem = f"row {number} of {config.path} has neither 'question' nor 'messages' but {sorted(row)}"
+        problem = (
+            f"row {number} of {config.path or config.source} has neither 'question' nor 'messages' but {sorted(row)}"
+        )
         fix = "rename one with data.columns, such as data.columns.question=problem"
         raise SettingError("path", problem, fix)
     return row

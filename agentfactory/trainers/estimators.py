@@ -14,6 +14,7 @@ from statistics import stdev
 from typing import Any
 
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.extension import load_extension
 from agentfactory.trainers.advantages import (
     Scale,
     generalized_advantages,
@@ -24,7 +25,6 @@ from agentfactory.trainers.advantages import (
     whiten,
 )
 from agentfactory.trainers.config import AdvantageConfig
-from agentfactory.trainers.extension import load_extension
 
 PerToken = list[list[float]]
 """A list per chain, in the order of the groups, with a number per sampled token."""

@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.extension import load_extension
 from agentfactory.trainers.config import LossConfig, MismatchConfig
-from agentfactory.trainers.extension import load_extension
 
 SMALLEST_COMPLEMENT = 1e-6
 """Of a probability: less cannot be told from 0 in float32."""

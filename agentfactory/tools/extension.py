@@ -56,8 +56,9 @@ def _check_parameters(
     field: str, reference: str, function: Callable[..., Any], inputs: Collection[str], options: Mapping[str, Any]
 ) -> None:
     parameters = inspect.signature(function).parameters
-    given = f"{field.rpartition('.')[0]}.options"
-    if not _taken(function, inputs):
+    section = field.rpartition(".")[0]
+    given = f"{section}.options" if section else "options"
+    if inputs and not _taken(function, inputs):
         problem = f"{reference} takes none of {', '.join(inputs)}"
         raise SettingError(field, problem, "name its parameters like what it needs of them")
     takes_rest = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -66,7 +67,8 @@ def _check_parameters(
             raise SettingError(field, f"{reference} takes {parameter} by its place", "arguments come by name")
         missing = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
         if missing and name not in inputs and name not in options:
-            fix = f"set {given}.{name}, give it a default, or name it as one of {', '.join(inputs)}"
+            fix = f"set {given}.{name}, or give it a default"
+            fix += f"; what it can be given is {', '.join(inputs)}" if inputs else ""
             raise SettingError(field, f"{reference} has a parameter {name!r} that nothing gives", fix)
     known = [name for name in parameters if name not in inputs]
     for name in options:

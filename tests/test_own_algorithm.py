@@ -1,0 +1,250 @@
+"""docs/add-an-algorithm.md, run: an estimator, a policy loss and a source of rows in files of the user's own."""
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from agentfactory.recipe.load import load_recipe
+from agentfactory.rollout.config import DataConfig
+from agentfactory.rollout.data import load_tasks
+from agentfactory.tools.errors import SettingError
+from agentfactory.trainers.config import AdvantageConfig, LossConfig
+from agentfactory.trainers.estimators import ChainRewards, Estimator
+from agentfactory.trainers.losses import PolicyLoss
+from tests.conftest import QUICKSTART, REPOSITORY
+from tests.project import Command
+
+PAGE = REPOSITORY / "docs" / "add-an-algorithm.md"
+
+
+def write_page(folder: Path) -> None:
+    """The files of the page, each named by its first line."""
+    for block in PAGE.read_text(encoding="utf-8").split("```python\n")[1:]:
+        text = block.split("```")[0]
+        (folder / text.partition("\n")[0].removeprefix("# ")).write_text(text)
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_page(tmp_path)
+    return tmp_path
+
+
+def rewards(*of_group: float) -> list[ChainRewards]:
+    return [ChainRewards(reward, [], [], [0.0, reward]) for reward in of_group]
+
+
+def test_maxrl_is_the_advantage_over_the_mean(files: Path) -> None:
+    config = AdvantageConfig(estimator="maxrl.py:maxrl", options={"least": 0.1})
+    advantages, targets = Estimator(config)([rewards(1.0, 0.0, 0.0, 0.0), rewards(0.1, 0.1), rewards(1.0, 1.0)])
+    assert advantages == [[3.0, 3.0], *[[-1.0, -1.0]] * 3, *[[0.0, 0.0]] * 4]
+    assert targets == []
+
+
+def test_topr_holds_back_what_was_bad(files: Path) -> None:
+    logprob = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
+    behaviour = torch.tensor([-2.0, -2.0, 0.0], dtype=torch.float64)
+    advantage = torch.tensor([2.0, -2.0, -2.0], dtype=torch.float64)
+    terms, clipped = PolicyLoss(LossConfig(policy="topr.py:topr"))(
+        logprob=logprob, behaviour=behaviour, advantage=advantage
+    )
+    (gradient,) = torch.autograd.grad(terms.sum(), logprob)
+    assert gradient.tolist() == pytest.approx([-2.0, 2.0, 2.0 * torch.tensor(-1.0, dtype=torch.float64).exp().item()])
+    assert clipped.tolist() == [False, True, False]
+
+
+def test_rows_of_a_source(files: Path) -> None:
+    config = DataConfig(source="sums.py:sums", options={"count": 30}, limit=20, columns={"solution": "answer"})
+    tasks = load_tasks(config)
+    assert len(tasks) == 20
+    assert all({*task} == {"question", "solution"} for task in tasks)
+    assert tasks == load_tasks(config)
+
+
+OWN = """
+import itertools
+import numpy as np
+
+def none(rewards): return None
+def short(rewards): return [0.0]
+def wide(groups): return [[0.0]]
+def both(rewards, groups): return []
+def nothing(scores): return []
+def wants(rewards, power): return rewards
+def placed(rewards, /): return rewards
+number = 3
+
+def detached(logprob): return logprob.detach()
+def scalar(logprob): return logprob.sum()
+def text(logprob): return "loss"
+
+def endless():
+    return ({"question": str(i)} for i in itertools.count())
+def broken(): raise KeyError("path")
+def array(): return [{"question": "a", "image": np.zeros(2)}]
+def words(): return ["a"]
+class Rows:
+    def __init__(self, most=2): self.most = most
+    def __iter__(self): return iter([{"question": "q", "answer": (1, 2)}] * self.most)
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"estimator": "own.py:gone"}, "estimator: unknown: .* defines no gone; .*; fix: "),
+        ({"estimator": "own.py:number"}, "is a int, not a function; fix: name a function"),
+        ({"estimator": "own.py:both"}, "takes both rewards and groups; fix: take one"),
+        ({"estimator": "own.py:nothing"}, "takes none of rewards, batch_rewards, groups; fix: "),
+        (
+            {"estimator": "own.py:wants"},
+            r"a parameter 'power' that nothing gives; fix: set train\.advantage\.options\.power",
+        ),
+        ({"estimator": "own.py:wants", "options": {"powr": 2}}, "a parameter 'power' that nothing gives"),
+        (
+            {"estimator": "own.py:short", "options": {"x": 2}},
+            r"options\.x: own.py:short has no such option; fix: .* none",
+        ),
+        ({"estimator": "own.py:placed"}, "by its place; fix: arguments come by name"),
+    ],
+)
+def test_a_function_that_does_not_fit_is_refused(files: Path, settings: dict[str, object], told: str) -> None:
+    (files / "own.py").write_text(OWN)
+    with pytest.raises(SettingError, match=told) as refused:
+        Estimator(AdvantageConfig.model_validate(settings))
+    assert refused.value.field.startswith("train.advantage.")
+
+
+@pytest.mark.parametrize("name", ["short", "wide"])
+def test_a_result_of_another_shape_is_refused(files: Path, name: str) -> None:
+    (files / "own.py").write_text(OWN)
+    with pytest.raises(SettingError, match=rf"train\.advantage\.estimator: own\.py:{name} .*return"):
+        Estimator(AdvantageConfig(estimator=f"own.py:{name}"))([rewards(0.0, 1.0)])
+
+
+@pytest.mark.parametrize(("name", "told"), [("detached", "no gradient"), ("scalar", r"shape \[\]"), ("text", "'loss'")])
+def test_terms_that_teach_nothing_are_refused(files: Path, name: str, told: str) -> None:
+    (files / "own.py").write_text(OWN)
+    logprob = torch.zeros(3, requires_grad=True)
+    with pytest.raises(SettingError, match=rf"train\.loss\.policy: .*own\.py:{name}.*{told}|{told}.*own\.py:{name}"):
+        PolicyLoss(LossConfig(policy=f"own.py:{name}"))(logprob=logprob)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("broken", "own.py:broken failed: KeyError: 'path'"),
+        ("array", "own.py:array gives what is no JSON: .*ndarray"),
+        ("words", "row 1 of own.py:words is a str, not an object"),
+    ],
+)
+def test_a_source_without_rows_is_refused(files: Path, name: str, told: str) -> None:
+    (files / "own.py").write_text(OWN)
+    with pytest.raises(SettingError, match=told):
+        load_tasks(DataConfig(source=f"own.py:{name}"))
+
+
+def test_a_class_and_an_endless_generator_are_sources_too(files: Path) -> None:
+    (files / "own.py").write_text(OWN)
+    assert (
+        load_tasks(DataConfig(source="own.py:Rows", options={"most": 3})) == [{"question": "q", "answer": [1, 2]}] * 3
+    )
+    assert len(load_tasks(DataConfig(source="own.py:endless", limit=5))) == 5
+
+
+REFUSED = {
+    "unknown estimator": (
+        ["train.advantage.estimator=maxrl"],
+        r"estimator: got 'maxrl'; fix: use grpo, .*FILE\.py",
+    ),
+    "unknown loss": (["train.loss.policy=topr"], r"policy: got 'topr'; fix: use clip, .*FILE\.py"),
+    "options of ours": (["train.loss.options={a: 1}"], "effect only with train.loss.policy=FILE.py:NAME"),
+    "ours with another's field": (
+        ["train.loss.policy=topr.py:topr", "train.loss.clip_low=0.1"],
+        "clip_low: got 0.1, which has an effect only with train.loss.policy=clip or gspo",
+    ),
+    "option that is none": (
+        ["train.advantage.estimator=maxrl.py:maxrl", "train.advantage.options.lest=0.05"],
+        "train.advantage.options.lest: .*maxrl.py:maxrl has no such option; fix: remove it; its options are least",
+    ),
+    "a loss's option": (
+        ["train.loss.policy=topr.py:topr", "train.loss.options.much=2"],
+        "train.loss.options.much: .* no such option; fix: remove it; its options are most",
+    ),
+    "data twice": (["data.source=sums.py:sums"], "data: got both path=.*; fix: give one"),
+    "a source's option": (
+        ["data.path=null", "data.source=sums.py:sums", "data.options={counts: 3}"],
+        r"data\.source: .* a parameter 'count' that nothing gives; fix: set data\.options\.count",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_recipes_that_are_refused(files: Path, project: Path, case: str) -> None:
+    write_page(project)
+    overrides, told = REFUSED[case]
+    with pytest.raises(SettingError, match=told):
+        load_recipe("recipe.yaml", overrides)
+
+
+@pytest.mark.processes
+def test_a_run_by_the_pages_algorithm_on_rows_of_its_own(
+    quickstart_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agentfactory: Command
+) -> None:
+    """Three steps of the quickstart by maxrl and topr, on hunts that a source gives; resumed, it is the same run."""
+    monkeypatch.chdir(tmp_path)
+    write_page(tmp_path)
+    (tmp_path / "hunts.py").write_text(
+        textwrap.dedent(f"""
+        import json
+
+        def hunts(most):
+            with open({str(quickstart_run / "prepared" / "train.jsonl")!r}) as lines:
+                for line, _ in zip(lines, range(most)):
+                    yield json.loads(line)
+        """)
+    )
+    (model,) = (quickstart_run / "sft" / "checkpoints").iterdir()
+    (tmp_path / "recipe.yaml").write_text(
+        textwrap.dedent(f"""
+        extends: {QUICKSTART / "grpo.yaml"}
+        prepare: null
+        model: {{path: {model}}}
+        data: {{path: null, source: hunts.py:hunts, options: {{most: 64}}}}
+        eval: {{data: null}}
+        train:
+          steps: 3
+          batch_size: 2
+          advantage: {{estimator: maxrl.py:maxrl, options: {{least: 0.01}}}}
+          loss: {{policy: topr.py:topr, mismatch: {{correction: none}}}}
+        """)
+    )
+    done = agentfactory("train", "recipe.yaml", "output=run")
+    assert done.returncode == 0, done.stderr
+    steps = [line for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").open()) if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    # what each token was credited with is the reward's own formula
+    credited = {}
+    for line in map(json.loads, (tmp_path / "run" / "trajectories" / "credit.jsonl").open()):
+        credited[line["group"]] = {name: entries[0]["advantage"][0] for name, entries in line["chains"].items()}
+    compared = 0
+    for group in map(json.loads, (tmp_path / "run" / "trajectories" / "train.jsonl").open()):
+        known = {t["id"]: t["reward"] for t in group["trajectories"] if t["reward"] is not None}
+        mean = sum(known.values()) / max(len(known), 1)
+        for name, advantage in credited.get(group["id"], {}).items():
+            expected = (known[name] - mean) / mean if mean > 0.01 else 0.0
+            if not next(t for t in group["trajectories"] if t["id"] == name).get("malformed_turns"):
+                assert advantage == pytest.approx(expected, abs=1e-5)
+                compared += 1
+    assert compared > 20
+    longer = agentfactory("train", "recipe.yaml", "output=run", "--resume", "train.steps=4")
+    assert longer.returncode == 0, longer.stderr
+    other = agentfactory(
+        "train", "recipe.yaml", "output=run", "--resume", "train.steps=5", "train.advantage.options.least=0.2"
+    )
+    assert other.returncode == 2
+    assert "train.advantage.options" in other.stderr
