@@ -12,7 +12,7 @@ from agentfactory.launching.processes import Child
 from agentfactory.launching.run_folder import ADAPTER, base_of_adapter
 from agentfactory.launching.server_process import serve
 from agentfactory.rollout.agent import AgentHooks
-from agentfactory.rollout.chain import ENDINGS, ChainRunner
+from agentfactory.rollout.chain_runner import ENDINGS, ChainRunner
 from agentfactory.rollout.client import InferenceClient, ServerUnreachableError
 from agentfactory.rollout.config import RewardConfig, RolloutRecipe
 from agentfactory.rollout.data import Task

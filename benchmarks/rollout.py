@@ -171,7 +171,7 @@ async def serve_stub() -> None:
 
 def run_ours(url: str, workload: str, run: str) -> tuple[float, float]:
     """ChainRunner, as the rollout worker uses it."""
-    from agentfactory.rollout.chain import ChainRunner
+    from agentfactory.rollout.chain_runner import ChainRunner
     from agentfactory.rollout.client import InferenceClient
     from agentfactory.rollout.config import RolloutRecipe
     from agentfactory.rollout.renderer import make_renderer

@@ -11,7 +11,7 @@ from aiohttp import web
 from transformers import PreTrainedTokenizerFast
 
 from agentfactory.rollout.agent import AgentHooks
-from agentfactory.rollout.chain import ChainRunner
+from agentfactory.rollout.chain_runner import ChainRunner
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.renderer import make_renderer

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentfactory.rollout.evaluate import Evaluation
-from agentfactory.rollout.statistics import Estimate
+from agentfactory.rollout.pass_at_k import Estimate
 
 _BESIDE = ("failed", "tool_calls", "sampled_tokens")
 """Means that stand below the estimates, of all tasks together."""

@@ -8,7 +8,7 @@ from typing import Any
 from agentfactory.commands.served_weights import check_weights
 from agentfactory.recipe.composition import COMMAND_LINE
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
-from agentfactory.rollout.chain import ChainRunner
+from agentfactory.rollout.chain_runner import ChainRunner
 from agentfactory.rollout.chat_chain import check_recipe, open_chat_runner
 from agentfactory.rollout.chat_endpoint import ChatEndpointError
 from agentfactory.rollout.chat_endpoint import look_at as ask_what_it_is

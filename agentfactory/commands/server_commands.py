@@ -19,7 +19,7 @@ from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
-    from agentfactory.rollout.chain import ChainRunner
+    from agentfactory.rollout.chain_runner import ChainRunner
     from agentfactory.rollout.evaluate import Evaluation
 
 

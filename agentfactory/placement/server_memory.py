@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.embedded.engine import MASK_ELEMENTS, PREFILL_TOKENS
 from agentfactory.rollout.embedded.linear import onednn_modules
-from agentfactory.rollout.serving import LORA_RANKS
+from agentfactory.rollout.vllm_arguments import LORA_RANKS
 
 CUDA_CONTEXT = 512 * 2**20
 """CUDA, the kernels of torch that are loaded, and the workspaces of cuBLAS in one process. Assumed: it differs between

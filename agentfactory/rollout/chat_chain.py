@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from agentfactory.rollout.chain import ChainRunner
+from agentfactory.rollout.chain_runner import ChainRunner
 from agentfactory.rollout.chat_endpoint import ChatEndpoint, ChatEndpointError
 from agentfactory.rollout.client import Completion, ContextOverflowError
 from agentfactory.rollout.config import RolloutRecipe

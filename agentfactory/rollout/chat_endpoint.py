@@ -19,7 +19,7 @@ from agentfactory.rollout.client import (
     ServerUnreachableError,
     refusal,
 )
-from agentfactory.rollout.routing import Retries
+from agentfactory.rollout.retries import Retries
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message, ToolSpec, text_of
 

@@ -12,7 +12,8 @@ from typing import Any, Self
 import aiohttp
 
 from agentfactory.rollout.concurrency import METRICS_ROUTE, Load, parse_load
-from agentfactory.rollout.routing import Retries, Router, ServerState
+from agentfactory.rollout.retries import Retries
+from agentfactory.rollout.routing import Router, ServerState
 from agentfactory.rollout.trajectory import Span
 from agentfactory.tools.errors import SettingError
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from agentfactory.rollout.config import RolloutConfig
+from agentfactory.rollout.data import Task
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message
 
@@ -44,6 +45,14 @@ def is_long(length: int, config: RolloutConfig) -> bool:
     """Whether `rollout.context` has to act on a row that would hold `length` tokens."""
     limit = config.context.max_tokens or config.max_total_tokens * 3 // 4
     return config.context.policy != "keep" and length >= limit
+
+
+def opening_messages(task: Task, system_prompt: str | None) -> list[Message]:
+    """The messages that open a chain on `task`."""
+    messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    if "messages" in task:
+        return messages + [dict(message) for message in task["messages"]]
+    return [*messages, {"role": "user", "content": str(task["question"])}]
 
 
 def check_context(config: RolloutConfig) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 from agentfactory.rollout.config import DataConfig
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.extension import load_extension
-from agentfactory.tools.messages import Message
 
 Task = dict[str, Any]
 """One row: `question` or `messages`, and any further fields."""
@@ -118,14 +117,6 @@ def _rename(row: Any, number: int, config: DataConfig) -> Task:
         fix = "rename one with data.columns, such as data.columns.question=problem"
         raise SettingError("path", problem, fix)
     return row
-
-
-def opening_messages(task: Task, system_prompt: str | None) -> list[Message]:
-    """The messages that open a chain on `task`."""
-    messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    if "messages" in task:
-        return messages + [dict(message) for message in task["messages"]]
-    return [*messages, {"role": "user", "content": str(task["question"])}]
 
 
 @dataclass(frozen=True, order=True)

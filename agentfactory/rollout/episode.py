@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from agentfactory.rollout.agent import AgentError, AgentHooks, Turn, TurnBudget
 from agentfactory.rollout.client import Completion, ContextOverflowError, InferenceError, ServerUnreachableError
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
-from agentfactory.rollout.context import Context, add_text, is_long
-from agentfactory.rollout.data import Task, opening_messages
+from agentfactory.rollout.context import Context, add_text, is_long, opening_messages
+from agentfactory.rollout.data import Task
 from agentfactory.rollout.renderer import Parsed, Renderer
 from agentfactory.rollout.sampling import Sampler, Sampling
 from agentfactory.rollout.tool_errors import ToolErrors

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.rollout.agent import AgentHooks, load_agent
-from agentfactory.rollout.chain import ChainRunner
+from agentfactory.rollout.chain_runner import ChainRunner
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import OutcomePolicy, RolloutRecipe
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.filter import commonest_ending
+from agentfactory.rollout.pass_at_k import Estimate, by_source, estimates, sample_figures
 from agentfactory.rollout.renderer import load_renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
-from agentfactory.rollout.statistics import Estimate, by_source, estimates, sample_figures
 from agentfactory.rollout.trajectory import Group, Trajectory
 from agentfactory.tools.toolset import open_toolset
 

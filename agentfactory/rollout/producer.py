@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentfactory.rollout.admission import Admission, BatchChoice, Candidate
-from agentfactory.rollout.chain import ChainRunner, begin
+from agentfactory.rollout.chain_runner import ChainRunner, begin
 from agentfactory.rollout.config import EqualRewards, Inflight, OutcomePolicy, RolloutConfig
 from agentfactory.rollout.curriculum import Curriculum, successes
 from agentfactory.rollout.data import Place, Task, TaskOrder

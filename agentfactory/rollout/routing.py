@@ -1,16 +1,12 @@
-"""Which server takes a request, and when a failed request is tried again: pure state machines, without clock or I/O."""
+"""Which server takes a request: a pure state machine, without clock or I/O."""
 
-import random
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 REMEMBERED = 1 << 15
 """Chains and prompts whose server is remembered; a forgotten one costs a prefill, not a token."""
-FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
-"""Seconds between tries: the first doubles up to the longest."""
 
 
 class ServerState(StrEnum):
@@ -96,29 +92,3 @@ def _remember(memory: OrderedDict[Any, Any], key: Hashable, value: Any) -> None:
     memory.move_to_end(key)
     if len(memory) > REMEMBERED:
         memory.popitem(last=False)
-
-
-@dataclass
-class Retries:
-    """The tries of one request: exponential backoff with jitter, until it has failed for `limit` seconds."""
-
-    limit: float
-    failing_since: float | None = None
-    _attempts: int = 0
-
-    def delay(self, now: float, draw: float | None = None, asked: float = 0.0) -> float | None:
-        """Seconds to wait after a failure at `now`; None when the limit is reached. `draw` in [0, 1) is the jitter,
-        `asked` what the server asked to be left alone for."""
-        if self.failing_since is None:
-            self.failing_since = now
-        left = self.failing_since + self.limit - now
-        if left <= 0:
-            return None
-        self._attempts += 1
-        return min(left, asked + self.pause(self._attempts, draw))
-
-    @staticmethod
-    def pause(attempt: int, draw: float | None = None) -> float:
-        """Seconds before try `attempt` + 1: between half and the whole of the doubled delay."""
-        longest = min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** min(attempt - 1, 30))
-        return longest * (0.5 + 0.5 * (random.random() if draw is None else draw))

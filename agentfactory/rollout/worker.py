@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.rollout.admission import Admission
-from agentfactory.rollout.chain import ChainRunner
+from agentfactory.rollout.chain_runner import ChainRunner
 from agentfactory.rollout.client import InferenceError, ServerUnreachableError
 from agentfactory.rollout.concurrency import ConcurrencyControl
 from agentfactory.rollout.config import RolloutRecipe

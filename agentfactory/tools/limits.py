@@ -30,10 +30,8 @@ from dataclasses import replace
 
 from agentfactory.tools.config import BreachConfig, Limit, LimitsConfig
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import CallError, Content, ToolCall, ToolResult
-
-Cut = Callable[[str, int], str | None]
-"""(text, most tokens) -> the text cut in its middle, with a visible marker; None where it fits."""
+from agentfactory.tools.messages import CallError, ToolCall, ToolResult
+from agentfactory.tools.truncation import Cut, truncated
 
 
 def check_limits(config: LimitsConfig, names: Collection[str]) -> None:
@@ -163,7 +161,7 @@ class ChainAccount:
         if result.error is CallError.TIMEOUT and limit is not None:
             text = f"Stopped: the limit of {limit:g} s for one call of {call.name} is reached."
             return replace(result, content=self._breach(Limit.SECONDS_PER_CALL, text, "Try one that takes less time."))
-        if most is not None and (shorter := _shorten(result.content, most, self._cut)) is not None:
+        if most is not None and (shorter := truncated(result.content, most, self._cut)) is not None:
             self._breach(Limit.RESULT_TOKENS, "", "")
             return replace(result, content=shorter)
         return result
@@ -269,18 +267,3 @@ _ANSWER = "Answer with what you have."
 
 def _calls(count: int) -> str:
     return "1 call" if count == 1 else f"{count} calls"
-
-
-def _shorten(content: Content, most: int, cut: Cut | None) -> Content | None:
-    """`content` with its text cut to `most` tokens, None where it fits. Texts beside images become one; images stay."""
-    assert cut is not None
-    if isinstance(content, str):
-        return cut(content, most)
-    texts = [part["text"] for part in content if part["type"] == "text"]
-    shorter = cut("\n".join(texts), most)
-    if shorter is None:
-        return None
-    first = next(index for index, part in enumerate(content) if part["type"] == "text")
-    kept = [part for part in content if part["type"] != "text"]
-    kept.insert(first, {"type": "text", "text": shorter})
-    return kept

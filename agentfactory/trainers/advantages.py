@@ -106,13 +106,6 @@ def whiten(advantages: Sequence[Sequence[float]]) -> list[list[float]]:
     return [part.tolist() for part in np.split(whitened, ends[:-1])]
 
 
-def overlong_penalty(length: int, limit: int, buffer: int, penalty: float = 1.0) -> float:
-    """What is added to the reward of a chain of `length` tokens, at most 0 (Yu et al., 2025, DAPO, arXiv:2503.14476,
-    equation 13, where the penalty is 1): 0 up to limit - buffer, from there falling linearly to -penalty at limit."""
-    over = length - (limit - buffer)
-    return -penalty * min(max(over / buffer, 0.0), 1.0)
-
-
 def _finite(rewards: Sequence[float | None]) -> list[float]:
     known = [reward for reward in rewards if reward is not None]
     if not all(map(math.isfinite, known)):

@@ -1,7 +1,6 @@
 """The learner: policy, optimiser and schedule on accelerate; scores of rows, and one optimiser update of a batch."""
 
 import contextlib
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +14,7 @@ from torch import distributed as dist
 from agentfactory.trainers.batch import Batch, MicroBatch, TrainingRow, make_batches, scatter
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.critic import ActorCritic, Role, make_actor_critic
-from agentfactory.trainers.optimizer import make_optimizer, make_schedule
+from agentfactory.trainers.optimizer import clip_gradients, make_optimizer, make_schedule
 from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.reference import make_reference
 
@@ -179,13 +178,7 @@ class Learner:
 
     def _clip(self, role: Role) -> float:
         parameters = self._actor_critic.parameters_of(role) if self._actor_critic else self.model.parameters()
-        norm = float(self.accelerator.clip_grad_norm_(parameters, self.max_grad_norm))
-        if not math.isfinite(norm):
-            raise FloatingPointError(
-                f"the {role}'s gradient norm is {norm}: no update was made; lower its learning rate, or look for "
-                "values that are not finite in the batch"
-            )
-        return norm
+        return clip_gradients(self.accelerator, parameters, self.max_grad_norm, whose=role)
 
     @contextlib.contextmanager
     def _syncing(self, sync: bool) -> Iterator[None]:

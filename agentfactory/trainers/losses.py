@@ -16,7 +16,7 @@ from torch import Tensor
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.extension import load_extension
-from agentfactory.trainers.config import LossConfig, MismatchConfig
+from agentfactory.trainers.config import LossConfig
 
 SMALLEST_COMPLEMENT = 1e-6
 """Of a probability: less cannot be told from 0 in float32."""
@@ -85,7 +85,7 @@ def gspo(
     log_ratio = logprob - proximal
     detached = log_ratio.detach()
     # the same number as the mean, but differentiable in this token's log-probability
-    ratio = (_over_sequence(detached, sequence, mean=True) + (log_ratio - detached)).exp()
+    ratio = (over_sequence(detached, sequence, mean=True) + (log_ratio - detached)).exp()
     return _clipped_surrogate(ratio, advantage, clip_low, clip_high, dual_clip)
 
 
@@ -166,41 +166,7 @@ def _clipped_surrogate(
     return terms, clipped
 
 
-def mismatch_weights(config: MismatchConfig, log_ratio: PerToken, sequence: RowNumbers) -> PerToken:
-    """Weights of the policy's terms that correct for the server sampling from other probabilities than the trainer
-    computes. `log_ratio` = proximal - behaviour; the weights carry no gradient. With w = exp(log_ratio), and W its
-    product over the sequence:
-
-    token_truncate: min(w, high) (TIS: Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy RL
-    training"; Ionides, 2008). token_mask: w, but 0 outside [low, high] (IcePop: Ling Team, 2025, arXiv:2510.18855).
-    sequence_truncate, sequence_mask: the same with W for all tokens of a sequence (Liu et al., 2025, "When speed kills
-    stability: demystifying RL collapse from the training-inference mismatch").
-    geometric_mask: 1, but 0 for sequences where W^(1 / length) is outside [low, high] (the same authors, part 3): its
-    bound does not tighten with the length, and belongs close to 1, say 0.99 and 1.01.
-    """
-    log_ratio = log_ratio.detach()
-    match config.correction:
-        case "none":
-            return torch.ones_like(log_ratio)
-        case "token_truncate":
-            return log_ratio.exp().clamp(max=config.high)
-        case "sequence_truncate":
-            return _over_sequence(log_ratio, sequence).exp().clamp(max=config.high)
-        case "token_mask":
-            ratio = log_ratio.exp()
-            return ratio.where(_within(config, ratio), 0.0)
-        case "sequence_mask":
-            ratio = _over_sequence(log_ratio, sequence).exp()
-            return ratio.where(_within(config, ratio), 0.0)
-        case "geometric_mask":
-            return _within(config, _over_sequence(log_ratio, sequence, mean=True).exp()).to(log_ratio.dtype)
-
-
-def _within(config: MismatchConfig, ratio: PerToken) -> Flags:
-    return (ratio >= config.low) & (ratio <= config.high)
-
-
-def _over_sequence(values: PerToken, sequence: RowNumbers, mean: bool = False) -> PerToken:
+def over_sequence(values: PerToken, sequence: RowNumbers, mean: bool = False) -> PerToken:
     """The sum, or the mean, over the tokens of its sequence, for each token."""
     counts = torch.bincount(sequence)
     totals = values.new_zeros(len(counts)).index_add(0, sequence, values)
@@ -266,10 +232,3 @@ def value_loss(value: PerToken, old_value: PerToken, returns: PerToken, clip: fl
     change = value - old_value
     bounded = (old_value + change.clamp(-clip, clip) - returns).square()
     return torch.max(error, bounded) / 2, (change.abs() > clip) & (bounded > error)
-
-
-def mismatch_kl(trainer: PerToken, server: PerToken) -> PerToken:
-    """The k3 estimate of KL(server || trainer) from tokens that the server sampled (Schulman, 2020, "Approximating KL
-    divergence"): exp(d) - 1 - d with d = trainer - server. Never negative."""
-    difference = trainer - server
-    return difference.exp() - 1 - difference

@@ -1,13 +1,58 @@
-"""What trainer and server disagree about, by the age of the tokens and by what they are there for."""
+"""What trainer and server disagree about: corrected by weights of the loss (importance sampling), and measured, by the
+age of the tokens and by what they are there for."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 
 from agentfactory.rollout.roles import ROLES
 from agentfactory.rollout.trajectory import Row
 from agentfactory.trainers.batch import TrainingRow
+from agentfactory.trainers.config import MismatchConfig
+from agentfactory.trainers.losses import Flags, PerToken, RowNumbers, over_sequence
+
+
+def mismatch_weights(config: MismatchConfig, log_ratio: PerToken, sequence: RowNumbers) -> PerToken:
+    """Weights of the policy's terms that correct for the server sampling from other probabilities than the trainer
+    computes. `log_ratio` = proximal - behaviour; the weights carry no gradient. With w = exp(log_ratio), and W its
+    product over the sequence:
+
+    token_truncate: min(w, high) (TIS: Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy RL
+    training"; Ionides, 2008). token_mask: w, but 0 outside [low, high] (IcePop: Ling Team, 2025, arXiv:2510.18855).
+    sequence_truncate, sequence_mask: the same with W for all tokens of a sequence (Liu et al., 2025, "When speed kills
+    stability: demystifying RL collapse from the training-inference mismatch").
+    geometric_mask: 1, but 0 for sequences where W^(1 / length) is outside [low, high] (the same authors, part 3): its
+    bound does not tighten with the length, and belongs close to 1, say 0.99 and 1.01.
+    """
+    log_ratio = log_ratio.detach()
+    match config.correction:
+        case "none":
+            return torch.ones_like(log_ratio)
+        case "token_truncate":
+            return log_ratio.exp().clamp(max=config.high)
+        case "sequence_truncate":
+            return over_sequence(log_ratio, sequence).exp().clamp(max=config.high)
+        case "token_mask":
+            ratio = log_ratio.exp()
+            return ratio.where(_within(config, ratio), 0.0)
+        case "sequence_mask":
+            ratio = over_sequence(log_ratio, sequence).exp()
+            return ratio.where(_within(config, ratio), 0.0)
+        case "geometric_mask":
+            return _within(config, over_sequence(log_ratio, sequence, mean=True).exp()).to(log_ratio.dtype)
+
+
+def _within(config: MismatchConfig, ratio: PerToken) -> Flags:
+    return (ratio >= config.low) & (ratio <= config.high)
+
+
+def mismatch_kl(trainer: PerToken, server: PerToken) -> PerToken:
+    """The k3 estimate of KL(server || trainer) from tokens that the server sampled (Schulman, 2020, "Approximating KL
+    divergence"): exp(d) - 1 - d with d = trainer - server. Never negative."""
+    difference = trainer - server
+    return difference.exp() - 1 - difference
 
 
 def mismatch_by_kind(

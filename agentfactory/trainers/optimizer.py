@@ -1,11 +1,13 @@
-"""Optimiser and learning-rate schedule of a recipe."""
+"""Optimiser, gradient clipping and learning-rate schedule of a recipe."""
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from accelerate import Accelerator
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, get_scheduler
@@ -160,3 +162,15 @@ def make_schedule(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:
         num_training_steps=config.steps,
         scheduler_specific_kwargs=decay if config.schedule == "wsd" else None,
     )
+
+
+def clip_gradients(accelerator: Accelerator, parameters: Iterable[Tensor], max_norm: float, whose: str) -> float:
+    """Scale the gradients down to `max_norm`, the 2-norm over all of them; returns the norm that they had. Every
+    process calls it. Raises FloatingPointError where it is not finite."""
+    norm = float(accelerator.clip_grad_norm_(parameters, max_norm))
+    if not math.isfinite(norm):
+        raise FloatingPointError(
+            f"the {whose}'s gradient norm is {norm}: no update was made; lower its learning rate, or look for values "
+            "that are not finite in the batch"
+        )
+    return norm

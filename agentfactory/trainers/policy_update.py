@@ -6,7 +6,8 @@ from torch import Tensor
 from agentfactory.trainers.batch import Batch, MicroBatch
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.learner import Learner, Targets, Terms, Update
-from agentfactory.trainers.losses import PolicyLoss, behaviour_kl, kl, mismatch_kl, mismatch_weights, value_loss
+from agentfactory.trainers.losses import PolicyLoss, behaviour_kl, kl, value_loss
+from agentfactory.trainers.mismatch import mismatch_kl, mismatch_weights
 
 
 def update_policy(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agentfactory.rollout.chain import ChainRunner
+from agentfactory.rollout.chain_runner import ChainRunner
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.renderer import make_renderer

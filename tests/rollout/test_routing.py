@@ -1,6 +1,7 @@
 """Where requests go, and how long they are tried: the pure parts of the client."""
 
-from agentfactory.rollout.routing import FIRST_DELAY, LONGEST_DELAY, REMEMBERED, Retries, Router, ServerState
+from agentfactory.rollout.retries import FIRST_DELAY, LONGEST_DELAY, Retries
+from agentfactory.rollout.routing import REMEMBERED, Router, ServerState
 
 A, B = "http://a", "http://b"
 

@@ -16,12 +16,11 @@ from agentfactory.trainers.losses import (
     PolicyLoss,
     behaviour_kl,
     kl,
-    mismatch_kl,
-    mismatch_weights,
     negative_log_likelihood,
     token_weights,
     value_loss,
 )
+from agentfactory.trainers.mismatch import mismatch_kl, mismatch_weights
 
 pytestmark = pytest.mark.numbers
 

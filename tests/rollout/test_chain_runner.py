@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from transformers import PreTrainedTokenizerFast
 
-from agentfactory.rollout.chain import ChainRunner
+from agentfactory.rollout.chain_runner import ChainRunner
 from agentfactory.rollout.client import InferenceClient, ServerUnreachableError
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.renderer import TemplateRenderer, make_renderer

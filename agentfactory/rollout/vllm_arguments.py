@@ -1,0 +1,38 @@
+"""The command-line arguments of vLLM, from a recipe."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from agentfactory.rollout.config import RolloutRecipe
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM can be asked for."""
+
+
+def vllm_arguments(recipe: RolloutRecipe, adapters: Mapping[str, Path], weight_transfer: str | None) -> list[str]:
+    """What `vllm serve` is told beside the arguments that both engines have; `server.args` comes last."""
+    server, lora = recipe.server, recipe.model.lora
+    # the trainer divides its logits by the temperature, and compares with what the server gives
+    flags = ["--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
+    if server.tensor_parallel_size > 1:
+        flags += ["--tensor-parallel-size", str(server.tensor_parallel_size)]
+    if server.data_parallel_size > 1:
+        flags += ["--data-parallel-size", str(server.data_parallel_size)]
+    if server.gpu_memory_utilization is not None:
+        flags += ["--gpu-memory-utilization", str(server.gpu_memory_utilization)]
+    if server.quantization is not None:
+        flags += ["--quantization", server.quantization]
+    ranks = [_adapter_rank(path) for path in adapters.values()] + ([lora.rank] if lora else [])
+    if ranks:
+        rank = next((rank for rank in LORA_RANKS if rank >= max(ranks)), max(ranks))
+        flags += ["--enable-lora", "--max-loras", str(server.max_loras), "--max-lora-rank", str(rank)]
+    if adapters:
+        flags += ["--lora-modules", *(f"{name}={path}" for name, path in adapters.items())]
+    if weight_transfer is not None:
+        flags += ["--weight-transfer-config", json.dumps({"backend": weight_transfer})]
+    return [*flags, *server.args]
+
+
+def _adapter_rank(folder: Path) -> int:
+    return int(json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["r"])
