@@ -64,7 +64,7 @@ def replay(recipe: Recipe, batches: list[list[Group]]) -> list[float]:
         credit = Credit(groups, recipe)
         credited = credit.assign(learner.score(credit.rows, scores) if scores else credit.rows)
         batch = learner.deal(credited.rows, credited.normaliser)
-        figures = update_metrics(update_policy(learner, batch, recipe), batch)
+        figures = update_metrics(update_policy(learner, batch, recipe).updates, batch)
         learner.end_step()
         lost.append(lost_certainty(learner, probes))
         print(

@@ -1,5 +1,7 @@
 """One step of reinforcement learning on a batch: the optimiser updates of policy and critic, and what they report."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -10,24 +12,27 @@ from agentfactory.trainers.losses import PolicyLoss, behaviour_kl, kl, value_los
 from agentfactory.trainers.mismatch import mismatch_kl, mismatch_weights
 
 
-def update_policy(
-    learner: Learner,
-    batch: Batch,
-    recipe: TrainRecipe,
-    critic_only: bool = False,
-    proximal: list[Tensor] | None = None,
-) -> list[Update]:
+@dataclass(frozen=True)
+class PolicyUpdate:
+    """What the updates on one batch left."""
+
+    updates: list[Update]
+    proximal: list[Tensor]
+    """The trainer's log-probabilities before the first update, along the targets of each micro-batch; empty where only
+    the critic learned."""
+
+
+def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_only: bool = False) -> PolicyUpdate:
     """`updates_per_batch` optimiser updates, each on the whole batch (PPO's epochs).
 
     The proximal log-probabilities are those of the first update's own forward pass, since all its micro-batches see
     the weights from before the update: they cost no pass of their own. The mismatch correction weighs the policy term
-    by proximal over behaviour, and is the same in all updates. A list given as `proximal` gets these
-    log-probabilities, along the targets of each micro-batch; with `critic_only` there are none.
+    by proximal over behaviour, and is the same in all updates.
     """
     train = recipe.train
     config = train.loss
     policy_loss = PolicyLoss(config)
-    proximal = [] if proximal is None else proximal
+    proximal: list[Tensor] = []
 
     def loss(index: int, part: MicroBatch, logprob: Targets, entropy: Targets) -> Terms:
         if index == len(proximal):
@@ -79,7 +84,8 @@ def update_policy(
 
     policy_term = None if critic_only else loss
     critic_term = critic_loss if learner.has_critic else None
-    return [learner.update(batch, policy_term, critic_term) for _ in range(train.updates_per_batch)]
+    updates = [learner.update(batch, policy_term, critic_term) for _ in range(train.updates_per_batch)]
+    return PolicyUpdate(updates, proximal)
 
 
 def update_metrics(updates: list[Update], batch: Batch) -> dict[str, float]:

@@ -1,25 +1,38 @@
-"""Reinforcement learning from groups of chains: the loop, whatever the algorithm."""
+"""Reinforcement learning from groups of chains: the loop, whatever the algorithm.
+
+Every process runs the same steps. In each of them
+
+    collect   GroupSource gives rank 0 a batch of groups: the rollout worker's, or saved ones
+    credit    Credit makes their rewards an advantage and a weight per sampled token; Learner scores the rows before,
+              where the algorithm needs a reference, a critic or entropies
+    update    Learner deals the rows to all processes (a Batch of micro-batches) and update_policy learns from them
+    publish   WeightSync brings rank 0's gathered weights into the servers, the Canary proves it, and the worker is told
+    record    metrics, what each token was credited with, and the TrainState; then an evaluation and a checkpoint where
+              they are due
+
+`Turns` surrounds what computes with the policy, for a trainer that shares its device with the server; `Stop` ends the
+run between two steps.
+"""
 
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from signal import Signals
 from typing import Any
 
 from accelerate import Accelerator
-from torch import Tensor
 
 from agentfactory.rollout.trajectory import Group
 from agentfactory.rollout.weight_versions import WeightVersions
+from agentfactory.trainers.batch import Batch
 from agentfactory.trainers.checkpoints import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.credit import Credit, Credited, needed_scores
 from agentfactory.trainers.health import Symptom
-from agentfactory.trainers.learner import Learner
+from agentfactory.trainers.learner import Learner, Update
 from agentfactory.trainers.metrics import group_metrics
 from agentfactory.trainers.mismatch import mismatch_by_kind
 from agentfactory.trainers.policy_update import update_metrics, update_policy
@@ -81,122 +94,224 @@ def train_rl(
     `checkpoints` says where the run goes on from; `stop` ends it after the present step; `turns` has the trainer's
     device for a server meanwhile. Version 0 are the first weights; step k ends with version k.
     """
-    train, every = recipe.train, recipe.eval.every
-    main = accelerator.is_main_process
     stop, turns = stop or Stop(), turns or Turns()
-    train_state = checkpoints.train_state
-    scores = needed_scores(recipe)
-    weights = WeightVersions(adapters=recipe.model.lora is not None, numbers=train_state.labels)
-
-    def canary_scores() -> Scores | None:
-        return canary.trainer_scores(learner.policy, learner.policy_forward) if canary else None
-
-    def publish(version: int, expected: Scores | None) -> dict[str, float]:
-        state = learner.policy.gather()
-        if sync is None or source is None:
-            return {}
-        started = time.perf_counter()
-        pushed = stop.wait_for(lambda: push_proven(sync, canary, version, learner.policy, state, expected))
-        if pushed is None:
-            return {}
-        report, proof = pushed
-        weights.note(version, report.model)
-        source.published(version, report.model)
-        logger.info("version %d is live as %s, digest of its content %s", version, report.model, report.digest)
-        return {"sync/bytes": report.bytes, "seconds/sync": time.perf_counter() - started, **proof}
-
-    def evaluate(step: int) -> bool:
-        """Whether the step is one to evaluate."""
-        due = step in (0, train.steps) or (every > 0 and step % every == 0)
-        if source is None or not due or train_state.evaluated == step:
-            return due
-        started = time.perf_counter()
-        metrics = stop.wait_for(source.evaluate)
-        if metrics is not None:
-            train_state.note_evaluation(step, metrics)
-        if metrics:
-            log({"step": step, **metrics, "seconds/eval": time.perf_counter() - started})
-        return True
-
-    def save(only_best: bool = False) -> None:
-        checkpoints.save(learner, only_best)
-        if source:
-            source.acknowledge(train_state.take_groups())
-
     with turns.training():
         learner = Learner(recipe, accelerator, recipe.rollout.temperature)
         turns.share(learner)
         checkpoints.restore(learner)
-        expected = canary_scores()
-    first = {**publish(train_state.step, expected), **turns.take_seconds()}
-    if first and train_state.step == 0:
-        log({"step": 0, "version": 0, **first})
-    evaluate(train_state.step)
-    for step in range(train_state.step + 1, train.steps + 1):
-        started = time.perf_counter()
-        groups = (stop.wait_for(lambda: source.next_batch(train.batch_size)) or []) if source else []
-        if stop.agreed(accelerator):
+        loop = _Loop(recipe, accelerator, checkpoints, learner, source, sync, log, note, canary, stop, turns)
+        expected = loop.canary_scores()
+    loop.begin(expected)
+    for step in range(checkpoints.train_state.step + 1, recipe.train.steps + 1):
+        if not loop.step(step):
             break
-        waited = time.perf_counter()
+    loop.save_what_is_left()
+    return TrainResult.of(checkpoints, stop)
+
+
+@dataclass(frozen=True)
+class _Learned:
+    """What a step has learned from its rows."""
+
+    credited: Credited
+    batch: Batch
+    updates: list[Update]
+    proximal: list[list[float]]
+    """Per row, the trainer's log-probabilities of its targets before the update (rank 0)."""
+    expected: Scores | None
+    """What the canary's contexts have by the new weights."""
+    learning_rate: float
+    seconds: float
+
+
+class _Loop:
+    """The parts of a step, in the order in which `step` calls them."""
+
+    def __init__(
+        self,
+        recipe: TrainRecipe,
+        accelerator: Accelerator,
+        checkpoints: Checkpoints,
+        learner: Learner,
+        source: GroupSource | None,
+        sync: WeightSync | None,
+        log: Log,
+        note: Note | None,
+        canary: Canary | None,
+        stop: Stop,
+        turns: Turns,
+    ) -> None:
+        self.recipe = recipe
+        self.accelerator = accelerator
+        self.checkpoints = checkpoints
+        self.state = checkpoints.train_state
+        self.learner = learner
+        self.source = source
+        self.sync = sync
+        self.log = log
+        self.note = note
+        self.canary = canary
+        self.stop = stop
+        self.turns = turns
+        self.scores = needed_scores(recipe)
+        self.versions = WeightVersions(adapters=recipe.model.lora is not None, numbers=self.state.labels)
+
+    def begin(self, expected: Scores | None) -> None:
+        """Publish and evaluate the weights that the run goes on from."""
+        synced = {**self.publish(self.state.step, expected), **self.turns.take_seconds()}
+        if synced and self.state.step == 0:
+            self.log({"step": 0, "version": 0, **synced})
+        self.evaluate(self.state.step)
+
+    def step(self, step: int) -> bool:
+        """One step; False where the run is to stop before it."""
+        started = time.perf_counter()
+        groups = self.collect()
+        if self.stop.agreed(self.accelerator):
+            return False
+        waited = time.perf_counter() - started
+        ages = self.check_ages(step, groups)
+        credit = self.credit(step, groups)
+        with self.turns.training():
+            learned = self.update(step, credit)
+        synced = self.publish(step, learned.expected)
+        if self.note is not None and self.accelerator.is_main_process:
+            # meanwhile chains run on the new weights
+            told = credit.lines(step, learned.credited.rows, learned.proximal) if self.recipe.track.credit else []
+            self.note(step, groups, told)
+        seconds = time.perf_counter() - started
+        self.state.finish(step, [group.id for group in groups], seconds)
+        if self.accelerator.is_main_process:
+            self.record(step, groups, ages, credit, learned, synced, waited, seconds)
+        is_best = self.evaluate(step) and self.checkpoints.is_best(self.accelerator)
+        due = self.checkpoints.due(step)
+        if is_best or due:
+            self.save(only_best=not due)
+        return True
+
+    # ---- the parts
+
+    def collect(self) -> list[Group]:
+        """The step's groups; none on other ranks than 0, and where the run is to stop."""
+        source, wanted = self.source, self.recipe.train.batch_size
+        return (self.stop.wait_for(lambda: source.next_batch(wanted)) or []) if source else []
+
+    def check_ages(self, step: int, groups: list[Group]) -> Counter[int]:
+        """How many tokens are how many versions old. Raises ValueError where one is older than it may be."""
         # the groups of saved files have the versions of another run
-        ages = weights.ages(groups, step - 1) if sync else Counter[int]()
-        if max(ages, default=0) > recipe.rollout.max_staleness:
+        ages = self.versions.ages(groups, step - 1) if self.sync else Counter[int]()
+        most = self.recipe.rollout.max_staleness
+        if max(ages, default=0) > most:
             raise ValueError(
-                f"step {step}: a token is {max(ages)} versions old, and rollout.max_staleness is "
-                f"{recipe.rollout.max_staleness} (a bug)"
+                f"step {step}: a token is {max(ages)} versions old, and rollout.max_staleness is {most} (a bug)"
             )
-        credit = Credit(groups, recipe)
-        age = partial(weights.age, version=step - 1)
-        if main and not credit.rows:
+        return ages
+
+    def credit(self, step: int, groups: list[Group]) -> Credit:
+        """The chains to learn from. Raises ValueError where there is none."""
+        credit = Credit(groups, self.recipe)
+        if self.accelerator.is_main_process and not credit.rows:
             outcomes = sorted({t.outcome.value for group in groups for t in group.trajectories})
             raise ValueError(f"step {step}: no chain of the batch can be trained; they ended {', '.join(outcomes)}")
-        with turns.training():
-            entered = time.perf_counter()
-            rows = learner.score(credit.rows, scores) if scores else credit.rows
-            credited = credit.assign(rows) if main else Credited()
-            batch = learner.deal(credited.rows, credited.normaliser)
-            learning_rate = learner.learning_rate
-            proximal: list[Tensor] = []
-            updates = update_policy(learner, batch, recipe, step <= train.critic.warmup_steps, proximal)
-            learner.end_step()
-            updated = time.perf_counter()
-            expected = canary_scores()
-            by_row: dict[int, dict[str, list[float]]] = {}
-            if proximal:
-                by_row = learner.by_row(batch, [{"proximal": values} for values in proximal])
-        sync_metrics = publish(step, expected)
-        scored = [by_row[number]["proximal"] for number in range(len(by_row))]
-        if main and note is not None:
-            # meanwhile chains run on the new weights
-            note(step, groups, credit.lines(step, credited.rows, scored) if recipe.track.credit else [])
-        ended = time.perf_counter()
-        train_state.finish(step, [group.id for group in groups], ended - started)
-        if main:
-            mismatches = (
-                mismatch_by_kind(credited.rows, credit.sources, scored, age if sync else None) if scored else {}
-            )
-            train_state.metrics = {
-                "step": step,
-                "version": step,
-                **group_metrics(groups, ages),
-                **(source.figures() if source else {}),
-                **credited.metrics,
-                **update_metrics(updates, batch),
-                **mismatches,
-                "learning_rate": learning_rate,
-                "tokens": batch.tokens,
-                "tokens_per_second": batch.tokens / (ended - started),
-                "seconds/step": ended - started,
-                "seconds/wait": waited - started,
-                "seconds/update": updated - entered,
-                **turns.take_seconds(),
-                **sync_metrics,
-            }
-            log(train_state.metrics)
-        is_best = evaluate(step) and checkpoints.is_best(accelerator)
-        if is_best or checkpoints.due(step):
-            save(only_best=not checkpoints.due(step))
-    if train_state.step > checkpoints.saved_step:
-        # a signal came between two checkpoints
-        save()
-    return TrainResult.of(checkpoints, stop)
+        return credit
+
+    def update(self, step: int, credit: Credit) -> _Learned:
+        """Score, credit and learn; every process calls it."""
+        learner, train = self.learner, self.recipe.train
+        started = time.perf_counter()
+        rows = learner.score(credit.rows, self.scores) if self.scores else credit.rows
+        credited = credit.assign(rows) if self.accelerator.is_main_process else Credited()
+        batch = learner.deal(credited.rows, credited.normaliser)
+        learning_rate = learner.learning_rate
+        done = update_policy(learner, batch, self.recipe, critic_only=step <= train.critic.warmup_steps)
+        learner.end_step()
+        seconds = time.perf_counter() - started
+        expected = self.canary_scores()
+        by_row = learner.by_row(batch, [{"proximal": values} for values in done.proximal]) if done.proximal else {}
+        proximal = [by_row[number]["proximal"] for number in range(len(by_row))]
+        return _Learned(credited, batch, done.updates, proximal, expected, learning_rate, seconds)
+
+    def canary_scores(self) -> Scores | None:
+        """What the canary's contexts have by the present weights; every process calls it."""
+        return self.canary.trainer_scores(self.learner.policy, self.learner.policy_forward) if self.canary else None
+
+    def publish(self, version: int, expected: Scores | None) -> dict[str, float]:
+        """Bring the weights into the servers; returns what that took, nothing where it was not done. Every process
+        calls it."""
+        state = self.learner.policy.gather()
+        sync, source = self.sync, self.source
+        if sync is None or source is None:
+            return {}
+        started = time.perf_counter()
+        pushed = self.stop.wait_for(
+            lambda: push_proven(sync, self.canary, version, self.learner.policy, state, expected)
+        )
+        if pushed is None:
+            return {}
+        report, proof = pushed
+        self.versions.note(version, report.model)
+        source.published(version, report.model)
+        logger.info("version %d is live as %s, digest of its content %s", version, report.model, report.digest)
+        return {"sync/bytes": report.bytes, "seconds/sync": time.perf_counter() - started, **proof}
+
+    def record(
+        self,
+        step: int,
+        groups: list[Group],
+        ages: Counter[int],
+        credit: Credit,
+        learned: _Learned,
+        synced: dict[str, float],
+        waited: float,
+        seconds: float,
+    ) -> None:
+        """Log the step's metrics (rank 0)."""
+        rows, proximal = learned.credited.rows, learned.proximal
+        mismatches: dict[str, float] = {}
+        if proximal:
+            versions = self.versions
+            age = (lambda label: versions.age(label, step - 1)) if self.sync else None
+            mismatches = mismatch_by_kind(rows, credit.sources, proximal, age)
+        self.state.metrics = {
+            "step": step,
+            "version": step,
+            **group_metrics(groups, ages),
+            **(self.source.figures() if self.source else {}),
+            **learned.credited.metrics,
+            **update_metrics(learned.updates, learned.batch),
+            **mismatches,
+            "learning_rate": learned.learning_rate,
+            "tokens": learned.batch.tokens,
+            "tokens_per_second": learned.batch.tokens / seconds,
+            "seconds/step": seconds,
+            "seconds/wait": waited,
+            "seconds/update": learned.seconds,
+            **self.turns.take_seconds(),
+            **synced,
+        }
+        self.log(self.state.metrics)
+
+    def evaluate(self, step: int) -> bool:
+        """Evaluate where it is due and was not done; whether the step is one to evaluate."""
+        every, source = self.recipe.eval.every, self.source
+        due = step in (0, self.recipe.train.steps) or (every > 0 and step % every == 0)
+        if source is None or not due or self.state.evaluated == step:
+            return due
+        started = time.perf_counter()
+        metrics = self.stop.wait_for(source.evaluate)
+        if metrics is not None:
+            self.state.note_evaluation(step, metrics)
+        if metrics:
+            self.log({"step": step, **metrics, "seconds/eval": time.perf_counter() - started})
+        return True
+
+    def save(self, only_best: bool = False) -> None:
+        """Write a checkpoint; the worker may then forget the groups that it holds."""
+        self.checkpoints.save(self.learner, only_best)
+        if self.source:
+            self.source.acknowledge(self.state.take_groups())
+
+    def save_what_is_left(self) -> None:
+        """The steps since the last checkpoint: a signal may have come between two."""
+        if self.state.step > self.checkpoints.saved_step:
+            self.save()

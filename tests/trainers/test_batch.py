@@ -116,11 +116,11 @@ def test_cutting_and_order_change_no_gradient(
     recipe = make_recipe(learning_rate=1e-3, optimizer={"name": "sgd"})
     rows = rows_of(make_row, 8)
     whole, parts = Learner(recipe, accelerator), Learner(recipe, accelerator)
-    one = update_policy(whole, scatter(make_batches(rows, "padded", 10_000), accelerator), recipe)[0]
+    one = update_policy(whole, scatter(make_batches(rows, "padded", 10_000), accelerator), recipe).updates[0]
     shuffled = random.Random(7).sample(rows, len(rows))
     batches = make_batches(shuffled, batching, budget)
     assert (batching != "padded" and budget > 100) == any(part.ends is not None for part in batches[0].micro_batches)
-    other = update_policy(parts, scatter(batches, accelerator), recipe)[0]
+    other = update_policy(parts, scatter(batches, accelerator), recipe).updates[0]
     assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
     assert other.loss == pytest.approx(one.loss, abs=1e-6)
     assert other.sums == pytest.approx(one.sums, rel=1e-5)

@@ -239,7 +239,7 @@ def test_updates_of_a_model_equal_trl(
     made = [training_row(row, advantage) for row, advantage in zip(rows, advantages, strict=True)]
     batch = learner.deal([row for row in made if row])
     assert len(batch.micro_batches) > 1
-    ours = update_policy(learner, batch, recipe)
+    ours = update_policy(learner, batch, recipe).updates
     assert 0 < ours[1].sums["clipped"] < batch.tokens
 
     settings = {"loss_type": "dapo", "epsilon_high": 0.3, "beta": 0.0, "temperature": 0.7}
