@@ -107,7 +107,9 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | Symptom | Non
     from agentfactory.trainers.sft import conversation_rows, saved_rows, train_sft
     from agentfactory.trainers.source import GroupSource, SavedGroups
     from agentfactory.trainers.stopping import Stop
-    from agentfactory.trainers.sync import WeightSync, control_routes, make_sync
+    from agentfactory.trainers.sync.protocol import WeightSync
+    from agentfactory.trainers.sync.backends import backend_of
+    from agentfactory.trainers.sync.make import make_sync
     from agentfactory.trainers.sync.canary import Canary, canary_rows
     from agentfactory.trainers.sync.retrying import RetryingSync
     from agentfactory.trainers.time_share import TimeShare
@@ -196,7 +198,7 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | Symptom | Non
             elif main and canary:
                 servers += [ServerControl(url, recipe.server.api_key_env) for url in recipe.server.urls]
                 for server in servers:
-                    server.require(control_routes(recipe))
+                    server.require(backend_of(recipe).routes)
                 # the process id tells this attempt's adapters from those that an earlier one left on the server
                 backend = make_sync(recipe, servers, folder.sync, recipe.name, os.getpid())
                 if recipe.placement.mode == "time_share":

@@ -20,9 +20,9 @@ from tests.project import Command
 PAGE = REPOSITORY / "docs" / "add-an-algorithm.md"
 
 
-def write_page(folder: Path) -> None:
-    """The files of the page, each named by its first line."""
-    for block in PAGE.read_text(encoding="utf-8").split("```python\n")[1:]:
+def write_page(page: Path, folder: Path) -> None:
+    """The files of a page, each named by its first line."""
+    for block in page.read_text(encoding="utf-8").split("```python\n")[1:]:
         text = block.split("```")[0]
         (folder / text.partition("\n")[0].removeprefix("# ")).write_text(text)
 
@@ -30,7 +30,7 @@ def write_page(folder: Path) -> None:
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    write_page(tmp_path)
+    write_page(PAGE, tmp_path)
     return tmp_path
 
 
@@ -185,7 +185,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_recipes_that_are_refused(files: Path, project: Path, case: str) -> None:
-    write_page(project)
+    write_page(PAGE, project)
     overrides, told = REFUSED[case]
     with pytest.raises(SettingError, match=told):
         load_recipe("recipe.yaml", overrides)
@@ -197,7 +197,7 @@ def test_a_run_by_the_pages_algorithm_on_rows_of_its_own(
 ) -> None:
     """Three steps of the quickstart by maxrl and topr, on hunts that a source gives; resumed, it is the same run."""
     monkeypatch.chdir(tmp_path)
-    write_page(tmp_path)
+    write_page(PAGE, tmp_path)
     (tmp_path / "hunts.py").write_text(
         textwrap.dedent(f"""
         import json

@@ -165,9 +165,9 @@ def check_servers(recipe: Recipe) -> Iterator[Finding]:
     """Whether each server of `server.url` answers, has the routes that training needs, and takes long enough chains."""
     # not above: the sync's backends import torch
     from agentfactory.trainers.server_control import SLEEP_ROUTES, ServerControl, ServerGoneError, SyncError
-    from agentfactory.trainers.sync import control_routes
+    from agentfactory.trainers.sync.backends import backend_of
 
-    needed = [*NEEDED_ROUTES, *control_routes(recipe)]
+    needed = [*NEEDED_ROUTES, *backend_of(recipe).routes]
     needed += SLEEP_ROUTES if recipe.placement.mode == "time_share" else ()
     for url in recipe.server.urls:
         server = ServerControl(url, recipe.server.api_key_env, _ANSWERS_WITHIN)

@@ -18,6 +18,7 @@ from agentfactory.rollout import serving
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import own_python
 from agentfactory.trainers.config import ACCELERATE
+from agentfactory.trainers.sync.backends import backend_of
 
 _SAY_EVERY_SECONDS = 10.0
 TRAINER = ("-m", "agentfactory.train")
@@ -240,10 +241,9 @@ def _refusal(placement: Placement, recipe: Recipe) -> SettingError | None:
     if placement.mode == "time_share":
         fix = "use server.engine=embedded, or placement.mode=separate"
         return SettingError("placement.mode", "'time_share': vLLM sleeps on GPUs only", fix, source=recipe.name)
-    if recipe.sync.backend == "ipc":
-        return SettingError(
-            "sync.backend", "got 'ipc': vLLM has it on GPUs only", "use auto or file", source=recipe.name
-        )
+    if (backend := backend_of(recipe)).devices == "one":
+        problem = f"got {backend.name!r}: vLLM has it on GPUs only"
+        return SettingError("sync.backend", problem, "use auto or file", source=recipe.name)
     return None
 
 

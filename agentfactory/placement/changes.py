@@ -10,6 +10,7 @@ from agentfactory.placement.machine import Machine
 from agentfactory.placement.memory_table import Plan, gib
 from agentfactory.recipe.schema import Recipe
 from agentfactory.tools.errors import SettingError
+from agentfactory.trainers.sync.backends import backend_of
 
 Settings = dict[str, Any]
 """Dotted fields and their values, as on the command line."""
@@ -141,7 +142,7 @@ def _quantised_server(recipe: Recipe) -> list[Settings]:
 
 
 def _for_adapter(recipe: Recipe) -> Settings:
-    return {"sync.backend": "auto"} if recipe.sync.backend not in ("auto", "lora") else {}
+    return {} if recipe.sync.backend == "auto" or backend_of(recipe).adapters else {"sync.backend": "auto"}
 
 
 def _adapter(recipe: Recipe) -> list[Settings]:

@@ -9,6 +9,7 @@ from agentfactory.placement.memory_table import GIB, OFFLOADED, STAYS_ON_GPU, Ne
 from agentfactory.placement.server_memory import ServerMemory
 from agentfactory.recipe.schema import Recipe
 from agentfactory.tools.errors import SettingError
+from agentfactory.trainers.sync.backends import backend_of
 
 MARGIN = 0.05
 """Share of a device that is left free: allocators keep memory in pieces, some of which are too small for what comes."""
@@ -73,11 +74,11 @@ def _modes(recipe: Recipe, machine: Machine, need: Need) -> list[str]:
         return ["separate"]
     if mode in ("split", "time_share"):
         return [mode]
-    alone = for_trainer == for_server == 1
+    alone, backend = for_trainer == for_server == 1, backend_of(recipe)
     enough = here >= for_trainer + for_server if here else not alone
     if enough or (mode == "separate" and not here):
-        if recipe.sync.backend == "ipc":
-            problem = "got 'ipc', and trainer and server have GPUs of their own"
+        if backend.devices == "one":
+            problem = f"got {backend.name!r}, and trainer and server have GPUs of their own"
             raise SettingError("sync.backend", problem, "use auto, or set placement.mode=split or time_share")
         return ["separate"]
     if mode == "separate" or not alone:
@@ -86,10 +87,9 @@ def _modes(recipe: Recipe, machine: Machine, need: Need) -> list[str]:
         )
         fix = "use fewer processes (train.processes), another machine, or a server elsewhere (server.url)"
         raise SettingError("placement.mode", problem, "set auto, split or time_share" if alone else fix)
-    if recipe.sync.backend == "nccl":
-        raise SettingError(
-            "sync.backend", "got 'nccl', which is for GPUs apart, and there is one", "use auto, ipc or file"
-        )
+    if backend.devices == "apart":
+        problem = f"got {backend.name!r}, which is for GPUs apart, and there is one"
+        raise SettingError("sync.backend", problem, "use auto, ipc or file")
     return ["split", "time_share"] if recipe.rollout.max_staleness == 0 else ["split"]
 
 

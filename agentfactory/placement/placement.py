@@ -11,6 +11,7 @@ from typing import Any, Literal
 from agentfactory.recipe.schema import Recipe
 from agentfactory.tools import parent_watch
 from agentfactory.tools.import_path import own_python
+from agentfactory.trainers.sync.backends import backend_of
 
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Files of drivers that torch can compute with: NVIDIA's, AMD's, and NVIDIA's under WSL."""
@@ -63,7 +64,7 @@ class Placement:
         """How full weights come into a server; None: they do not."""
         if recipe.model.lora is not None:
             return None
-        return self.sync or ("file" if recipe.sync.backend == "auto" else recipe.sync.backend)
+        return self.sync or backend_of(recipe).transfer
 
     def environment(self, process: Literal["trainer", "server"]) -> dict[str, str]:
         """Environment variables of a process."""

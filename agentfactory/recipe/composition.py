@@ -216,6 +216,7 @@ _PATH_FIELDS: dict[str, Callable[..., str]] = {
     "rollout.parser": _reference,
     "train.advantage.estimator": _reference,
     "train.loss.policy": _reference,
+    "sync.backend": _reference,
     "data.source": _reference,
     "eval.data.source": _reference,
     "mcp_servers.*.module": _reference,

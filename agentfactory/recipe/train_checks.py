@@ -12,6 +12,7 @@ from agentfactory.tools.import_path import is_installed
 from agentfactory.trainers.best_checkpoint import AUTO
 from agentfactory.trainers.estimators import Estimator
 from agentfactory.trainers.metrics import METRICS
+from agentfactory.trainers.sync.backends import backend_of, check_backend
 
 Lack = Callable[[str, str, str], None]
 """Takes field, problem and fix of what is not installed; a recipe that is only looked at is not refused for it."""
@@ -21,7 +22,8 @@ def check_training(recipe: Recipe, lack: Lack, runs_chains: bool) -> None:
     """Refuse the first thing that cannot work; `runs_chains`: a server and a worker take part."""
     _check_processes(recipe)
     _check_network(recipe, lack)
-    _check_sync(recipe)
+    if runs_chains:
+        check_backend(recipe)
     _check_schedule(recipe)
     _check_kept(recipe, runs_chains)
     _check_trackers(recipe, lack)
@@ -106,37 +108,12 @@ def _check_trackers(recipe: Recipe, lack: Lack) -> None:
             lack("track.trackers", f"got {name!r}, which is not installed", f"pip install {name}, or leave it out")
 
 
-def _check_sync(recipe: Recipe) -> None:
-    lora, backend = recipe.model.lora, recipe.sync.backend
-    if backend == "nccl" and lora is not None:
-        raise SettingError(
-            "sync.backend", "got 'nccl', but an adapter is trained", "use lora or auto, or set model.lora=null"
-        )
-    if backend == "nccl" and recipe.server.engine == "embedded":
-        raise SettingError(
-            "sync.backend", "got 'nccl': the embedded engine takes full weights as files", "use file or auto"
-        )
-    if backend == "lora" and lora is None:
-        raise SettingError(
-            "sync.backend", "got 'lora', but every weight is trained", "set model.lora.rank, or use file"
-        )
-    if backend == "ipc" and lora is not None:
-        raise SettingError(
-            "sync.backend", "got 'ipc', but an adapter is trained", "use lora or auto, or set model.lora=null"
-        )
-    if backend == "file" and lora is not None:
-        raise SettingError(
-            "sync.backend", "got 'file', but an adapter is trained", "use lora or auto, or set model.lora=null"
-        )
-
-
 def check_placement(recipe: Recipe) -> None:
     """Refuse what cannot be where the recipe puts it, whatever devices there are; a server takes part."""
-    mode, server, backend = recipe.placement.mode, recipe.server, recipe.sync.backend
-    if mode == "separate" and backend == "ipc" and server.engine == "vllm":
-        raise SettingError(
-            "sync.backend", "got 'ipc' with placement.mode=separate: it is for one GPU", "use auto, file or nccl"
-        )
+    mode, server, backend = recipe.placement.mode, recipe.server, backend_of(recipe)
+    if mode == "separate" and backend.devices == "one" and server.engine == "vllm":
+        problem = f"got {backend.name!r} with placement.mode=separate: it is for one GPU"
+        raise SettingError("sync.backend", problem, "use auto, file or nccl")
     if mode not in ("split", "time_share"):
         return
     alone = f"with placement.mode={mode}: one trainer process and one server share the GPU"
@@ -151,10 +128,9 @@ def check_placement(recipe: Recipe) -> None:
         raise SettingError(
             "server.url", f"got {len(server.urls)} servers {alone}", "name one, or set placement.mode=separate"
         )
-    if backend == "nccl":
-        raise SettingError(
-            "sync.backend", f"got 'nccl' with placement.mode={mode}: it is for GPUs apart", "use auto, ipc or file"
-        )
+    if backend.devices == "apart":
+        problem = f"got {backend.name!r} with placement.mode={mode}: it is for GPUs apart"
+        raise SettingError("sync.backend", problem, "use auto, ipc or file")
     staleness = recipe.rollout.max_staleness
     if mode == "time_share" and staleness:
         problem = f"got {staleness} with placement.mode=time_share: no chain runs while the trainer has the GPU"

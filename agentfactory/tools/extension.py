@@ -35,7 +35,8 @@ def load_extension(
     """
     if reference in ours:
         function = ours[reference]
-        names = [name for name in inspect.signature(function).parameters if name not in inputs]
+        known = type(settings).model_fields
+        names = [name for name in inspect.signature(function).parameters if name not in inputs and name in known]
         return Extension(function, _taken(function, inputs), {name: getattr(settings, name) for name in names})
     try:
         function = load_object(reference, Path.cwd())

@@ -21,9 +21,9 @@ ESTIMATORS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae")
 POLICIES = ("clip", "gspo", "cispo", "sapo", "reinforce")
 
 
-def _named(name: str, ours: tuple[str, ...]) -> str:
+def _named(name: str, ours: tuple[str, ...], kind: str = "function") -> str:
     if name not in ours and ".py:" not in name:
-        raise SettingError("", f"got {name!r}", f"use {', '.join(ours)}, or FILE.py:NAME of a function of your own")
+        raise SettingError("", f"got {name!r}", f"use {', '.join(ours)}, or FILE.py:NAME of a {kind} of your own")
     return name
 
 
@@ -260,11 +260,25 @@ class TrainConfig(Section):
 class SyncConfig(Section):
     """How new weights reach the inference server."""
 
-    backend: Literal["auto", "file", "lora", "nccl", "ipc"] = "auto"
+    backend: str = "auto"
     """lora: the adapter's files; file: full weights as safetensors, on a disk that the servers read; nccl: full weights
     by broadcast from GPU to GPUs, to vLLM only; ipc: full weights through memory that trainer and server share, on one
     GPU (vLLM) or one machine's CPU (embedded); auto: lora when model.lora is set, ipc where both use one GPU, else
-    file. (nccl and ipc: untested on a GPU so far.)"""
+    file; or `FILE.py:NAME` of a class of your own (docs/add-a-sync-backend.md). (nccl and ipc: untested on a GPU so
+    far.)"""
+    options: dict[str, Any] = {}
+    """FILE.py:NAME: what its further parameters get."""
+
+    @field_validator("backend")
+    @classmethod
+    def _check_backend(cls, backend: str) -> str:
+        return _named(backend, ("auto", "file", "lora", "nccl", "ipc"), "class")
+
+    @model_validator(mode="after")
+    def _options_are_for_ones_own(self) -> "SyncConfig":
+        if self.options and ".py:" not in self.backend:
+            raise SettingError("options", f"got {self.options} with sync.backend={self.backend}", "remove it")
+        return self
 
 
 class PlacementConfig(Section):

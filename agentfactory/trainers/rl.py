@@ -38,9 +38,9 @@ from agentfactory.trainers.mismatch import mismatch_by_kind
 from agentfactory.trainers.policy_update import update_metrics, update_policy
 from agentfactory.trainers.source import GroupSource
 from agentfactory.trainers.stopping import Stop
-from agentfactory.trainers.sync import WeightSync
 from agentfactory.trainers.sync.canary import Canary, push_proven
 from agentfactory.trainers.sync.drift import Scores
+from agentfactory.trainers.sync.protocol import WeightSync
 from agentfactory.trainers.time_share import Turns
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from accelerate import Accelerator
 
 from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.server_control import ServerControl
-from agentfactory.trainers.sync import IpcSync
 from agentfactory.trainers.sync.content import check_content, parameter_digest
+from agentfactory.trainers.sync.ipc import IpcSync
 from tests.gpu.models import DEVICE, NEEDS_GPU, recipe
 from tests.server_process import serve
 from tests.trainers import sabotage

@@ -29,7 +29,7 @@ from agentfactory.rollout.client import ContextOverflowError, InferenceClient, I
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import load_policy
 from agentfactory.trainers.server_control import ServerControl
-from agentfactory.trainers.sync import FileSync
+from agentfactory.trainers.sync.file import FileSync
 from tests.chat_tokenizers import make_tokenizer
 from tests.server_process import VLLM_PYTHON, busy, serve
 

@@ -11,7 +11,7 @@ import torch
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.server_control import ServerControl, SyncError
-from agentfactory.trainers.sync import FileSync, canary
+from agentfactory.trainers.sync import canary
 from agentfactory.trainers.sync.canary import (
     CANDIDATES,
     CONTEXTS,
@@ -21,6 +21,7 @@ from agentfactory.trainers.sync.canary import (
     server_scores,
     trainer_scores,
 )
+from agentfactory.trainers.sync.file import FileSync
 from agentfactory.trainers.sync.protocol import SyncReport
 from tests.conftest import embedded_server
 

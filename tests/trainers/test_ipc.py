@@ -16,9 +16,10 @@ from agentfactory.rollout.embedded.weights import WeightsError, WeightUpdate
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
-from agentfactory.trainers.sync import IpcSync, control_routes, make_sync
+from agentfactory.trainers.sync.backends import backend_of
 from agentfactory.trainers.sync.content import check_content, parameter_digest
-from agentfactory.trainers.sync.ipc import Buffer, description, parts
+from agentfactory.trainers.sync.ipc import Buffer, IpcSync, description, parts
+from agentfactory.trainers.sync.make import make_sync
 from tests.conftest import embedded_server
 from tests.trainers.test_sync import disturb, sampled, scored
 
@@ -84,7 +85,7 @@ def test_full_weights_arrive_in_parts(policy: Policy, server: ServerControl) -> 
 def test_the_recipe_asks_for_it(make_recipe: Callable[..., TrainRecipe], server: ServerControl, tmp_path: Path) -> None:
     recipe = make_recipe()
     recipe.sync.backend = "ipc"
-    server.require(control_routes(recipe))
+    server.require(backend_of(recipe).routes)
     assert isinstance(make_sync(recipe, [server], tmp_path, "run", 0), IpcSync)
 
 

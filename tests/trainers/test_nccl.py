@@ -17,8 +17,7 @@ from torch import Tensor
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.server_control import ServerControl, SyncError
-from agentfactory.trainers.sync import NcclSync
-from agentfactory.trainers.sync.nccl import packed
+from agentfactory.trainers.sync.nccl import NcclSync, packed
 
 pytestmark = pytest.mark.processes
 

@@ -20,8 +20,9 @@ from agentfactory.trainers.policy import load_policy
 from agentfactory.trainers.rl import TrainResult, train_rl
 from agentfactory.trainers.server_control import ServerControl
 from agentfactory.trainers.source import SavedGroups
-from agentfactory.trainers.sync import FileSync, LoraSync
 from agentfactory.trainers.sync.canary import Canary, canary_rows
+from agentfactory.trainers.sync.file import FileSync
+from agentfactory.trainers.sync.lora import LoraSync
 
 pytestmark = pytest.mark.numbers
 

@@ -21,8 +21,10 @@ from agentfactory.trainers.learner import Learner
 from agentfactory.trainers.policy import load_policy
 from agentfactory.trainers.policy_update import update_policy
 from agentfactory.trainers.server_control import ServerControl, SyncError
-from agentfactory.trainers.sync import FileSync, LoraSync, WeightSync
 from agentfactory.trainers.sync.canary import Canary, canary_rows
+from agentfactory.trainers.sync.file import FileSync
+from agentfactory.trainers.sync.lora import LoraSync
+from agentfactory.trainers.sync.protocol import WeightSync
 from tests.conftest import embedded_server
 from tests.trainers import sabotage
 

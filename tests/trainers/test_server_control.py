@@ -9,7 +9,7 @@ from torch import Tensor
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
-from agentfactory.trainers.sync import control_routes
+from agentfactory.trainers.sync.backends import backend_of
 from agentfactory.trainers.sync.canary import Canary
 from agentfactory.trainers.sync.protocol import SyncReport
 from agentfactory.trainers.sync.retrying import RetryingSync
@@ -22,7 +22,7 @@ REPORT = SyncReport(3, "3", "policy", 1, 0.1, "00")
 @pytest.mark.parametrize(("backend", "lora"), [("file", None), ("auto", {"rank": 2}), ("auto", None)])
 def test_our_engine_has_the_routes_of_its_backends(server: ServerControl, backend: str, lora: object) -> None:
     recipe = {"model": {"path": "m", "lora": lora}, "train": {"steps": 1}, "sync": {"backend": backend}}
-    routes = control_routes(TrainRecipe.model_validate(recipe))
+    routes = backend_of(TrainRecipe.model_validate(recipe)).routes
     server.require(routes)
     assert any("lora" in route for route in routes) == (lora is not None)
 

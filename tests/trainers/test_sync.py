@@ -11,9 +11,11 @@ import torch
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
-from agentfactory.trainers.sync import FileSync, LoraSync, WeightSync
 from agentfactory.trainers.sync.canary import Canary, canary_rows
 from agentfactory.trainers.sync.content import check_content, file_digest, parameter_digest
+from agentfactory.trainers.sync.file import FileSync
+from agentfactory.trainers.sync.lora import LoraSync
+from agentfactory.trainers.sync.protocol import WeightSync
 from tests.conftest import embedded_server
 from tests.forked import reserved_port
 

@@ -32,8 +32,10 @@ from agentfactory.trainers.policy import load_policy
 from agentfactory.trainers.rl import train_rl
 from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
 from agentfactory.trainers.stopping import Stop
-from agentfactory.trainers.sync import FileSync, LoraSync, WeightSync
 from agentfactory.trainers.sync.canary import Canary, canary_rows
+from agentfactory.trainers.sync.file import FileSync
+from agentfactory.trainers.sync.lora import LoraSync
+from agentfactory.trainers.sync.protocol import WeightSync
 from agentfactory.trainers.sync.retrying import RetryingSync
 from agentfactory.trainers.time_share import TimeShare
 from tests.forked import start_engine

@@ -18,9 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from agentfactory.trainers.server_control import ServerControl, SyncError
-from agentfactory.trainers.sync import IpcSync
 from agentfactory.trainers.sync.content import parameter_digest
-from agentfactory.trainers.sync.ipc import Buffer, description, parts
+from agentfactory.trainers.sync.ipc import Buffer, IpcSync, description, parts
 from tests.rollout.test_server_contract import make_model
 from tests.server_process import VLLM_PYTHON, serve
 

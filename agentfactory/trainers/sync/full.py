@@ -13,7 +13,7 @@ def update_full_weights(
     label: str,
     state: dict[str, Tensor],
     transfer: Callable[[], None],
-    keep_caches: bool,
+    keep_caches: bool = False,
 ) -> str:
     """Pauses all servers, lets `transfer` bring `state` into them, proves it in each, and resumes them. Returns the
     digest of what is proven (see check_content).

@@ -1,0 +1,106 @@
+"""What each `sync.backend` needs of the recipe, the devices and the servers; told without torch.
+
+The backends themselves are classes, one per file beside this one, or the user's own `FILE.py:NAME`: see WeightSync in
+protocol.py. Nothing else in AgentFactory asks for a backend by its name.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.extension import Extension, load_extension
+from agentfactory.trainers.config import TrainRecipe
+
+ADAPTER_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+FULL_ROUTES = (
+    *("/init_weight_transfer_engine", "/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+    *("/weight_info", "/weight_checker", "/reset_prefix_cache", "/resume", "/is_paused"),
+)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way to bring weights into the servers. A class of the user's own says the same by class attributes of these
+    names, as far as they differ from the defaults."""
+
+    name: str
+    """What `sync.backend` calls it."""
+    adapters: bool = False
+    """Whether it brings adapters, and not all weights."""
+    routes: tuple[str, ...] = FULL_ROUTES
+    """Of the server, that it calls."""
+    transfer: str | None = "file"
+    """Backend of vLLM's --weight-transfer-config; None: the flag is left out."""
+    engines: tuple[str, ...] = ("vllm", "embedded")
+    """Values of `server.engine` that it can serve."""
+    devices: Literal["any", "one", "apart"] = "any"
+    """one: trainer and vLLM compute on one GPU; apart: on different ones."""
+
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend("file"),
+        Backend("lora", adapters=True, routes=ADAPTER_ROUTES, transfer=None),
+        Backend("nccl", routes=(*FULL_ROUTES, "/get_world_size"), transfer="nccl", engines=("vllm",), devices="apart"),
+        Backend("ipc", transfer="ipc", devices="one"),
+    )
+}
+_CLASSES = {
+    "file": "agentfactory.trainers.sync.file:FileSync",
+    "lora": "agentfactory.trainers.sync.lora:LoraSync",
+    "nccl": "agentfactory.trainers.sync.nccl:NcclSync",
+    "ipc": "agentfactory.trainers.sync.ipc:IpcSync",
+}
+
+INPUTS = ("servers", "folder", "run", "attempt", "keep", "keep_caches")
+"""What a backend's class can be made with, by name: the servers (ServerControl); a folder for files that travel; names
+of the run and of this attempt at it; how many versions of adapters turns may use at a time; whether the servers' caches
+outlive an update (rollout.inflight: keep)."""
+
+
+def backend_of(recipe: TrainRecipe) -> Backend:
+    """The recipe's; of `auto`, what it stands for where nothing is known of devices. Raises SettingError where a class
+    of the user's own cannot be loaded."""
+    name = _resolved(recipe)
+    if name in BACKENDS:
+        return BACKENDS[name]
+    own = _load(recipe).function
+    fields = [field for field in Backend.__dataclass_fields__ if field != "name"]
+    return Backend(name, **{field: getattr(own, field) for field in fields if hasattr(own, field)})
+
+
+def check_backend(recipe: TrainRecipe) -> None:
+    """Raise SettingError where the recipe's backend cannot bring what is trained into its servers."""
+    backend, lora, engine = backend_of(recipe), recipe.model.lora, recipe.server.engine
+    if backend.adapters and lora is None:
+        problem, fix = f"got {backend.name!r}, but every weight is trained", "set model.lora.rank, or use file"
+    elif not backend.adapters and lora is not None:
+        problem, fix = f"got {backend.name!r}, but an adapter is trained", "use lora or auto, or set model.lora=null"
+    elif engine not in backend.engines:
+        problem, fix = f"got {backend.name!r}, which server.engine={engine} does not have", "use file or auto"
+    else:
+        return
+    raise SettingError("sync.backend", problem, fix)
+
+
+def load_backend(recipe: TrainRecipe) -> Callable[..., Any]:
+    """The class of the recipe's backend, to be called with INPUTS by name."""
+    return _load(recipe)
+
+
+def _resolved(recipe: TrainRecipe) -> str:
+    asked = recipe.sync.backend
+    return asked if asked != "auto" else "lora" if recipe.model.lora else "file"
+
+
+def _load(recipe: TrainRecipe) -> Extension:
+    name = _resolved(recipe)
+    if name not in BACKENDS:
+        return load_extension("sync.backend", name, {}, INPUTS, recipe.sync)
+    # only now: it imports torch
+    module, _, attribute = _CLASSES[name].partition(":")
+    ours = {name: getattr(importlib.import_module(module), attribute)}
+    return load_extension("sync.backend", name, ours, INPUTS, recipe.sync)

@@ -1,0 +1,102 @@
+"""docs/add-a-sync-backend.md, run: backends in files of the user's own."""
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from agentfactory.recipe.load import load_recipe
+from agentfactory.tools.errors import SettingError
+from agentfactory.trainers.sync.backends import BACKENDS, backend_of
+from tests.conftest import QUICKSTART, REPOSITORY
+from tests.project import Command
+from tests.test_own_algorithm import write_page
+
+pytestmark = pytest.mark.processes
+
+PAGE = REPOSITORY / "docs" / "add-a-sync-backend.md"
+
+OWN = """
+class Adapters:
+    adapters, routes, transfer, engines = True, ("/v1/load_lora_adapter",), None, ("vllm",)
+    def __init__(self, servers, speed): pass
+
+class OneGpu:
+    devices = "one"
+    def __init__(self, servers): pass
+"""
+
+
+def test_what_a_class_says_of_itself(project: Path) -> None:
+    write_page(PAGE, project)
+    (project / "own.py").write_text(OWN)
+    ours = load_recipe("recipe.yaml")
+    assert backend_of(ours) == BACKENDS["file"]
+    assert backend_of(load_recipe("recipe.yaml", ["model.lora.rank=8"])) == BACKENDS["lora"]
+    copied = load_recipe("recipe.yaml", ["sync.backend=copied.py:Copied", "sync.options={command: [cp], target: x}"])
+    made = backend_of(copied)
+    assert (made.routes, made.transfer, made.devices) == (BACKENDS["file"].routes, "file", "any")
+    settings = ["model.lora.rank=8", "sync.backend=own.py:Adapters", "sync.options.speed=1", "server.engine=vllm"]
+    adapters = backend_of(load_recipe("recipe.yaml", settings, lacks=[]))
+    assert (adapters.adapters, adapters.routes, adapters.transfer) == (True, ("/v1/load_lora_adapter",), None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["sync.backend=rsync"], r"sync\.backend: got 'rsync'; fix: use auto, file, .*FILE\.py:NAME of a class"),
+        (["sync.options={a: 1}"], r"sync\.options: got .* with sync\.backend=auto; fix: remove it"),
+        (["sync.backend=own.py:Adapters", "sync.options.speed=1"], "but every weight is trained"),
+        (["sync.backend=own.py:Adapters", "model.lora.rank=8"], "a parameter 'speed' that nothing gives"),
+        (
+            ["sync.backend=own.py:Adapters", "sync.options.speed=1", "model.lora.rank=8"],
+            r"own\.py:Adapters', which server\.engine=embedded does not have",
+        ),
+        (
+            ["sync.backend=copied.py:Copied", "model.lora.rank=8", "sync.options={command: [a], target: b}"],
+            "an adapter",
+        ),
+        (["sync.backend=own.py:OneGpu", "server.engine=vllm", "placement.mode=separate"], "it is for one GPU"),
+    ],
+)
+def test_backends_that_are_refused(project: Path, overrides: list[str], told: str) -> None:
+    write_page(PAGE, project)
+    (project / "own.py").write_text(OWN)
+    with pytest.raises(SettingError, match=told):
+        load_recipe("recipe.yaml", overrides, lacks=[])
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [
+        "{backend: ram_disk.py:RamDisk, options: {where: FOLDER}}",
+        "{backend: copied.py:Copied, options: {command: [cp], target: FOLDER/policy.safetensors}}",
+    ],
+    ids=["RamDisk", "Copied"],
+)
+def test_a_run_by_the_pages_backend(
+    sync: str, quickstart_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agentfactory: Command
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_page(PAGE, tmp_path)
+    (tmp_path / "place").mkdir()
+    (model,) = (quickstart_run / "sft" / "checkpoints").iterdir()
+    (tmp_path / "recipe.yaml").write_text(
+        textwrap.dedent(f"""
+        extends: {QUICKSTART / "grpo.yaml"}
+        prepare: null
+        model: {{path: {model}}}
+        data: {{path: {quickstart_run / "prepared" / "train.jsonl"}}}
+        eval: {{data: null}}
+        sync: {sync.replace("FOLDER", str(tmp_path / "place"))}
+        train: {{steps: 2, batch_size: 2, warmup_steps: 0}}
+        """)
+    )
+    done = agentfactory("train", "recipe.yaml", "output=run")
+    assert done.returncode == 0, done.stderr
+    steps = [line for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").open()) if "loss" in line]
+    assert [line["sync/canary_slope"] == pytest.approx(1.0, abs=1e-3) for line in steps] == [True, True]
+    assert all(line["sync/bytes"] > 1e5 for line in steps)
+    left = [path.name for path in (tmp_path / "place").iterdir()]
+    assert left == ([] if "RamDisk" in sync else ["policy.safetensors"])
