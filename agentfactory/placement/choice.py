@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from agentfactory.placement.assumed import MARGIN
 from agentfactory.placement.machine import Gpu, Machine
 from agentfactory.placement.memory_table import GIB, OFFLOADED, STAYS_ON_GPU, Need, Plan, Sum, gib
 from agentfactory.placement.server_memory import ServerMemory
@@ -11,8 +12,6 @@ from agentfactory.recipe.schema import Recipe
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.sync.backends import backend_of
 
-MARGIN = 0.05
-"""Share of a device that is left free: allocators keep memory in pieces, some of which are too small for what comes."""
 VLLM_SHARE = 0.92
 """What vLLM 0.32 takes of a GPU where gpu_memory_utilization is not set."""
 VLLM_CPU_CACHE = GIB

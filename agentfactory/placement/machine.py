@@ -7,11 +7,8 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from agentfactory.placement.assumed import ASKING_CONTEXT
 from agentfactory.tools import parent_watch
-
-_OWN_CONTEXT = 400 * 2**20
-"""What the CUDA context of this process takes of each GPU, in bytes, before anything is computed. Assumed, and not
-measured: it differs between GPUs and versions."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ def see_machine() -> Machine:
 def _see_gpu(index: int) -> Gpu:
     free, total = torch.cuda.mem_get_info(index)
     # to ask makes a context, which goes with this process
-    return Gpu(total, min(total, free + _OWN_CONTEXT))
+    return Gpu(total, min(total, free + ASKING_CONTEXT))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How much memory an inference server takes, from its recipe and the model's configuration alone.
 
 Weights are counted on the network itself, made on the meta device. What only a GPU has, and what vLLM takes to run, is
-assumed: nothing of it was measured on a GPU yet.
+assumed (assumed.py).
 """
 
 import copy
@@ -13,22 +13,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
+from agentfactory.placement.assumed import CUDA_CONTEXT, CUDA_GRAPHS, NCCL_BUFFERS, SAMPLER_COPIES
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.embedded.engine import MASK_ELEMENTS, PREFILL_TOKENS
 from agentfactory.rollout.embedded.linear import onednn_modules
 from agentfactory.rollout.vllm_arguments import LORA_RANKS
 
-CUDA_CONTEXT = 512 * 2**20
-"""CUDA, the kernels of torch that are loaded, and the workspaces of cuBLAS in one process. Assumed: it differs between
-GPUs and versions."""
-NCCL_BUFFERS = 384 * 2**20
-"""vLLM on several GPUs. Assumed."""
-CUDA_GRAPHS = 512 * 2**20
-"""Captured decode steps. Assumed."""
 LARGE_DEVICE = 70 * 2**30
 """Above it vLLM 0.32 computes 8192 tokens of prompts at once, else 2048 (EngineArgs.get_batch_defaults)."""
-SAMPLER_COPIES = 5
-"""vLLM: so many float32 numbers there are at once for each logit of all sequences. Assumed."""
 EMBEDDED_SAMPLER_COPIES = 7
 """embedded: scaled logits, log-probabilities, probabilities, these and their sums in float64."""
 

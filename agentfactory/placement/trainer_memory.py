@@ -1,7 +1,8 @@
 """How much memory a trainer process takes, from its recipe and the model's configuration alone.
 
 Counts are those of the policy that the learner would make, on the meta device; activations are found by running it on
-fake tensors (agentfactory.placement.activation_memory). What only a GPU has, its context and libraries, is assumed.
+fake tensors (agentfactory.placement.activation_memory). What only a GPU has, its context and libraries, is assumed
+(assumed.py).
 """
 
 from collections.abc import Iterable
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from agentfactory.placement.activation_memory import fullest, trace
+from agentfactory.placement.assumed import CUDA_CONTEXT, NCCL_BUFFERS
 from agentfactory.placement.meta_model import meta_model, policy_of
-from agentfactory.placement.server_memory import CUDA_CONTEXT, NCCL_BUFFERS
 from agentfactory.trainers.config import OptimizerConfig, TrainConfig, TrainRecipe
 from agentfactory.trainers.critic import ActorCritic, Role, role_of
 from agentfactory.trainers.network import decoder_layers

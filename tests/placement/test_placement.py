@@ -15,8 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 from agentfactory.commands import main
 from agentfactory.launching import launcher
 from agentfactory.placement.__main__ import place as plan_for
+from agentfactory.placement.assumed import MARGIN
 from agentfactory.placement.changes import refusal
-from agentfactory.placement.choice import MARGIN, choose
+from agentfactory.placement.choice import choose
 from agentfactory.placement.machine import Gpu, Machine
 from agentfactory.placement.memory_table import GIB, Need, Plan, rows, table
 from agentfactory.placement.model_config import SHAPES, NoConfigError, load_config

@@ -10,7 +10,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qwen3_5TextConfig, Qwen3Config
 
-from agentfactory.placement.server_memory import CUDA_GRAPHS, ServerMemory, server_memory
+from agentfactory.placement.assumed import CUDA_GRAPHS
+from agentfactory.placement.server_memory import ServerMemory, server_memory
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.embedded.engine import Engine, Request
 from agentfactory.rollout.embedded.plan import Planner
