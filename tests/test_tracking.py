@@ -286,7 +286,7 @@ def test_what_is_not_installed_is_refused(tracked: Tracked, monkeypatch: pytest.
     with pytest.raises(SettingError, match=r"track\.trackers: got 'mlflow', which is not installed; .*pip install mlf"):
         load_recipe(file, ["track.trackers=[mlflow]"])
     # it may be for another machine
-    lacks: list[str] = []
+    lacks: list[SettingError] = []
     load_recipe(file, ["track.trackers=[tensorboard, mlflow]"], lacks=lacks)
     assert len(lacks) == 1
     with pytest.raises(SettingError, match=r"track\.trackers: got wandb, wandb: name each once"):

@@ -302,8 +302,11 @@ def test_shells_complete_commands_options_and_fields(project: Path) -> None:
 def test_a_tab_imports_the_viewer_only_for_its_options(project: Path) -> None:
     answer = "import argcomplete, os; argcomplete.autocomplete = lambda *_, **__: None; "
     answer += "from agentfactory.commands.completion import answer; "
+    answer += "from agentfactory.commands.options import make_parser; "
     for line, wanted in (("agentfactory train ", False), ("agentfactory vi", False), ("agentfactory view --", True)):
-        imported = imported_by(f"{answer}os.environ['COMP_LINE'] = {line!r}; answer()", project)
+        imported = imported_by(
+            f"{answer}os.environ['COMP_LINE'] = {line!r}; answer(lambda viewer: make_parser(viewer)[0])", project
+        )
         assert ("agentfactory.viewer.command" in imported) is wanted, line
 
 
@@ -371,8 +374,8 @@ def test_a_defect_is_told_on_one_screen(monkeypatch: pytest.MonkeyPatch, capsys:
     assert lines[-1] == "agentfactory: failed: RuntimeError: the bottom"
     whole = Path(lines[0].removeprefix("the whole traceback: "))
     # what is left out on the screen: where it began
-    assert "/cli.py" in whole.read_text()
-    assert not any("/cli.py" in line for line in lines)
+    assert "/main.py" in whole.read_text()
+    assert not any("/main.py" in line for line in lines)
     whole.unlink()
 
 

@@ -254,9 +254,9 @@ def test_rows_are_read_where_that_is_quick(project: Path, monkeypatch: pytest.Mo
 @pytest.mark.processes
 def test_what_is_not_installed_is_appended_where_asked(project: Path) -> None:
     programs = ["mcp_servers.a.command=no-such-program", "server.engine=vllm"]
-    lacks: list[str] = []
+    lacks: list[SettingError] = []
     load_recipe("recipe.yaml", programs, lacks=lacks)
-    program, vllm = lacks
+    program, vllm = map(str, lacks)
     assert program.startswith("mcp_servers.a.command: no program 'no-such-program'; fix: install it")
     assert vllm.startswith("server.engine: got 'vllm', which is not installed")
 

@@ -128,7 +128,7 @@ def test_a_server_that_refuses_or_is_gone_stops_the_run(server: ServerControl) -
         server.post("/update_weights", {"update_info": {"path": "nowhere"}})
     with pytest.raises(SyncError, match="ConnectionRefusedError"):
         ServerControl("http://127.0.0.1:9").get("/health")
-    with pytest.raises(ValueError, match=r"server\.api_key_env: the environment variable NO_SUCH_KEY"):
+    with pytest.raises(ValueError, match=r"server\.api_key_env: the variable NO_SUCH_KEY is not set; fix: export it"):
         ServerControl(server.url, "NO_SUCH_KEY")
     with pytest.raises(ValueError, match=r"server\.url: 'localhost:8000'"):
         ServerControl("localhost:8000")
