@@ -152,8 +152,8 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | Symptom | Non
         health = Health()
         findings: list[Finding] = []
         for metrics in folder.read_metrics() if main else ():
-            # a resumed run is compared with its earlier steps
-            health.note(metrics)
+            # a resumed run is compared with its earlier steps, and keeps their warnings
+            findings += health.note(metrics)
 
         def show(metrics: dict[str, Any]) -> None:
             progress.update(metrics)
@@ -243,6 +243,7 @@ def train(recipe: Recipe, resumed: str | None) -> signal.Signals | Symptom | Non
                     **({"reason": _reason(stop.agreed_on, findings)} if stop.agreed_on else {}),
                     **figures,
                     "steps": result.steps,
+                    "evaluated_step": result.evaluated,
                     "train_wall_seconds": result.seconds,
                     "seed": recipe.seed,
                     "checkpoint": str(result.checkpoint) if result.checkpoint else None,
@@ -271,7 +272,7 @@ def _reason(ended_by: signal.Signals | Symptom, findings: list[Finding]) -> str:
     """For summary.json."""
     if isinstance(ended_by, signal.Signals):
         return ended_by.name
-    said = next(finding.text for finding in findings if finding.symptom is ended_by)
+    said = next(finding.text for finding in reversed(findings) if finding.symptom is ended_by)
     return f"train.stop_when: {ended_by}: {said}"
 
 
@@ -307,10 +308,10 @@ def main() -> int:
     except (LaunchError, RunFolderError, SettingError) as error:
         # every rank finds it, but what is on a machine's disk; one rank of each machine says it
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(error, file=sys.stderr)
+            say_why(error)
         return 2
     except (WorkerDiedError, SyncError, TrackingError, ValueError, FloatingPointError) as error:
-        print(error, file=sys.stderr)
+        say_why(error)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -318,6 +319,13 @@ def main() -> int:
     if isinstance(ended_by, Symptom):
         return STOPPED
     return 128 + ended_by if ended_by else 0
+
+
+def say_why(error: Exception) -> None:
+    """Say what ended this process; of several, as torch marks a rank's traceback, so that the launcher can tell the
+    cause from what it has brought down."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    print(f"[rank{os.environ.get('RANK', '0')}]: {error}" if several else error, file=sys.stderr)
 
 
 def leave(status: int) -> NoReturn:

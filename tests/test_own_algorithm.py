@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data import load_tasks
 from agentfactory.tools.errors import SettingError
@@ -73,6 +74,14 @@ def none(rewards): return None
 def short(rewards): return [0.0]
 def wide(groups): return [[0.0]]
 def both(rewards, groups): return []
+def mixed(groups, batch_rewards): return []
+def alone(batch_rewards): return []
+async def waits(rewards): return []
+def words(rewards): return ["a", "b"]
+def per_chain(groups): return [0.0, 1.0]
+def raises(rewards): return {}["zz"]
+def leaves(rewards): raise SystemExit(0)
+def infinite(rewards): return [1e300, -1e300]
 def nothing(scores): return []
 def wants(rewards, power): return rewards
 def placed(rewards, /): return rewards
@@ -81,12 +90,17 @@ number = 3
 def detached(logprob): return logprob.detach()
 def scalar(logprob): return logprob.sum()
 def text(logprob): return "loss"
+def endless_loss(logprob): return logprob / 0.0
 
 def endless():
     return ({"question": str(i)} for i in itertools.count())
 def broken(): raise KeyError("path")
 def array(): return [{"question": "a", "image": np.zeros(2)}]
-def words(): return ["a"]
+def lines(): return ["a"]
+def whole(): return "rows"
+def quits():
+    yield {"question": "a"}
+    raise SystemExit(3)
 class Rows:
     def __init__(self, most=2): self.most = most
     def __iter__(self): return iter([{"question": "q", "answer": (1, 2)}] * self.most)
@@ -97,8 +111,12 @@ class Rows:
     ("settings", "told"),
     [
         ({"estimator": "own.py:gone"}, "estimator: unknown: .* defines no gone; .*; fix: "),
-        ({"estimator": "own.py:number"}, "is a int, not a function; fix: name a function"),
-        ({"estimator": "own.py:both"}, "takes both rewards and groups; fix: take one"),
+        ({"estimator": "own.py:number"}, "own.py:number is of type int; fix: name a plain function"),
+        ({"estimator": "own.py:both"}, "takes both rewards and groups; fix: take groups alone"),
+        ({"estimator": "own.py:mixed"}, "takes both groups and batch_rewards; fix: take groups alone"),
+        ({"estimator": "own.py:alone"}, "takes batch_rewards without rewards; fix: take rewards too"),
+        ({"estimator": "own.py:waits"}, "is an async function; fix: name a plain function"),
+        ({"estimator": "own.py:short", "options": {"rewards": 1}}, "AgentFactory itself gives rewards to own.py:short"),
         ({"estimator": "own.py:nothing"}, "takes none of rewards, batch_rewards, groups; fix: "),
         (
             {"estimator": "own.py:wants"},
@@ -119,14 +137,25 @@ def test_a_function_that_does_not_fit_is_refused(files: Path, settings: dict[str
     assert refused.value.field.startswith("train.advantage.")
 
 
-@pytest.mark.parametrize("name", ["short", "wide"])
+@pytest.mark.parametrize("name", ["short", "wide", "none", "words", "per_chain"])
 def test_a_result_of_another_shape_is_refused(files: Path, name: str) -> None:
     (files / "own.py").write_text(OWN)
     with pytest.raises(SettingError, match=rf"train\.advantage\.estimator: own\.py:{name} .*return"):
         Estimator(AdvantageConfig(estimator=f"own.py:{name}"))([rewards(0.0, 1.0)])
 
 
-@pytest.mark.parametrize(("name", "told"), [("detached", "no gradient"), ("scalar", r"shape \[\]"), ("text", "'loss'")])
+@pytest.mark.parametrize(("name", "told"), [("raises", "KeyError: 'zz'"), ("leaves", "SystemExit: 0")])
+def test_what_a_function_raises_is_told_with_its_name(files: Path, name: str, told: str) -> None:
+    (files / "own.py").write_text(OWN)
+    line = next(number for number, text in enumerate(OWN.splitlines(), 1) if text.startswith(f"def {name}("))
+    with pytest.raises(SettingError, match=rf"estimator: own\.py:{name} failed: {told} \(own\.py, line {line}\)"):
+        Estimator(AdvantageConfig(estimator=f"own.py:{name}"))([rewards(0.0, 1.0)])
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("detached", "no gradient"), ("scalar", r"shape \[\]"), ("text", "'loss'"), ("endless_loss", "not finite")],
+)
 def test_terms_that_teach_nothing_are_refused(files: Path, name: str, told: str) -> None:
     (files / "own.py").write_text(OWN)
     logprob = torch.zeros(3, requires_grad=True)
@@ -139,7 +168,9 @@ def test_terms_that_teach_nothing_are_refused(files: Path, name: str, told: str)
     [
         ("broken", "own.py:broken failed: KeyError: 'path'"),
         ("array", "own.py:array gives what is no JSON: .*ndarray"),
-        ("words", "row 1 of own.py:words is a str, not an object"),
+        ("lines", "row 1 of own.py:lines is a str, not an object"),
+        ("whole", "own.py:whole returned 'rows'; fix: return, or yield, rows"),
+        ("quits", "own.py:quits failed: SystemExit: 3"),
     ],
 )
 def test_a_source_without_rows_is_refused(files: Path, name: str, told: str) -> None:
@@ -175,6 +206,18 @@ REFUSED = {
         ["train.loss.policy=topr.py:topr", "train.loss.options.much=2"],
         "train.loss.options.much: .* no such option; fix: remove it; its options are most",
     ),
+    "options of an algorithm's own loss": (
+        ["train.algorithm=gspo", "train.loss.policy=topr.py:topr", "train.loss.clip_low=0.1"],
+        "clip_low: got 0.1, which has an effect only with",
+    ),
+    "options that a base recipe gives": (
+        ["train.advantage={estimator: grpo, options: {least: 1}}"],
+        "train.advantage.options: got .*; fix: set it to null",
+    ),
+    "a split of a source": (
+        ["data.path=null", "data.source=sums.py:sums", "data.split=test"],
+        "data.split: got 'test'",
+    ),
     "data twice": (["data.source=sums.py:sums"], "data: got both path=.*; fix: give one"),
     "a source's option": (
         ["data.path=null", "data.source=sums.py:sums", "data.options={counts: 3}"],
@@ -189,6 +232,19 @@ def test_recipes_that_are_refused(files: Path, project: Path, case: str) -> None
     overrides, told = REFUSED[case]
     with pytest.raises(SettingError, match=told):
         load_recipe("recipe.yaml", overrides)
+
+
+@pytest.mark.parametrize("algorithm", ["dapo", "gspo", "cispo", "sapo", "dr_grpo", "rloo", "reinforce_pp", "ppo"])
+def test_an_algorithms_other_defaults_stay(files: Path, project: Path, algorithm: str) -> None:
+    write_page(PAGE, project)
+    own = ["train.advantage.estimator=maxrl.py:maxrl", "train.loss.policy=topr.py:topr"]
+    made, plain = (load_recipe("recipe.yaml", [f"train.algorithm={algorithm}", *more]) for more in (own, []))
+    assert isinstance(made, Recipe)
+    assert isinstance(plain, Recipe)
+    assert made.train.loss.clip_high == 0.2
+    assert made.train.loss.normaliser == plain.train.loss.normaliser
+    assert (made.rollout.equal_rewards == "refill") is (algorithm == "dapo")
+    assert load_recipe("recipe.yaml", ["train.advantage={estimator: grpo, options: null}"])
 
 
 @pytest.mark.processes
@@ -247,4 +303,4 @@ def test_a_run_by_the_pages_algorithm_on_rows_of_its_own(
         "train", "recipe.yaml", "output=run", "--resume", "train.steps=5", "train.advantage.options.least=0.2"
     )
     assert other.returncode == 2
-    assert "train.advantage.options" in other.stderr
+    assert "train.advantage.options.least: got 0.2, but " in other.stderr

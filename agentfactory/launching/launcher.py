@@ -1,5 +1,6 @@
 """Training on one machine: prepare, start the server, start the trainer ranks, and end them all."""
 
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -28,6 +29,10 @@ Say = Callable[[str], None]
 
 class RunStopped(Exception):
     """A symptom of train.stop_when has ended the run; the message says which, and where the best checkpoint is."""
+
+    def __init__(self, reason: str, best: list[str]) -> None:
+        super().__init__("; ".join([reason, *best]))
+        self.reason = reason
 
 
 def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, say: Say) -> None:
@@ -78,7 +83,7 @@ def _train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, s
     except BaseException as error:
         statuses = {KeyboardInterrupt: "interrupted", RunStopped: "stopped"}
         status = next((name for kind, name in statuses.items() if isinstance(error, kind)), "failed")
-        reason = str(error) or "Ctrl-C"
+        reason = error.reason if isinstance(error, RunStopped) else str(error) or "Ctrl-C"
         folder.write_summary({**folder.read_summary(), "status": status, "reason": reason, "seed": recipe.seed})
         raise
     last = parts[-1].folder
@@ -127,13 +132,16 @@ def _train_one(
         command.append(f"server.url={url}")
         placement.check_trainers_room()
     env, log = _trainer_env(recipe, folder) | placement.environment("trainer"), folder.logs / "train.log"
-    trainer = children.start("trainer", command, log, env=env, show=True, is_finishing=folder.is_finishing)
+    explain = _first_rank_that_failed if recipe.train.processes > 1 else None
+    trainer = children.start(
+        "trainer", command, log, env=env, show=True, explain=explain, is_finishing=folder.is_finishing
+    )
     try:
         children.wait(trainer)
     except ChildFailed:
         summary = folder.read_summary()
         if summary.get("status") == "stopped":
-            raise RunStopped("; ".join([summary["reason"], *_best(summary)])) from None
+            raise RunStopped(summary["reason"], _best(summary)) from None
         raise
     if server is not None:
         children.stop(server)
@@ -149,6 +157,12 @@ def _trainer_command(recipe: Recipe) -> list[str]:
         *("--num_processes", str(recipe.train.processes), "--main_process_port", "0"),
         *TRAINER,
     )
+
+
+def _first_rank_that_failed(log: list[str]) -> str | None:
+    """What it said: the others, and torchrun's own report, come after the cause."""
+    said = (re.match(r"\[rank\d+\]: (?!Traceback)(\S.*)", line) for line in log)
+    return next((found[1] for found in said if found), None)
 
 
 def _trainer_env(recipe: Recipe, folder: RunFolder) -> dict[str, str]:
@@ -276,10 +290,13 @@ def _conclusion(name: str, summary: dict[str, Any], folder: Path, curve: Path | 
 
 
 def _best(summary: dict[str, Any]) -> list[str]:
-    """The best checkpoint, where it is not the last one."""
+    """The best checkpoint, where it is not the last one, and better than what training began with."""
     best = summary.get("best_checkpoint")
     if not best or best["path"] == summary.get("checkpoint"):
         return []
+    before = summary.get(f"{best['metric'].rpartition('/')[2]}_before")
+    if best["metric"].startswith("eval/sampled/") and before is not None and before >= best["value"]:
+        return [f"no checkpoint is better than the weights that it began with ({best['metric']} {before:.2f})"]
     return [f"best checkpoint {display(Path(best['path']))} ({best['metric']} {best['value']:.2f})"]
 
 

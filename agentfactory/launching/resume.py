@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 
 from agentfactory.launching.run_folder import RunFolder, RunFolderError, next_free
-from agentfactory.recipe.composition import COMMAND_LINE, display, short
+from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe
-from agentfactory.tools.errors import SettingError
+from agentfactory.tools.errors import SettingError, short
 from agentfactory.trainers.checkpoint_folder import (
     DamagedCheckpointError,
     checkpoints,
@@ -125,7 +125,9 @@ def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> 
     old, new = _BEFORE | _leaves(before), _leaves(yaml.safe_load(recipe.to_yaml()))
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name) and not f"{name}.".startswith(tuple(f"{field}." for field in _MAY_DIFFER)):
-            problem = f"got {short(new.get(name))}, but {display(where)} was trained with {short(old.get(name))}"
+            now = f"got {short(new[name])}" if name in new else "missing"
+            then = f"with {short(old[name])}" if name in old else "without it"
+            problem = f"{now}, but {display(where)} was trained {then}"
             raise SettingError(
                 name, problem, "set it back, or begin another run with output=OTHER", source=COMMAND_LINE
             )
@@ -156,6 +158,6 @@ def rewind(folder: RunFolder, checkpoint: Path | None, say: Callable[[str], None
 
 
 def _leaves(data: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(data, dict) and data:
+    if isinstance(data, dict):
         return {name: leaf for key, value in data.items() for name, leaf in _leaves(value, f"{prefix}.{key}").items()}
     return {prefix.removeprefix("."): data}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from agentfactory.recipe.composition import Composed, display, short
+from agentfactory.recipe.composition import Composed, display
 from agentfactory.recipe.schema import Recipe
 from agentfactory.recipe.train_checks import Lack, check_placement, check_training
 from agentfactory.rollout.config import Inflight
@@ -20,7 +20,7 @@ from agentfactory.rollout.parsers import load_parser
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.serving import missing_from
 from agentfactory.tools.environment import Environment, reset_schema
-from agentfactory.tools.errors import SettingError
+from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.prebuilt import PREBUILT
 from agentfactory.tools.tool import is_tool
 from agentfactory.tools.user_code import UserCodeError, load_object

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from agentfactory.tools.errors import SettingError
+from agentfactory.tools.errors import SettingError, short
 
 COMMAND_LINE = "command line"
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -70,12 +70,6 @@ def display(path: Path) -> str:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
         return str(path)
-
-
-def short(value: Any) -> str:
-    """`value` for a message."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _parse(text: str, source: str, name: str) -> Any:

@@ -20,11 +20,10 @@ from agentfactory.recipe.composition import (
     read_mapping,
     recipe_file,
     replace_prefixes,
-    short,
 )
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.tools.config import Section
-from agentfactory.tools.errors import SettingError
+from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.import_path import append_folders
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -238,6 +237,9 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
             return name, f"got {got}", f"use {context['expected']}"
         case "model_type" | "dict_type" | "model_attributes_type":
             return name, f"got {got}, not a section", f"write `{keys[-1]}:` and its keys below, indented"
+        case "list_type":
+            given = error["input"]
+            return name, f"got {got}, not a list", f"write [{given}]" if isinstance(given, str) else "write a list"
         case "string_type":
             return name, f"got {got}, not text", "write text, in quotes where it looks like something else"
     return name, f"got {got}", wanted.replace("Input should be", "it must be")

@@ -4,12 +4,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from agentfactory.recipe.composition import short
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import EqualRewards
-from agentfactory.tools.errors import SettingError
+from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.import_path import is_installed
 from agentfactory.trainers.best_checkpoint import AUTO
+from agentfactory.trainers.config import owners
 from agentfactory.trainers.estimators import Estimator
 from agentfactory.trainers.metrics import METRICS
 from agentfactory.trainers.sync.backends import backend_of, check_backend
@@ -44,7 +44,7 @@ def check_training(recipe: Recipe, lack: Lack, runs_chains: bool) -> None:
         if recipe.model.lora is None:
             _check_full_weights(recipe)
     if recipe.train.from_trajectories:
-        for name, idle in (("equal_rewards", EqualRewards.KEEP), ("curriculum", None)):
+        for name, idle in (("equal_rewards", EqualRewards.KEEP), ("curriculum", None), ("max_staleness", 0)):
             if getattr(recipe.rollout, name) != idle:
                 problem = "is set, but train.from_trajectories takes the saved groups as they are"
                 raise SettingError(f"rollout.{name}", problem, "remove it, or sort the groups before")
@@ -217,6 +217,7 @@ def _check_unused(recipe: Recipe) -> None:
         "train.advantage": (not sft, "a reinforcement learning algorithm"),
         "train.loss": (not sft, "a reinforcement learning algorithm"),
         "train.overlong": (not sft, "a reinforcement learning algorithm"),
+        "train.stop_when": (not sft, "a reinforcement learning algorithm"),
         "train.critic": (train.has_critic, "train.advantage.estimator=gae"),
         "train.loss.kl.estimator": (distance.coefficient > 0, "train.loss.kl.coefficient > 0"),
         "train.loss.kl.place": (distance.coefficient > 0, "train.loss.kl.coefficient > 0"),
@@ -228,11 +229,9 @@ def _check_unused(recipe: Recipe) -> None:
         function = getattr(config, key)
         own = ".py:" in function
         needs[f"{prefix}.options"] = (own, f"{prefix}.{key}=FILE.py:NAME")
-        for name, about in type(config).model_fields.items():
-            extra = about.json_schema_extra
-            owners = extra.get("of") if isinstance(extra, dict) else None
-            if isinstance(owners, tuple):
-                needs[f"{prefix}.{name}"] = (function in owners, f"{prefix}.{key}={' or '.join(owners)}")
+        for name in type(config).model_fields:
+            if of := owners(config, name):
+                needs[f"{prefix}.{name}"] = (function in of, f"{prefix}.{key}={' or '.join(of)}")
     for name, (used, with_what) in needs.items():
         section: Any = train
         *path, last = name.split(".")[1:]
@@ -241,9 +240,8 @@ def _check_unused(recipe: Recipe) -> None:
         value, default = getattr(section, last), type(section).model_fields[last].default
         if not used and value != default:
             shown = short(value) if not hasattr(value, "model_fields") else "a setting"
-            raise SettingError(
-                name, f"got {shown}, which has an effect only with {with_what}", "remove it, or change that"
-            )
+            fix = "set it to null, or change that" if name.endswith(".options") else "remove it, or change that"
+            raise SettingError(name, f"got {shown}, which has an effect only with {with_what}", fix)
 
 
 def _check_mismatch(recipe: Recipe) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from agentfactory.rollout.trajectory import Outcome
-from agentfactory.tools.config import PositiveInt, Section, ToolsRecipe
+from agentfactory.tools.config import Options, PositiveInt, Section, ToolsRecipe
 from agentfactory.tools.errors import SettingError
 
 
@@ -48,7 +48,7 @@ class DataConfig(Section):
     """A JSON, JSONL or parquet file, or the hub name of a dataset."""
     source: str | None = None
     """In place of path: `FILE.py:NAME` of a function, or class, that gives rows."""
-    options: dict[str, Any] = {}
+    options: Options = {}
     """source: its arguments."""
     subset: str | None = None
     """Configuration of a hub dataset that has several."""
@@ -75,7 +75,10 @@ class DataConfig(Section):
                 "", f"got {got}", "give one: path, a file of rows, or source, FILE.py:NAME (and null for the other)"
             )
         if self.options and self.source is None:
-            raise SettingError("options", f"got {self.options} without source", "remove it")
+            raise SettingError("options", f"got {self.options} without source", "set it to null")
+        if self.source is not None and (self.subset is not None or self.split != "train"):
+            name = "split" if self.subset is None else "subset"
+            raise SettingError(name, f"got {getattr(self, name)!r} with source: it is for the hub", "remove it")
         return self
 
 

@@ -3,13 +3,14 @@
 import json
 import random
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from agentfactory.rollout.config import DataConfig
-from agentfactory.tools.errors import SettingError
+from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.extension import load_extension
 
 Task = dict[str, Any]
@@ -26,7 +27,7 @@ def load_tasks(config: DataConfig, section: str = "data") -> list[Task]:
         if config.limit is not None:
             rows = rows[: config.limit]
         if not rows:
-            raise SettingError("path", f"{config.path or config.source} holds no rows", "name one that does")
+            raise SettingError(_origin(config), f"{config.path or config.source} holds no rows", "name one that does")
         return [_rename(row, number, config) for number, row in enumerate(rows, 1)]
     except SettingError as error:
         raise error.at(f"{section}.{error.field}") from error.__cause__
@@ -42,15 +43,15 @@ def _called(config: DataConfig) -> list[Any]:
     """What the source gives, as JSON has it."""
     assert config.source is not None
     source = load_extension("source", config.source, {}, (), config)
-    try:
-        rows = list(islice(source(), config.limit))
-    except Exception as error:  # boundary: a user's code
-        problem = f"{config.source} failed: {type(error).__name__}: {error}"
-        raise SettingError("source", problem, "it has to return, or yield, rows") from error
+    with source.blamed():
+        rows = source()
+        if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
+            raise SettingError("source", f"{source.name} returned {short(rows)}", "return, or yield, rows")
+        rows = list(islice(rows, config.limit))
     try:
         return json.loads(json.dumps(rows))
     except (TypeError, ValueError) as error:
-        raise SettingError("source", f"{config.source} gives what is no JSON: {error}", "correct it") from error
+        raise SettingError("source", f"{source.name} gives what is no JSON: {error}", "correct it") from error
 
 
 def _read(config: DataConfig) -> list[Task]:
@@ -100,10 +101,15 @@ def _parse(content: bytes, path: Path, first_line: int) -> Any:
         raise SettingError("path", problem, "correct it") from None
 
 
+def _origin(config: DataConfig) -> str:
+    """The field that says where rows come from."""
+    return "path" if config.source is None else "source"
+
+
 def _rename(row: Any, number: int, config: DataConfig) -> Task:
     if not isinstance(row, dict):
         problem = f"row {number} of {config.path or config.source} is a {type(row).__name__}, not an object"
-        raise SettingError("path", problem, "correct it")
+        raise SettingError(_origin(config), problem, "correct it")
     row = dict(row)
     for new, old in config.columns.items():
         if old not in row:
@@ -115,7 +121,7 @@ def _rename(row: Any, number: int, config: DataConfig) -> Task:
             f"row {number} of {config.path or config.source} has neither 'question' nor 'messages' but {sorted(row)}"
         )
         fix = "rename one with data.columns, such as data.columns.question=problem"
-        raise SettingError("path", problem, fix)
+        raise SettingError(_origin(config), problem, fix)
     return row
 
 

@@ -4,11 +4,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from agentfactory.tools.errors import SettingError
 
 PositiveInt = Annotated[int, Field(gt=0)]
+Options = Annotated[dict[str, Any], BeforeValidator(lambda given: {} if given is None else given)]
+"""Arguments by name; null is none, so that a recipe can take back what it extends."""
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 

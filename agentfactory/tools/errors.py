@@ -1,5 +1,7 @@
 """The error of a setting that cannot work."""
 
+from typing import Any
+
 
 class SettingError(ValueError):
     """A field of a recipe, or an option of a command, that cannot work.
@@ -24,3 +26,9 @@ class SettingError(ValueError):
         """The same of another field, or set by another source."""
         field = self.field if field is None else field
         return SettingError(field, self.problem, self.fix, self.source if source is None else source)
+
+
+def short(value: Any) -> str:
+    """`value` for a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,7 +1,9 @@
 """A function of the user's own (`FILE.py:NAME`) in the place of one of ours: loaded, and held to its parameters."""
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,31 @@ class Extension:
     function: Callable[..., Any]
     takes: tuple[str, ...]
     options: Mapping[str, Any]
+    field: str = ""
+    name: str = ""
+    """For messages, of the user's own; "" for one of ours."""
 
     def __call__(self, **inputs: Any) -> Any:
-        return self.function(**{name: inputs[name] for name in self.takes}, **self.options)
+        """What the function returns. Raises SettingError, which says where, for whatever the user's own raises."""
+        given = {name: inputs[name] for name in self.takes}
+        if not self.name:
+            return self.function(**given, **self.options)
+        with self.blamed():
+            return self.function(**given, **self.options)
+
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """What is raised within is the user's."""
+        try:
+            yield
+        except SettingError:
+            raise
+        # a user's code may raise anything; one that exits must not end a run as if it were done
+        except (Exception, SystemExit) as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            told = f"{type(error).__name__}: {error}".removesuffix(": ")
+            problem = f"{self.name} failed: {told} ({Path(last.filename).name}, line {last.lineno})"
+            raise SettingError(self.field, problem, "correct it") from error
 
 
 def load_extension(
@@ -42,11 +66,14 @@ def load_extension(
         function = load_object(reference, Path.cwd())
     except UserCodeError as error:
         raise SettingError(field, f"unknown: {error.problem}", error.fix) from error.__cause__
-    if not callable(function):
-        raise SettingError(field, f"{reference} is a {type(function).__name__}, not a function", "name a function")
+    file, _, defined = reference.rpartition(":")
+    shown = f"{Path(file).name}:{defined}"
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        kind = "an async function" if callable(function) else f"of type {type(function).__name__}"
+        raise SettingError(field, f"{shown} is {kind}", "name a plain function")
     options: dict[str, Any] = settings.options  # type: ignore[attr-defined]
-    _check_parameters(field, reference, function, inputs, options)
-    return Extension(function, _taken(function, inputs), options)
+    _check_parameters(field, shown, function, inputs, options)
+    return Extension(function, _taken(function, inputs), options, field, shown)
 
 
 def _taken(function: Callable[..., Any], inputs: Collection[str]) -> tuple[str, ...]:
@@ -54,25 +81,28 @@ def _taken(function: Callable[..., Any], inputs: Collection[str]) -> tuple[str, 
 
 
 def _check_parameters(
-    field: str, reference: str, function: Callable[..., Any], inputs: Collection[str], options: Mapping[str, Any]
+    field: str, shown: str, function: Callable[..., Any], inputs: Collection[str], options: Mapping[str, Any]
 ) -> None:
     parameters = inspect.signature(function).parameters
     section = field.rpartition(".")[0]
     given = f"{section}.options" if section else "options"
     if inputs and not _taken(function, inputs):
-        problem = f"{reference} takes none of {', '.join(inputs)}"
+        problem = f"{shown} takes none of {', '.join(inputs)}"
         raise SettingError(field, problem, "name its parameters like what it needs of them")
     takes_rest = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for name, parameter in parameters.items():
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
-            raise SettingError(field, f"{reference} takes {parameter} by its place", "arguments come by name")
+            raise SettingError(field, f"{shown} takes {parameter} by its place", "arguments come by name")
         missing = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
         if missing and name not in inputs and name not in options:
             fix = f"set {given}.{name}, or give it a default"
             fix += f"; what it can be given is {', '.join(inputs)}" if inputs else ""
-            raise SettingError(field, f"{reference} has a parameter {name!r} that nothing gives", fix)
-    known = [name for name in parameters if name not in inputs]
+            raise SettingError(field, f"{shown} has a parameter {name!r} that nothing gives", fix)
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+    known = [name for name, parameter in parameters.items() if name not in inputs and parameter.kind not in kinds]
     for name in options:
-        if name in inputs or (name not in parameters and not takes_rest):
-            problem = f"{reference} has no such option"
+        if name in inputs:
+            raise SettingError(f"{given}.{name}", f"AgentFactory itself gives {name} to {shown}", "remove it")
+        if name not in parameters and not takes_rest:
+            problem = f"{shown} has no such option"
             raise SettingError(f"{given}.{name}", problem, f"remove it; its options are {', '.join(known) or 'none'}")

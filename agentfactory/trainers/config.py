@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from agentfactory.rollout.config import EqualRewards, RolloutRecipe
-from agentfactory.tools.config import Section
+from agentfactory.tools.config import Options, Section
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.health import Symptom
 
@@ -39,7 +39,7 @@ class AdvantageConfig(Section):
     """grpo: reward less the group's mean; rloo: less the mean of the others; reinforce_pp: return, whitened over the
     batch; reinforce_pp_baseline: less the group's mean, whitened over the batch; gae: by a learned critic; or
     `FILE.py:NAME` of a function of your own (docs/add-an-algorithm.md)."""
-    options: dict[str, Any] = {}
+    options: Options = {}
     """FILE.py:NAME: what its further parameters get."""
     scale: Literal["none", "group", "batch"] = Field(default="group", json_schema_extra=_of("grpo"))
     """grpo: divide by the standard deviation of the group's rewards, or of the batch's."""
@@ -90,7 +90,7 @@ class LossConfig(Section):
     policy: str = "clip"
     """clip: PPO's clipped surrogate; gspo: the same on the sequence's ratio; cispo: clipped weights; sapo: a soft gate;
     reinforce: plain policy gradient; or `FILE.py:NAME` of a function of your own (docs/add-an-algorithm.md)."""
-    options: dict[str, Any] = {}
+    options: Options = {}
     """FILE.py:NAME: what its further parameters get."""
     clip_low: float = Field(default=0.2, ge=0, json_schema_extra=_of("clip", "gspo"))
     """clip, gspo: probability ratios are clipped below at 1 - clip_low."""
@@ -266,7 +266,7 @@ class SyncConfig(Section):
     GPU (vLLM) or one machine's CPU (embedded); auto: lora when model.lora is set, ipc where both use one GPU, else
     file; or `FILE.py:NAME` of a class of your own (docs/add-a-sync-backend.md). (nccl and ipc: untested on a GPU so
     far.)"""
-    options: dict[str, Any] = {}
+    options: Options = {}
     """FILE.py:NAME: what its further parameters get."""
 
     @field_validator("backend")
@@ -315,7 +315,7 @@ class TrackConfig(Section):
     @classmethod
     def _check_trackers(cls, trackers: list[str]) -> list[str]:
         if len(set(trackers)) < len(trackers):
-            raise ValueError(f"got {', '.join(trackers)}: name each once")
+            raise SettingError("", f"got {', '.join(trackers)}", "name each once")
         return trackers
 
 
@@ -349,6 +349,18 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 """What each algorithm's defaults are, by field of the recipe."""
 
 
+def owners(section: Section, name: str) -> tuple[str, ...]:
+    """The estimators or policy losses that a field is an option of; empty: it is no such option."""
+    extra = type(section).model_fields[name].json_schema_extra
+    found = extra.get("of", ()) if isinstance(extra, dict) else ()
+    return tuple(found) if isinstance(found, tuple) else ()
+
+
+def _applies(section: Section, name: str) -> bool:
+    chosen = getattr(section, "policy", None) or getattr(section, "estimator", None)
+    return not (of := owners(section, name)) or chosen in of
+
+
 class TrainRecipe(RolloutRecipe):
     """The recipe fields that the trainers package reads."""
 
@@ -379,6 +391,6 @@ class TrainRecipe(RolloutRecipe):
             *path, last = name.split(".")
             for key in path:
                 section = getattr(section, key)
-            if last not in section.model_fields_set:
+            if last not in section.model_fields_set and _applies(section, last):
                 setattr(section, last, value)
         return self

@@ -169,9 +169,12 @@ class Credit:
         return costs, {"kl": fmean(paid)} if paid else {}
 
 
+_LARGEST = float(np.finfo(np.float32).max)
+
+
 def _check_finite(advantages: Sequence[Sequence[float]], estimator: str) -> None:
-    if not all(math.isfinite(value) for chain in advantages for value in chain):
-        problem = f"{estimator} returned an advantage that is no finite number"
+    if not all(abs(value) < _LARGEST for chain in advantages for value in chain):
+        problem = f"{estimator} returned an advantage that is no finite float32"
         raise SettingError("train.advantage.estimator", problem, "look for a division by 0")
 
 

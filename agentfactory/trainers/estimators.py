@@ -13,7 +13,7 @@ from itertools import pairwise
 from statistics import stdev
 from typing import Any
 
-from agentfactory.tools.errors import SettingError
+from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.extension import load_extension
 from agentfactory.trainers.advantages import (
     Scale,
@@ -98,12 +98,19 @@ class Estimator:
 
     def __init__(self, config: AdvantageConfig) -> None:
         """Raises SettingError where it cannot be loaded, or its parameters do not fit."""
-        self._name = config.estimator
         self._scale: Scale = config.scale if config.estimator == "grpo" else "none"
         self._function = load_extension("train.advantage.estimator", config.estimator, ESTIMATORS, INPUTS, config)
-        if "rewards" in self._function.takes and "groups" in self._function.takes:
-            problem = f"{self._name} takes both rewards and groups"
-            raise SettingError("train.advantage.estimator", problem, "take one of them")
+        takes = self._function.takes
+        if "groups" in takes and len(takes) > 1:
+            problem = f"{self._told} takes both {' and '.join(takes)}"
+            raise SettingError("train.advantage.estimator", problem, "take groups alone, or rewards")
+        if takes == ("batch_rewards",):
+            problem = f"{self._told} takes batch_rewards without rewards"
+            raise SettingError("train.advantage.estimator", problem, "take rewards too: they are those of one group")
+
+    @property
+    def _told(self) -> str:
+        return self._function.name
 
     @property
     def compares(self) -> bool:
@@ -119,20 +126,31 @@ class Estimator:
             batch = [chain.reward for group in groups for chain in group]
             return spread(groups, partial(self._of_group, batch), self._scale), []
         found = self._function(groups=groups)
-        advantages, targets = found if isinstance(found, tuple) else (found, [])
+        if not self._told:
+            # ours: a critic's returns beside them
+            return found if isinstance(found, tuple) else (found, [])
         chains = [chain for group in groups for chain in group]
-        for lists in (advantages, targets) if targets else (advantages,):
-            if len(lists) != len(chains) or any(len(a) != c.tokens for a, c in zip(lists, chains, strict=True)):
-                problem = f"{self._name} did not return a number per token of each chain"
-                raise SettingError("train.advantage.estimator", problem, "return a list of ChainRewards.tokens numbers")
-        return advantages, targets
+        try:
+            advantages = [[float(value) for value in chain] for chain in found]
+            fits = [len(values) for values in advantages] == [chain.tokens for chain in chains]
+        except (TypeError, ValueError):
+            fits = False
+        if not fits:
+            problem = f"{self._told} returned {short(found)}"
+            fix = "return one flat list: for each chain of all groups in turn, a list of ChainRewards.tokens numbers"
+            raise SettingError("train.advantage.estimator", problem, fix)
+        return advantages, []
 
     def _of_group(self, batch_rewards: Sequence[float], rewards: Sequence[float]) -> list[float]:
-        found = [float(value) for value in self._function(rewards=rewards, batch_rewards=batch_rewards)]
-        if len(found) != len(rewards):
-            problem = f"{self._name} returned {len(found)} numbers for a group of {len(rewards)} chains"
-            raise SettingError("train.advantage.estimator", problem, "return one for each of rewards")
-        return found
+        found = self._function(rewards=rewards, batch_rewards=batch_rewards)
+        try:
+            numbers = [float(value) for value in found]
+        except (TypeError, ValueError):
+            numbers = []
+        if len(numbers) != len(rewards):
+            problem = f"{self._told} returned {short(found)} for a group of {len(rewards)} chains"
+            raise SettingError("train.advantage.estimator", problem, "return one number for each of rewards")
+        return numbers
 
 
 def spread(groups: Groups, estimate: Callable[[list[float]], list[float]], scale: Scale) -> PerToken:

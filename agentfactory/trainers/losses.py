@@ -131,7 +131,6 @@ class PolicyLoss:
 
     def __init__(self, config: LossConfig) -> None:
         """Raises SettingError where it cannot be loaded, or its parameters do not fit."""
-        self._name = config.policy
         self._function = load_extension("train.loss.policy", config.policy, POLICY_LOSSES, POLICY_INPUTS, config)
 
     def __call__(self, **inputs: Tensor) -> tuple[PerToken, Flags]:
@@ -145,11 +144,14 @@ class PolicyLoss:
         for name, value in {"terms": terms, "clipped": clipped}.items():
             if not isinstance(value, Tensor) or value.shape != logprob.shape:
                 got = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
-                problem = f"{self._name} returned {got} as {name}, and there are {len(logprob)} tokens"
+                problem = f"{self._function.name} returned {got} as {name}, and there are {len(logprob)} tokens"
                 raise SettingError("train.loss.policy", problem, "return one number per token, or (terms, clipped)")
         if not terms.requires_grad and logprob.requires_grad:
-            problem = f"the terms of {self._name} have no gradient"
+            problem = f"the terms of {self._function.name} have no gradient"
             raise SettingError("train.loss.policy", problem, "compute them from logprob, without detach() or no_grad()")
+        if self._function.name and not bool(terms.isfinite().all()):
+            problem = f"{self._function.name} returned terms that are not finite"
+            raise SettingError("train.loss.policy", problem, "look for a division by 0, or a logarithm of 0")
         return terms, clipped.bool()
 
 

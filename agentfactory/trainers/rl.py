@@ -63,6 +63,8 @@ class TrainResult:
     """Evaluation of the first weights."""
     after: dict[str, float]
     """Evaluation of the last weights."""
+    evaluated: int | None
+    """The step that `after` is of."""
     stopped: Signals | Symptom | None
     """What ended it before its last step."""
 
@@ -70,7 +72,7 @@ class TrainResult:
     def of(cls, checkpoints: Checkpoints, stop: Stop) -> "TrainResult":
         """The result of a loop that has ended."""
         line = checkpoints.train_state
-        return cls(line.step, line.seconds, checkpoints.path, line.before, line.after, stop.agreed_on)
+        return cls(line.step, line.seconds, checkpoints.path, line.before, line.after, line.evaluated, stop.agreed_on)
 
 
 def train_rl(
@@ -194,7 +196,9 @@ class _Loop:
     def collect(self) -> list[Group]:
         """The step's groups; none on other ranks than 0, and where the run is to stop."""
         source, wanted = self.source, self.recipe.train.batch_size
-        return (self.stop.wait_for(lambda: source.next_batch(wanted)) or []) if source else []
+        if source is None or self.stop.asked:
+            return []
+        return self.stop.wait_for(lambda: source.next_batch(wanted)) or []
 
     def check_ages(self, step: int, groups: list[Group]) -> Counter[int]:
         """How many tokens are how many versions old. Raises ValueError where one is older than it may be."""

@@ -61,17 +61,22 @@ class Stop:
             if not accelerator.is_main_process:
                 self._follows = parent_watch.follow(*first[0])
 
+    @property
+    def asked(self) -> bool:
+        """Whether it will stop after the present step for a symptom."""
+        return self._asked is not None
+
     def ask(self, symptom: Symptom) -> None:
         """Stop after the present step; rank 0 calls it."""
         self._asked = self._asked or symptom
 
     def wait_for(self, call: Callable[[], Result]) -> Result | None:
-        """What `call` returns; None where the run is to stop, or a signal comes meanwhile. For calls that wait for
+        """What `call` returns; None where a signal has come, or comes meanwhile. For calls that wait for
         others, and that nothing depends on once the run stops."""
         try:
             self._waiting = True
             try:
-                return None if self._heard or self._asked else call()
+                return None if self._heard else call()
             finally:
                 self._waiting = False
         except _WaitCutShort:

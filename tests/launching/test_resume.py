@@ -130,7 +130,7 @@ def test_what_may_change(run: RunFolder, override: str) -> None:
     [
         ("train.learning_rate=3e-5", "train.learning_rate: got 3e-05, but .*step-000006 was trained with 1e-05"),
         ("train.batch_size=4", "train.batch_size: got 4, .* trained with 8"),
-        ("model.lora.rank=4", r"model\.lora.*: got .* trained with None"),
+        ("model.lora.rank=4", r"model\.lora.*: got .* trained without it"),
         ("rollout.group_size=4", "rollout.group_size: got 4"),
         ("rollout.max_staleness=1", "rollout.max_staleness: got 1"),
         ("seed=3", "seed: got 3"),
