@@ -81,7 +81,7 @@ def words(rewards): return ["a", "b"]
 def per_chain(groups): return [0.0, 1.0]
 def raises(rewards): return {}["zz"]
 def leaves(rewards): raise SystemExit(0)
-def infinite(rewards): return [1e300, -1e300]
+def infinite(rewards): return [1e300 for _ in rewards]
 def nothing(scores): return []
 def wants(rewards, power): return rewards
 def placed(rewards, /): return rewards
@@ -304,3 +304,34 @@ def test_a_run_by_the_pages_algorithm_on_rows_of_its_own(
     )
     assert other.returncode == 2
     assert "train.advantage.options.least: got 0.2, but " in other.stderr
+
+
+@pytest.mark.processes
+def test_of_several_ranks_the_cause_is_told(
+    quickstart_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agentfactory: Command
+) -> None:
+    """Not torchrun's report, and not what the other rank says of a connection that is gone."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    (model,) = (quickstart_run / "sft" / "checkpoints").iterdir()
+    (tmp_path / "recipe.yaml").write_text(
+        textwrap.dedent(f"""
+        extends: {QUICKSTART / "grpo.yaml"}
+        prepare: null
+        model: {{path: {model}}}
+        eval: {{data: null}}
+        train:
+          steps: 1
+          warmup_steps: 0
+          batch_size: 2
+          processes: 2
+          strategy: ddp
+          from_trajectories: {quickstart_run / "grpo" / "trajectories" / "train.jsonl"}
+          advantage: {{estimator: own.py:infinite}}
+        """)
+    )
+    done = agentfactory("train", "recipe.yaml", "output=run")
+    assert done.returncode == 1
+    told = "train.advantage.estimator: own.py:infinite returned"
+    assert told in done.stderr.splitlines()[-1]
+    assert told in json.loads((tmp_path / "run" / "summary.json").read_text())["reason"]
