@@ -319,6 +319,7 @@ def test_of_several_ranks_the_cause_is_told(
         extends: {QUICKSTART / "grpo.yaml"}
         prepare: null
         model: {{path: {model}}}
+        data: null
         eval: {{data: null}}
         train:
           steps: 1

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any
 
@@ -174,7 +175,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 def _check_finite(advantages: Sequence[Sequence[float]], estimator: str) -> None:
     if not all(abs(value) < _LARGEST for chain in advantages for value in chain):
-        problem = f"{estimator} returned an advantage that is no finite float32"
+        problem = f"{Path(estimator).name} returned an advantage that is no finite float32"
         raise SettingError("train.advantage.estimator", problem, "look for a division by 0")
 
 
