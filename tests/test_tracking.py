@@ -289,7 +289,7 @@ def test_what_is_not_installed_is_refused(tracked: Tracked, monkeypatch: pytest.
     lacks: list[SettingError] = []
     load_recipe(file, ["track.trackers=[tensorboard, mlflow]"], lacks=lacks)
     assert len(lacks) == 1
-    with pytest.raises(SettingError, match=r"track\.trackers: got wandb, wandb: name each once"):
+    with pytest.raises(SettingError, match=r"track\.trackers: got wandb, wandb; fix: name each once"):
         load_recipe(file, ["track.trackers=[wandb, wandb]"])
     with pytest.raises(SettingError, match=r"track\.trackers.*use .*'mlflow'"):
         load_recipe(file, ["track.trackers=[neptune]"])
