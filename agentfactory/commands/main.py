@@ -80,7 +80,7 @@ def _run(options: argparse.Namespace) -> int:
     except SettingError as error:
         return _refuse(error)
     if options.dry_run:
-        return _show(recipe, options.command, lacks or [])
+        return _show(recipe, options, lacks or [])
 
     from agentfactory.commands import server_commands
     from agentfactory.launching import launcher
@@ -116,33 +116,42 @@ def _run(options: argparse.Namespace) -> int:
     return OK
 
 
-def _show(recipe: "Recipe | StagedRecipe", command: str, lacks: "Sequence[SettingError]") -> int:
-    """Print the resolved recipe, and as comments what this machine lacks, where its processes go, and what memory they
-    take."""
+def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "Sequence[SettingError]") -> int:
+    """Print the resolved recipe, and as comments what this machine lacks, and what the command would do."""
+    from agentfactory.launching.plan import describe_memory, misfit, plan_run
+    from agentfactory.launching.run_folder import RunFolderError, check_free
     from agentfactory.placement.placement import PlacementError, place
     from agentfactory.recipe.schema import stages_of
     from agentfactory.tools.errors import SettingError
 
+    def comment(text: str) -> None:
+        print("".join(f"# {line}\n" for line in text.splitlines()), end="", flush=True)
+
     print(recipe.to_yaml(), end="")
-    print("".join(f"# not installed here: {lack}\n" for lack in dict.fromkeys(map(str, lacks))), end="", flush=True)
-    if command not in ("train", "serve"):
-        return OK
-    stages = stages_of(recipe)
-    if command == "serve":
-        stages = stages[-1:]
+    for lack in dict.fromkeys(map(str, lacks)):
+        comment(f"not installed here: {lack}")
+    refused: SettingError | None = None
     try:
-        placements = place(stages, "train" if command == "train" else "serve")
+        if options.command == "train":
+            plan = plan_run(recipe, options.resume)
+            for line in plan.describe():
+                comment(line)
+            refused = next((found for stage in plan.due if (found := misfit(stage.recipe, stage.placement))), None)
+            if options.resume is None:
+                check_free(recipe.output, options.overwrite)
+        elif options.command == "serve":
+            served = stages_of(recipe)[-1]
+            placement = place([served], "serve")[0]
+            for line in describe_memory(served, placement):
+                comment(line)
+            refused = misfit(served, placement)
     except PlacementError as error:
         return _end(f"failed: {error}", FAILED)
-    refused: SettingError | None = None
-    for stage, placement in zip(stages, placements, strict=True):
-        said = placement.table if placement else f"its memory is planned once {stage.model.path} is there"
-        if placement and placement.warning:
-            said += f"\nwarning: {placement.warning}"
-        if said:
-            print("".join(f"# {line}\n" for line in f"{stage.name}: {said}".splitlines()), end="", flush=True)
-        if placement and placement.refused and refused is None:
-            refused = SettingError(*placement.refused, source=stage.name)
+    except SettingError as error:
+        refused = error
+    except RunFolderError as error:
+        # of the recipe nothing is wrong
+        comment(f"would be refused: {error}")
     return _refuse(refused) if refused else OK
 
 

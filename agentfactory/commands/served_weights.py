@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentfactory.launching.launcher import need_checkpoint
 from agentfactory.launching.run_folder import ADAPTER, RunFolder, RunFolderError, base_of_adapter
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
@@ -35,7 +34,7 @@ def what_is_served(recipe: Recipe | StagedRecipe, checkpoint: Path | str | None)
         checkpoint = checkpoint.expanduser().resolve()
         check_weights(checkpoint, "--checkpoint")
     if isinstance(recipe, StagedRecipe):
-        path = checkpoint or need_checkpoint(RunFolder(stage.output))
+        path = checkpoint or RunFolder(stage.output).need_checkpoint()
     else:
         path = checkpoint or Path(stage.model.path)
     step = _step_of(path)

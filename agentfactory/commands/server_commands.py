@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentfactory.commands.served_weights import Served, what_is_served
-from agentfactory.launching.launcher import Say, placed, prepare, settle, start_server
+from agentfactory.launching.launcher import Say
+from agentfactory.launching.prepare import run_prepare
 from agentfactory.launching.processes import ChildFailed, Children
 from agentfactory.launching.run_folder import RunFolder, next_free
+from agentfactory.launching.server_process import start_server
+from agentfactory.placement.placement import Placement, may_have_gpu, place
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
+from agentfactory.rollout.serving import server_command
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -28,13 +32,15 @@ def serve(recipe: Recipe | StagedRecipe, say: Say) -> None:
     The log goes to `<output>/serve`, serve-2, ..."""
     with Children() as children:
         served = what_is_served(recipe, None)
-        prepare(recipe, children, say)
-        placement = settle(placed(served.recipe, "serve"), served.recipe, say)
+        run_prepare(recipe, children, say)
+        placement = place([served.recipe], "serve")[0] or Placement(on_gpu=may_have_gpu())
+        placement.tell(served.recipe, say)
         folder = _run_folder("serve", recipe, served.recipe)
         # train.py, which a person starts, takes sync.backend=auto for file
         transfer = replace(placement, sync=None).weight_transfer(served.recipe)
-        log = folder.logs / "server.log"
-        server, url = start_server(served.recipe, children, log, say, served.adapters, transfer, placement)
+        log, env = folder.logs / "server.log", placement.environment("server")
+        command = placement.server_command(served.recipe, served.adapters, transfer)
+        server, url = start_server(served.recipe, command, children, log, say, served.adapters, env)
         say(f"ready {url} (log: {display(log)})")
         children.wait(server)
 
@@ -85,7 +91,7 @@ def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say
     except ServerUnreachableError as error:
         raise ChildFailed(str(error)) from error
     with Children() as children:
-        prepare(recipe, children, say)
+        run_prepare(recipe, children, say)
         folder = _run_folder("eval", recipe, there.recipe)
         _log_to(folder, "eval")
         say(f"asking {there.model} at {url} by {there.how}")
@@ -177,11 +183,12 @@ def _acting(
                 asyncio.run(_check_routes(served.recipe))
                 # whose weights are its own
                 served = replace(served, label=f"{served.name} at {', '.join(urls)}", step=None)
-            prepare(recipe, children, say)
+            run_prepare(recipe, children, say)
             folder = _run_folder(command, recipe, served.recipe)
             _log_to(folder, command)
             if not urls:
-                server, url = start_server(served.recipe, children, folder.logs / "server.log", say, served.adapters)
+                log, start = folder.logs / "server.log", server_command(served.recipe, served.adapters)
+                server, url = start_server(served.recipe, start, children, log, say, served.adapters)
                 urls = [url]
             yield served, folder, urls
         except Exception as error:

@@ -1,12 +1,36 @@
-"""Run a recipe's `prepare` in a process of its own: `python -m agentfactory.launching.prepare FILE.py:NAME FOLDER SEED
-[IMPORT_PATH ...]`."""
+"""Run a recipe's `prepare` function in a child process.
+
+The child is `python -m agentfactory.launching.prepare FILE.py:NAME FOLDER SEED [IMPORT_PATH ...]`.
+"""
 
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentfactory.tools import import_path, parent_watch
+from agentfactory.tools.import_path import own_python
 from agentfactory.tools.user_code import UserCodeError, load_object
+
+if TYPE_CHECKING:
+    # the child needs none of them, and they are slow to import
+    from agentfactory.launching.processes import Children
+    from agentfactory.recipe.schema import Recipe, StagedRecipe
+
+
+def run_prepare(recipe: "Recipe | StagedRecipe", children: "Children", say: Callable[[str], None]) -> bool:
+    """Run the recipe's `prepare`, unless its folder is there; returns whether it ran. Raises ChildFailed."""
+    folder = recipe.output / "prepared"
+    if recipe.prepare is None or folder.exists():
+        return False
+    from agentfactory.recipe.composition import display
+
+    say(f"preparing {display(folder)}")
+    command = own_python("-m", "agentfactory.launching.prepare", recipe.prepare, str(folder), str(recipe.seed))
+    command += map(str, recipe.import_path)
+    children.wait(children.start("prepare function", command, recipe.output / "logs" / "prepare.log"))
+    return True
 
 
 def prepare(reference: str, folder: Path, seed: int) -> None:

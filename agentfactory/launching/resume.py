@@ -1,9 +1,7 @@
-"""Going on with a run: from which checkpoint, whether the recipe still fits, and what came after the checkpoint."""
+"""Resume a run: choose the checkpoint, check that the recipe still fits it, and cut what came after it."""
 
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,6 @@ from agentfactory.trainers.checkpoint_folder import (
     verify,
 )
 
-AUTO = "auto"
-"""In place of a path: the run's newest checkpoint."""
-
 _MAY_DIFFER = (
     # where and how fast it runs, and how it is watched: these change what is learnt by rounding at most
     *("name", "output", "import_path", "server", "sync", "placement", "eval", "track"),
@@ -35,66 +30,6 @@ _MAY_DIFFER = (
 )
 _BEFORE = {"train.loss.behaviour_kl": 0.0, "train.advantage.malformed_turns": "like_others"}
 """What runs were trained with whose recipes do not have the field yet."""
-
-
-class State(StrEnum):
-    """What there is of a stage."""
-
-    NEW = "new"
-    STARTED = "started"
-    COMPLETED = "completed"
-
-
-@dataclass(frozen=True)
-class Part:
-    """One stage of a run; a run without stages is one."""
-
-    recipe: Recipe
-    folder: RunFolder
-    state: State = State.NEW
-    checkpoint: Path | None = None
-    """Where a started one goes on; None: from its beginning."""
-
-
-def plan(stages: Sequence[Recipe], asked: str) -> list[Part]:
-    """What becomes of each stage. `asked` is a checkpoint, or AUTO. A stage's model is that of its recipe; of a later
-    one than the first, the checkpoint of the stage before.
-
-    Raises RunFolderError where there is nothing to go on from, or the checkpoint is damaged; SettingError where a
-    recipe does not fit its checkpoint.
-    """
-    path = None if asked == AUTO else Path(asked).expanduser().resolve()
-    folders = [RunFolder(stage.output) for stage in stages]
-    if path is not None and path.parent not in [folder.checkpoints.resolve() for folder in folders]:
-        places = ", ".join(display(folder.checkpoints) for folder in folders)
-        raise RunFolderError(f"--resume: {display(path)} is none of the run's checkpoints; fix: name one in {places}")
-    parts: list[Part] = []
-    for recipe, folder in zip(stages, folders, strict=True):
-        is_own = path is not None and path.parent == folder.checkpoints.resolve()
-        own = folder.checkpoints / path.name if path is not None and is_own else None
-        if parts and parts[-1].state is State.COMPLETED:
-            parts.append(_part(recipe.with_model(str(parts[-1].folder.last_checkpoint())), folder, own))
-        elif parts and folder.recipe.exists():
-            raise RunFolderError(
-                f"{display(folder.path)}: stage {recipe.name} has begun, and the one before it is to be trained on; "
-                "fix: move that folder away, or begin another run with output=OTHER"
-            )
-        else:
-            parts.append(Part(recipe, folder) if parts else _part(recipe, folder, own))
-    if parts[-1].state is State.COMPLETED:
-        done = f"{display(folders[-1].path)} is completed, with {folders[-1].read_summary()['steps']} steps"
-        raise RunFolderError(f"--resume: {done}; fix: raise train.steps to go on")
-    return parts
-
-
-def _part(recipe: Recipe, folder: RunFolder, asked: Path | None) -> Part:
-    if not folder.recipe.exists():
-        return Part(recipe, folder)
-    checkpoint = choose(folder, asked)
-    check_recipe(recipe, folder, checkpoint)
-    summary = folder.read_summary()
-    done = summary.get("status") == "completed" and summary["steps"] >= recipe.train.steps and asked is None
-    return Part(recipe, folder, State.COMPLETED if done else State.STARTED, checkpoint)
 
 
 def choose(folder: RunFolder, asked: Path | None) -> Path | None:

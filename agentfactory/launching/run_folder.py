@@ -17,7 +17,6 @@ RECIPE = "recipe.yaml"
 ADAPTER = "adapter_config.json"
 """What a checkpoint that is an adapter has."""
 
-_ATTACH = "AGENTFACTORY_RUN_FOLDER"
 _BLOCK = 1 << 20
 
 
@@ -32,6 +31,8 @@ class RunFolder:
         self.path = path
         self.on_log = on_log
         self.recipe = path / RECIPE
+        self.assignment = path / "assignment.json"
+        """What the launcher gave to the trainer's processes."""
         self.metrics = path / "metrics.jsonl"
         self.trajectories = path / "trajectories"
         self.checkpoints = path / "checkpoints"
@@ -72,15 +73,6 @@ class RunFolder:
         folder.recipe.write_text(recipe, encoding="utf-8")
         folder.summary.unlink(missing_ok=True)
         return folder
-
-    @classmethod
-    def attached(cls, path: Path) -> bool:
-        """Whether the launcher has made the folder `path` for this process."""
-        return os.environ.get(_ATTACH) == str(path)
-
-    def attachment(self) -> dict[str, str]:
-        """Environment variables that tell a child that this folder is made for it."""
-        return {_ATTACH: str(self.path)}
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl, at once readable."""
@@ -144,6 +136,13 @@ class RunFolder:
         """The checkpoint of the highest step."""
         found = checkpoints(self.checkpoints)
         return found[-1] if found else None
+
+    def need_checkpoint(self) -> Path:
+        """The checkpoint of the highest step. Raises RunFolderError where there is none."""
+        checkpoint = self.last_checkpoint()
+        if checkpoint is None:
+            raise RunFolderError(f"{self.checkpoints} holds no checkpoint; fix: run `agentfactory train` first")
+        return checkpoint
 
 
 def _cut(path: Path, size: int) -> None:

@@ -1,21 +1,53 @@
-"""An inference server as a child of a script or notebook: started, awaited, and ended with it."""
+"""An inference server as a child: of a command (`start_server`), or of a script or notebook (`serve`)."""
 
 import asyncio
 import os
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
 
-from agentfactory.launching.processes import POLL_SECONDS, Child, ChildFailed
+from agentfactory.launching.processes import POLL_SECONDS, Child, ChildFailed, Children
 from agentfactory.rollout import serving
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.tools import parent_watch
 
 _END_SECONDS = 10.0
+_SAY_EVERY_SECONDS = 10.0
+
+
+def start_server(
+    recipe: RolloutRecipe,
+    command: Sequence[str],
+    children: Children,
+    log: Path,
+    say: Callable[[str], None],
+    adapters: Mapping[str, Path] | None = None,
+    env: dict[str, str] | None = None,
+) -> tuple[Child, str]:
+    """Start a server by `command`, which serves `recipe.model` and `adapters`, and wait until it is ready; returns it
+    and its address. Raises ChildFailed."""
+    beside = f" with {', '.join(str(path) for path in adapters.values())}" if adapters else ""
+    say(f"starting the {recipe.server.engine} server on {recipe.server.model or recipe.model.path}{beside}")
+    server = children.start("server", command, log, env=env, explain=serving.explain)
+    started = said = time.monotonic()
+    while (now := time.monotonic()) < started + recipe.server.startup_seconds:
+        children.check(server)
+        lines = server.tail(1000)
+        # the server takes a free port itself, and says which once it answers
+        if url := serving.ready_url(lines):
+            if said > started:
+                say(f"the server is ready after {now - started:.0f} s")
+            return server, url
+        if now > said + _SAY_EVERY_SECONDS:
+            say(f"waiting for the server, {now - started:.0f} s so far: {serving.stage(lines)}")
+            said = now
+        time.sleep(POLL_SECONDS)
+    raise _not_ready(recipe.server.startup_seconds, log)
 
 
 @asynccontextmanager
@@ -61,9 +93,11 @@ async def _ready(child: Child, seconds: float) -> str:
                 await asyncio.sleep(POLL_SECONDS)
             return url
     except TimeoutError:
-        raise ChildFailed(
-            f"the server was not ready after server.startup_seconds={seconds:g} (log: {child.log})"
-        ) from None
+        raise _not_ready(seconds, child.log) from None
+
+
+def _not_ready(seconds: float, log: Path) -> ChildFailed:
+    return ChildFailed(f"the server was not ready after server.startup_seconds={seconds:g} (log: {log})")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -3,13 +3,15 @@
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from agentfactory.recipe.schema import Recipe
+from agentfactory.rollout.serving import server_command
 from agentfactory.tools import parent_watch
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import own_python
 from agentfactory.trainers.sync.backends import backend_of
 
@@ -48,17 +50,44 @@ class Placement:
         """`recipe` with what the server is told of the placement."""
         if self.gpu_memory_utilization is None:
             return recipe
-        server = recipe.server.model_copy(update={"gpu_memory_utilization": self.gpu_memory_utilization})
-        return recipe.model_copy(update={"server": server})
+        return _with(recipe, "server", gpu_memory_utilization=self.gpu_memory_utilization)
 
-    def overrides(self, recipe: Recipe) -> list[str]:
-        """What the trainer is told of the placement, as overrides of `recipe`."""
-        overrides = []
+    def for_trainer(self, recipe: Recipe) -> Recipe:
+        """`recipe` with what the trainer is told of the placement."""
         if recipe.placement.mode == "auto" and self.mode != "separate":
-            overrides.append(f"placement.mode={self.mode}")
+            recipe = _with(recipe, "placement", mode=self.mode)
         if self.sync is not None:
-            overrides.append(f"sync.backend={self.sync}")
-        return overrides
+            recipe = _with(recipe, "sync", backend=self.sync)
+        return recipe
+
+    def server_command(
+        self, recipe: Recipe, adapters: Mapping[str, Path] | None = None, weight_transfer: str | None = None
+    ) -> list[str]:
+        """The command that serves `recipe`'s model here; the other arguments are those of serving.server_command."""
+        return server_command(self.for_server(recipe), adapters, weight_transfer, self.mode == "time_share")
+
+    def refusal(self, recipe: Recipe) -> SettingError | None:
+        """Why the processes cannot go there; None where they can."""
+        if self.refused is not None:
+            return SettingError(*self.refused, source=recipe.name)
+        if recipe.server.engine != "vllm" or recipe.server.url is not None or self.on_gpu:
+            return None
+        if self.mode == "time_share":
+            fix = "use server.engine=embedded, or placement.mode=separate"
+            return SettingError("placement.mode", "'time_share': vLLM sleeps on GPUs only", fix, source=recipe.name)
+        if (backend := backend_of(recipe)).devices == "one":
+            problem = f"got {backend.name!r}: vLLM has it on GPUs only"
+            return SettingError("sync.backend", problem, "use auto or file", source=recipe.name)
+        return None
+
+    def tell(self, recipe: Recipe, say: Callable[[str], None]) -> None:
+        """Say where the processes go. Raises SettingError where they cannot."""
+        if self.table:
+            say(self.table)
+        if self.warning is not None:
+            say(f"warning: {self.warning}")
+        if (refusal := self.refusal(recipe)) is not None:
+            raise refusal
 
     def weight_transfer(self, recipe: Recipe) -> str | None:
         """How full weights come into a server; None: they do not."""
@@ -109,6 +138,10 @@ def place(recipes: Sequence[Recipe], purpose: Literal["train", "serve"]) -> list
             refused = answer.pop("refused", None)
             found[index] = Placement(**answer, refused=refused and tuple(refused))
     return found
+
+
+def _with(recipe: Recipe, section: str, **settings: Any) -> Recipe:
+    return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=settings)})
 
 
 def _is_planned(recipe: Recipe) -> bool:

@@ -86,6 +86,15 @@ def _check(recipe: Recipe, purpose: Purpose, prepared: Path | None, after: str |
     _check_rows(recipe, purpose, prepared)
 
 
+def check_prepared(recipe: Recipe, is_first: bool) -> None:
+    """Check what `prepare` has made of a stage's files and tasks, which `check` could not see. Raises SettingError."""
+    try:
+        _check_files(recipe, None, None if is_first else "the stage before")
+        _check_rows(recipe, "train", None)
+    except SettingError as error:
+        raise error.at(source=error.source or recipe.name) from error.__cause__
+
+
 def check_prepare(reference: str | None, composed: Composed) -> None:
     """Check that the file of `prepare` defines its name, without running it: it may import torch."""
     if reference is None:

@@ -27,14 +27,15 @@ def fail(folder, seed):
 TRAINER = """
 import json, os, sys, time
 import yaml
-from agentfactory.recipe.load import load_recipe
+from pathlib import Path
+from agentfactory.launching.plan import Assignment
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.trainers.checkpoint_folder import checkpoint_path, written_aside
-resumed = sys.argv[sys.argv.index("--resume") + 1] if "--resume" in sys.argv else None
-recipe = load_recipe(sys.argv[1], [argument for argument in sys.argv[2:] if "=" in argument])
-assert RunFolder.attached(recipe.output)
+assert sys.argv[1] == "--assignment"
+given = Assignment.read(Path(sys.argv[2]))
+recipe, resumed = given.recipe, given.checkpoint
 folder = RunFolder(recipe.output)
-first = int(resumed[-6:]) if resumed else 0
+first = int(resumed.name[-6:]) if resumed else 0
 print("training", recipe.name, "from", first, flush=True)
 if recipe.train.max_grad_norm == 13:
     raise ValueError("unlucky")
@@ -64,8 +65,8 @@ COMMAND = """
 import sys
 from pathlib import Path
 from agentfactory.commands import main
-from agentfactory.launching import launcher
-launcher.TRAINER = [str(Path("trainer.py").resolve())]
+from agentfactory.launching import plan
+plan.TRAINER = [str(Path("trainer.py").resolve())]
 sys.exit(main.main(sys.argv[1:]))
 """
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agentfactory.launching.curve import draw_curve
+from agentfactory.launching.conclusion import draw_curve
 from agentfactory.launching.progress import Progress
 
 STEP = {"step": 1, "reward": 0.25, "success": 0.125, "turns": 5.0, "entropy": 1.5, "tokens_per_second": 1234.5}

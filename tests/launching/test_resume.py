@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentfactory.launching.resume import State, plan, rewind
+from agentfactory.launching.plan import State, resume_stages
+from agentfactory.launching.resume import rewind
 from agentfactory.launching.run_folder import RunFolder, RunFolderError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
@@ -54,7 +55,7 @@ def lines(file: Path) -> list[int]:
 
 
 def test_from_the_newest_checkpoint(run: RunFolder) -> None:
-    (part,) = plan([recipe_of()], "auto")
+    (part,) = resume_stages([recipe_of()], "auto")
     assert (part.state, part.checkpoint) == (State.STARTED, run.checkpoints / "step-000006")
     said: list[str] = []
     rewind(run, part.checkpoint, said.append)
@@ -66,7 +67,7 @@ def test_from_the_newest_checkpoint(run: RunFolder) -> None:
 
 def test_from_an_earlier_one_later_ones_are_set_aside(run: RunFolder) -> None:
     for attempt, aside in ((1, "set-aside"), (2, "set-aside-2")):
-        (part,) = plan([recipe_of()], str(run.checkpoints / "step-000002"))
+        (part,) = resume_stages([recipe_of()], str(run.checkpoints / "step-000002"))
         said: list[str] = []
         rewind(run, part.checkpoint, said.append)
         assert said[0] == f"later checkpoints are set aside: {'step-000004, ' * (attempt == 1)}step-000006 in " + str(
@@ -81,19 +82,19 @@ def test_from_an_earlier_one_later_ones_are_set_aside(run: RunFolder) -> None:
 def test_a_folder_behind_a_link(run: RunFolder, project: Path) -> None:
     (project / "link").symlink_to(run.path)
     recipe = recipe_of("output=link")
-    (part,) = plan([recipe], str(run.checkpoints / "step-000004"))
+    (part,) = resume_stages([recipe], str(run.checkpoints / "step-000004"))
     assert part.checkpoint == project / "link" / "checkpoints" / "step-000004"
 
 
 def test_where_no_checkpoint_is_it_begins_again(run: RunFolder) -> None:
     for path in checkpoints(run.checkpoints):
         path.rename(run.path / path.name)
-    (part,) = plan([recipe_of()], "auto")
+    (part,) = resume_stages([recipe_of()], "auto")
     assert (part.state, part.checkpoint) == (State.STARTED, None)
     rewind(run, None, [].append)
     assert [file.read_text() for file in run.growing.values()] == ["", "", ""]
     with pytest.raises(SettingError, match=r"seed: got 1, but .*recipe\.yaml was trained with 0"):
-        plan([recipe_of("seed=1")], "auto")
+        resume_stages([recipe_of("seed=1")], "auto")
 
 
 def test_a_damaged_checkpoint_is_told_and_the_one_before_offered(run: RunFolder) -> None:
@@ -101,17 +102,17 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_offered(run: RunFolder)
         (run.checkpoints / f"step-{step:06d}" / "trainer_state.json").write_text("{}")
     before = r"--resume runs/recipe/checkpoints/step-000002"
     with pytest.raises(RunFolderError, match=rf"step-000006 is damaged: trainer_state.json .*; fix: {before}$"):
-        plan([recipe_of()], "auto")
+        resume_stages([recipe_of()], "auto")
     (run.checkpoints / "step-000002" / "trainer_state.json").unlink()
     with pytest.raises(RunFolderError, match=r"none before it is whole: begin anew with --overwrite$"):
-        plan([recipe_of()], "auto")
+        resume_stages([recipe_of()], "auto")
 
 
 def test_a_path_that_is_none_of_its_checkpoints(run: RunFolder, project: Path) -> None:
     with pytest.raises(RunFolderError, match=r"model is none of the run's checkpoints; fix: name one in runs/recipe/"):
-        plan([recipe_of()], str(project / "model"))
+        resume_stages([recipe_of()], str(project / "model"))
     with pytest.raises(RunFolderError, match=r"step-000005 is no checkpoint; fix: name one in"):
-        plan([recipe_of()], str(run.checkpoints / "step-000005"))
+        resume_stages([recipe_of()], str(run.checkpoints / "step-000005"))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_a_path_that_is_none_of_its_checkpoints(run: RunFolder, project: Path) -
     ],
 )
 def test_what_may_change(run: RunFolder, override: str) -> None:
-    assert plan([recipe_of(*override.split())], "auto")[0].checkpoint
+    assert resume_stages([recipe_of(*override.split())], "auto")[0].checkpoint
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_what_may_change(run: RunFolder, override: str) -> None:
 )
 def test_what_must_not_change(run: RunFolder, override: str, said: str) -> None:
     with pytest.raises(SettingError, match=said):
-        plan([recipe_of(override)], "auto")
+        resume_stages([recipe_of(override)], "auto")
 
 
 def test_a_run_from_before_a_field_came_goes_on_as_it_was_trained(run: RunFolder) -> None:
@@ -152,18 +153,18 @@ def test_a_run_from_before_a_field_came_goes_on_as_it_was_trained(run: RunFolder
         digests["trainer_state.json"] = hashlib.sha256((path / "trainer_state.json").read_bytes()).hexdigest()
         (path / "digests.json").write_text(json.dumps(digests))
     with pytest.raises(SettingError, match=r"malformed_turns: got 'blamed', but .* was trained with 'like_others'"):
-        plan([recipe_of()], "auto")
+        resume_stages([recipe_of()], "auto")
     as_before = ("train.loss.behaviour_kl=0", "train.advantage.malformed_turns=like_others")
-    (part,) = plan([recipe_of(*as_before)], "auto")
+    (part,) = resume_stages([recipe_of(*as_before)], "auto")
     assert part.state is State.STARTED
 
 
 def test_a_completed_run_goes_on_only_for_more_steps(run: RunFolder) -> None:
     run.write_summary({"status": "completed", "steps": 40})
     with pytest.raises(RunFolderError, match=r"runs/recipe is completed, with 40 steps; fix: raise train.steps"):
-        plan([recipe_of()], "auto")
-    assert plan([recipe_of("train.steps=50")], "auto")[0].state is State.STARTED
-    assert plan([recipe_of()], str(run.checkpoints / "step-000004"))[0].state is State.STARTED
+        resume_stages([recipe_of()], "auto")
+    assert resume_stages([recipe_of("train.steps=50")], "auto")[0].state is State.STARTED
+    assert resume_stages([recipe_of()], str(run.checkpoints / "step-000004"))[0].state is State.STARTED
 
 
 def test_stages(run: RunFolder) -> None:
@@ -173,11 +174,11 @@ def test_stages(run: RunFolder) -> None:
     third = recipe_of("output=runs/third")
     run.write_summary({"status": "completed", "steps": 40})
     folder = RunFolder.create(second.output, second.to_yaml())
-    assert [part.state for part in plan([first, second, third], "auto")] == ["completed", "started", "new"]
+    assert [part.state for part in resume_stages([first, second, third], "auto")] == ["completed", "started", "new"]
     own = write_checkpoint(folder, second, 2)
-    parts = plan([first, recipe_of("output=runs/second"), third], "auto")
+    parts = resume_stages([first, recipe_of("output=runs/second"), third], "auto")
     assert [part.checkpoint for part in parts] == [run.checkpoints / "step-000006", own, None]
     with pytest.raises(RunFolderError, match=r"runs/second: stage recipe has begun, and the one before it is to be"):
-        plan([recipe_of("train.steps=50"), second], "auto")
+        resume_stages([recipe_of("train.steps=50"), second], "auto")
     with pytest.raises(RunFolderError, match=r"runs/second: stage recipe has begun"):
-        plan([first, second], str(run.checkpoints / "step-000004"))
+        resume_stages([first, second], str(run.checkpoints / "step-000004"))

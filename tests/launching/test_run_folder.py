@@ -60,15 +60,6 @@ def test_only_a_run_is_overwritten_and_only_when_asked(tmp_path: Path) -> None:
         RunFolder.create(path, "third", overwrite=True)
 
 
-def test_a_process_of_the_launcher_knows_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = RunFolder.create(tmp_path / "run", "launcher's")
-    assert not RunFolder.attached(folder.path)
-    for name, value in folder.attachment().items():
-        monkeypatch.setenv(name, value)
-    assert RunFolder.attached(folder.path)
-    assert not RunFolder.attached(tmp_path / "other")
-
-
 def test_only_a_run_is_reopened(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"there is no run in .*; fix: leave out --resume"):
         RunFolder.reopen(tmp_path / "run", "second")

@@ -13,7 +13,8 @@ from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from agentfactory.commands import main
-from agentfactory.launching import launcher
+from agentfactory.launching import launcher, plan
+from agentfactory.launching.plan import Assignment
 from agentfactory.placement.__main__ import place as plan_for
 from agentfactory.placement.assumed import MARGIN
 from agentfactory.placement.changes import refusal
@@ -316,11 +317,11 @@ def test_what_may_not_fit_is_told(
     placement, said = Placement(table="the table", warning="does not fit"), []
     asked = load_recipe("recipe.yaml")
     assert isinstance(asked, Recipe)
-    launcher.settle(placement, asked, said.append)
+    placement.tell(asked, said.append)
     assert said == ["the table", "warning: does not fit"]
-    monkeypatch.setattr("agentfactory.placement.placement.place", lambda recipes, purpose: [placement])
+    monkeypatch.setattr(plan, "place", lambda recipes, purpose: [placement])
     assert main.main(["train", "recipe.yaml", "--dry-run"]) == 0
-    assert capsys.readouterr().out.endswith("# recipe: the table\n# warning: does not fit\n")
+    assert "# recipe: the table\n# warning: does not fit\n" in capsys.readouterr().out
 
 
 def test_nothing_is_planned_where_nothing_was_asked(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +330,7 @@ def test_nothing_is_planned_where_nothing_was_asked(project: Path, monkeypatch: 
     asked = load_recipe("recipe.yaml")
     assert isinstance(asked, Recipe)
     assert place([asked], "train") == [Placement()]
-    assert Placement().overrides(asked) == []
+    assert Placement().for_trainer(asked) == asked
 
 
 def test_what_the_processes_are_told(project: Path) -> None:
@@ -338,7 +339,8 @@ def test_what_the_processes_are_told(project: Path) -> None:
     placement = Placement(
         mode="split", on_gpu=True, trainer_devices="0", gpu_memory_utilization=0.4, sync="ipc", trainer_bytes=0
     )
-    assert placement.overrides(asked) == ["placement.mode=split", "sync.backend=ipc"]
+    told = placement.for_trainer(asked)
+    assert (told.placement.mode, told.sync.backend) == ("split", "ipc")
     assert placement.weight_transfer(asked) == "ipc"
     assert placement.for_server(asked).server.gpu_memory_utilization == 0.4
     assert placement.environment("trainer") == {"CUDA_VISIBLE_DEVICES": "0"}
@@ -366,7 +368,7 @@ def test_a_dry_run_ends_with_the_tables_and_what_does_not_fit_is_refused(shaped:
     assert result.returncode == 2
     assert yaml.safe_load(result.stdout)["stages"][0]["placement"]["gpu_memory_gib"] == 24.0
     said = [line for line in result.stdout.splitlines() if line.startswith("#")]
-    assert said[0] == "# first: memory by estimate, split: a GPU of 24.0 GiB"
+    assert said[:2] == ["# first: new, in runs/both/first", "# first: memory by estimate, split: a GPU of 24.0 GiB"]
     assert "# recipe: memory by estimate, split: a GPU of 3.2 GiB" in said
     names = {line.removeprefix("# ").split("  ")[0] for line in said}
     assert {"weights", "gradients", "optimizer", "activations (16,384 tokens)", "KV cache", "context", "total"} <= names
@@ -385,14 +387,14 @@ def test_a_model_that_is_not_there_yet_is_planned_later(shaped: Path, agentfacto
     result = agentfactory("train", "recipe.yaml", "--dry-run", *made)
     assert result.returncode == 0, result.stderr
     path = shaped / "runs" / "recipe" / "prepared" / "model"
-    assert result.stdout.splitlines()[-1] == f"# recipe: its memory is planned once {path} is there"
+    assert f"# recipe: its memory is planned once {path} is there" in result.stdout.splitlines()
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = Placement(table="the table", refused=("placement.mode", "does not fit", "a smaller model"))
-    monkeypatch.setattr(launcher, "place", lambda recipes, purpose: [refused] * len(recipes))
+    monkeypatch.setattr(plan, "place", lambda recipes, purpose: [refused] * len(recipes))
     asked, before, said = load_recipe("recipe.yaml"), sorted(project.rglob("*")), []
     with pytest.raises(SettingError, match="does not fit; fix: a smaller model"):
         launcher.train(asked, False, None, said.append)
@@ -415,8 +417,8 @@ def test_what_vllm_does_on_gpus_only_is_refused_before_anything_is_written(
     asked = load_recipe("recipe.yaml", ["server.engine=vllm", *overrides], lacks=[])
     assert isinstance(asked, Recipe)
     planned = Placement(mode="time_share" if asked.placement.mode == "time_share" else "separate")
-    monkeypatch.setattr(launcher, "place", lambda recipes, purpose: [planned if is_there else None] * len(recipes))
-    monkeypatch.setattr(launcher, "may_have_gpu", lambda: False)
+    monkeypatch.setattr(plan, "place", lambda recipes, purpose: [planned if is_there else None] * len(recipes))
+    monkeypatch.setattr(plan, "may_have_gpu", lambda: False)
     first = load_recipe("recipe.yaml", ["name=first"])
     assert isinstance(first, Recipe)
     whole = StagedRecipe(name="whole", output=project / "runs" / "whole", stages=[first, asked])
@@ -426,7 +428,7 @@ def test_what_vllm_does_on_gpus_only_is_refused_before_anything_is_written(
     assert sorted(project.rglob("*")) == before
 
 
-TRAINER = "import sys; print('trainer', sys.argv[2:], flush=True)"
+TRAINER = "import sys; print('trainer', sys.argv[1:], flush=True)"
 
 COPY = """
 import shutil
@@ -438,8 +440,8 @@ LAUNCH = """
 import sys
 from pathlib import Path
 from agentfactory.commands import main
-from agentfactory.launching import launcher
-launcher.TRAINER = [str(Path("trainer.py").resolve())]
+from agentfactory.launching import plan
+plan.TRAINER = [str(Path("trainer.py").resolve())]
 sys.exit(main.main(sys.argv[1:]))
 """
 
@@ -461,10 +463,10 @@ def test_the_launcher_plans_once_the_model_is_there_and_tells_the_trainer(
     places = [index for event in events for index, line in enumerate(lines) if line.startswith(event)]
     assert len(places) == 4, result.stdout + result.stderr
     assert places == sorted(places)
-    told = lines[places[-1]]
-    assert "'placement.mode=split'" in told
-    assert "'server.url=http://127.0.0.1:" in told
-    assert "sync.backend" not in told, "without a GPU, weights go by file"
+    given = Assignment.read(tmp_path / "run" / "assignment.json").recipe
+    assert given.placement.mode == "split"
+    assert str(given.server.url).startswith("http://127.0.0.1:")
+    assert given.sync.backend == "auto", "without a GPU, weights go by file"
 
 
 def test_a_trainer_or_a_server_alone_has_its_own_table() -> None:

@@ -29,7 +29,7 @@ def recipes() -> dict[str, Recipe]:
         recipe = load_recipe(file, lacks=lacks)
         assert isinstance(recipe, Recipe)
         # vLLM is not in the environment of the tests
-        assert all("vllm" in lack for lack in lacks)
+        assert all("vllm" in str(lack) for lack in lacks)
         loaded[name(file)] = recipe
     return loaded
 

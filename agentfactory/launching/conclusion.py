@@ -1,0 +1,84 @@
+"""What a run says when it ends: its results, its best checkpoint, and its learning curve as a picture."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from agentfactory.recipe.composition import display
+
+_CURVES = ("reward", "success", "loss")
+_EVALUATIONS = {"eval/sampled/success": "held-out success, sampled", "eval/greedy/success": "held-out success, greedy"}
+
+
+def draw_curve(metrics: Iterable[dict[str, Any]], path: Path, title: str) -> Path | None:
+    """Draw reward and success (of a run without them, the loss) over steps, with the held-out points, as a PNG.
+
+    `metrics` are the lines of metrics.jsonl. Returns `path`; None where there is nothing to draw.
+    """
+    rows = [row for row in metrics if "step" in row]
+    names = [name for name in _CURVES if any(name in row for row in rows)]
+    if not names:
+        return None
+    # matplotlib takes most of a second to import, and only this needs it
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name in names[:2] if names[0] != "loss" else names:
+        points = [(row["step"], row[name]) for row in rows if name in row]
+        axes.plot(*zip(*points, strict=True), label=name, linewidth=1.5)
+    for name, label in _EVALUATIONS.items():
+        points = [(row["step"], row[name]) for row in rows if name in row]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o", label=label)
+    axes.set(xlabel="step", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def conclude(name: str, summary: dict[str, Any], folder: Path, curve: Path | None) -> list[str]:
+    """The last lines of a run: its results, where they are, and what to do next."""
+    results = [
+        f"{kind} {summary[before]:.2f} -> {summary[after]:.2f}"
+        for kind, before, after in (
+            ("success", "success_before", "success_after"),
+            ("greedy", "greedy_before", "greedy_after"),
+        )
+        if summary.get(before) is not None and summary.get(after) is not None
+    ]
+    if "steps" in summary:
+        results.append(f"{summary['steps']} steps")
+    if "train_wall_seconds" in summary:
+        results.append(f"{summary['train_wall_seconds']:.0f} s of training")
+    places = [f"checkpoint {display(Path(summary['checkpoint']))}"] if summary.get("checkpoint") else []
+    places += best_checkpoint(summary)
+    places += [f"curve {display(curve)}"] if curve else []
+    places.append(f"run folder {display(folder)}")
+    lines = [f"{name}: " + "; ".join([*([", ".join(results)] if results else []), *places])]
+    if (metric := _not_risen(summary)) is not None:
+        lines.append(
+            f"{metric} has not risen: causes are in docs/troubleshooting.md, 'The run goes on, and learns nothing'"
+        )
+    return [*lines, f"look at it: agentfactory view {display(folder)}"]
+
+
+def best_checkpoint(summary: dict[str, Any]) -> list[str]:
+    """The best checkpoint, where it is not the last one, and better than what training began with."""
+    best = summary.get("best_checkpoint")
+    if not best or best["path"] == summary.get("checkpoint"):
+        return []
+    before = summary.get(f"{best['metric'].rpartition('/')[2]}_before")
+    if best["metric"].startswith("eval/sampled/") and before is not None and before >= best["value"]:
+        return [f"no checkpoint is better than the weights that it began with ({best['metric']} {before:.2f})"]
+    return [f"best checkpoint {display(Path(best['path']))} ({best['metric']} {best['value']:.2f})"]
+
+
+def _not_risen(summary: dict[str, Any]) -> str | None:
+    """`success` (where tasks have none, `reward`), unless training has raised it or could not."""
+    for figure, highest in (("success", 1.0), ("reward", None)):
+        before, after = summary.get(f"{figure}_before"), summary.get(f"{figure}_after")
+        if before is not None and after is not None:
+            return figure if after <= before != highest else None
+    return None

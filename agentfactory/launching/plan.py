@@ -1,0 +1,254 @@
+"""What `agentfactory train` is going to do, computed before it does any of it.
+
+A `RunPlan` has a `StagePlan` per stage: its recipe, where it resumes, where its processes go, and their commands. The
+launcher carries the plan out and `--dry-run` prints it. The trainer's processes are given an `Assignment`: they neither
+compose nor check the recipe again.
+"""
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from agentfactory.launching.resume import check_recipe, choose
+from agentfactory.launching.run_folder import RunFolder, RunFolderError
+from agentfactory.placement.placement import Placement, may_have_gpu, place
+from agentfactory.recipe.checks import runs_chains
+from agentfactory.recipe.composition import display
+from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.import_path import own_python
+from agentfactory.trainers.checkpoint_folder import checkpoint_path
+from agentfactory.trainers.config import ACCELERATE
+
+AUTO = "auto"
+"""In place of a path: the run's newest checkpoint."""
+
+TRAINER = ("-m", "agentfactory.train")
+
+
+class State(StrEnum):
+    """How far a stage is."""
+
+    NEW = "new"
+    STARTED = "started"
+    COMPLETED = "completed"
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What the trainer's processes are given: the checked recipe with the server's address, and the checkpoint to
+    resume from."""
+
+    recipe: Recipe
+    checkpoint: Path | None
+
+    def write(self, file: Path) -> None:
+        """Write it as JSON."""
+        checkpoint = str(self.checkpoint) if self.checkpoint else None
+        data = {"recipe": self.recipe.model_dump(mode="json"), "checkpoint": checkpoint}
+        file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, file: Path) -> "Assignment":
+        """The assignment that `write` wrote."""
+        data = json.loads(file.read_text(encoding="utf-8"))
+        recipe = Recipe.model_validate_json(json.dumps(data["recipe"]), strict=True)
+        return cls(recipe, Path(data["checkpoint"]) if data["checkpoint"] else None)
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage of a run; a run without stages is one."""
+
+    recipe: Recipe
+    folder: RunFolder
+    state: State = State.NEW
+    checkpoint: Path | None = None
+    """Where a started stage resumes; None: from its beginning."""
+    placement: Placement | None = None
+    """None until the model is there."""
+
+    @property
+    def starts_server(self) -> bool:
+        """Whether the stage needs a server that is not running yet."""
+        return runs_chains(self.recipe, "train") and self.recipe.server.url is None
+
+    def settled(self) -> Placement:
+        """The placement; without a model to plan for, what is known without it."""
+        return self.placement or Placement(mode=self.recipe.placement.mode, on_gpu=may_have_gpu())
+
+    def server_command(self) -> list[str]:
+        """The command of the inference server."""
+        placement = self.settled()
+        return placement.server_command(self.recipe, weight_transfer=placement.weight_transfer(self.recipe))
+
+    def server_env(self) -> dict[str, str]:
+        """The server's own environment variables."""
+        return self.settled().environment("server")
+
+    def assignment(self, url: str | None) -> Assignment:
+        """What the trainer's processes are given; `url` is the address of the server that was started for them."""
+        recipe = self.settled().for_trainer(self.recipe)
+        if url is not None:
+            recipe = recipe.model_copy(update={"server": recipe.server.model_copy(update={"url": url})})
+        return Assignment(recipe, self.checkpoint)
+
+    def trainer_command(self) -> list[str]:
+        """The command that starts every process of the trainer."""
+        command = [*TRAINER, "--assignment", str(self.folder.assignment)]
+        train = self.recipe.train
+        if train.processes == 1:
+            # what `accelerate launch` would do for one process, without the seconds that it takes to import torch
+            return own_python(*command)
+        return own_python(
+            *("-m", "accelerate.commands.launch", "--config_file", str(ACCELERATE / f"{train.strategy}.yaml")),
+            *("--num_processes", str(train.processes), "--main_process_port", "0"),
+            *command,
+        )
+
+    def trainer_env(self) -> dict[str, str]:
+        """The trainer's own environment variables."""
+        placement = self.settled()
+        env = placement.environment("trainer")
+        if self.recipe.train.processes > 1:
+            # torchrun kills its processes that long after it told them to end; the launcher knows better when to
+            env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "600"
+            if not placement.on_gpu:
+                # several processes on the CPU: neither --cpu nor a MULTI_CPU configuration starts them
+                env["ACCELERATE_USE_CPU"] = "true"
+        return env
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """All stages of a run, in order."""
+
+    recipe: Recipe | StagedRecipe
+    stages: tuple[StagePlan, ...]
+
+    @property
+    def due(self) -> list[StagePlan]:
+        """The stages that are not completed."""
+        return [stage for stage in self.stages if stage.state is not State.COMPLETED]
+
+    def placed(self) -> "RunPlan":
+        """The plan with a placement for every due stage whose model, or whose first stage's model, is there.
+
+        Raises PlacementError. What does not fit is in the placement as a refusal.
+        """
+        missing = [stage for stage in self.due if stage.placement is None]
+        found = place([stage.recipe for stage in missing], "train") if missing else []
+        by_folder = {stage.folder.path: placement for stage, placement in zip(missing, found, strict=True)}
+        stages = (
+            replace(stage, placement=stage.placement or by_folder.get(stage.folder.path)) for stage in self.stages
+        )
+        return replace(self, stages=tuple(stages))
+
+    def describe(self) -> Iterator[str]:
+        """Lines for people: what is prepared, and of each stage its state, memory and commands."""
+        folder = self.recipe.output / "prepared"
+        if self.recipe.prepare is not None and not folder.exists():
+            yield f"prepare: {self.recipe.prepare} fills {display(folder)}"
+        for stage in self.stages:
+            name = stage.recipe.name
+            resumes = f", resumes from {display(stage.checkpoint)}" if stage.checkpoint else ""
+            yield f"{name}: {stage.state}, in {display(stage.folder.path)}{resumes}"
+            if stage.state is State.COMPLETED:
+                continue
+            yield from describe_memory(stage.recipe, stage.placement)
+            if stage.starts_server:
+                yield f"{name}: server: {_shell(stage.server_env(), stage.server_command())}"
+            yield f"{name}: trainer: {_shell(stage.trainer_env(), stage.trainer_command())}"
+
+
+def describe_memory(recipe: Recipe, placement: Placement | None) -> Iterator[str]:
+    """Lines for people: the memory that the recipe's processes take."""
+    if placement is None:
+        yield f"{recipe.name}: its memory is planned once {recipe.model.path} is there"
+        return
+    if placement.table:
+        yield f"{recipe.name}: {placement.table}"
+    if placement.warning:
+        yield f"warning: {placement.warning}"
+
+
+def misfit(recipe: Recipe, placement: Placement | None) -> SettingError | None:
+    """Why the recipe's processes do not fit the machine that it is for; None where they do, or nobody knows yet."""
+    return SettingError(*placement.refused, source=recipe.name) if placement and placement.refused else None
+
+
+def plan_run(recipe: Recipe | StagedRecipe, resume: str | None) -> RunPlan:
+    """Plan a run of `recipe`; nothing is written. `resume` is a checkpoint of the run in `output`, or AUTO.
+
+    Raises RunFolderError where there is nothing to resume, SettingError where the recipe does not fit its checkpoint,
+    PlacementError.
+    """
+    stages = stages_of(recipe)
+    if resume is not None:
+        planned = resume_stages(stages, resume)
+    else:
+        planned = []
+        for stage in stages:
+            planned.append(_new(stage, planned[-1] if planned else None))
+    return RunPlan(recipe, tuple(planned)).placed()
+
+
+def resume_stages(stages: Sequence[Recipe], asked: str) -> list[StagePlan]:
+    """Each stage with its state and the checkpoint that it resumes from. `asked` is a checkpoint, or AUTO.
+
+    Raises RunFolderError where there is nothing to resume, or the checkpoint is damaged; SettingError where a recipe
+    does not fit its checkpoint.
+    """
+    path = None if asked == AUTO else Path(asked).expanduser().resolve()
+    folders = [RunFolder(stage.output) for stage in stages]
+    if path is not None and path.parent not in [folder.checkpoints.resolve() for folder in folders]:
+        places = ", ".join(display(folder.checkpoints) for folder in folders)
+        raise RunFolderError(f"--resume: {display(path)} is none of the run's checkpoints; fix: name one in {places}")
+    planned: list[StagePlan] = []
+    for recipe, folder in zip(stages, folders, strict=True):
+        before = planned[-1] if planned else None
+        is_own = path is not None and path.parent == folder.checkpoints.resolve()
+        own = folder.checkpoints / path.name if path is not None and is_own else None
+        if before is None or before.state is State.COMPLETED:
+            planned.append(_resumed(_after(recipe, before), folder, own))
+        elif folder.recipe.exists():
+            raise RunFolderError(
+                f"{display(folder.path)}: stage {recipe.name} has begun, and the one before it is to be trained on; "
+                "fix: move that folder away, or begin another run with output=OTHER"
+            )
+        else:
+            planned.append(_new(recipe, before))
+    if planned[-1].state is State.COMPLETED:
+        done = f"{display(folders[-1].path)} is completed, with {folders[-1].read_summary()['steps']} steps"
+        raise RunFolderError(f"--resume: {done}; fix: raise train.steps to go on")
+    return planned
+
+
+def _new(recipe: Recipe, before: StagePlan | None) -> StagePlan:
+    return StagePlan(_after(recipe, before), RunFolder(recipe.output))
+
+
+def _resumed(recipe: Recipe, folder: RunFolder, asked: Path | None) -> StagePlan:
+    if not folder.recipe.exists():
+        return StagePlan(recipe, folder)
+    checkpoint = choose(folder, asked)
+    check_recipe(recipe, folder, checkpoint)
+    summary = folder.read_summary()
+    done = summary.get("status") == "completed" and summary["steps"] >= recipe.train.steps and asked is None
+    return StagePlan(recipe, folder, State.COMPLETED if done else State.STARTED, checkpoint)
+
+
+def _after(recipe: Recipe, before: StagePlan | None) -> Recipe:
+    """`recipe` with the last checkpoint of the stage before as its model."""
+    if before is None:
+        return recipe
+    if before.state is State.COMPLETED:
+        return recipe.with_model(str(before.folder.need_checkpoint()))
+    return recipe.with_model(str(checkpoint_path(before.folder.checkpoints, before.recipe.train.steps)))
+
+
+def _shell(env: dict[str, str], command: list[str]) -> str:
+    return shlex.join([*(f"{name}={value}" for name, value in env.items()), *command])

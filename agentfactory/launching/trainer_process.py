@@ -1,0 +1,308 @@
+"""One process of the trainer: it assembles what the recipe asks for, trains, and records the run.
+
+Every process of the trainer runs `train`. Rank 0 also owns the run folder, what a person sees of the run (`_Display`),
+and for live rollouts the worker and the weight sync.
+"""
+
+import logging
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from transformers import PreTrainedTokenizerBase
+
+from agentfactory.launching.plan import Assignment, resume_stages
+from agentfactory.launching.progress import Progress, tell_warnings
+from agentfactory.launching.resume import rewind
+from agentfactory.launching.run_folder import Hold, RunFolder
+from agentfactory.recipe.schema import Recipe
+from agentfactory.rollout.data import load_tasks
+from agentfactory.rollout.delivery import WorkerProcess
+from agentfactory.rollout.renderer import TemplateRenderer, load_renderer
+from agentfactory.rollout.trajectory import Group, Row
+from agentfactory.trainers.accelerator import check_same_recipe, make_accelerator
+from agentfactory.trainers.best_checkpoint import find_best
+from agentfactory.trainers.checkpoint_folder import checkpoints as found_checkpoints
+from agentfactory.trainers.checkpoint_folder import step_of
+from agentfactory.trainers.checkpoints import Checkpoints
+from agentfactory.trainers.health import Finding, Health, Symptom
+from agentfactory.trainers.rl import TrainResult, train_rl
+from agentfactory.trainers.server_control import SLEEP_ROUTES, ServerControl
+from agentfactory.trainers.sft import conversation_rows, saved_rows, train_sft
+from agentfactory.trainers.source import GroupSource, SavedGroups
+from agentfactory.trainers.stopping import Stop
+from agentfactory.trainers.sync.backends import backend_of
+from agentfactory.trainers.sync.canary import Canary, CanaryRow, canary_rows
+from agentfactory.trainers.sync.make import make_sync
+from agentfactory.trainers.sync.protocol import WeightSync
+from agentfactory.trainers.sync.retrying import RetryingSync
+from agentfactory.trainers.time_share import TimeShare
+from agentfactory.trainers.tracking import Tracking
+from agentfactory.trainers.train_state import TrainState
+
+# by its name as a module: the launcher's terminal shows what it says
+logger = logging.getLogger("agentfactory.train")
+
+
+def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Symptom | None:
+    """Train `recipe` on the processes that accelerate started, and leave a run folder; returns what has ended the run
+    early, if anything has. Every process calls it.
+
+    `asked` is the launcher's assignment, whose run folder is made; or, of a trainer that a person starts, the
+    checkpoint to resume from or AUTO; or None for a new run.
+    """
+    # bars of loading and writing would run through our own progress
+    transformers.utils.logging.disable_progress_bar()
+    accelerator = make_accelerator(recipe.train)
+    check_same_recipe(recipe)
+    folder, stop = RunFolder(recipe.output), Stop()
+    with ExitStack() as stack:
+        checkpoint = _open_folder(recipe, folder, asked, accelerator, stack)
+        display = _open_display(recipe, folder, checkpoint, stop, stack) if accelerator.is_main_process else None
+        stop.listen(accelerator, folder.note_stopping)
+        renderer = load_renderer(recipe.model, recipe.rollout.parser, tools=bool(recipe.tools or recipe.mcp_servers))
+        checkpoints = _checkpoints(recipe, renderer, folder, checkpoint)
+        if recipe.train.algorithm == "sft":
+            rows = _sft_rows(recipe, renderer) if accelerator.is_main_process else None
+            result = train_sft(recipe, accelerator, checkpoints, rows=rows, log=folder.log, stop=stop)
+        else:
+            rollouts = _rollouts(recipe, folder, renderer.tokenizer, checkpoints.train_state, accelerator, stop, stack)
+            result = train_rl(
+                recipe,
+                accelerator,
+                checkpoints,
+                source=rollouts.source,
+                sync=rollouts.sync,
+                canary=rollouts.canary,
+                log=folder.log,
+                note=display.note_groups if display else None,
+                stop=stop,
+                turns=rollouts.turns,
+            )
+        # a symptom or signal that came in the last evaluation has cut it short
+        stop.agreed(accelerator)
+        if display is not None:
+            folder.write_summary(_summary(recipe, folder, result, stop.agreed_on, display.findings))
+            display.say_what_ended_it(result.steps)
+        stop.end(accelerator)
+        accelerator.end_training()
+    return stop.agreed_on
+
+
+def _open_folder(
+    recipe: Recipe,
+    folder: RunFolder,
+    asked: str | Assignment | None,
+    accelerator: Accelerator,
+    stack: ExitStack,
+) -> Path | None:
+    """Have rank 0 make or reopen the run folder and hold it; returns the checkpoint to resume from, in every process.
+    Raises RunFolderError and SettingError."""
+    opened: list[Path | None] = [None]
+    if accelerator.is_main_process:
+        if isinstance(asked, Assignment):
+            # the launcher has made or rewound the folder, holds it, and has checked the checkpoint
+            opened[0] = asked.checkpoint
+            # it shows what goes to stdout, and keeps what goes to stderr
+            logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        else:
+            opened[0] = _make_folder(recipe, folder, asked, stack.enter_context(Hold(recipe.output)))
+        stack.callback(folder.note_stopped)
+    return broadcast_object_list(opened)[0]
+
+
+def _make_folder(recipe: Recipe, folder: RunFolder, resume: str | None, hold: Hold) -> Path | None:
+    hold.take()
+    if resume is None:
+        checkpoint = None
+        RunFolder.create(recipe.output, recipe.to_yaml())
+    else:
+        checkpoint = resume_stages([recipe], resume)[0].checkpoint
+        RunFolder.reopen(recipe.output, recipe.to_yaml())
+    hold.take(make=True)
+    if resume is not None:
+        rewind(folder, checkpoint, lambda line: print(line, flush=True))
+    return checkpoint
+
+
+def _checkpoints(recipe: Recipe, renderer: TemplateRenderer, folder: RunFolder, checkpoint: Path | None) -> Checkpoints:
+    # a checkpoint carries the template that it was trained with
+    renderer.tokenizer.chat_template = renderer.chat_template
+    info: dict[str, Any] = {
+        "algorithm": recipe.train.algorithm,
+        "seed": recipe.seed,
+        "renderer": renderer.info,
+        "recipe": yaml.safe_load(recipe.to_yaml()),
+    }
+    return Checkpoints(folder.checkpoints, renderer.tokenizer, recipe.train, info, folder.growing, checkpoint)
+
+
+def _sft_rows(recipe: Recipe, renderer: TemplateRenderer) -> list[Row] | None:
+    if recipe.train.from_trajectories:
+        return saved_rows(Path(recipe.train.from_trajectories), recipe.train.min_reward)
+    return conversation_rows(load_tasks(recipe.data), renderer) if recipe.data else None
+
+
+def _open_display(
+    recipe: Recipe, folder: RunFolder, checkpoint: Path | None, stop: Stop, stack: ExitStack
+) -> "_Display":
+    progress = Progress(recipe.train.steps, "sft" if recipe.train.algorithm == "sft" else "grpo")
+    stack.callback(progress.close)
+    stack.enter_context(tell_warnings(progress.note))
+    tracking = None
+    if recipe.track.trackers:
+        told, step = yaml.safe_load(recipe.to_yaml()), step_of(checkpoint) if checkpoint else 0
+        tracking = stack.enter_context(Tracking(recipe.track, folder.title, folder.path, told, step))
+    return _Display(recipe, folder, stop, progress, tracking)
+
+
+class _Display:
+    """What a person sees of a run: progress and warnings in the terminal, and the trackers. For rank 0."""
+
+    def __init__(self, recipe: Recipe, folder: RunFolder, stop: Stop, progress: Progress, tracking: Tracking | None):
+        """`stop` is asked to end the run at a symptom of train.stop_when."""
+        self.findings: list[Finding] = []
+        """Warnings of the run, those from before it was resumed included."""
+        self._stop_when = recipe.train.stop_when
+        self._folder = folder
+        self._stop = stop
+        self._progress = progress
+        self._tracking = tracking
+        self._health = Health()
+        for metrics in folder.read_metrics():
+            self.findings += self._health.note(metrics)
+        folder.on_log = self._show
+
+    def _show(self, metrics: dict[str, Any]) -> None:
+        self._progress.update(metrics)
+        if self._tracking is not None:
+            self._tracking.log(metrics)
+        for finding in self._health.note(metrics):
+            logger.warning("%s", finding.text)
+            self.findings.append(finding)
+            if finding.symptom in self._stop_when:
+                self._stop.ask(finding.symptom)
+
+    def note_groups(self, step: int, groups: list[Group], credit: list[str]) -> None:
+        """Record the groups of a step and what their tokens were credited with."""
+        self._folder.note_credit(credit)
+        if self._tracking is not None:
+            self._tracking.note_groups(step, groups)
+
+    def say_what_ended_it(self, steps: int) -> None:
+        """Say what ended the run early, after `steps`; nothing of a run that is complete."""
+        ended_by = self._stop.agreed_on
+        if isinstance(ended_by, signal.Signals):
+            self._progress.note(f"stopped by {ended_by.name} after step {steps}; go on with --resume")
+        elif ended_by is not None:
+            self._progress.note(f"stopped by train.stop_when ({ended_by}) after step {steps}")
+
+
+@dataclass(frozen=True)
+class _Rollouts:
+    """Where the groups come from, and how new weights reach the servers. Where nothing is rolled out, only `source` is
+    set; ranks other than 0 have the canary alone."""
+
+    source: GroupSource | None = None
+    sync: WeightSync | None = None
+    canary: Canary | None = None
+    turns: TimeShare | None = None
+
+
+def _rollouts(
+    recipe: Recipe,
+    folder: RunFolder,
+    tokenizer: PreTrainedTokenizerBase,
+    train_state: TrainState,
+    accelerator: Accelerator,
+    stop: Stop,
+    stack: ExitStack,
+) -> _Rollouts:
+    train, main = recipe.train, accelerator.is_main_process
+    total = train.steps * train.batch_size
+    if train.from_trajectories:
+        saved, taken = Path(train.from_trajectories), train_state.step * train.batch_size
+        return _Rollouts(SavedGroups(saved, total, skip=taken) if main else None)
+    # every rank computes the trainer's scores: the policy may be sharded
+    servers: list[ServerControl] = []
+    canary = Canary(servers, _probes(recipe, tokenizer), recipe.model.dtype, rounded=bool(recipe.rounding))
+    if not main:
+        return _Rollouts(canary=canary)
+    servers += [ServerControl(url, recipe.server.api_key_env) for url in recipe.server.urls]
+    for server in servers:
+        server.require(backend_of(recipe).routes)
+    # the process id tells this attempt's adapters from those that an earlier one left on the server
+    backend, turns = make_sync(recipe, servers, folder.sync, recipe.name, os.getpid()), None
+    if recipe.placement.mode == "time_share":
+        servers[0].require(SLEEP_ROUTES)
+        turns = TimeShare(servers[0], accelerator.device, recipe.server.retry_seconds, stop)
+        backend = turns.waking(backend)
+    sync = RetryingSync(backend, canary, recipe.server.retry_seconds)
+    stack.callback(sync.close)
+    worker = WorkerProcess(
+        recipe,
+        base=folder.path,
+        urls=recipe.server.urls,
+        trajectories=folder.trajectories,
+        log_file=folder.logs / "worker.log",
+        batch_size=train.batch_size,
+        total=total,
+        restore=sync.bring_back,
+        trained=train_state.trained,
+        versions=train_state.labels,
+    )
+    stack.callback(worker.close)
+    return _Rollouts(worker, sync, canary, turns)
+
+
+def _probes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[CanaryRow]:
+    longest = min(recipe.server.max_model_len, recipe.rollout.max_total_tokens) - 1
+    special = set(tokenizer.all_special_ids)
+    vocabulary = [token for token in range(len(tokenizer)) if token not in special]
+    return canary_rows(vocabulary, longest, recipe.seed)
+
+
+def _summary(
+    recipe: Recipe,
+    folder: RunFolder,
+    result: TrainResult,
+    ended_by: signal.Signals | Symptom | None,
+    findings: Sequence[Finding],
+) -> dict[str, Any]:
+    """What summary.json says."""
+    status = "completed"
+    reason = {}
+    if isinstance(ended_by, signal.Signals):
+        status, reason = "interrupted", {"reason": ended_by.name}
+    elif ended_by is not None:
+        text = next(finding.text for finding in reversed(findings) if finding.symptom is ended_by)
+        status, reason = "stopped", {"reason": f"train.stop_when: {ended_by}: {text}"}
+    best = find_best(found_checkpoints(folder.checkpoints), recipe.train.keep_best)
+    return {
+        "status": status,
+        **reason,
+        **{f"{name}_before": value for name, value in _headline(result.before).items()},
+        **{f"{name}_after": value for name, value in _headline(result.after).items()},
+        "steps": result.steps,
+        "evaluated_step": result.evaluated,
+        "train_wall_seconds": result.seconds,
+        "seed": recipe.seed,
+        "checkpoint": str(result.checkpoint) if result.checkpoint else None,
+        "best_checkpoint": best
+        and {"path": str(best.path), "step": best.step, "metric": best.metric, "value": best.value},
+        "warnings": [finding.text for finding in findings],
+    }
+
+
+def _headline(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics of an evaluation that a summary shows: success (sampled), greedy success, reward (sampled)."""
+    names = {"success": "eval/sampled/success", "greedy": "eval/greedy/success", "reward": "eval/sampled/reward"}
+    return {short: metrics[name] for short, name in names.items() if name in metrics}

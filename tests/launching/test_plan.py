@@ -1,0 +1,112 @@
+"""What a run is going to do, before it does any of it: stages, commands, what the trainer is given."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agentfactory.launching import plan as planning
+from agentfactory.launching.plan import Assignment, RunPlan, State, plan_run
+from agentfactory.launching.run_folder import RunFolder
+from agentfactory.placement.placement import Placement
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe
+from agentfactory.trainers.config import ACCELERATE
+from tests.project import Command
+from tests.launching.test_resume import recipe_of, write_checkpoint
+
+
+@pytest.fixture
+def two_stages(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe of two stages on one model, on a machine without a GPU."""
+    monkeypatch.setattr("agentfactory.placement.placement.GPU_DRIVERS", ())
+    recipe = yaml.safe_load((project / "recipe.yaml").read_text())
+    for name in ("first", "second"):
+        (project / f"{name}.yaml").write_text(yaml.safe_dump({**recipe, "name": name}))
+    (project / "both.yaml").write_text("stages: [first.yaml, second.yaml]\n")
+    return project / "runs" / "both"
+
+
+def planned(*overrides: str, resume: str | None = None) -> RunPlan:
+    return plan_run(load_recipe("both.yaml", ["train.steps=40", *overrides]), resume)
+
+
+def test_every_stage_but_the_first_trains_the_checkpoint_of_the_one_before(two_stages: Path) -> None:
+    first, second = planned("first.train.steps=7").stages
+    assert (first.state, second.state) == (State.NEW, State.NEW)
+    assert second.recipe.model.path == str(two_stages / "first" / "checkpoints" / "step-000007")
+    assert not two_stages.exists(), "a plan writes nothing"
+
+
+def test_a_completed_stage_is_not_due_and_gives_the_checkpoint_that_it_has(two_stages: Path) -> None:
+    stage = planned().stages[0].recipe
+    folder = RunFolder.create(stage.output, stage.to_yaml())
+    write_checkpoint(folder, stage, 40)
+    folder.write_summary({"status": "completed", "steps": 40})
+    plan = planned(resume="auto")
+    assert [part.state for part in plan.stages] == [State.COMPLETED, State.NEW]
+    assert [part.recipe.name for part in plan.due] == ["second"]
+    assert plan.due[0].recipe.model.path == str(stage.output / "checkpoints" / "step-000040")
+
+
+def test_the_trainer_is_given_the_whole_recipe(project: Path, tmp_path: Path) -> None:
+    recipe = recipe_of()
+    placement = Placement(mode="split", on_gpu=True, trainer_devices="1", sync="ipc")
+    stage = planning.StagePlan(
+        recipe, RunFolder(recipe.output), checkpoint=tmp_path / "step-000002", placement=placement
+    )
+    assignment = stage.assignment("http://127.0.0.1:7000")
+    assignment.write(tmp_path / "assignment.json")
+    read = Assignment.read(tmp_path / "assignment.json")
+    assert read == assignment
+    given = read.recipe.model_dump()
+    assert given["server"].pop("url") == "http://127.0.0.1:7000"
+    assert (given["placement"].pop("mode"), given["sync"].pop("backend")) == ("split", "ipc")
+    asked = recipe.model_dump()
+    for section, field in (("server", "url"), ("placement", "mode"), ("sync", "backend")):
+        del asked[section][field]
+    assert given == asked
+    assert stage.trainer_env() == {"CUDA_VISIBLE_DEVICES": "1"}
+    # a server that runs already keeps its address
+    attached = recipe_of("server.url=http://127.0.0.1:7001")
+    stage = planning.StagePlan(attached, RunFolder(recipe.output))
+    assert not stage.starts_server
+    assert stage.assignment(None).recipe == attached
+
+
+def test_the_commands_of_several_processes(two_stages: Path) -> None:
+    stage = planned("train.processes=2", "train.strategy=fsdp2").stages[0]
+    command = stage.trainer_command()
+    assert command[0] == sys.executable
+    assert str(ACCELERATE / "fsdp2.yaml") in command
+    assert command[-4:] == ["-m", "agentfactory.train", "--assignment", str(two_stages / "first" / "assignment.json")]
+    assert stage.trainer_env() == {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", "ACCELERATE_USE_CPU": "true"}
+
+
+@pytest.mark.processes
+def test_a_dry_run_prints_the_plan(two_stages: Path, agentfactory: Command) -> None:
+    result = agentfactory("train", "both.yaml", "--dry-run")
+    assert result.returncode == 0, result.stderr
+    assert len(yaml.safe_load(result.stdout)["stages"]) == 2
+    lines = [line for line in result.stdout.splitlines() if line.startswith("#")]
+    assert lines[0] == "# first: new, in runs/both/first"
+    (server,) = [line for line in lines if line.startswith("# second: server: ")]
+    assert f"agentfactory.rollout.embedded {two_stages}/first/checkpoints/step-" in server
+    assert f"# second: trainer: {sys.executable} " in lines[-1]
+    assert lines[-1].endswith(f"-m agentfactory.train --assignment {two_stages}/second/assignment.json")
+    assert not two_stages.exists()
+    # a folder that is taken is said, and is no fault of the recipe
+    recipe = load_recipe("first.yaml")
+    assert isinstance(recipe, Recipe)
+    folder = RunFolder.create(recipe.output, recipe.to_yaml())
+    write_checkpoint(folder, recipe, 2)
+    taken = agentfactory("train", "first.yaml", "--dry-run")
+    assert taken.returncode == 0
+    assert taken.stdout.splitlines()[-1].startswith(
+        f"# would be refused: output: {recipe.output} is not empty; fix: --res"
+    )
+    resumed = agentfactory("train", "first.yaml", "--dry-run", "--resume")
+    assert "# first: started, in runs/first, resumes from runs/first/checkpoints/step-000002" in resumed.stdout
+    assert json.loads((folder.checkpoints / "step-000002" / "trainer_state.json").read_text())["step"] == 2
