@@ -13,8 +13,9 @@ from agentfactory.launching.run_folder import ADAPTER, base_of_adapter
 from agentfactory.launching.server_process import serve
 from agentfactory.rollout.agent import AgentHooks
 from agentfactory.rollout.chain_runner import ENDINGS, ChainRunner
-from agentfactory.rollout.client import InferenceClient, ServerUnreachableError
+from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RewardConfig, RolloutRecipe
+from agentfactory.rollout.connection import ServerUnreachableError
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.evaluate import open_runner
 from agentfactory.rollout.renderer import load_tokenizer

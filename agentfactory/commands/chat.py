@@ -17,7 +17,8 @@ from agentfactory.recipe.composition import COMMAND_LINE
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.chain_runner import ChainRunner, begin
-from agentfactory.rollout.client import Completion, ContextOverflowError, InferenceError, ServerUnreachableError
+from agentfactory.rollout.client import Completion
+from agentfactory.rollout.connection import ContextOverflowError, InferenceError, ServerUnreachableError
 from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.episode import Episode, Setup
 from agentfactory.rollout.evaluate import open_runner

@@ -79,7 +79,7 @@ def evaluate(
 def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say: Say) -> None:
     """Evaluate whoever answers at `url`."""
     from agentfactory.commands import eval_target
-    from agentfactory.rollout.client import ServerUnreachableError
+    from agentfactory.rollout.connection import ServerUnreachableError
 
     # the model of a later stage is a checkpoint that may not be there
     stages = stages_of(recipe)
@@ -173,7 +173,7 @@ def _acting(
     command: str, recipe: Recipe | StagedRecipe, checkpoint: Path | str | None, say: Say
 ) -> Iterator[tuple[Served, RunFolder, list[str]]]:
     """A run folder, and the addresses of servers for `command`. Raises ChildFailed where none answers any more."""
-    from agentfactory.rollout.client import ServerUnreachableError
+    from agentfactory.rollout.connection import ServerUnreachableError
 
     with Children() as children:
         served, server = what_is_served(recipe, checkpoint), None

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from agentfactory.rollout.client import Completion, ContextOverflowError, InferenceError
+from agentfactory.rollout.client import Completion
+from agentfactory.rollout.connection import ContextOverflowError, InferenceError
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.renderer import Parsed, Renderer
 from agentfactory.rollout.trajectory import Span

@@ -8,9 +8,10 @@ from copy import copy
 from dataclasses import replace
 
 from agentfactory.rollout.agent import AgentHooks
-from agentfactory.rollout.client import InferenceClient, InferenceError
+from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.concurrency import Places
 from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.connection import InferenceError
 from agentfactory.rollout.context import check_context
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.episode import Episode, Setup

@@ -14,8 +14,9 @@ from typing import Any
 
 from agentfactory.rollout.chain_runner import ChainRunner
 from agentfactory.rollout.chat_endpoint import ChatEndpoint, ChatEndpointError
-from agentfactory.rollout.client import Completion, ContextOverflowError
+from agentfactory.rollout.client import Completion
 from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.connection import ContextOverflowError
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.episode import Episode, Setup
 from agentfactory.rollout.parsers import Parser, load_parser

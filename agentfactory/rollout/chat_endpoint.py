@@ -10,10 +10,9 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-from agentfactory.rollout.client import (
-    NEEDED_ROUTES,
+from agentfactory.rollout.client import NEEDED_ROUTES, InferenceClient
+from agentfactory.rollout.connection import (
     ContextOverflowError,
-    InferenceClient,
     InferenceError,
     LostError,
     ServerUnreachableError,
@@ -76,7 +75,7 @@ class ChatEndpoint(InferenceClient):
         if root == self.urls[0]:
             return None
         try:
-            status, text = await self._request("GET", root + "/openapi.json")
+            status, text = await self._connection.request("GET", root + "/openapi.json")
             paths = set(json.loads(text)["paths"]) if status == 200 else set()
         except LostError as error:
             raise ServerUnreachableError(f"no server answers at {root}: {error}") from error
@@ -90,7 +89,7 @@ class ChatEndpoint(InferenceClient):
             return
         url = self.urls[0] + "/models"
         try:
-            status, text = await self._request("GET", url)
+            status, text = await self._connection.request("GET", url)
             cards = json.loads(text)["data"] if status == 200 else []
             names = [str(card["id"]) for card in cards if not card.get("parent")]
         except LostError as error:
@@ -126,7 +125,7 @@ class ChatEndpoint(InferenceClient):
 
     async def _try(self, url: str, body: dict[str, Any]) -> tuple[int, str]:
         try:
-            return await self._request("POST", url, json.dumps(body).encode())
+            return await self._connection.request("POST", url, json.dumps(body).encode())
         except LostError as error:
             raise ServerUnreachableError(f"no server answers at {url}: {error}") from error
 
@@ -176,7 +175,7 @@ class ChatEndpoint(InferenceClient):
         while True:
             body, asked = self._body(messages, specs, temperature, max_tokens), 0.0
             try:
-                status, text, headers = await self._exchange("POST", url, json.dumps(body).encode())
+                status, text, headers = await self._connection.exchange("POST", url, json.dumps(body).encode())
             except LostError as error:
                 problem = str(error)
             else:

@@ -5,8 +5,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from agentfactory.rollout.agent import AgentError, AgentHooks, Turn, TurnBudget
-from agentfactory.rollout.client import Completion, ContextOverflowError, InferenceError, ServerUnreachableError
+from agentfactory.rollout.client import Completion
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
+from agentfactory.rollout.connection import ContextOverflowError, InferenceError, ServerUnreachableError
 from agentfactory.rollout.context import Context, add_text, is_long, opening_messages
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.renderer import Parsed, Renderer

@@ -13,9 +13,9 @@ from typing import Any
 
 from agentfactory.rollout.admission import Admission
 from agentfactory.rollout.chain_runner import ChainRunner
-from agentfactory.rollout.client import InferenceError, ServerUnreachableError
 from agentfactory.rollout.concurrency import ConcurrencyControl
 from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.connection import InferenceError, ServerUnreachableError
 from agentfactory.rollout.data import TaskOrder, load_tasks
 from agentfactory.rollout.delivery import connect, encode
 from agentfactory.rollout.evaluate import evaluate, open_runner
@@ -72,7 +72,7 @@ class Worker:
             admission = Admission(
                 self.batch_size, self.recipe.rollout.max_staleness, self.total, version, version * self.batch_size
             )
-            runner.client.restore = self._restore
+            runner.client.restore_by(self._restore)
             runner.client.published(version, first["model"])
             producer = GroupProducer(
                 self.recipe.rollout,

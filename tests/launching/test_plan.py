@@ -14,8 +14,8 @@ from agentfactory.placement.placement import Placement
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.trainers.config import ACCELERATE
-from tests.project import Command
 from tests.launching.test_resume import recipe_of, write_checkpoint
+from tests.project import Command
 
 
 @pytest.fixture

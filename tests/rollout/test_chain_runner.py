@@ -14,8 +14,9 @@ from aiohttp import web
 from transformers import PreTrainedTokenizerFast
 
 from agentfactory.rollout.chain_runner import ChainRunner
-from agentfactory.rollout.client import InferenceClient, ServerUnreachableError
+from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.connection import ServerUnreachableError
 from agentfactory.rollout.renderer import TemplateRenderer, make_renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling

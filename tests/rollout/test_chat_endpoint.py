@@ -10,8 +10,8 @@ import pytest
 
 from agentfactory.rollout.chat_chain import open_chat_runner
 from agentfactory.rollout.chat_endpoint import ChatEndpointError, base_url, look_at
-from agentfactory.rollout.client import ServerUnreachableError
 from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.connection import ServerUnreachableError
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.evaluate import open_runner, run_eval
 from agentfactory.rollout.sampling import Sampling

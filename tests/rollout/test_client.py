@@ -9,15 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from agentfactory.rollout.client import (
-    GENERATE,
-    NEEDED_ROUTES,
-    Completion,
-    ContextOverflowError,
-    InferenceClient,
-    InferenceError,
-    ServerUnreachableError,
-)
+from agentfactory.rollout.client import GENERATE, NEEDED_ROUTES, Completion, InferenceClient
+from agentfactory.rollout.connection import ContextOverflowError, InferenceError, ServerUnreachableError
 from tests.waiting import until
 
 PROMPT = [1, 2, 3]
@@ -229,7 +222,7 @@ async def trained(*servers: Server, version: int) -> AsyncIterator[tuple[Inferen
             return True
 
         await client.check_routes()
-        client.restore = restore
+        client.restore_by(restore)
         client.published(version, "policy")
         yield client, restored
 
@@ -296,7 +289,7 @@ async def test_a_server_without_the_newest_adapter_is_restored() -> None:
             return True
 
         await client.check_routes()
-        client.restore = restore
+        client.restore_by(restore)
         client.published(3, "run-v3")
         await client.generate(PROMPT, "run-v3", SAMPLING)
         assert restored == [server.url]

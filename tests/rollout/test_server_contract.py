@@ -25,7 +25,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from agentfactory.rollout.client import ContextOverflowError, InferenceClient, InferenceError
+from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.connection import ContextOverflowError, InferenceError
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import load_policy
 from agentfactory.trainers.server_control import ServerControl

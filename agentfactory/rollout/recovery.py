@@ -1,0 +1,151 @@
+"""Which server takes a request, and how one that is lost, or lost its weights, comes back."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from agentfactory.rollout.connection import Connection, LostError, ServerUnreachableError
+from agentfactory.rollout.retries import Retries
+from agentfactory.rollout.routing import Router, ServerState
+from agentfactory.rollout.trajectory import Span
+
+logger = logging.getLogger(__name__)
+
+
+class Recovery:
+    """Gives requests to the servers that hold the published weights, and brings the others back."""
+
+    def __init__(self, connection: Connection, router: Router, retry_seconds: float):
+        """Raises ServerUnreachableError for a request when no server has answered for `retry_seconds`."""
+        self.restore: Callable[[str], Awaitable[bool]] | None = None
+        """Has the current weights brought to a server that lacks them; false where it went away meanwhile. None where
+        nobody publishes weights."""
+        self.base_models: set[str] = set()
+        """Names of base weights; any other model is an adapter."""
+        self.version: int | None = None
+        """The weights that were published last; None where nobody publishes."""
+        self._model = ""
+        self._connection = connection
+        self._router = router
+        self._limit = retry_seconds
+        self._returning: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+        self._changed = asyncio.Event()
+        self._last_words = "it refused the connection"
+
+    async def close(self) -> None:
+        """Stop waiting for servers."""
+        for task in self._returning:
+            task.cancel()
+        await asyncio.gather(*self._returning, return_exceptions=True)
+
+    def published(self, version: int, model: str) -> None:
+        """The weights `version` are live as `model`."""
+        self.version, self._model = version, model
+
+    def is_published(self, model: str) -> bool:
+        """Whether every server should know `model`."""
+        return self.version is not None and model == self._model
+
+    def is_current(self, versions: Sequence[Span], model: str, oldest: int | None) -> bool:
+        """Whether the base weights of a turn are `oldest` or newer. (An adapter is asked for by its version's own
+        name.)"""
+        if oldest is None or model not in self.base_models:
+            return True
+        return all(_number(span.version) >= oldest for span in versions)
+
+    async def take(self, chain: str, prompt: int, avoid: set[str]) -> str:
+        """The server for a request; waits while none serves. Raises ServerUnreachableError."""
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            url = self._router.choose(chain, prompt, avoid)
+            if url is not None:
+                return url
+            silent = self._router.silent_since
+            left = None if silent is None else silent + self._limit - time.monotonic()
+            if left is not None and left <= 0:
+                raise ServerUnreachableError(
+                    f"no server answers at {', '.join(self._router.states)} for {self._limit:g} s: {self._last_words}"
+                )
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(left):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    async def held_back(self, url: str) -> bool:
+        """Waits while the server is paused or asleep; returns whether it was. No turn is sent to it meanwhile: vLLM
+        would queue it, with an adapter that it may lose in its sleep."""
+        tries = 0
+        try:
+            while await self._connection.holds_requests(url):
+                tries += 1
+                await asyncio.sleep(Retries.pause(tries))
+        except LostError as error:
+            self.lose(url, str(error))
+        return tries > 0
+
+    def lose(self, url: str, problem: str) -> None:
+        """The connection to `url` failed."""
+        self._last_words = problem
+        if self._router.states[url] is ServerState.SERVING:
+            logger.warning("server %s is lost: %s", url, problem)
+            self._router.lost(url, time.monotonic())
+            self._bring_back(url)
+
+    def distrust(self, url: str, problem: str) -> None:
+        """`url` answers, from other weights than those that were published."""
+        if self._router.states[url] is ServerState.SERVING:
+            logger.warning("server %s lost its weights: %s; asking for them", url, problem)
+            self._router.answers(url)
+            self._bring_back(url)
+
+    def _bring_back(self, url: str) -> None:
+        self._changed.set()
+        task = asyncio.create_task(self._return(url))
+        self._returning.add(task)
+        task.add_done_callback(self._returned)
+
+    def _returned(self, task: asyncio.Task[None]) -> None:
+        self._returning.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            # whoever waits for the server gets to know
+            self._failure = task.exception()
+            self._changed.set()
+
+    async def _return(self, url: str) -> None:
+        """Ask until the server answers; let requests through again once it has proven that it has the weights."""
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                if await self._connection.is_healthy(url):
+                    self._router.answers(url)
+                    self._changed.set()
+                    if await self._has_weights(url) or self.restore is None or await self.restore(url):
+                        break
+                    self._router.lost(url, time.monotonic())
+            except LostError as error:
+                self._last_words = str(error)
+                self._router.lost(url, time.monotonic())
+            await asyncio.sleep(Retries.pause(tries))
+        logger.warning("server %s is back", url)
+        self._router.proven(url)
+        self._changed.set()
+
+    async def _has_weights(self, url: str) -> bool:
+        """Whether the server's process still is the one that took the published weights."""
+        if self.version is None:
+            return self.restore is None
+        if self._model not in self.base_models:
+            return any(card["id"] == self._model for card in await self._connection.models(url))
+        # a fresh embedded engine calls what it was started with version 0 too
+        return self.version > 0 and _number(await self._connection.weight_version(url)) >= self.version
+
+
+def _number(label: str) -> int:
+    """The version that a label of base weights stands for; -1 where it is not one of ours, such as vLLM's "default"."""
+    return int(label) if label.isdecimal() else -1
