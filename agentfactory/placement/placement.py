@@ -1,4 +1,4 @@
-"""What the launcher knows of a recipe's placement: asked of a child, so that torch stays out of this process."""
+"""A recipe's placement for the launcher: planned by a child process, so that this process does not import torch."""
 
 import json
 import os
@@ -18,41 +18,41 @@ GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 class PlacementError(Exception):
-    """Where processes go could not be planned, or the memory that was planned for is gone; the message says why."""
+    """Processes could not be placed, or the planned memory is no longer free; the message says why."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where trainer and server go. The default is that of a CPU machine for which nothing was planned."""
+    """The devices of trainer and server. The default is that of a CPU machine for which nothing was planned."""
 
     mode: str = "separate"
     table: str = ""
-    """For people."""
+    """The memory table, for people."""
     on_gpu: bool = False
     """Whether this machine has a GPU."""
     trainer_devices: str | None = None
-    """CUDA_VISIBLE_DEVICES of the trainer; None: as it is."""
+    """CUDA_VISIBLE_DEVICES of the trainer; None: unchanged."""
     server_devices: str | None = None
     gpu_memory_utilization: float | None = None
     """For vLLM; None: the recipe's, or vLLM's default."""
     sync: str | None = None
-    """In place of sync.backend=auto; None: it stays."""
+    """Replaces sync.backend=auto; None: unchanged."""
     trainer_bytes: int = 0
-    """What has to be free on the trainer's GPU once the server is ready."""
+    """Bytes that must be free on the trainer's GPU once the server is ready."""
     refused: tuple[str, str, str] | None = None
     """Field, problem and fix of a recipe that cannot be placed."""
     warning: str | None = None
-    """Why it may not fit, where it is tried all the same."""
+    """Why it may not fit, if it is tried despite that."""
 
     def for_server(self, recipe: Recipe) -> Recipe:
-        """`recipe` with what the server is told of the placement."""
+        """Return `recipe` with the server's settings from the placement."""
         if self.gpu_memory_utilization is None:
             return recipe
         server = recipe.server.model_copy(update={"gpu_memory_utilization": self.gpu_memory_utilization})
         return recipe.model_copy(update={"server": server})
 
     def overrides(self, recipe: Recipe) -> list[str]:
-        """What the trainer is told of the placement, as overrides of `recipe`."""
+        """Return the trainer's settings from the placement, as overrides of `recipe`."""
         overrides = []
         if recipe.placement.mode == "auto" and self.mode != "separate":
             overrides.append(f"placement.mode={self.mode}")
@@ -61,13 +61,13 @@ class Placement:
         return overrides
 
     def weight_transfer(self, recipe: Recipe) -> str | None:
-        """How full weights come into a server; None: they do not."""
+        """Return the backend by which full weights reach a server; None: they do not."""
         if recipe.model.lora is not None:
             return None
         return self.sync or backend_of(recipe).transfer
 
     def environment(self, process: Literal["trainer", "server"]) -> dict[str, str]:
-        """Environment variables of a process."""
+        """Return environment variables of a process."""
         devices = self.trainer_devices if process == "trainer" else self.server_devices
         return {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
 
@@ -87,11 +87,11 @@ class Placement:
 
 
 def place(recipes: Sequence[Recipe], purpose: Literal["train", "serve"]) -> list[Placement | None]:
-    """Where the processes of each recipe go, whether it fits or is refused; None where its model is not there yet.
+    """Place the processes of each recipe, whether it fits or is refused; None if its model does not exist yet.
 
-    A stage whose model is made by the stage before is planned with the first one's model, which has its shape. Nothing
-    is planned, and torch is not imported, where no GPU is here and the recipe says nothing of placement. Raises
-    PlacementError.
+    If the stage before produces a stage's model, the stage is planned with the first stage's model, which has the same
+    shape. If there is no GPU here and the recipe says nothing about placement, nothing is planned and torch is not
+    imported. Raises PlacementError.
     """
     found: list[Placement | None] = [Placement()] * len(recipes)
     asked: dict[int, Recipe] = {}
@@ -117,7 +117,7 @@ def _is_planned(recipe: Recipe) -> bool:
 
 
 def may_have_gpu() -> bool:
-    """Whether torch could find a GPU here. It takes seconds to import, and is asked only then."""
+    """Return whether torch could find a GPU here. torch takes seconds to import, and is asked only if so."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(map(os.path.exists, GPU_DRIVERS))
 
 
@@ -128,7 +128,7 @@ def _with_model(recipe: Recipe, first: str) -> Recipe | None:
 
 
 def _is_there(model: str) -> bool:
-    # what is not absolute is a hub name
+    # a path that is not absolute is a hub name
     return not os.path.isabs(model) or Path(model).exists()
 
 
