@@ -196,8 +196,8 @@ class ToolsRecipe(Section):
     """The recipe fields that the tools package reads."""
 
     import_path: list[Path] = []
-    """Folders from which user code can import, after all installed packages; a file's own folder is always one of them.
-    Default: the folders of the recipe's files."""
+    """Folders from which user code can import, after all installed packages; it can also import from the folder of its
+    own file. Default: the folders of the recipe's files."""
     tools: list[str] = []
     """`FILE.py:NAME` of `@tool` functions and `Environment` classes, and names of prebuilt ones, served in this process
     under the name NAME."""
