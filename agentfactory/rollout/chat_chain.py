@@ -76,9 +76,9 @@ class ChatEpisode(Episode):
 
     def metrics(self) -> dict[str, float]:
         """See Episode. `sampled_tokens` is left out if the endpoint does not count them."""
-        figures = super().metrics()
-        del figures["sampled_tokens"]
-        return figures if self.sampled is None else {**figures, "sampled_tokens": self.sampled}
+        metrics = super().metrics()
+        del metrics["sampled_tokens"]
+        return metrics if self.sampled is None else {**metrics, "sampled_tokens": self.sampled}
 
 
 class ChatWords:

@@ -69,8 +69,8 @@ def parse_load(text: str) -> Load:
 
 def write_load(load: Load) -> str:
     """Write the page that `parse_load` reads."""
-    figures = {_WAITING: load.waiting, _RUNNING: load.running, _CACHE: load.cache}
-    return "".join(f"# TYPE {name} gauge\n{name} {value}\n" for name, value in figures.items())
+    metrics = {_WAITING: load.waiting, _RUNNING: load.running, _CACHE: load.cache}
+    return "".join(f"# TYPE {name} gauge\n{name} {value}\n" for name, value in metrics.items())
 
 
 FULL_CACHE = 0.9

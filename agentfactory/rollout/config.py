@@ -104,12 +104,11 @@ class EqualRewards(StrEnum):
     """What to do with a group whose chains all have the same reward, which makes group-relative advantages 0."""
 
     KEEP = "keep"
-    """Deliver the group like any other."""
+    """Delivered like any other."""
     DROP = "drop"
-    """Do not train the group, and leave its place in the batch empty."""
+    """Not trained, and its place in the batch stays empty."""
     REFILL = "refill"
-    """Do not train the group, and run another task in its place (dynamic sampling, DAPO, arXiv:2503.14476, section
-    3.2)."""
+    """Not trained, and another task takes its place (dynamic sampling, DAPO, arXiv:2503.14476, section 3.2)."""
 
 
 class CurriculumConfig(Section):
@@ -175,7 +174,7 @@ class RolloutConfig(Section):
     """How chains run."""
 
     group_size: PositiveInt = 8
-    """Chains per task, whose rewards the advantages compare."""
+    """Chains per task; advantages compare them with each other."""
     max_turns: PositiveInt = 8
     """Maximum assistant turns per chain."""
     max_tokens: PositiveInt = 512
@@ -268,7 +267,7 @@ class ServerConfig(Section):
     """Address of a running server, or a list of addresses; null starts a server."""
     retry_seconds: float = Field(default=300.0, gt=0)
     """How long to retry recoverable failures: an unreachable server, 5xx, 429. After that the request fails, and the
-    run stops if no server has completed any request."""
+    run stops if no server has completed any request in that time."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = Field(default=0, ge=0, le=65535)

@@ -52,10 +52,10 @@ class Curriculum:
     def take_figures(self) -> dict[str, float]:
         """Return the number of tasks skipped since the last call and of those now solved and hopeless, by metric
         name."""
-        figures = {
+        metrics = {
             "curriculum/passed_over": float(self._passed),
             "curriculum/solved": float(sum(rate >= self.config.solved for rate in self.rates.values())),
             "curriculum/hopeless": float(sum(rate <= self.config.hopeless for rate in self.rates.values())),
         }
         self._passed = 0
-        return figures
+        return metrics

@@ -121,13 +121,13 @@ async def _play(
 
 
 def _means(recipe: RolloutRecipe, played: dict[str, list[Group]]) -> dict[str, float]:
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for mode, groups in played.items():
         means = mean_figures(groups)
         if mode == "sampled":
             means |= sample_figures(groups, recipe.eval.samples)
-        figures |= {f"{mode}/{key}": value for key, value in means.items()}
-    return figures
+        metrics |= {f"{mode}/{key}": value for key, value in means.items()}
+    return metrics
 
 
 @dataclass(frozen=True)
@@ -146,14 +146,14 @@ class Evaluation:
     def figures(self) -> dict[str, float]:
         """Return all results by name: the means, `<mode>/<figure>/low` and `/high`, and the same for each source under
         `<mode>/source/<source>/`."""
-        figures = dict(self.means)
+        metrics = dict(self.means)
         for mode, sources in self.estimates.items():
             for source, found in sources.items():
                 prefix = f"{mode}/source/{source}/" if source else f"{mode}/"
                 for name, estimate in found.items():
-                    figures.setdefault(prefix + name, estimate.value)
-                    figures |= {f"{prefix}{name}/low": estimate.low, f"{prefix}{name}/high": estimate.high}
-        return figures
+                    metrics.setdefault(prefix + name, estimate.value)
+                    metrics |= {f"{prefix}{name}/low": estimate.low, f"{prefix}{name}/high": estimate.high}
+        return metrics
 
 
 def mean_figures(groups: Sequence[Group]) -> dict[str, float]:
@@ -246,6 +246,6 @@ def run_rollout(
             _warn_of_tools(runner)
             return list(groups)
 
-    figures = mean_figures(asyncio.run(run()))
-    log({f"rollout/{key}": value for key, value in figures.items()})
-    return figures
+    metrics = mean_figures(asyncio.run(run()))
+    log({f"rollout/{key}": value for key, value in metrics.items()})
+    return metrics

@@ -134,6 +134,6 @@ class GroupFilter:
 
     def take_figures(self) -> dict[str, float]:
         """Return the counts since the last call, by metric name."""
-        figures = {"filtered/groups": 0.0, **{name: float(count) for name, count in sorted(self._figures.items())}}
+        metrics = {"filtered/groups": 0.0, **{name: float(count) for name, count in sorted(self._figures.items())}}
         self._figures.clear()
-        return figures
+        return metrics

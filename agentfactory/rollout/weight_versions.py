@@ -72,10 +72,10 @@ class Cancellations:
 
     def take_figures(self) -> dict[str, float]:
         """Return the counts since the last call, by metric name."""
-        figures = {
+        metrics = {
             "cancelled/groups": float(self.groups),
             "cancelled/chains": float(self.chains),
             "cancelled/tokens": float(self.tokens),
         }
         self.groups = self.chains = self.tokens = 0
-        return figures
+        return metrics

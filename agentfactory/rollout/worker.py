@@ -144,12 +144,12 @@ class Worker:
 
     async def _evaluate(self, runner: ChainRunner, published: Published, cache_salt: str | None) -> None:
         name, folder = f"{published.version:06d}", self.trajectories / "eval"
-        figures, warnings = await evaluate(
+        metrics, warnings = await evaluate(
             runner, self.recipe, self.held_out, published.model, folder, name, cache_salt
         )
         for warning in warnings:
             await self._send("warning", text=warning)
-        await self._send("evaluation", figures=figures)
+        await self._send("evaluation", figures=metrics)
 
     async def _restore(self, url: str) -> bool:
         """Ask rank 0 to load the published weights into the server at `url`; return whether it has proven that it has

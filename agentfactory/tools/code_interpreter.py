@@ -1,4 +1,5 @@
-"""`CodeInterpreter`: an environment in which a model runs Python, cell by cell, in a sandbox of the chain's own."""
+"""`CodeInterpreter`: an environment in which a model runs Python, cell by cell, in a separate sandbox for each
+chain."""
 
 import base64
 import binascii

@@ -132,7 +132,7 @@ class CriticConfig(Section):
     value_clip: float | None = Field(default=0.2, gt=0)
     """Values are clipped to this distance from those at the start of the update; null does not clip."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Number of first steps in which only the critic learns."""
+    """Number of initial steps in which only the critic learns."""
 
 
 class OverlongConfig(Section):
@@ -223,7 +223,7 @@ class TrainConfig(Section):
     gradient_checkpointing: bool = False
     """Store only the inputs of layers, and recompute the rest in the backward pass."""
     activation_offload: bool = False
-    """Store the inputs that gradient_checkpointing keeps in CPU memory."""
+    """Store in CPU memory the inputs that gradient_checkpointing keeps."""
     liger: bool = False
     """Use the layer kernels of liger-kernel (GPU)."""
     compile: bool = False
