@@ -1,4 +1,4 @@
-"""`agentfactory doctor`: looks at this machine, and at what a recipe needs of it, and says what to do."""
+"""`agentfactory doctor`: checks this machine, and what a recipe needs from it, and says what to do."""
 
 import sys
 from collections import Counter
@@ -38,11 +38,11 @@ _COLORS = {Level.OK: "32", Level.WARNING: "33", Level.PROBLEM: "1;31"}
 
 
 def run(recipe: str | None, overrides: Sequence[str], say: Callable[[str], None]) -> bool:
-    """Say everything that is found. Returns whether there is no problem."""
+    """Report everything that is found. Return whether there is no problem."""
     counts: Counter[Level] = Counter()
     said = set()
     for finding in examine(recipe, overrides):
-        # stages that need the same are told once
+        # findings that several stages share are reported once
         if finding not in said:
             said.add(finding)
             counts[finding.level] += 1
@@ -64,7 +64,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def examine(recipe: str | None, overrides: Sequence[str]) -> Iterator[Finding]:
-    """All findings, the machine's first; each as soon as it is there."""
+    """Yield all findings, the machine's first, each as soon as it is available."""
     stages: list[Recipe] = []
     yield from _safely("versions", check_versions)
     devices: dict[str, Any] = {"gpus": []}
@@ -97,7 +97,7 @@ def examine(recipe: str | None, overrides: Sequence[str]) -> Iterator[Finding]:
 
 
 def _checks(recipe: Recipe, gpus: int) -> Iterator[tuple[str, Check]]:
-    """What one stage needs."""
+    """Yield the checks for one stage."""
     yield "run folder", partial(check_output, recipe)
     yield "memory", lambda: check_fit(recipe, memory_room())
     yield "hub", partial(check_hub, recipe)
@@ -110,9 +110,9 @@ def _checks(recipe: Recipe, gpus: int) -> Iterator[tuple[str, Check]]:
 
 
 def _safely(subject: str, check: Check) -> Iterator[Finding]:
-    """What a check finds. One that fails itself is a finding, and the others go on."""
+    """Yield a check's findings. If the check itself fails, this is a finding, and the other checks continue."""
     try:
         yield from check()
-    except Exception as error:  # boundary: anything can be wrong with a machine
+    except Exception as error:  # boundary: a machine can have any fault
         text = f"it could not be looked at: {type(error).__name__}: {error}"
         yield problem(subject, text, "see to that, or tell us: it is a defect of `agentfactory doctor`")

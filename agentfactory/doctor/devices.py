@@ -1,4 +1,5 @@
-"""`python -m agentfactory.doctor.devices`: what torch sees on this machine, as JSON; torch stays out of who asks."""
+"""`python -m agentfactory.doctor.devices`: prints what torch sees on this machine as JSON; the caller does not import
+torch."""
 
 import json
 from typing import Any
@@ -11,8 +12,8 @@ from agentfactory.tools.import_path import is_installed
 
 
 def see_devices() -> dict[str, Any]:
-    """`build`: what torch computes with ("cpu", "cuda 13.0", "rocm 6.4"); `gpus`: name, total and free bytes, and
-    whether it has bfloat16; `error`: why a GPU build sees none; `torchvision`: why it cannot be imported, where it is
+    """Return `build`: what torch computes with ("cpu", "cuda 13.0", "rocm 6.4"); `gpus`: name, total and free bytes,
+    and whether it has bfloat16; `error`: why a GPU build sees none; `torchvision`: why it cannot be imported, if it is
     installed."""
     version = torch.version
     build = f"cuda {version.cuda}" if version.cuda else f"rocm {version.hip}" if version.hip else "cpu"
@@ -26,7 +27,7 @@ def see_devices() -> dict[str, Any]:
         return seen
     for index, gpu in enumerate(see_machine().gpus):
         about = torch.cuda.get_device_properties(index)
-        # bfloat16 is computed by Ampere and what came after it; before, it is emulated
+        # bfloat16 is native on Ampere and later; earlier GPUs emulate it
         bf16 = bool(version.hip) or about.major >= 8
         seen["gpus"].append({"name": about.name, "total": gpu.total, "free": gpu.free, "bf16": bf16})
     return seen
@@ -37,7 +38,7 @@ def _torchvision_error() -> str:
         return ""
     try:
         import torchvision  # noqa: F401
-    except Exception as error:  # boundary: of another build than torch, it raises whatever comes first
+    except Exception as error:  # boundary: for another build than torch, it raises whatever fails first
         return f"{type(error).__name__}: {error}"
     return ""
 

@@ -1,11 +1,11 @@
-"""What `agentfactory doctor` says: one finding a line."""
+"""The output of `agentfactory doctor`: one finding per line."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Level(StrEnum):
-    """How bad it is."""
+    """The severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
@@ -16,7 +16,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: what it is, what was found, and, unless all is well, what to do."""
+    """The result of one check: its subject, what was found, and, unless all is well, what to do."""
 
     level: Level
     subject: str
@@ -25,20 +25,20 @@ class Finding:
 
 
 def ok(subject: str, text: str) -> Finding:
-    """All is well."""
+    """Create a finding that all is well."""
     return Finding(Level.OK, subject, text)
 
 
 def warning(subject: str, text: str, fix: str) -> Finding:
-    """It can work, but."""
+    """Create a finding that it can work, with restrictions."""
     return Finding(Level.WARNING, subject, text, fix)
 
 
 def problem(subject: str, text: str, fix: str) -> Finding:
-    """It cannot work."""
+    """Create a finding that it cannot work."""
     return Finding(Level.PROBLEM, subject, text, fix)
 
 
 def gib(size: float) -> str:
-    """Bytes for people."""
+    """Format bytes for people."""
     return f"{size / 2**30:.1f} GiB"

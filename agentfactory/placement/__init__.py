@@ -1,1 +1,1 @@
-"""Which devices trainer and server use, and whether their memory suffices: planned before anything starts."""
+"""Plans the devices that trainer and server use, and checks that their memory suffices, before anything starts."""

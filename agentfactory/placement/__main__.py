@@ -1,7 +1,7 @@
-"""`python -m agentfactory.placement`: plan where recipes' processes go, for the launcher, which imports no torch.
+"""`python -m agentfactory.placement`: plans the placement of recipes for the launcher, which does not import torch.
 
-On stdin a JSON object: `recipes` (resolved ones) and `purpose` (train, or serve: then the trainer counts only where it
-shares a GPU with the server). On stdout a JSON list with `Placement`'s fields for each recipe (placed.py).
+Reads a JSON object on stdin: `recipes` (resolved ones) and `purpose` (train, or serve: then the trainer counts only if
+it shares a GPU with the server). Writes a JSON list on stdout with `Placement`'s fields for each recipe (placement.py).
 """
 
 import contextlib
@@ -29,14 +29,15 @@ from agentfactory.tools.errors import SettingError
 
 
 class Estimates:
-    """What recipes take; each figure is computed once, since the search for a change that fits asks often."""
+    """Estimates what recipes take; each value is computed once, since the search for a change that fits asks often."""
 
     def __init__(self, purpose: str):
         self._purpose = purpose
         self._known: dict[str, Any] = {}
 
     def __call__(self, recipe: Recipe, device: Device, memory: int | None) -> Need:
-        """Raises SettingError where a model's shape cannot be had, it cannot be trained so, or another is served."""
+        """Raises SettingError if a model's shape is not available, if it cannot be trained this way, or if a different
+        model is served."""
         config, note = self._config("model.path", recipe.model.path)
         notes = [note] if note else []
         trainer: dict[str, int] = {}
@@ -88,7 +89,7 @@ def _padding_note(recipe: Recipe, config: PreTrainedConfig) -> list[str]:
 
 
 def place(recipe: Recipe, machine: Machine, estimates: Estimate) -> dict[str, Any]:
-    """The fields of a Placement."""
+    """Return the fields of a Placement."""
     answer: dict[str, Any] = {"on_gpu": bool(machine.gpus)}
     try:
         tried = choose(recipe, machine, estimates)
@@ -107,7 +108,7 @@ def place(recipe: Recipe, machine: Machine, estimates: Estimate) -> dict[str, An
 
 
 def _settings(recipe: Recipe, plan: Plan, on_gpu: bool) -> dict[str, Any]:
-    """What the processes are told; nothing where the plan is for a GPU that is not here."""
+    """Return the settings of the processes; empty if the plan is for a GPU that is not here."""
     if not on_gpu:
         return {}
     shared = plan.mode in ("split", "time_share") and plan.need.server is not None
@@ -118,13 +119,13 @@ def _settings(recipe: Recipe, plan: Plan, on_gpu: bool) -> dict[str, Any]:
         "server_devices": _visible(plan.server_gpus),
         "gpu_memory_utilization": plan.utilization,
         "sync": "ipc" if by_ipc else None,
-        # where they take turns, the server is awake when the trainer starts
+        # with turns, the server is awake when the trainer starts
         "trainer_bytes": found["trainer" if plan.mode == "split" else "offloaded trainer"] if shared else 0,
     }
 
 
 def _visible(gpus: tuple[int, ...]) -> str | None:
-    """CUDA_VISIBLE_DEVICES for these of the GPUs that this process sees; None: as it is."""
+    """Return CUDA_VISIBLE_DEVICES for these of the GPUs that this process sees; None: unchanged."""
     if not gpus:
         return None
     seen = [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]
@@ -134,7 +135,7 @@ def _visible(gpus: tuple[int, ...]) -> str | None:
 def main() -> None:
     """Answer on stdout."""
     parent_watch.follow_parent()
-    # what libraries print is not the answer
+    # libraries may print; that is not part of the answer
     with contextlib.redirect_stdout(sys.stderr):
         asked = json.load(sys.stdin)
         estimates, machine = Estimates(asked["purpose"]), see_machine()

@@ -1,5 +1,5 @@
-"""What a micro-batch and an optimiser step take beyond weights and gradients: found by running the policy's own code on
-fake tensors, which have shapes and no data, and counting the bytes that are alive after each operation."""
+"""Memory that a micro-batch and an optimiser step take in addition to weights and gradients. It is found by running the
+policy's own code on fake tensors, which have shapes and no data, and counting the live bytes after each operation."""
 
 import copy
 import weakref
@@ -28,24 +28,24 @@ from agentfactory.trainers.optimizer import make_optimizer
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes at the moment of a phase at which most are alive."""
+    """Bytes at the moment of a phase when most are alive."""
 
     rest: float = 0.0
     logits: float = 0.0
-    """Those of tensors with a column per token of the vocabulary."""
+    """Bytes of tensors with one column per token of the vocabulary."""
 
     @property
     def total(self) -> float:
         return self.rest + self.logits
 
     def plus(self, times: int, more: "Peak", less: "Peak") -> "Peak":
-        """This one, and `times` what `more` has more than `less`."""
+        """Return this plus `times` the difference between `more` and `less`."""
         rest, logits = more.rest - less.rest, more.logits - less.logits
         return Peak(self.rest + times * rest, self.logits + times * logits)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations within it make, as long as they live; the largest sum per `phase` is kept."""
+    """Counts the storages that operations within it create, as long as they live; keeps the largest sum per `phase`."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
@@ -57,13 +57,13 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "prim":
-            # only asks for a tensor's device
+            # only reads a tensor's device
             return func(*args, **kwargs or {})
         for tensor in _tensors((*args, *(kwargs or {}).values())):
-            # what is not known by now was there before, and is not counted
+            # unknown tensors existed before, and are not counted
             self._meet(tensor, counted=False)
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
-            # a product of experts: the kernels take float32, what torch knows of their results does not
+            # a product of experts: the kernels accept float32, but torch's shape functions for them do not
             out = func(*(a.bfloat16() if a.is_floating_point() else a for a in args), **kwargs or {}).float()
         else:
             out = func(*args, **kwargs or {})
@@ -88,7 +88,7 @@ class LiveBytes(TorchDispatchMode):
         self.alive[kind] -= self._sizes.pop(key)
 
     def leave_out(self, tensor: Tensor) -> None:
-        """Counts `tensor` no longer: it is in another memory from now on."""
+        """Stop counting `tensor`, which is in other memory from now on."""
         key = tensor.untyped_storage()._cdata
         self.alive[0] -= self._sizes[key]
         self._sizes[key] = 0
@@ -103,7 +103,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class KnownValues(TorchFunctionMode):
-    """Gives `numpy()` of fake tensors whose values are known: which tokens see each other decides what is computed."""
+    """Provides `numpy()` for fake tensors with known values: which tokens see each other determines what is
+    computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,14 +128,15 @@ _READS = (Tensor.__getitem__, Tensor.cpu, Tensor.numpy)
 
 
 def trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> tuple[Peak, float]:
-    """The peak of a micro-batch of `train.token_budget` tokens, and the bytes that an optimiser step takes for itself.
+    """Return the peak of a micro-batch of `train.token_budget` tokens, and the bytes that an optimiser step takes in
+    addition.
 
-    Weights, gradients and the optimiser's state are not in it: the peak is that of a later micro-batch of an update,
-    which adds its gradients to those that are there. A network of one layer of each kind is run, and for each kind one
-    that has another of it below: each phase's peak grows linearly with the layers of a kind.
+    Weights, gradients and the optimiser's state are not included: the peak is that of a later micro-batch of an update,
+    which adds its gradients to existing ones. A network with one layer of each kind is run, and for each kind another
+    one with a second layer of that kind below it: each phase's peak grows linearly with the layers of a kind.
     """
     kinds = _kinds(config)
-    # the last ones: backward passes begin, and are at their peak, with them
+    # the last ones: backward passes begin with them, and have their peak there
     some = sorted(len(kinds) - 1 - kinds[::-1].index(kind) for kind in set(kinds))
     peaks = base = _trace(recipe, _only(config, some), device)
     for kind in set(kinds):
@@ -146,7 +148,7 @@ def trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> tuple[P
 
 
 def _kinds(config: PreTrainedConfig) -> list[Any]:
-    """What each layer is, by all that is said layer by layer."""
+    """Return the kind of each layer, given by all per-layer settings."""
     text = config.get_text_config()
     return list(zip(*_per_layer(text).values(), strict=True)) or [()] * text.num_hidden_layers
 
@@ -169,7 +171,7 @@ _STEP = "step"
 
 
 def _trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> dict[str, Peak]:
-    """The peak of each phase of a micro-batch, and of the optimiser's step."""
+    """Return the peak of each phase of a micro-batch, and of the optimiser's step."""
     with torch.random.fork_rng(devices=[]), FakeTensorMode() as fake:
         with unset_fake_temporarily():
             model = meta_model(recipe, config, device)
@@ -199,12 +201,12 @@ def _trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> dict[s
 
 
 def _materialise(model: nn.Module) -> None:
-    """Gives a model on the meta device fake tensors on the CPU, and gradients to what is trained."""
+    """Give a model on the meta device fake tensors on the CPU, and gradients for its trained weights."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is not None and id(weight) not in made:
-                # tied ones stay one
+                # tied weights stay tied
                 fake = nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype), weight.requires_grad)
                 fake.grad = torch.empty_like(fake) if weight.requires_grad else None
                 made[id(weight)] = fake
@@ -223,7 +225,7 @@ def _step(model: nn.Module, recipe: TrainRecipe) -> Peak:
         # one fused kernel, or operations in place
         return Peak()
     optimizer = make_optimizer(model, recipe.train)
-    # the first one makes the state
+    # the first step creates the state
     optimizer.step()
     with LiveBytes(0) as live:
         optimizer.step()
@@ -232,7 +234,8 @@ def _step(model: nn.Module, recipe: TrainRecipe) -> Peak:
 
 @contextmanager
 def _phases(live: LiveBytes, role: Role, backbone: Backbone) -> Iterator[None]:
-    """Tells `live` which part of a forward and backward pass it is, for peaks that grow differently with the layers."""
+    """Tell `live` which part of a forward and backward pass is running, because peaks grow differently with the
+    layers."""
 
     def enter(phase: str) -> Callable[..., None]:
         def hook(*args: Any) -> None:
@@ -246,7 +249,7 @@ def _phases(live: LiveBytes, role: Role, backbone: Backbone) -> Iterator[None]:
 
     def embedded(module: nn.Module, args: Any, output: Tensor) -> None:
         if not output.requires_grad:
-            # else the first layer would need less than those above it, from which the others' need is known
+            # otherwise the first layer would need less than those above it, from which the others' need is derived
             output.requires_grad_()
         else:
             output.register_hook(enter("embedding backward"))
@@ -263,10 +266,10 @@ def _phases(live: LiveBytes, role: Role, backbone: Backbone) -> Iterator[None]:
 
 
 def fullest(recipe: TrainRecipe, batching: Batching) -> MicroBatch:
-    """A micro-batch as large as `train.token_budget` lets it be: of rows as long as rows can be, all of whose tokens
-    are trained; in trees, of groups that share the first half of their rows, the second of which is trained."""
+    """Return a micro-batch as large as `train.token_budget` allows: rows of maximum length, all of whose tokens are
+    trained; in trees, groups that share the first half of their rows and train the second."""
     budget = recipe.train.token_budget
-    # the last token of a row is predicted, and predicts nothing
+    # a row's last token is predicted, and predicts nothing
     length = recipe.rollout.max_total_tokens - 1
     if batching != "tree":
         rows = [_row(number, 0, length) for number in range(max(1, budget // length))]
@@ -283,7 +286,7 @@ def fullest(recipe: TrainRecipe, batching: Batching) -> MicroBatch:
 
 
 def _row(tree: int, shared: int, length: int, chain: int = 0) -> TrainingRow:
-    """A row that begins like the others of its tree, and has nothing in common with what follows in those."""
+    """Return a row that begins like the others of its tree, and has nothing else in common with them."""
     targets = range(max(1, shared), length + 1)
     return TrainingRow(
         token_ids=[2 * tree] * shared + [2 * chain + 1] * (length + 1 - shared),

@@ -1,19 +1,18 @@
-"""Figures of memory that no GPU has confirmed yet.
+"""Memory values that no GPU has confirmed yet.
 
 The rest of the memory table is counted on the network itself, or read from a library's source. `make test-gpu` compares
 the table with peaks on a real device.
 """
 
 CUDA_CONTEXT = 512 * 2**20
-"""Bytes of CUDA, of torch's loaded kernels and of cuBLAS's workspaces in one process. It differs between GPUs and
-versions."""
+"""Bytes of CUDA, torch's loaded kernels and cuBLAS's workspaces in one process. Differs between GPUs and versions."""
 ASKING_CONTEXT = 400 * 2**20
-"""Bytes that the CUDA context of a process takes which asks for free memory and computes nothing."""
+"""Bytes of the CUDA context of a process that asks for free memory and computes nothing."""
 NCCL_BUFFERS = 384 * 2**20
-"""Bytes in each process of several GPUs."""
+"""Bytes in each process when there are several GPUs."""
 CUDA_GRAPHS = 512 * 2**20
 """Bytes of captured decode steps."""
 SAMPLER_COPIES = 5
-"""vLLM: float32 numbers that exist at once for each logit of all sequences."""
+"""vLLM: number of float32 values that exist at a time for each logit of all sequences."""
 MARGIN = 0.05
-"""Share of a device that is left free: allocators keep memory in pieces, some of which are too small for what comes."""
+"""Share of a device that is left free: allocators keep memory in pieces, some of which are too small to reuse."""

@@ -1,4 +1,5 @@
-"""What to change in a recipe that does not fit: the fewest settings that make it fit, and what it takes with them."""
+"""Suggests changes for a recipe that does not fit: the fewest settings that make it fit, and the memory that it then
+takes."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -20,7 +21,8 @@ _RANK = 16
 
 
 def refusal(recipe: Recipe, tried: list[Plan], machine: Machine, estimate: Estimate) -> SettingError:
-    """Why none of the plans that were tried fits, with the sums, and the nearest change with which one does."""
+    """Return the error that explains, with the sums, why none of the tried plans fits, and names the nearest change
+    that makes one fit."""
     problem = "; ".join(f"does not fit, {plan.title}: {plan.worst}" for plan in tried)
     return SettingError("placement.mode", problem, _advice(recipe, machine, estimate))
 
@@ -28,7 +30,7 @@ def refusal(recipe: Recipe, tried: list[Plan], machine: Machine, estimate: Estim
 def _advice(recipe: Recipe, machine: Machine, estimate: Estimate) -> str:
     def plan_with(settings: Settings) -> Plan | None:
         changed = _changed(recipe, settings)
-        # the changes that need an adapter count only beside one
+        # changes that need an adapter count only together with one
         if changed.server.quantization == "fp8" and changed.model.lora is None:
             return None
         try:
@@ -53,7 +55,7 @@ def _advice(recipe: Recipe, machine: Machine, estimate: Estimate) -> str:
 def _combined(
     ways: list[list[Settings]], plan_with: Callable[[Settings], Plan | None]
 ) -> Iterator[tuple[Settings, Plan]]:
-    """Combinations of ways, the smallest first; of a way, what changes least and still fits."""
+    """Yield combinations of ways, the smallest first; of each way, the smallest change that still fits."""
     for size in range(1, len(ways) + 1):
         for chosen in combinations(ways, size):
             strongest = [way[-1] for way in chosen]
@@ -72,7 +74,7 @@ def _combined(
 
 
 def _merged(parts: list[Settings]) -> Settings | None:
-    """All settings together; None where two say different things."""
+    """Return all settings together; None if two of them conflict."""
     merged: Settings = {}
     for part in parts:
         if any(merged.get(name, value) != value for name, value in part.items()):
@@ -93,7 +95,7 @@ def _changed(recipe: Recipe, settings: Settings) -> Recipe:
 
 
 def _written(settings: Settings) -> str:
-    """As overrides on the command line."""
+    """Return the settings as overrides on the command line."""
 
     def value(setting: Any) -> str:
         if isinstance(setting, dict):
@@ -105,7 +107,7 @@ def _written(settings: Settings) -> str:
 
 
 def _halved(start: int, least: int) -> list[int]:
-    """Halves of `start`, halves of those and so on, down to `least`."""
+    """Return half of `start`, half of that, and so on, down to `least`."""
     values = []
     while start > least:
         start = max(start // 2, least)
@@ -118,7 +120,7 @@ def _no_share(recipe: Recipe) -> list[Settings]:
 
 
 def _smaller_budget(recipe: Recipe) -> list[Settings]:
-    # a row is never cut: below its length nothing is gained
+    # a row is never cut: going below its length gains nothing
     least = max(_SMALLEST_BUDGET, recipe.rollout.max_total_tokens)
     return [{"train.token_budget": size} for size in _halved(recipe.train.token_budget, least)]
 
@@ -175,5 +177,5 @@ _WAYS = (
     _adapter_on_four_bits,
     _fewer_sequences,
 )
-"""Recipe -> settings that lower what it takes, the mildest first; empty where there are none. The order is that in
-which they are tried: what costs speed before what costs precision or changes what is trained."""
+"""Recipe -> settings that lower its memory, the mildest first; empty if there are none. They are tried in this order:
+those that cost speed come before those that cost precision or change what is trained."""

@@ -1,4 +1,5 @@
-"""Where trainer and server go, from what they take and what the devices have. Pure: nothing is asked of a machine."""
+"""Chooses the devices of trainer and server from their needs and the devices' memory. Pure: does not query the
+machine."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,9 +14,9 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.sync.backends import backend_of
 
 VLLM_SHARE = 0.92
-"""What vLLM 0.32 takes of a GPU where gpu_memory_utilization is not set."""
+"""Share of a GPU that vLLM 0.32 takes if gpu_memory_utilization is not set."""
 VLLM_CPU_CACHE = GIB
-"""What rollout/vllm_server.py has vLLM take for its cache on a CPU."""
+"""Size that rollout/vllm_server.py sets for vLLM's cache on a CPU."""
 
 Device = Literal["cuda", "cpu"]
 Estimate = Callable[[Recipe, Device, int | None], Need]
@@ -24,7 +25,7 @@ Estimate = Callable[[Recipe, Device, int | None], Need]
 
 @dataclass(frozen=True)
 class _Room:
-    """A device, in bytes: what it has, what of it can be planned with, and what vLLM takes its share of."""
+    """A device, in bytes: its total, the part that can be planned with, and the total that vLLM takes its share of."""
 
     total: int
     free: int
@@ -36,13 +37,13 @@ class _Room:
 
 
 def device_of(recipe: Recipe, machine: Machine) -> Device:
-    """What the recipe is planned for."""
+    """Return the kind of device that the recipe is planned for."""
     return "cuda" if machine.gpus or recipe.placement.gpu_memory_gib else "cpu"
 
 
 def choose(recipe: Recipe, machine: Machine, estimate: Estimate) -> list[Plan]:
-    """The plans that were tried, in order; the last fits, or none does. Raises SettingError where there are too few
-    devices."""
+    """Return the plans that were tried, in order; either the last fits, or none does. Raises SettingError if there are
+    too few devices."""
     device, asked = device_of(recipe, machine), recipe.placement.gpu_memory_gib
     memory = max((gpu.total for gpu in machine.gpus), default=int(asked * GIB) if asked else None)
     need = estimate(recipe, device, memory)
@@ -101,7 +102,8 @@ def _lay_out(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan:
 
 
 def _room(recipe: Recipe, *gpus: Gpu) -> _Room:
-    """Of the GPU of these with the least memory to plan with; without one, of the GPU that the recipe plans for."""
+    """Return the room of the GPU with the least memory to plan with; without GPUs, that of the GPU that the recipe
+    plans for."""
     asked = recipe.placement.gpu_memory_gib
     if not gpus:
         assert asked is not None
@@ -112,7 +114,7 @@ def _room(recipe: Recipe, *gpus: Gpu) -> _Room:
 
 
 def _on_cpu(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan:
-    """All in one memory; what is offloaded or sleeps stays in it, but a sleeping server's cache."""
+    """Plan for one memory; offloaded and sleeping parts stay in it, except a sleeping server's cache."""
     processes = recipe.train.processes
     trainer = processes * sum(need.trainer.values())
     offloaded = processes * sum(size for name, size in need.trainer.items() if name in OFFLOADED)
@@ -137,7 +139,7 @@ def _on_cpu(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan:
 
 
 def _separate(recipe: Recipe, machine: Machine, need: Need) -> Plan:
-    """The first GPUs are the trainer's, the last the server's."""
+    """Give the first GPUs to the trainer, and the last to the server."""
     server, count = recipe.server, len(machine.gpus)
     for_server = server.tensor_parallel_size * server.data_parallel_size if need.server else 0
     own = range(recipe.train.processes if need.trainer else 0)
@@ -147,7 +149,7 @@ def _separate(recipe: Recipe, machine: Machine, need: Need) -> Plan:
     if need.trainer:
         room = _room(recipe, *(machine.gpus[gpu] for gpu in own if machine.gpus))
         if recipe.placement.mode == "time_share":
-            # the server runs already, and will sleep
+            # the server already runs, and will sleep
             room = replace(room, free=room.total)
         terms = {"trainer": sum(need.trainer.values()), "margin": room.margin}
         sums.append(Sum("on each GPU of the trainer", terms, room.free))
@@ -192,7 +194,7 @@ def _on_one_gpu(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan
     room = _room(recipe, *(() if place is None else (machine.gpus[place],)))
     trainer, parts = sum(need.trainer.values()), _parts(need.server)
     left = sum(need.trainer.get(name, 0) for name in STAYS_ON_GPU)
-    # what the server can have beside a trainer, or beside what an offloaded one leaves on the GPU
+    # what the server can use besides a trainer, or besides what an offloaded one leaves on the GPU
     usable = room.free - room.margin - (trainer if mode == "split" else left)
     if recipe.server.gpu_memory_utilization is not None:
         usable = int(recipe.server.gpu_memory_utilization * room.shared)
@@ -212,7 +214,7 @@ def _on_one_gpu(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan
             Sum("while acting", {"server": parts + cache, "offloaded trainer": left, "margin": room.margin}, room.free),
         )
         aside = {"offloaded trainer": offloaded, "sleeping server": asleep}
-        # the machine that will have the GPU may be another one
+        # another machine may be the one that has the GPU
         return (*in_turns, Sum("in the machine's memory", aside, machine.ram_free if machine.gpus else None))
 
     devices = _gpus(1, room) + ("" if room.free == room.total else f", {room.free / GIB:.1f} GiB of it free")
@@ -225,12 +227,13 @@ def _parts(server: ServerMemory | None) -> int:
 
 
 def _least_cache(recipe: Recipe, server: ServerMemory, cache: int) -> int:
-    # vLLM takes the share that it is told, needed or not
+    # vLLM takes the share that it is told, whether needed or not
     return cache if recipe.server.gpu_memory_utilization is not None else server.least_cache
 
 
 def _fill(recipe: Recipe, server: ServerMemory, usable: int, room: _Room, is_real: bool) -> tuple[int, float | None]:
-    """The cache of a server that may use so many bytes, and what vLLM is to be told: it takes all that it may."""
+    """Return the cache of a server that may use `usable` bytes, and the utilization to set for vLLM, which takes all
+    that it may."""
     if recipe.server.engine != "vllm":
         return server.least_cache, None
     share, least = recipe.server.gpu_memory_utilization, _parts(server) + server.least_cache
@@ -240,6 +243,6 @@ def _fill(recipe: Recipe, server: ServerMemory, usable: int, room: _Room, is_rea
         )
         raise SettingError("server.gpu_memory_utilization", problem, "raise it, or remove it: placement sets what fits")
     cache = max(usable - _parts(server), server.least_cache)
-    # cut, not rounded: vLLM refuses to start where a byte is missing. What is more than free is tried with less
+    # cut, not rounded: vLLM refuses to start if a byte is missing. If it exceeds what is free, try less
     told = min(_parts(server) + cache, room.free)
     return cache, int(told / room.shared * 1e4) / 1e4 if is_real and share is None else None

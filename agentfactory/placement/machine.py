@@ -1,5 +1,5 @@
-"""What this machine has for trainer and server. `python -m agentfactory.placement.machine` prints the free bytes of
-each GPU that it sees, as a JSON list. (Untested on a GPU.)"""
+"""This machine's devices and memory for trainer and server. `python -m agentfactory.placement.machine` prints the free
+bytes of each GPU that it sees, as a JSON list. (Untested on a GPU.)"""
 
 import json
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is, in bytes."""
+    """The machine's resources, in bytes."""
 
     gpus: tuple[Gpu, ...]
     ram: int
@@ -29,7 +29,7 @@ class Machine:
 
 
 def see_machine() -> Machine:
-    """The GPUs that this process sees, and the machine's memory."""
+    """Return the GPUs that this process sees, and the machine's memory."""
     memory = psutil.virtual_memory()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return Machine(tuple(_see_gpu(index) for index in range(count)), memory.total, memory.available)
@@ -37,7 +37,7 @@ def see_machine() -> Machine:
 
 def _see_gpu(index: int) -> Gpu:
     free, total = torch.cuda.mem_get_info(index)
-    # to ask makes a context, which goes with this process
+    # asking creates a context, which ends with this process
     return Gpu(total, min(total, free + ASKING_CONTEXT))
 
 

@@ -1,4 +1,4 @@
-"""The memory of a placement: what trainer and server take, what stands on a device at one time, and the table of it."""
+"""The memory of a placement: what trainer and server take, what is on a device at the same time, and a table of it."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -10,10 +10,11 @@ from agentfactory.recipe.schema import Recipe
 GIB = 2**30
 
 STAYS_ON_GPU = ("workspace", "context")
-"""Rows of a server or trainer that stay on its GPU while it sleeps or is offloaded: what belongs to the process."""
+"""Rows of a server or trainer that stay on its GPU while it sleeps or is offloaded, because they belong to the
+process."""
 
 OFFLOADED = ("weights", "adapter", "reference", "critic", "optimizer")
-"""Rows of a trainer that are kept elsewhere while it is offloaded; of the others nothing is left between updates."""
+"""Rows of a trainer that are moved elsewhere while it is offloaded; the others are empty between updates."""
 
 _LAST_ROWS = ("workspace", "KV cache", "context")
 
@@ -23,21 +24,21 @@ class Need:
     """What a recipe's processes take, in bytes."""
 
     trainer: Mapping[str, int]
-    """By row, of one trainer process; empty where none is planned."""
+    """By row, of one trainer process; empty if none is planned."""
     server: ServerMemory | None
-    """On each of its devices; None where no server is planned."""
+    """On each of its devices; None if no server is planned."""
     notes: tuple[str, ...] = ()
-    """Where the figures come from, and what they leave out."""
+    """The sources of the values, and what they leave out."""
 
 
 @dataclass(frozen=True)
 class Sum:
-    """What stands in one memory at one time, in bytes, by what it is, beside what there is of that memory."""
+    """The terms that are in one memory at the same time, in bytes, and the room in that memory."""
 
     where: str
     terms: Mapping[str, int]
     room: int | None
-    """None: of a machine that is not here."""
+    """None: the memory of a machine that is not here."""
 
     @property
     def total(self) -> int:
@@ -51,7 +52,7 @@ class Sum:
 
     @property
     def short(self) -> float:
-        """Bytes that are missing; negative: left."""
+        """Missing bytes; if negative, the bytes left."""
         return -math.inf if self.room is None else self.total - self.room
 
     def __str__(self) -> str:
@@ -60,17 +61,17 @@ class Sum:
 
     @property
     def of(self) -> str:
-        """What there is of it, for people."""
+        """The room, for people."""
         return " GiB" if self.room is None else f" of {gib(self.room)} GiB"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where a recipe's processes go, and what they take there."""
+    """The devices of a recipe's processes, and the memory that they take there."""
 
     mode: str
     devices: str
-    """What they go to, for people."""
+    """The devices, for people."""
     need: Need
     cache: int
     """Bytes of the server's cache on each of its devices."""
@@ -79,9 +80,9 @@ class Plan:
     least: tuple[Sum, ...]
     """The same with the smallest cache that the server can work with."""
     utilization: float | None = None
-    """gpu_memory_utilization for vLLM, where the recipe leaves it to the plan."""
+    """gpu_memory_utilization for vLLM, if the recipe leaves it to the plan."""
     trainer_gpus: tuple[int, ...] = ()
-    """Of the GPUs that this process sees; empty: all."""
+    """Indices of GPUs that this process sees; empty: all."""
     server_gpus: tuple[int, ...] = ()
 
     @property
@@ -97,7 +98,7 @@ class Plan:
 
     @property
     def worst(self) -> Sum:
-        """The sum of `least` that is furthest beyond its room, or nearest to it."""
+        """The sum of `least` that exceeds its room most, or is closest to it."""
         return max(self.least, key=lambda part: part.short)
 
 
@@ -108,13 +109,13 @@ class _Column:
 
 
 def gib(size: float) -> str:
-    """Bytes as GiB; small ones with what digits they need."""
+    """Format bytes as GiB; small values with as many digits as they need."""
     value = size / GIB
     return f"{value:.2f}" if value >= 0.095 or value == 0 else f"{value:.2g}"
 
 
 def rows(plan: Plan) -> dict[str, dict[str, int]]:
-    """Bytes by process and row, the server's cache included."""
+    """Return bytes by process and row, including the server's cache."""
     columns = {}
     if plan.need.trainer:
         columns["trainer"] = dict(plan.need.trainer)
@@ -124,7 +125,7 @@ def rows(plan: Plan) -> dict[str, dict[str, int]]:
 
 
 def table(plan: Plan, recipe: Recipe) -> str:
-    """The plan for people: a row per use of memory, a column per process, the sums below."""
+    """Return the plan for people: a row per use of memory, a column per process, the sums below."""
     columns = rows(plan)
     names = _ordered(name for column in columns.values() for name in column)
     labels = {name: _label(name, recipe) for name in names} | {"total": "total"}
@@ -143,7 +144,7 @@ def table(plan: Plan, recipe: Recipe) -> str:
 
 
 def _ordered(names: Iterable[str]) -> list[str]:
-    """Each name once, as they come, but those that both processes have at the end."""
+    """Return each name once, in order of appearance, with names that both processes have at the end."""
     seen = [*dict.fromkeys(names)]
     return [name for name in seen if name not in _LAST_ROWS] + [name for name in _LAST_ROWS if name in seen]
 

@@ -1,4 +1,4 @@
-"""What a recipe trains, without weights: on the meta device, to plan memory with."""
+"""Builds what a recipe trains without weights, on the meta device, to plan memory with."""
 
 from typing import Any
 
@@ -16,11 +16,11 @@ from agentfactory.trainers.policy import Policy, make_policy
 
 
 def meta_model(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> Policy | ActorCritic:
-    """What the learner of a recipe trains on `device` (cuda or cpu), by the learner's own code.
+    """Return what the learner of a recipe trains on `device` (cuda or cpu), built by the learner's own code.
 
-    All of it is on the meta device. Kernels of liger, torch.compile, FlexAttention and FlashAttention are left out,
-    which take less than what is there in their place, and activation_offload, for which there is no second device.
-    Raises ValueError where the recipe cannot be trained.
+    All of it is on the meta device. Left out are kernels of liger, torch.compile, FlexAttention and FlashAttention,
+    which take less memory than their replacements here, and activation_offload, for which there is no second device.
+    Raises ValueError if the recipe cannot be trained.
     """
     train = recipe.train
     dtype = getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32
@@ -40,14 +40,14 @@ def meta_model(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> Po
 
 
 def policy_of(model: Policy | ActorCritic) -> Policy:
-    """The policy alone."""
+    """Return the policy alone."""
     return model.policy if isinstance(model, ActorCritic) else model
 
 
 def _quantise(network: nn.Module) -> None:
-    """Puts stand-ins where transformers puts bitsandbytes' layers: all linear ones but the head.
+    """Insert stand-ins where transformers inserts bitsandbytes' layers: all linear ones except the head.
 
-    Those themselves cannot be made of fake tensors, and bitsandbytes need not be there to plan.
+    The layers themselves cannot be created from fake tensors, and planning must not require bitsandbytes.
     """
     kept = get_keys_to_not_convert(network)
     for name, module in list(network.named_modules()):
@@ -56,8 +56,9 @@ def _quantise(network: nn.Module) -> None:
 
 
 class _FourBitLinear(nn.Linear):
-    """A linear layer whose weight takes what bitsandbytes' NF4 with double quantisation does (arXiv:2305.14314, section
-    3): 4 bits a weight, 8 for the constant of each block of 64, and 32 for that of each 256 blocks: 4.127 in all."""
+    """A linear layer whose weight takes as much memory as in bitsandbytes' NF4 with double quantisation
+    (arXiv:2305.14314, section 3): 4 bits per weight, 8 for the constant of each block of 64, and 32 for the constant of
+    256 blocks each: 4.127 in all."""
 
     def __init__(self, plain: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -76,7 +77,7 @@ class _FourBitLinear(nn.Linear):
 
 
 class _FourBitProduct(torch.autograd.Function):
-    """As bitsandbytes.autograd: nothing is saved, and the backward pass has one whole weight for a moment."""
+    """Like bitsandbytes.autograd: nothing is saved, and the backward pass briefly has one whole weight."""
 
     @staticmethod
     def forward(ctx, x: Tensor, out_features: int) -> Tensor:  # type: ignore[no-untyped-def]

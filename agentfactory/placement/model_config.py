@@ -1,4 +1,4 @@
-"""A model's configuration, from which its memory is planned before it is loaded, or even downloaded."""
+"""Loads a model's configuration, with which its memory is planned before it is loaded or even downloaded."""
 
 import json
 import os
@@ -10,18 +10,18 @@ from huggingface_hub import constants
 from transformers import AutoConfig, PreTrainedConfig
 
 SHAPES = Path(__file__).with_name("shapes")
-"""Copies of the config.json that the models of our recipes publish, as ORGANISATION--NAME.json."""
+"""Copies of the config.json published with the models of our recipes, as ORGANISATION--NAME.json."""
 
 _ANSWER_SECONDS = 5.0
 
 
 class NoConfigError(Exception):
-    """No configuration can be had; the message says why."""
+    """No configuration is available; the message says why."""
 
 
 def load_config(path: str) -> tuple[PreTrainedConfig, str | None]:
-    """The configuration of the model in a folder, or of a hub name: from the hub, from what was downloaded before, or
-    from `SHAPES`. The second value says so where it comes from `SHAPES`. Raises NoConfigError."""
+    """Load the configuration of the model in a folder, or of a hub name: from the hub, from earlier downloads, or from
+    `SHAPES`. The second value says so if it comes from `SHAPES`. Raises NoConfigError."""
     # the hub's own client tries for half a minute
     offline = not os.path.isabs(path) and not _hub_answers()
     try:

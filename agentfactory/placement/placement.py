@@ -1,4 +1,4 @@
-"""What the launcher knows of a recipe's placement: asked of a child, so that torch stays out of this process."""
+"""A recipe's placement for the launcher: planned by a child process, so that this process does not import torch."""
 
 import json
 import os
@@ -20,40 +20,40 @@ GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 class PlacementError(Exception):
-    """Where processes go could not be planned, or the memory that was planned for is gone; the message says why."""
+    """Processes could not be placed, or the planned memory is no longer free; the message says why."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where trainer and server go. The default is that of a CPU machine for which nothing was planned."""
+    """The devices of trainer and server. The default is that of a CPU machine for which nothing was planned."""
 
     mode: str = "separate"
     table: str = ""
-    """For people."""
+    """The memory table, for people."""
     on_gpu: bool = False
     """Whether this machine has a GPU."""
     trainer_devices: str | None = None
-    """CUDA_VISIBLE_DEVICES of the trainer; None: as it is."""
+    """CUDA_VISIBLE_DEVICES of the trainer; None: unchanged."""
     server_devices: str | None = None
     gpu_memory_utilization: float | None = None
     """For vLLM; None: the recipe's, or vLLM's default."""
     sync: str | None = None
-    """In place of sync.backend=auto; None: it stays."""
+    """Replaces sync.backend=auto; None: unchanged."""
     trainer_bytes: int = 0
-    """What has to be free on the trainer's GPU once the server is ready."""
+    """Bytes that must be free on the trainer's GPU once the server is ready."""
     refused: tuple[str, str, str] | None = None
     """Field, problem and fix of a recipe that cannot be placed."""
     warning: str | None = None
-    """Why it may not fit, where it is tried all the same."""
+    """Why it may not fit, if it is tried despite that."""
 
     def for_server(self, recipe: Recipe) -> Recipe:
-        """`recipe` with what the server is told of the placement."""
+        """Return `recipe` with the server's settings from the placement."""
         if self.gpu_memory_utilization is None:
             return recipe
         return _with(recipe, "server", gpu_memory_utilization=self.gpu_memory_utilization)
 
     def for_trainer(self, recipe: Recipe) -> Recipe:
-        """`recipe` with what the trainer is told of the placement."""
+        """Return `recipe` with the trainer's settings from the placement."""
         if recipe.placement.mode == "auto" and self.mode != "separate":
             recipe = _with(recipe, "placement", mode=self.mode)
         if self.sync is not None:
@@ -63,11 +63,11 @@ class Placement:
     def server_command(
         self, recipe: Recipe, adapters: Mapping[str, Path] | None = None, weight_transfer: str | None = None
     ) -> list[str]:
-        """The command that serves `recipe`'s model here; the other arguments are those of serving.server_command."""
+        """Return the command that serves the model of `recipe` here; further arguments: see serving.server_command."""
         return server_command(self.for_server(recipe), adapters, weight_transfer, self.mode == "time_share")
 
     def refusal(self, recipe: Recipe) -> SettingError | None:
-        """Why the processes cannot go there; None where they can."""
+        """Return why the processes cannot go there; None if they can."""
         if self.refused is not None:
             return SettingError(*self.refused, source=recipe.name)
         if recipe.server.engine != "vllm" or recipe.server.url is not None or self.on_gpu:
@@ -81,7 +81,7 @@ class Placement:
         return None
 
     def tell(self, recipe: Recipe, say: Callable[[str], None]) -> None:
-        """Say where the processes go. Raises SettingError where they cannot."""
+        """Say where the processes go. Raises SettingError if they cannot go there."""
         if self.table:
             say(self.table)
         if self.warning is not None:
@@ -90,13 +90,13 @@ class Placement:
             raise refusal
 
     def weight_transfer(self, recipe: Recipe) -> str | None:
-        """How full weights come into a server; None: they do not."""
+        """Return the backend by which full weights reach a server; None: they do not."""
         if recipe.model.lora is not None:
             return None
         return self.sync or backend_of(recipe).transfer
 
     def environment(self, process: Literal["trainer", "server"]) -> dict[str, str]:
-        """Environment variables of a process."""
+        """Return environment variables of a process."""
         devices = self.trainer_devices if process == "trainer" else self.server_devices
         return {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
 
@@ -116,11 +116,11 @@ class Placement:
 
 
 def place(recipes: Sequence[Recipe], purpose: Literal["train", "serve"]) -> list[Placement | None]:
-    """Where the processes of each recipe go, whether it fits or is refused; None where its model is not there yet.
+    """Place the processes of each recipe, whether it fits or is refused; None if its model does not exist yet.
 
-    A stage whose model is made by the stage before is planned with the first one's model, which has its shape. Nothing
-    is planned, and torch is not imported, where no GPU is here and the recipe says nothing of placement. Raises
-    PlacementError.
+    If the stage before produces a stage's model, the stage is planned with the first stage's model, which has the same
+    shape. If there is no GPU here and the recipe says nothing about placement, nothing is planned and torch is not
+    imported. Raises PlacementError.
     """
     found: list[Placement | None] = [Placement()] * len(recipes)
     asked: dict[int, Recipe] = {}
@@ -150,7 +150,7 @@ def _is_planned(recipe: Recipe) -> bool:
 
 
 def may_have_gpu() -> bool:
-    """Whether torch could find a GPU here. It takes seconds to import, and is asked only then."""
+    """Return whether torch could find a GPU here. torch takes seconds to import, and is asked only if so."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(map(os.path.exists, GPU_DRIVERS))
 
 
@@ -161,7 +161,7 @@ def _with_model(recipe: Recipe, first: str) -> Recipe | None:
 
 
 def _is_there(model: str) -> bool:
-    # what is not absolute is a hub name
+    # a path that is not absolute is a hub name
     return not os.path.isabs(model) or Path(model).exists()
 
 

@@ -1,4 +1,4 @@
-"""Whether one model can be served in place of another: its architecture and shapes, by their configs alone."""
+"""Checks whether one model can be served instead of another, by the architecture and shapes in their configs alone."""
 
 from itertools import zip_longest
 
@@ -11,16 +11,16 @@ _WITHOUT_WEIGHTS = (
     *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("layer_types", "rope_parameters"),
 )
-"""What decides results and shows in no shape, or says more than one."""
+"""Fields that affect results without showing in a shape, or that are more readable than shapes."""
 
 
 def difference(model: PretrainedConfig, served: PretrainedConfig) -> str | None:
-    """The first thing in which `served`, such as a quantised copy, is another architecture than `model`, in words such
-    as "vocab_size is 152064, not 151936"; None where an adapter of one fits the other.
+    """Return the first difference between the architectures of `served`, such as a quantised copy, and `model`, such as
+    "vocab_size is 152064, not 151936"; None if an adapter of one fits the other.
 
-    Fields first, then the shapes of all weights below the head, from networks without memory: exact for any
-    architecture that transformers has. How weights are quantised, and whether the head is tied, may differ. That the
-    weights are those of the same model no config tells: the sync's canary does.
+    Compares fields first, then the shapes of all weights below the head, from networks without memory: exact for any
+    architecture that transformers has. The quantisation of weights, and whether the head is tied, may differ. A config
+    does not show whether the weights are those of the same model; the sync's canary does.
     """
     first, second = model.get_text_config(), served.get_text_config()
     for name in _WITHOUT_WEIGHTS:

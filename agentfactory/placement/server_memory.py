@@ -1,7 +1,7 @@
-"""How much memory an inference server takes, from its recipe and the model's configuration alone.
+"""Memory that an inference server takes, from its recipe and the model's configuration alone.
 
-Weights are counted on the network itself, made on the meta device. What only a GPU has, and what vLLM takes to run, is
-assumed (assumed.py).
+Weights are counted on the network itself, created on the meta device. What only a GPU has, and what vLLM takes to run,
+is assumed (assumed.py).
 """
 
 import copy
@@ -20,9 +20,9 @@ from agentfactory.rollout.embedded.linear import onednn_modules
 from agentfactory.rollout.vllm_arguments import LORA_RANKS
 
 LARGE_DEVICE = 70 * 2**30
-"""Above it vLLM 0.32 computes 8192 tokens of prompts at once, else 2048 (EngineArgs.get_batch_defaults)."""
+"""Larger devices: vLLM 0.32 computes 8192 prompt tokens at a time, otherwise 2048 (EngineArgs.get_batch_defaults)."""
 EMBEDDED_SAMPLER_COPIES = 7
-"""embedded: scaled logits, log-probabilities, probabilities, these and their sums in float64."""
+"""embedded: scaled logits, log-probabilities, probabilities, and the latter and their sums in float64."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class ServerMemory:
     cache_per_token: int
     """Bytes of keys and values per token of a sequence."""
     cache_per_sequence: int
-    """Bytes per sequence, however long it is: states of linear attention, windows of sliding attention."""
+    """Bytes per sequence, independent of its length: states of linear attention, windows of sliding attention."""
     least_cache: int
-    """embedded: exactly its cache; vLLM: the least with which a group of chains runs together."""
+    """embedded: exactly its cache; vLLM: the minimum with which a group of chains runs together."""
 
 
 def server_memory(
@@ -46,11 +46,12 @@ def server_memory(
     served: PreTrainedConfig | None = None,
     device_memory: int | None = None,
 ) -> ServerMemory:
-    """What the server of a recipe takes on each of its devices, of `device_memory` bytes (None: fewer than 70 GiB).
+    """Return what the server of a recipe takes on each of its devices, of `device_memory` bytes (None: less than 70
+    GiB).
 
-    `config` is that of `model.path`, `served` that of `server.model` where it is set; `device` is cuda or cpu. How
-    weights are quantised is said by `server.quantization`, else by the quantization_config of what is served; a method
-    that is not known here counts as none, which is too much.
+    `config` is that of `model.path`, `served` that of `server.model` if it is set; `device` is cuda or cpu. The
+    quantisation of weights is given by `server.quantization`, or else by the quantization_config of the served model;
+    an unknown method counts as none, which overestimates the memory.
     """
     server, embedded, dtype = recipe.server, recipe.server.engine == "embedded", getattr(torch, recipe.model.dtype)
     config = served or config
@@ -68,7 +69,7 @@ def server_memory(
         parts["context"] = CUDA_CONTEXT + (NCCL_BUFFERS if devices > 1 else 0)
     per_token, per_sequence = _cache(config.get_text_config(), _cache_dtype(server.args, dtype), dtype, devices)
     if embedded:
-        # as Engine.cache_shape has it
+        # as in Engine.cache_shape
         least = server.max_num_seqs * -(-server.max_model_len // 16) * 16 * per_token
     else:
         chains = recipe.rollout.group_size * (recipe.rollout.max_total_tokens * per_token + per_sequence)
@@ -77,8 +78,8 @@ def server_memory(
 
 
 def meta_network(config: PreTrainedConfig, dtype: torch.dtype, whole: bool = False) -> PreTrainedModel:
-    """The network of a configuration on the meta device: shapes without weights, and as if nothing were quantised. With
-    `whole`, also what is there for other inputs than text."""
+    """Create the network of a configuration on the meta device: shapes without weights, as if nothing were quantised.
+    With `whole`, include the parts for inputs other than text."""
     config = copy.deepcopy(config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
@@ -89,7 +90,8 @@ def meta_network(config: PreTrainedConfig, dtype: torch.dtype, whole: bool = Fal
 
 
 def _bits_per_weight(method: str | None, config: PreTrainedConfig) -> float | None:
-    """Of the matrices within layers, with their scales; None where they are not quantised, or how is not known."""
+    """Return the bits per weight of the matrices within layers, with their scales; None if they are not quantised, or
+    the method is unknown."""
     settings: Any = getattr(config, "quantization_config", None) or {}
     settings = settings if isinstance(settings, dict) else settings.to_dict()
     method = method or settings.get("quant_method")
@@ -97,10 +99,10 @@ def _bits_per_weight(method: str | None, config: PreTrainedConfig) -> float | No
         case "fp8":
             return 8.0
         case "bitsandbytes":
-            # a constant in float32 for each block of 64
+            # a float32 constant for each block of 64
             return 8.0 if settings.get("load_in_8bit") else 4.5
         case "awq" | "gptq" | "awq_marlin" | "gptq_marlin":
-            # a scale of 16 bits and a zero point for each group; a group of -1 is a whole row
+            # a 16-bit scale and a zero point for each group; a group of -1 is a whole row
             bits, group = settings.get("bits", 4), settings.get("group_size", 128)
             return float(bits) if group < 0 else bits + (16 + bits) / group
         case "compressed-tensors":
@@ -124,15 +126,15 @@ def _packed(network: PreTrainedModel) -> int:
 
 
 def _tables(network: PreTrainedModel) -> Iterator[Tensor]:
-    """Embeddings and head, which no method quantises by default."""
+    """Yield embeddings and head, which no method quantises by default."""
     for table in (network.get_input_embeddings(), network.get_output_embeddings()):
         if table is not None:
             yield from table.parameters()
 
 
 def _adapters(recipe: RolloutRecipe, network: PreTrainedModel, dtype: torch.dtype) -> int:
-    """vLLM has `max_loras` places on every linear module, embeddings and head, whatever an adapter has, in a rank that
-    it knows; the embedded engine holds the adapters themselves."""
+    """Return the bytes of adapters. vLLM has `max_loras` places on every linear module, embeddings and head, whatever
+    an adapter contains, at a rank that it supports; the embedded engine stores the adapters themselves."""
     lora, server = recipe.model.lora, recipe.server
     if lora is None:
         return 0
@@ -147,8 +149,8 @@ def _adapters(recipe: RolloutRecipe, network: PreTrainedModel, dtype: torch.dtyp
 def _workspace(
     recipe: RolloutRecipe, text: PreTrainedConfig, dtype: torch.dtype, device: str, device_memory: int | None
 ) -> int:
-    """What computing a step takes: the widest activations of the prompts' tokens, attention's masks, the sampler, and
-    captured steps."""
+    """Return the bytes for computing a step: the widest activations of the prompts' tokens, attention's masks, the
+    sampler, and captured steps."""
     server = recipe.server
     # the residual stream, its norm, attention's inputs and output; gate, up and their product
     width = 4 * text.hidden_size + 3 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
@@ -156,12 +158,12 @@ def _workspace(
     if server.engine == "embedded":
         keys = -(-server.max_model_len // 16) * 16
         ratio = text.num_attention_heads // (getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-        # padded queries and idle slots between busy ones may double them
+        # padded queries, and idle slots between busy ones, may double them
         masks = 2 * min(MASK_ELEMENTS, PREFILL_TOKENS * keys) * (ratio * dtype.itemsize + 1)
-        # what captured steps leave their logits in is one more copy of them
+        # captured steps write their logits to one more copy
         graphs = CUDA_GRAPHS + logits * dtype.itemsize if device == "cuda" else 0
         sampler = logits * (4 * EMBEDDED_SAMPLER_COPIES + dtype.itemsize)
-        # the masks are gone when tokens are sampled
+        # the masks are freed before tokens are sampled
         return max(PREFILL_TOKENS * width * dtype.itemsize + masks, sampler) + graphs
     asked = _flag(server.args, "--max-num-batched-tokens")
     tokens = int(asked) if asked else 8192 if (device_memory or 0) >= LARGE_DEVICE else 2048
@@ -170,7 +172,7 @@ def _workspace(
 
 
 def _flag(args: Sequence[str], name: str) -> str | None:
-    """What follows a flag of vLLM, "" if nothing does; None where it is not there."""
+    """Return the value of a vLLM flag, "" if it has none; None if the flag is absent."""
     for place, arg in enumerate(args):
         if arg.startswith(f"{name}="):
             return arg.partition("=")[2]
@@ -184,29 +186,29 @@ def _cache_dtype(args: Sequence[str], dtype: torch.dtype) -> torch.dtype:
 
 
 def _cache(text: Any, dtype: torch.dtype, state_dtype: torch.dtype, devices: int) -> tuple[int, int]:
-    """Bytes on each of `devices` per token, and per sequence."""
+    """Return bytes on each of `devices` per token, and per sequence."""
     layers = text.num_hidden_layers
     window = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    # heads are shared out, and repeated where there are fewer of them
+    # heads are divided among devices, and repeated if there are fewer heads than devices
     token = 2 * -(-heads // devices) * width * dtype.itemsize
     if getattr(text, "kv_lora_rank", None):
-        # multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): every device has all
+        # multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): every device stores all of it
         token = (text.kv_lora_rank + text.qk_rope_head_dim) * dtype.itemsize
     windows = kinds.count("sliding_attention") if window else 0
     states = kinds.count("linear_attention")
     per_sequence = windows * token * window if windows else 0
     if states:
         per_sequence += states * -(-_state(text, state_dtype) // devices)
-    # a layer of a kind that is not known here counts as one of full attention
+    # a layer of an unknown kind counts as one with full attention
     return (len(kinds) - windows - states) * token, per_sequence
 
 
 def _state(text: Any, dtype: torch.dtype) -> int:
-    """Of a gated delta net (arXiv:2412.06464): the convolution's last inputs and the recurrent state, in float32 unless
-    the model says otherwise."""
+    """Return the bytes of a gated delta net's state (arXiv:2412.06464): the convolution's last inputs and the recurrent
+    state, in float32 unless the model says otherwise."""
     keys = text.linear_num_key_heads * text.linear_key_head_dim
     values = text.linear_num_value_heads * text.linear_value_head_dim
     recurrent = getattr(torch, getattr(text, "mamba_ssm_dtype", None) or "float32")

@@ -1,7 +1,7 @@
-"""How much memory a trainer process takes, from its recipe and the model's configuration alone.
+"""Memory that a trainer process takes, from its recipe and the model's configuration alone.
 
-Counts are those of the policy that the learner would make, on the meta device; activations are found by running it on
-fake tensors (agentfactory.placement.activation_memory). What only a GPU has, its context and libraries, is assumed
+Weights are counted on the policy that the learner would create, on the meta device; activations are found by running it
+on fake tensors (agentfactory.placement.activation_memory). What only a GPU has, its context and libraries, is assumed
 (assumed.py).
 """
 
@@ -21,22 +21,22 @@ from agentfactory.trainers.policy import Policy
 
 
 def trainer_memory(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> dict[str, int]:
-    """Bytes by row that one process of the trainer takes at its peak; the sum is the peak, and rows of 0 are left out.
-    `config` is that of `model.path`, `device` is cuda or cpu.
+    """Return the bytes by row that one process of the trainer takes at its peak; the sum is the peak, and rows of 0 are
+    left out. `config` is that of `model.path`, `device` is cuda or cpu.
 
     The peak is that of a later update with several micro-batches, each of `train.token_budget` tokens in rows of
-    `rollout.max_total_tokens`: then gradients, the optimiser's state and activations are there at once.
+    `rollout.max_total_tokens`: gradients, the optimiser's state and activations then exist at the same time.
 
-    weights, adapter, reference, critic: what scores tokens; gradients, optimizer: of all that is trained; activations:
-    with the copies in bfloat16 that autocast keeps of float32 weights; logits; step: what a step of the optimiser
-    takes, as far as that is more than activations and logits; batch: the rows of a step; buckets (ddp); gathered: what
-    fsdp2 makes whole; context: what a GPU takes for each process.
+    Rows: weights, adapter, reference, critic: what scores tokens; gradients, optimizer: of all trained weights;
+    activations: including autocast's bfloat16 copies of float32 weights; logits; step: what an optimiser step takes
+    beyond activations and logits; batch: the rows of a step; buckets (ddp); gathered: what fsdp2 gathers; context: what
+    a GPU takes for each process.
 
-    fsdp2 shares weights, gradients and the optimiser's state among processes. ddp has buckets as large as the
-    gradients, since those of micro-batches that are not synced are no views of them. With liger, compile,
-    flex_attention or flash_attention_2, which are not modelled, it is an upper bound. Layers count as alike unless the
-    configuration lists what they are (layer_types and such).
-    Raises ValueError where the recipe cannot be trained.
+    fsdp2 divides weights, gradients and the optimiser's state among processes. ddp has buckets as large as the
+    gradients, since those of micro-batches that are not synced are not views of them. With liger, compile,
+    flex_attention or flash_attention_2, which are not modelled, the result is an upper bound. Layers count as alike
+    unless the configuration lists their kinds (layer_types and similar). Raises ValueError if the recipe cannot be
+    trained.
     """
     train = recipe.train
     model = meta_model(recipe, config, device)
@@ -85,7 +85,7 @@ def _reference(recipe: TrainRecipe, policy: Policy) -> int:
 
 
 def _batch(recipe: TrainRecipe, policy: Policy) -> int:
-    """All micro-batches of a step are moved to the device together."""
+    """Return the bytes of all micro-batches of a step, which are moved to the device together."""
     part = fullest(recipe, policy.batching)
     tensors = (part.ids, part.positions, part.ends, part.sources, part.labels, part.sequence, *part.streams.values())
     train = recipe.train
@@ -94,8 +94,8 @@ def _batch(recipe: TrainRecipe, policy: Policy) -> int:
 
 
 def _units(model: Policy | ActorCritic) -> int:
-    """What fsdp2 has whole during a backward pass: what is in no layer, weights and gradients, for all of it; of the
-    layers two, the one that is computed and the one that comes next, or whose gradients are on their way."""
+    """Return the bytes that fsdp2 has whole during a backward pass: weights and gradients outside layers, throughout;
+    and of the layers, two: the one that is computed, and the next one or the one whose gradients are being sent."""
     layers = decoder_layers(policy_of(model).network)
     if isinstance(model, ActorCritic) and model.critic.backbone is not None:
         layers += decoder_layers(model.critic.backbone.network)
@@ -108,21 +108,22 @@ def _units(model: Policy | ActorCritic) -> int:
 
 
 def _whole(recipe: TrainRecipe, policy: Policy) -> int:
-    """What rank 0 has of whole weights when they go to the servers: see Policy.gather."""
+    """Return the bytes of whole weights on rank 0 when they go to the servers: see Policy.gather."""
     if policy.is_lora:
         return _bytes(weight for weight in policy.parameters() if weight.requires_grad)
     weights = list(policy.network.parameters())
-    # one at a time comes in float32
+    # one at a time is in float32
     return sum(weight.numel() for weight in weights) * policy.dtype.itemsize + max(_bytes([w]) for w in weights)
 
 
 def optimizer_state(model: nn.Module, train: TrainConfig) -> int:
-    """Bytes of the optimiser's state after its first step, for the trained weights of `model`, which are float32.
+    """Return the bytes of the optimiser's state after its first step, for the trained weights of `model`, which are
+    float32.
 
-    adamw: two moments. adamw_8bit: two moments of a byte each and a constant in float32 for each block of 256, but in
-    float32 where there are fewer than 4096 (bitsandbytes 0.50, Optimizer2State). lion and sgd: one. adafactor: sums
-    over the last two dimensions, or one number a weight where there is one dimension. muon: one for matrices within
-    layers, and adamw's for all else.
+    adamw: two moments. adamw_8bit: two moments of one byte each and a float32 constant for each block of 256, but in
+    float32 for weights with fewer than 4096 values (bitsandbytes 0.50, Optimizer2State). lion and sgd: one. adafactor:
+    sums over the last two dimensions, or one number per weight with a single dimension. muon: one for matrices within
+    layers, and adamw's for all others.
     """
     if train.optimizer.name == "muon":
         groups = make_optimizer(model, train).param_groups

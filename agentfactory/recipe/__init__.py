@@ -1,1 +1,1 @@
-"""Recipes: their schema, how files and overrides are composed, and the checks."""
+"""Recipes: their schema, the composition of files and overrides, and the checks."""

@@ -1,4 +1,4 @@
-"""What a recipe's fields must agree on with each other, with this machine's files and with the user's own code."""
+"""Checks a recipe's fields against each other, this machine's files and the user's own code."""
 
 import ast
 import ipaddress
@@ -26,14 +26,15 @@ from agentfactory.tools.tool import is_tool
 from agentfactory.tools.user_code import UserCodeError, load_object
 
 _MOST_BYTES_READ = 1 << 26
-"""Of a data file that is read before anything is started, which takes about a second: each trainer process does so."""
+"""Maximum size of a data file that is read before anything is started, which takes about a second, in every trainer
+process."""
 
 Purpose = Literal["train", "serve", "rollout", "eval", "tools"]
 """The command that will use a recipe. `tools` needs neither a model nor data."""
 
 
 def runs_chains(recipe: Recipe, purpose: Purpose) -> bool:
-    """Whether agents act, for which tools, rewards and a server are needed."""
+    """Return whether agents run, which requires tools, rewards and a server."""
     if purpose == "train":
         return recipe.train.algorithm != "sft" and recipe.train.from_trajectories is None
     return purpose in ("rollout", "eval")
@@ -49,9 +50,9 @@ def check(
 ) -> None:
     """Raise SettingError for the first thing that cannot work.
 
-    `prepared` is the folder that `prepare` will fill (None: nothing prepares), `after` the stage that this one
-    continues: its checkpoint does not exist yet. With `lacks`, programs that are not installed here are appended to it
-    and not refused: the recipe may be for another machine.
+    `prepared` is the folder that `prepare` will fill (None: there is no `prepare`). `after` is the stage that this one
+    continues: its checkpoint does not exist yet. With `lacks`, missing programs are appended to it instead of raised:
+    the recipe may be for another machine.
     """
 
     def lack(field: str, problem: str, fix: str) -> None:
@@ -129,7 +130,7 @@ def _check_files(recipe: Recipe, prepared: Path | None, after: str | None) -> No
         if not is_right(path):
             raise SettingError(name, f"{display(path)} is not a {kind}", f"name a {kind}")
 
-    # what is not absolute is a hub name
+    # a path that is not absolute is a hub name
     if after is None and os.path.isabs(recipe.model.path):
         require("model.path", recipe.model.path, Path.is_dir, "folder with a model, or a hub name")
     if recipe.server.model and os.path.isabs(recipe.server.model):
@@ -144,8 +145,9 @@ def _check_files(recipe: Recipe, prepared: Path | None, after: str | None) -> No
 
 
 def _check_rows(recipe: Recipe, purpose: Purpose, prepared: Path | None) -> None:
-    """Whether the rows of the files that will be used are tasks, and of the first, whether the rewards get what they
-    want. Of the hub, and in parquet, who uses the rows finds out: reading them here would take too long."""
+    """Check that the rows of the files that will be used are tasks, and that the rewards get what they need from the
+    first row. Rows from the hub and in parquet are checked when they are used: reading them here would take too
+    long."""
     acts = runs_chains(recipe, purpose)
     used = {
         "data": (purpose == "train" and recipe.train.from_trajectories is None) or purpose == "rollout",
@@ -193,7 +195,7 @@ def _check_programs(recipe: Recipe, lack: Lack, prepared: Path | None) -> None:
             raise SettingError(
                 f"mcp_servers.{key}.cwd", f"{display(folder)}: no such folder", "name an existing folder"
             )
-        # a command with a slash is looked for from its folder, others on PATH; `python` is this one
+        # a command with a slash is resolved from its folder, others on PATH; `python` is this one
         command = sys.executable if server.command in (None, "python") else server.command
         if "/" in command:
             command = os.path.join(server.cwd or "", command)
@@ -206,7 +208,7 @@ def _is_data_file(path: Path) -> bool:
 
 
 def _check_user_code(recipe: Recipe, purpose: Purpose) -> None:
-    # a check writes nothing, not even bytecode beside the user's files
+    # a check writes nothing, not even bytecode next to the user's files
     write_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         _load_tools(recipe)
@@ -228,7 +230,7 @@ def _load_tools(recipe: Recipe) -> None:
     for key, server in recipe.mcp_servers.items():
         if server.module is not None:
             found = _load(server.module, f"mcp_servers.{key}.module", PREBUILT)
-            # not above: the MCP SDK is slow to import, and few recipes need it here
+            # imported here, because the MCP SDK is slow to import and few recipes need it
             from agentfactory.tools.mcp_server import build_server
 
             try:
@@ -243,7 +245,7 @@ def _load_user_code(recipe: Recipe) -> None:
     load_parser(recipe.rollout.parser, Path.cwd())
     if recipe.rollout.agent is not None:
         _load(recipe.rollout.agent, "rollout.agent")
-        # not above: it imports transformers
+        # imported here, because it imports transformers
         from agentfactory.rollout.agent import load_agent
 
         load_agent(recipe.rollout.agent, Path.cwd())

@@ -1,4 +1,4 @@
-"""From recipe files and overrides to one mapping: YAML, `extends:`, dotted overrides, paths made absolute."""
+"""Composes recipe files and overrides into one mapping: YAML, `extends:`, dotted overrides, absolute paths."""
 
 import os
 import re
@@ -21,7 +21,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 @dataclass
 class Composed:
-    """A recipe's mapping before validation. `origins` holds, per dotted leaf, which file or command line set it;
+    """A recipe's mapping before validation. `origins` contains, per dotted leaf, the file or command line that set it;
     `folders` are those of its files."""
 
     source: str
@@ -30,12 +30,12 @@ class Composed:
     folders: list[Path] = field(default_factory=list)
 
     def merge(self, data: dict[str, Any], source: str) -> None:
-        """Lay `data` over this mapping: mappings merge, everything else replaces."""
+        """Merge `data` into this mapping: mappings merge, everything else replaces."""
         _merge(self.data, data)
         self.origins.update(dict.fromkeys(_leaves(data), source))
 
     def origin(self, name: str) -> str:
-        """What set the field `name`, else something in or around it; the recipe's own file where nothing did."""
+        """Return what set the field `name`, or else a field in or around it; the recipe's own file if nothing did."""
         while name:
             for leaf, source in self.origins.items():
                 if leaf == name or leaf.startswith(f"{name}."):
@@ -45,7 +45,7 @@ class Composed:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as pyyaml reads it, but a key given twice is an error, and 1e-5 is a number."""
+    """YAML 1.1 as in pyyaml, except that duplicate keys are errors and 1e-5 is a number."""
 
 
 def _unique_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str, Any]:
@@ -65,7 +65,7 @@ _Loader.add_implicit_resolver(
 
 
 def display(path: Path) -> str:
-    """`path` as a person would type it here."""
+    """Return `path` as a person would type it here."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
@@ -81,14 +81,14 @@ def _parse(text: str, source: str, name: str) -> Any:
 
 
 def recipe_file(name: str | Path, base: Path) -> Path:
-    """The file that `name` means, a path relative to `base`; where there is none, one of the recipes that come with
+    """Return the file that `name` means, a path relative to `base`; if there is none, one of the recipes that come with
     AgentFactory, such as recipes/quickstart/quickstart.yaml."""
     path, own = (base / Path(name).expanduser()).resolve(), RECIPES.parent / name
     return own.resolve() if Path(name).parts[:1] == (RECIPES.name,) and own.exists() and not path.exists() else path
 
 
 def read_mapping(path: Path, source: str, name: str) -> dict[str, Any]:
-    """The YAML mapping in the file `path`; `source` and `name` say who asked for it."""
+    """Read the YAML mapping in the file `path`; `source` and `name` identify the request in errors."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -113,7 +113,8 @@ def read_mapping(path: Path, source: str, name: str) -> dict[str, Any]:
 
 
 def compose(data: dict[str, Any], file: Path, ancestors: tuple[Path, ...] = ()) -> Composed:
-    """`data`, as `file` says it, laid over the recipe that it extends; paths are relative to the file that names them.
+    """Merge `data`, the contents of `file`, into the recipe that it extends; paths are relative to the file that names
+    them.
 
     A parent's `name` is not inherited.
     """
@@ -167,7 +168,7 @@ def override(composed: Composed, name: str, value: Any) -> None:
 
 
 def anchor(data: dict[str, Any], base: Path) -> dict[str, Any]:
-    """`data` with the paths of every known field made absolute, relative to `base`."""
+    """Make the paths in every known field of `data` absolute, relative to `base`."""
     for name, convert in _PATH_FIELDS.items():
         _convert(data, name.split("."), partial(convert, base=base))
     servers = data.get("mcp_servers")
@@ -184,7 +185,7 @@ def _absolute(value: str, base: Path) -> str:
 
 
 def _program(value: str, base: Path) -> str:
-    # links stay: a virtual environment's Python is one, and the environment is found through it
+    # keep links: a virtual environment's Python is one, and the environment is found through it
     return os.path.abspath(base / Path(value).expanduser())
 
 
@@ -226,7 +227,8 @@ _PATH_FIELDS: dict[str, Callable[..., str]] = {
 
 
 def _convert(data: Any, keys: list[str], convert: Callable[[str], str]) -> None:
-    """Apply `convert` in place to the strings that `keys` reach ('*' is every entry); other types fail validation."""
+    """Apply `convert` in place to the strings that `keys` reach ('*' is every entry); other types fail validation
+    later."""
     key, *rest = keys
     if isinstance(data, dict):
         entries: list[Any] = list(data) if key == "*" else [key] * (key in data)
@@ -240,7 +242,7 @@ def _convert(data: Any, keys: list[str], convert: Callable[[str], str]) -> None:
 
 
 def replace_prefixes(value: Any, prefixes: dict[str, str]) -> Any:
-    """`value` with every string that begins with a key of `prefixes` beginning with its value instead."""
+    """Replace each key of `prefixes` at the beginning of a string in `value` with its value."""
     if isinstance(value, dict):
         return {key: replace_prefixes(item, prefixes) for key, item in value.items()}
     if isinstance(value, list):

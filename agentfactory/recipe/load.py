@@ -1,4 +1,4 @@
-"""A recipe file and overrides become a `Recipe`: composed, validated, resolved, checked."""
+"""Turns a recipe file and overrides into a `Recipe`: composes, validates, resolves and checks it."""
 
 import difflib
 import json
@@ -31,7 +31,7 @@ _STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _FOLDER_NAMES = {"prepared", "checkpoints", "trajectories", "logs", "eval", "rollout"}
 
 _NOT_FOR_TOOLS = {"model": {"path": "none"}, "train": {"steps": 1}}
-"""What a file that has only tools lacks of a recipe, and `agentfactory tools` does not read."""
+"""What a tools-only file lacks of a recipe, and `agentfactory tools` does not use."""
 
 
 def load_recipe(
@@ -39,10 +39,10 @@ def load_recipe(
 ) -> Recipe | StagedRecipe:
     """Compose, validate and resolve the recipe file `path`. Nothing is written.
 
-    `overrides` are `key=value`; in a staged recipe a key that begins with a stage's name goes to that stage, `name`,
-    `output`, `prepare` and `seed` to the whole, any other to every stage. `purpose` is the command that will use it:
-    a server's settings are checked only where one is started. With `lacks`, what is not installed here is appended to
-    it, and not refused.
+    `overrides` are `key=value`. In a staged recipe, a key that begins with a stage's name applies to that stage;
+    `name`, `output`, `prepare` and `seed` apply to the whole recipe; all others apply to every stage. `purpose` is the
+    command that will use the recipe: a server's settings are checked only if one is started. With `lacks`, what is not
+    installed here is appended to it instead of raised.
 
     Raises SettingError, whose text names the file, the field, the value and the fix.
     """
@@ -118,7 +118,7 @@ def _load_staged(
             if error.source in (COMMAND_LINE, composed.source):
                 field = ".".join(filter(None, (name, error.field)))
                 raise SettingError(field, error.problem, error.fix, source=error.source) from None
-            # a stage's own file has the field as it stands
+            # a stage's own file has the field under its plain name
             raise
         whole.stages.append(recipe)
         previous = name
@@ -151,7 +151,8 @@ def _compose_stage(entry: Any, field: str, source: str, file: Path) -> Composed:
 
 
 def _give_to_stage(whole: StagedRecipe, name: str, stage: Composed, previous: str | None) -> None:
-    """Seed, output, import path and model that a stage gets from the whole; its own are for running it alone."""
+    """Give a stage its seed, output, import path and model from the whole recipe; its own values apply only when it
+    runs alone."""
     prepare = stage.data.pop("prepare", None)
     if prepare not in (None, whole.prepare):
         raise SettingError(
@@ -169,7 +170,7 @@ def _give_to_stage(whole: StagedRecipe, name: str, stage: Composed, previous: st
 
 
 def _set_import_path(composed: Composed, *stages: Composed) -> None:
-    """Where the recipe says none, the folders of its files; a stage adds its own."""
+    """Set a missing import path to the folders of the recipe's files; stages add their own."""
     _check_import_path(composed, "import_path")
     said = composed.data.get("import_path")
     folders = composed.folders if said is None else said
@@ -181,7 +182,7 @@ def _set_import_path(composed: Composed, *stages: Composed) -> None:
 
 
 def _check_import_path(composed: Composed, field: str) -> None:
-    # before the lists of the whole and its stages are joined
+    # before the lists of the whole recipe and its stages are joined
     said = composed.data.get("import_path")
     if said is not None and not (isinstance(said, list) and all(isinstance(folder, str) for folder in said)):
         problem = f"got {short(said)}, not a list of folders"
@@ -198,7 +199,7 @@ def _validate(model: type[SectionT], composed: Composed, prepared: str) -> Secti
     placeholders = {"${prepared}": prepared, "${output}": str(composed.data["output"])}
     data = replace_prefixes(composed.data, placeholders)
     try:
-        # JSON, because its strict mode still makes enums, tuples and paths of what YAML can hold
+        # JSON, because its strict mode still creates enums, tuples and paths from what YAML can express
         return model.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as errors:
         # a misspelt key explains why the right one is missing
@@ -208,8 +209,8 @@ def _validate(model: type[SectionT], composed: Composed, prepared: str) -> Secti
 
 
 def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, str]:
-    """Field, problem and fix of one of pydantic's errors."""
-    # of the location, keep what the file can show: pydantic adds the members of a union
+    """Return field, problem and fix of one of pydantic's errors."""
+    # keep the part of the location that the file can show: pydantic adds the members of a union
     keys: list[str] = []
     section, last = model, len(error["loc"]) - 1
     for depth, key in enumerate(error["loc"]):
@@ -258,7 +259,7 @@ def _did_you_mean(name: str, known: list[str], model: type[BaseModel] | None = N
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    """The recipe section within an annotation such as `LoraConfig | None` or `dict[str, McpServerConfig]`."""
+    """Return the recipe section within an annotation such as `LoraConfig | None` or `dict[str, McpServerConfig]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for argument in get_args(annotation) if (found := _section(argument))), None)

@@ -1,6 +1,6 @@
-"""Pages of docs/ that are made: every field of a recipe, and every metric.
+"""Generates pages of docs/: every field of a recipe, and every metric.
 
-`python -m agentfactory.recipe.reference DOCS` writes them below the lines that people wrote.
+`python -m agentfactory.recipe.reference DOCS` writes the generated parts below the hand-written ones.
 """
 
 import ast
@@ -38,8 +38,8 @@ _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 def sections(model: type[BaseModel]) -> dict[type[BaseModel], list[str]]:
-    """`model`'s sections from the outside in, each with the keys under which it stands, such as `train.loss`; below a
-    mapping or a list that is `<name>` or `<n>`."""
+    """Return `model`'s sections, outermost first, each with its keys, such as `train.loss`; entries of a mapping or a
+    list are `<name>` or `<n>`."""
     found: dict[type[BaseModel], list[str]] = {}
     for section, path in _sections(model, ""):
         found.setdefault(section, []).append(path)
@@ -54,7 +54,7 @@ def _sections(model: type[BaseModel], path: str) -> Iterator[tuple[type[BaseMode
 
 
 def _models_in(annotation: Any) -> Iterator[tuple[type[BaseModel], str]]:
-    """Sections that stand in a type, each with what a key needs to lead there."""
+    """Yield the sections in a type, each with the key suffix that leads to it."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, ""
         return
@@ -66,7 +66,7 @@ def _models_in(annotation: Any) -> Iterator[tuple[type[BaseModel], str]]:
 
 
 def type_words(annotation: Any, metadata: list[Any] | None = None) -> str:
-    """A type as a reader of YAML would say it, such as `integer > 0 or null`."""
+    """Describe a type for readers of YAML, such as `integer > 0 or null`."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         first, *bounds = parts
@@ -99,8 +99,8 @@ def _bounds(metadata: list[Any]) -> list[str]:
 
 
 def default_words(field: FieldInfo) -> str:
-    """A field's default as YAML, or that it is required. Nothing for a section, which has its own, nor for what is
-    filled in when a recipe is loaded, as the field's description says."""
+    """Return a field's default as YAML, or that it is required. Empty for a section, whose fields have their own
+    defaults, and for fields that are filled in when a recipe is loaded, as their description says."""
     if field.is_required():
         return "" if "default:" in (field.description or "") else "**required**"
     value = field.default
@@ -116,7 +116,7 @@ def default_words(field: FieldInfo) -> str:
 
 
 def _cell(text: str) -> str:
-    """`text` in one cell of a table: code as it is, and nothing else that Markdown or HTML would take for its own."""
+    """Escape `text` for a table cell: keep code, and escape everything else that Markdown or HTML would interpret."""
     parts = " ".join(text.split()).split("`")
     plain = [part.replace("<", "&lt;").replace("*", "\\*").replace("|", "\\|") for part in parts[::2]]
     code = [part.replace("|", "\\|") for part in parts[1::2]]
@@ -130,7 +130,8 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def recipe_reference() -> str:
-    """Every section of a recipe with its fields: type, default, meaning; what algorithms set; values with a meaning."""
+    """Return every section of a recipe with its fields (type, default, meaning), the settings of algorithms, and the
+    described values."""
     parts: list[str] = []
     enums: dict[type[StrEnum], None] = {}
     for section, paths in sections(Recipe).items():
@@ -152,7 +153,7 @@ def _about(documented: type) -> str:
 
 
 def meaning(field: FieldInfo) -> str:
-    """A field's docstring, else that of the section which it holds."""
+    """Return a field's docstring, or else that of its section."""
     below = next((model for model, _ in _models_in(field.annotation)), None)
     return field.description or (_about(below) if below is not None else "")
 
@@ -186,7 +187,7 @@ def _plain(value: Any) -> str:
 
 
 def _values(enum: type[StrEnum]) -> str:
-    """A table of an enumeration's values, where its class says what they mean."""
+    """Return a table of an enumeration's values, if its class describes them."""
     notes = _member_notes(enum)
     if not notes:
         return ""
@@ -195,7 +196,7 @@ def _values(enum: type[StrEnum]) -> str:
 
 
 def _member_notes(enum: type[StrEnum]) -> dict[str, str]:
-    """The docstrings below the members of an enumeration, which Python itself does not keep."""
+    """Return the docstrings below the members of an enumeration, which Python itself does not keep."""
     body = ast.parse(textwrap.dedent(inspect.getsource(enum))).body[0].body  # type: ignore[attr-defined]
     notes = {}
     for member, note in pairwise(body):
@@ -205,7 +206,7 @@ def _member_notes(enum: type[StrEnum]) -> dict[str, str]:
 
 
 def metrics_reference() -> str:
-    """The packages' own tables of metrics."""
+    """Return the packages' own tables of metrics."""
     return (
         f"## Of a step\n\n{_metrics(METRICS)}\n"
         f"## Of a chain\n\n{_OF_A_CHAIN}\n{_metrics(CHAIN_METRICS)}\n"
@@ -219,11 +220,12 @@ def _metrics(metrics: list[Metric]) -> str:
 
 
 PAGES = {"recipe-reference.md": recipe_reference, "metrics.md": metrics_reference}
-"""Page -> what makes it."""
+"""Page -> function that generates it."""
 
 
 def renewed(page: str, text: str) -> str:
-    """The page's text with what is made put below the marker. Raises ValueError where the page has no marker."""
+    """Replace the part of the page below the marker with generated text. Raises ValueError if the page has no
+    marker."""
     head, marker, _ = text.partition(MARKER)
     if not marker:
         raise ValueError(f"{page}: there is no line {MARKER!r}, below which the tables go; fix: add it")
@@ -231,7 +233,7 @@ def renewed(page: str, text: str) -> str:
 
 
 def main(folder: Path) -> None:
-    """Write the pages in `folder` anew."""
+    """Regenerate the pages in `folder`."""
     for page in PAGES:
         path = folder / page
         path.write_text(renewed(page, path.read_text(encoding="utf-8")), encoding="utf-8")

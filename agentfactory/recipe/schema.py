@@ -1,4 +1,4 @@
-"""The whole recipe as it is once files and overrides are composed: one run, or stages; and written back as YAML."""
+"""The whole recipe after files and overrides are composed: one run, or stages; and its YAML form."""
 
 from pathlib import Path
 from typing import Any
@@ -15,39 +15,39 @@ class Recipe(TrainRecipe):
     """One run. Paths are absolute, except hub names."""
 
     name: str
-    """What the run is called; default: the recipe file's name."""
+    """Name of the run; default: the recipe file's name."""
     output: Path
     """Run folder; default: runs/<name> in the current folder."""
     prepare: str | None = None
-    """`FILE.py:NAME` of a function (folder, seed) that runs once before and fills `${prepared}`."""
+    """`FILE.py:NAME` of a function (folder, seed) that runs once before the run and fills `${prepared}`."""
 
     def to_yaml(self) -> str:
-        """The resolved recipe, which runs as it stands; its own folder is written `${output}`."""
+        """Return the resolved recipe, which can run unchanged; its own folder is written as `${output}`."""
         return _dump(self.model_dump(mode="json"), self.output)
 
 
 class StagedRecipe(Section):
-    """Recipes that run in order, each from the last one's checkpoint, in folders `<output>/<stage>`."""
+    """Recipes that run in order, each from the previous one's checkpoint, in folders `<output>/<stage>`."""
 
     name: str
-    """What the run is called; default: the recipe file's name."""
+    """Name of the run; default: the recipe file's name."""
     output: Path
     """Folder of all stages; default: runs/<name> in the current folder."""
     prepare: str | None = None
-    """`FILE.py:NAME` of a function (folder, seed) that runs once before and fills `${prepared}`."""
+    """`FILE.py:NAME` of a function (folder, seed) that runs once before all stages and fills `${prepared}`."""
     import_path: list[Path] = []
-    """Folders that user code of every stage imports from, behind all that is installed; default: the folders of the
+    """Folders from which user code of every stage can import, after all installed packages; default: the folders of the
     files of the recipe and its stages."""
     seed: int = Field(default=0, ge=0)
     """Seed of every stage."""
     stages: list[Recipe] = []
-    """Recipe files (or whole recipes in place, each with a `name`), in order."""
+    """Recipe files (or inline recipes, each with a `name`), in order."""
 
     def to_yaml(self) -> str:
-        """The resolved recipe, which runs as it stands."""
+        """Return the resolved recipe, which can run unchanged."""
         data = self.model_dump(mode="json")
         for index, stage in enumerate(data["stages"]):
-            # what the whole gives to its stages is not theirs to say
+            # fields that stages get from the whole recipe
             for name in ("output", "seed", "prepare", "import_path"):
                 del stage[name]
             if index:
@@ -56,12 +56,13 @@ class StagedRecipe(Section):
 
 
 def stages_of(recipe: Recipe | StagedRecipe) -> list[Recipe]:
-    """The stages in order; a recipe without any is the only one."""
+    """Return the stages in order; a recipe without stages is the only one."""
     return recipe.stages if isinstance(recipe, StagedRecipe) else [recipe]
 
 
 def _dump(data: dict[str, Any], output: Path) -> str:
-    """YAML with the run's identity on top, and its own folder as a placeholder, so that another `output` takes over."""
+    """Return YAML with the run's identity on top, and its own folder as a placeholder, so that another `output` can
+    replace it."""
     top = {name: data.pop(name) for name in ("name", "output", "prepare", "import_path", "seed")}
     body = replace_prefixes(data, {f"{output}/prepared": "${prepared}", str(output): "${output}"})
     return yaml.safe_dump(top | body, sort_keys=False, allow_unicode=True, width=120)

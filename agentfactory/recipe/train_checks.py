@@ -1,4 +1,4 @@
-"""What a recipe's training fields must agree on with each other and with the server that is to take the weights."""
+"""Checks a recipe's training fields against each other and against the server that will take the weights."""
 
 import re
 from collections.abc import Callable
@@ -15,11 +15,12 @@ from agentfactory.trainers.metrics import METRICS
 from agentfactory.trainers.sync.backends import backend_of, check_backend
 
 Lack = Callable[[str, str, str], None]
-"""Takes field, problem and fix of what is not installed; a recipe that is only looked at is not refused for it."""
+"""Takes field, problem and fix of something that is not installed. If a recipe is only inspected, this does not
+raise."""
 
 
 def check_training(recipe: Recipe, lack: Lack, runs_chains: bool) -> None:
-    """Refuse the first thing that cannot work; `runs_chains`: a server and a worker take part."""
+    """Raise an error for the first thing that cannot work; `runs_chains`: the run uses a server and a worker."""
     _check_processes(recipe)
     _check_network(recipe, lack)
     if runs_chains:
@@ -67,7 +68,8 @@ def _check_processes(recipe: Recipe) -> None:
 
 
 def _check_network(recipe: Recipe, lack: Lack) -> None:
-    """Whether network and optimiser can be had as asked; what only the device tells is refused by the trainer."""
+    """Check that network and optimiser are available as requested. What depends on the device is checked by the
+    trainer."""
     train, lora = recipe.train, recipe.model.lora
     quantization, optimizer = lora and lora.quantization, train.optimizer.name
     if train.strategy == "fsdp2":
@@ -109,7 +111,7 @@ def _check_trackers(recipe: Recipe, lack: Lack) -> None:
 
 
 def check_placement(recipe: Recipe) -> None:
-    """Refuse what cannot be where the recipe puts it, whatever devices there are; a server takes part."""
+    """Refuse placements that cannot work on any devices; the run uses a server."""
     mode, server, backend = recipe.placement.mode, recipe.server, backend_of(recipe)
     if mode == "separate" and backend.devices == "one" and server.engine == "vllm":
         problem = f"got {backend.name!r} with placement.mode=separate: it is for one GPU"
@@ -187,7 +189,7 @@ def _check_algorithm(recipe: Recipe) -> None:
         problem = f"got 'reward', but advantage.estimator={estimator} gives all tokens of a chain the same"
         raise SettingError("train.loss.kl.place", problem, "use loss, or the estimator reinforce_pp or gae")
     if ".py:" in train.loss.policy:
-        # not above: it imports torch
+        # imported here, because it imports torch
         from agentfactory.trainers.losses import PolicyLoss
 
         PolicyLoss(train.loss)
@@ -204,7 +206,7 @@ def _check_algorithm(recipe: Recipe) -> None:
 
 
 def _check_unused(recipe: Recipe) -> None:
-    """A field that was changed and would have no effect."""
+    """Refuse a changed field that would have no effect."""
     train = recipe.train
     sft, optimizer = train.algorithm == "sft", train.optimizer.name
     distance, correction = train.loss.kl, train.loss.mismatch.correction
@@ -245,7 +247,7 @@ def _check_unused(recipe: Recipe) -> None:
 
 
 def _check_mismatch(recipe: Recipe) -> None:
-    """Where server and trainer compute with other weights, what the server sampled must be corrected for."""
+    """If server and trainer compute with different weights, require a correction for the server's sampling."""
     if recipe.train.loss.mismatch.correction != "none":
         return
     for name, value in recipe.rounding.items():
@@ -256,7 +258,7 @@ def _check_mismatch(recipe: Recipe) -> None:
 
 
 def _check_full_weights(recipe: Recipe) -> None:
-    """Whether a server that is started here can take, and prove, every weight."""
+    """Check that a server started here can take every weight and prove it."""
     server = recipe.server
     if server.model is not None:
         raise SettingError(

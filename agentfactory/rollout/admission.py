@@ -1,4 +1,5 @@
-"""Which groups may start and which are trained: pure state machines, so that the bound on staleness can be tested."""
+"""Decide which groups may start and which are trained. Pure state machines, so that the staleness bound can be
+tested."""
 
 from dataclasses import dataclass
 
@@ -7,10 +8,10 @@ from dataclasses import dataclass
 class Admission:
     """Bounds how far generation runs ahead of training.
 
-    A group may start while `started < (max_staleness + 1 + version) * batch_size`: the groups beyond what version
-    `version` has consumed are at most `max_staleness + 1` batches, so that groups which are trained in the order of
-    their start keep within `max_staleness` updates; BatchChoice sees to those that are overtaken. `total` ends the
-    run: no more groups than will be trained are started.
+    A group may start while `started < (max_staleness + 1 + version) * batch_size`. The groups beyond those that version
+    `version` has consumed are then at most `max_staleness + 1` batches, so groups that are trained in the order in
+    which they start stay within `max_staleness` updates. BatchChoice handles groups that are overtaken. `total` ends
+    the run: no more groups are started than will be trained.
     """
 
     batch_size: int
@@ -20,25 +21,25 @@ class Admission:
     started: int = 0
 
     def may_start(self) -> bool:
-        """Whether one more group may start now."""
+        """Return whether one more group may start now."""
         return self.started < min(self.total, (self.max_staleness + 1 + self.version) * self.batch_size)
 
     def start(self) -> None:
-        """Count a group in."""
+        """Count a group as started."""
         if not self.may_start():
             raise ValueError(f"group {self.started} may not start at version {self.version}")
         self.started += 1
 
     def dropped(self) -> None:
-        """A started group will not be delivered: another takes its place."""
+        """Note that a started group will not be delivered, so that another can take its place."""
         self.started -= 1
 
     def resume(self, groups: int) -> None:
-        """Count in groups that an earlier run started, and that wait to be trained."""
+        """Count groups that an earlier run started and that still wait to be trained."""
         self.started += groups
 
     def publish(self, version: int) -> None:
-        """New weights are live."""
+        """Note that new weights are live."""
         if version <= self.version:
             raise ValueError(f"version {version} follows {self.version}: versions must rise")
         self.version = version
@@ -46,11 +47,11 @@ class Admission:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A started group, as the choice of a batch sees it.
+    """A started group, as `BatchChoice` sees it.
 
-    `oldest` is the version of its oldest token (None: nothing is sampled yet), `complete` says that none of its chains
-    runs any more. Of the chains that have ended, `chains` count, and `teaches` says whether these are worth training
-    without the others.
+    `oldest` is the version of the group's oldest token (None: nothing is sampled yet). `complete` says that all its
+    chains have ended. `chains` is the number of ended chains that count, and `teaches` says whether these are worth
+    training without the others.
     """
 
     id: str
@@ -62,7 +63,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The groups of one batch, and those that no later batch may take."""
+    """The groups of one batch, and those that are cancelled because no later batch may take them."""
 
     train: list[str]
     cancel: list[str]
@@ -72,40 +73,40 @@ class Choice:
 class BatchChoice:
     """Chooses each batch's groups, so that no token older than `max_staleness` updates is trained.
 
-    Batch n is trained by the weights of version n, and is chosen once these are live: whoever takes it trains it at
-    that version, so nothing grows older on the way. A group that is not chosen could be trained at version + 1 at the
-    earliest. If its oldest token would be too old by then, this is its last chance: complete groups come first, then
-    groups that run still, with the chains that have ended (most first) if these teach something; what finds no place
-    is cancelled. Nothing is closed before enough groups are complete: at staleness 0 that means never, since every
-    group is needed whole.
+    Batch n is trained by the weights of version n, and is chosen once these are live, so tokens do not age between
+    choice and training. A group that is not chosen could be trained at version + 1 at the earliest. If its oldest token
+    would be too old by then, the present batch is the group's last chance: complete groups come first, then groups that
+    still run, with their ended chains (most first) if these teach something. Expiring groups that do not fit are
+    cancelled. No running group is closed before enough groups are complete; at staleness 0 that means never, since
+    every group is needed whole.
     """
 
     batch_size: int
     max_staleness: int
     version: int = 0
     chosen: int = 0
-    """Batches chosen so far; the next one is for this version."""
+    """Batches chosen so far; also the version that the next batch is for."""
     empty: int = 0
-    """Places of the next batch that stay empty."""
+    """Number of places in the next batch that stay empty."""
 
     def publish(self, version: int) -> None:
-        """New weights are live."""
+        """Note that new weights are live."""
         if version <= self.version:
             raise ValueError(f"version {version} follows {self.version}: versions must rise")
         self.version = version
 
     def leave_empty(self) -> bool:
-        """Leave a place of the next batch empty, for a group that teaches nothing. False where it is the last one: a
-        batch has one group at least."""
+        """Leave a place of the next batch empty for a group that teaches nothing. Return False if it is the last place:
+        a batch has at least one group."""
         if self.empty == self.batch_size - 1:
             return False
         self.empty += 1
         return True
 
     def choose(self, candidates: list[Candidate]) -> Choice | None:
-        """The batch for the present version, or None while it is chosen already or too few groups are complete.
+        """Return the batch for the present version; None if it is already chosen or too few groups are complete.
 
-        `candidates` stand in the order in which their groups were started.
+        `candidates` must be in the order in which their groups were started.
         """
         complete = [group for group in candidates if group.complete]
         places = self.batch_size - self.empty
@@ -115,14 +116,14 @@ class BatchChoice:
         whole = [group for group in last_chance if group.complete]
         cut = [group for group in last_chance if not group.complete and group.teaches]
         cut.sort(key=lambda group: group.chains, reverse=True)
-        # oldest first: the younger ones have more time
+        # oldest first: younger groups can wait longer
         others = sorted((group for group in complete if not self._expires(group)), key=self._begun)
         train = [group.id for group in [*whole, *cut, *others][:places]]
         self.chosen, self.empty = self.version + 1, 0
         return Choice(train, [group.id for group in last_chance if group.id not in train])
 
     def _expires(self, group: Candidate) -> bool:
-        """Whether it would be too old for the next version's batch."""
+        """Return whether the group would be too old for the next version's batch."""
         return group.oldest is not None and self.version + 1 - group.oldest > self.max_staleness
 
     def _begun(self, group: Candidate) -> int:

@@ -1,4 +1,4 @@
-"""How a chain's turns come about: `AgentHooks`, which a user's own agent overrides, and the `Turn` that they get."""
+"""Sampling and reading a chain's turns: `AgentHooks`, which a user's agent overrides, and the `Turn` passed to it."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Iterator
@@ -17,12 +17,12 @@ from agentfactory.tools.user_code import load_object
 
 
 class AgentError(InferenceError):
-    """A user's own agent failed at a turn: the chain ends as inference_error, and the message says how."""
+    """A user's agent failed at a turn. The chain ends as inference_error with this message."""
 
 
 @dataclass(frozen=True)
 class TurnBudget:
-    """Of tokens: `turn` may be sampled in one turn, and `row` is the longest sequence, prompt included."""
+    """Token limits: `turn` tokens may be sampled in one turn; `row` is the longest sequence, prompt included."""
 
     turn: int
     row: int
@@ -30,9 +30,9 @@ class TurnBudget:
 
 @dataclass
 class Turn:
-    """An assistant turn that is due.
+    """An assistant turn to be sampled.
 
-    `messages` is the conversation that the model sees, `token_ids` are its ids, which end with the generation prompt.
+    `messages` is the conversation that the model sees; `token_ids` are its ids, which end with the generation prompt.
     `number` counts the chain's turns from 0. `chain` is the chain's id: one agent object serves all chains at once.
     """
 
@@ -44,27 +44,27 @@ class Turn:
     chain: str
     renderer: Renderer
     first_call: int
-    """Calls of the chain so far."""
+    """Number of the chain's calls so far."""
     prefix: str
-    """With what the turn has to begin: `rollout.assistant_prefix`."""
+    """Text that the turn has to begin with: `rollout.assistant_prefix`."""
     budget: TurnBudget
     generate: Callable[[list[int], int, int], Awaitable[Completion]]
-    """(ids, most tokens, the number of the request, from 0) -> what the server samples."""
+    """(ids, max tokens, request number from 0) -> what the server samples."""
     made: list[Completion] = field(default_factory=list)
-    """What was sampled so far."""
+    """Completions that `sample` has returned so far."""
     requests: Iterator[int] = field(default_factory=count)
 
     async def sample(
         self, prefix: str = "", max_tokens: int | None = None, after: Completion | None = None
     ) -> Completion:
-        """Sample the turn; or what follows `after`, the turn's beginning, and return both together.
+        """Sample the turn, or continue `after`, the turn's beginning, and return both together.
 
         Args:
-            prefix: Text that stands before what is sampled. It is context, and not trained.
+            prefix: Text placed before the sampled tokens. It is context and is not trained.
             max_tokens: Most tokens to sample, within what rollout.max_tokens leaves to the turn.
-            after: What `sample` returned before, where it was `cut`.
+            after: A completion that `sample` returned earlier and that was `cut`.
 
-        Where no token is left for it, `after` is returned as it is.
+        If no token is left for the continuation, `after` is returned unchanged.
 
         Raises:
             ValueError: `after` is not of this turn, or the model ended it; `max_tokens` is less than 1.
@@ -97,12 +97,12 @@ class Turn:
         raise ContextOverflowError(f"the turn begins with {len(ids)} tokens, of {self.budget.row}")
 
     def parse(self, completion: Completion) -> Parsed:
-        """What a turn says, as `rollout.parser` reads it."""
+        """Parse a turn with `rollout.parser`."""
         return self.renderer.parse(completion.token_ids, self.first_call, specs=self.specs)
 
 
 def _join(after: Completion | None, context: list[int], sampled: Completion) -> Completion:
-    """A turn's beginning, context, and what was sampled after it."""
+    """Join a turn's beginning, context, and the tokens sampled after it."""
     start = after or Completion([], [], [], False, [])
     before = len(start.token_ids) + len(context)
     return Completion(
@@ -118,23 +118,23 @@ def _join(after: Completion | None, context: list[int], sampled: Completion) -> 
 
 
 class AgentHooks:
-    """How the turns of chains are sampled and read. A subclass overrides one or both methods; one object serves all
-    chains, side by side."""
+    """Samples and reads the turns of chains. Override one or both methods; one object serves all chains
+    concurrently."""
 
     async def generate(self, turn: Turn) -> Completion:
-        """Sample the turn that is due; return what one of `turn.sample`'s calls returned: its tokens, and nothing else,
-        become the turn."""
+        """Sample the turn. Return the result of one of the calls of `turn.sample`: the turn consists of exactly its
+        tokens."""
         return await turn.sample()
 
     def parse(self, turn: Turn, completion: Completion) -> Parsed:
-        """Read a turn: a message, and calls of tools, or what is wrong with it. Without both it is the last."""
+        """Read a turn as a message, with tool calls or an error. A turn with neither calls nor an error is the last."""
         return turn.parse(completion)
 
 
 def load_agent(reference: str | None, base: Path) -> AgentHooks:
-    """The agent that `rollout.agent` names (`FILE.py:NAME`, made without arguments); by default, plain hooks.
+    """Load the agent that `rollout.agent` names (`FILE.py:NAME`, created without arguments); by default, plain hooks.
 
-    Raises ValueError where it is no agent, its hooks are not what is called, or it cannot be made.
+    Raises ValueError if it is not an agent, a hook has the wrong signature, or it cannot be created.
     """
     if reference is None:
         return AgentHooks()

@@ -1,4 +1,4 @@
-"""Chains from begin to reward: how many at a time, sampled with which weights, and what became of each."""
+"""Runs chains from start to reward: bounds how many run at a time, and records the outcome of each."""
 
 import asyncio
 import logging
@@ -35,11 +35,11 @@ _OUTCOMES = {
     StopReason.MAX_TOKENS: Outcome.MAX_TOKENS,
     StopReason.CONTEXT_OVERFLOW: Outcome.CONTEXT_OVERFLOW,
 }
-"""Of chains that did not break; any other reason is a limit's."""
+"""Stop reason -> outcome of a chain that did not break; any other reason is that of a limit."""
 
 
 def begin(chain_id: str) -> Trajectory:
-    """A chain that has nothing yet; unless it is played to an end it counts as cancelled."""
+    """Return an empty chain, which counts as cancelled until it is played to an end."""
     return Trajectory(id=chain_id, messages=[], rows=[], outcome=Outcome.CANCELLED)
 
 
@@ -55,11 +55,11 @@ class ChainRunner:
         rewards: Rewards,
         agent: AgentHooks | None = None,
     ):
-        """Raises ValueError where limits, context policy or assistant prefix cannot work with these tools and this
+        """Raises ValueError if the limits, context policy or assistant prefix cannot work with these tools and this
         template."""
         check_limits(recipe.limits, [spec.name for spec in toolset.specs])
         check_context(recipe.rollout)
-        renderer.encode(recipe.rollout.assistant_prefix)  # a prefix that does not fit the template is refused at once
+        renderer.encode(recipe.rollout.assistant_prefix)  # raises at once if the prefix does not fit the template
         self.setup = Setup(
             recipe,
             renderer,
@@ -75,14 +75,14 @@ class ChainRunner:
         self.places = Places(recipe.server.max_num_seqs if limit == "auto" else limit)
 
     def with_max_turns(self, max_turns: int) -> "ChainRunner":
-        """The same runner, places and rates included, for chains of at most so many turns."""
+        """Return the same runner, sharing its places and rates, for chains of at most `max_turns` turns."""
         runner, recipe = copy(self), self.setup.recipe
         rollout = recipe.rollout.model_copy(update={"max_turns": max_turns})
         runner.setup = replace(self.setup, recipe=recipe.model_copy(update={"rollout": rollout}))
         return runner
 
     def episode(self, trajectory: Trajectory, task: Task, sampling: Sampling) -> Episode:
-        """A chain that is about to begin."""
+        """Create the episode of a chain that is about to begin."""
         return Episode(self.setup, trajectory, task, sampling)
 
     async def run(
@@ -94,8 +94,8 @@ class ChainRunner:
         return trajectory
 
     async def check(self, task: Task) -> None:
-        """Find out with the first task what would fail every chain: a reward that wants what the data lacks, an
-        environment that cannot be made or reset (its options, a sandbox that this machine does not have).
+        """Check with the first task for errors that would fail every chain: a reward that needs a field the data lacks,
+        or an environment that cannot be created or reset (wrong options, or a sandbox that this machine lacks).
 
         Raises SettingError or ToolInfrastructureError.
         """
@@ -104,7 +104,7 @@ class ChainRunner:
             pass
 
     async def run_group(self, group_id: str, task: Task, chains: Sequence[Awaitable[Trajectory]]) -> Group:
-        """Run `chains` on one task side by side, and add the rewards that compare them."""
+        """Run `chains` on one task concurrently, and add the rewards that compare them."""
         trajectories = list(await asyncio.gather(*chains))
         await self.rewards.score_group(trajectories, task)
         return Group(group_id, task, trajectories)
@@ -112,11 +112,11 @@ class ChainRunner:
     async def play(
         self, trajectory: Trajectory, task: Task, sampling: Sampling, scored: frozenset[Outcome] = ENDINGS
     ) -> None:
-        """Run a chain that was just begun to its end. Failures are outcomes; only ServerUnreachableError and
-        programming errors raise.
+        """Run a chain from `begin` to its end. Failures are outcomes; only ServerUnreachableError and programming
+        errors raise.
 
         A chain whose outcome is in `scored` gets a reward, unless its environment is gone or fails to give one.
-        `trajectory` holds at any time what the chain has gathered: who cancels the call has it still.
+        `trajectory` always contains what the chain has gathered so far, so it stays available if the call is cancelled.
         """
         async with self.places:
             started = time.monotonic()
@@ -132,7 +132,7 @@ class ChainRunner:
     async def _play_and_score(self, chain: Episode, scored: frozenset[Outcome], limit: asyncio.Timeout) -> None:
         trajectory = chain.trajectory
         async with self.toolset.chain(trajectory.id, chain.task) as session:
-            # a chain that runs out of time may have to be scored: only its turns end there, not the session
+            # a chain that runs out of time may still be scored: the limit ends its turns, not the session
             deadline = limit.when()
             limit.reschedule(None)
             try:
@@ -145,7 +145,7 @@ class ChainRunner:
             if trajectory.outcome not in scored:
                 return
             environment = await session.reward()
-            # a user's reward may raise anything, and that is no verdict on the policy
+            # a user's reward may raise anything, which says nothing about the policy
             try:
                 verdict = await self.rewards.score(trajectory, chain.task, environment)
             except Exception as error:

@@ -1,9 +1,9 @@
 """Chains against a chat endpoint: a baseline with the same tools, rewards and limits as the policy.
 
-They have messages and no token rows: they are for looking and for comparing, not for training. A native
-`rollout.parser` hands the tools to the endpoint, which writes and reads calls in its own format; under a text format
-the endpoint gets the instructions of `rollout.parser`, and its text is read by it. Tokens are counted by the
-endpoint's own `usage`.
+These chains have messages and no token rows: use them for inspection and comparison, not for training. With a native
+`rollout.parser`, the endpoint gets the tools and writes and parses calls in its own format. With a text format, the
+endpoint gets the instructions of `rollout.parser`, which also parses the endpoint's text. Token counts come from the
+endpoint's `usage`.
 """
 
 import json
@@ -31,7 +31,7 @@ from agentfactory.tools.toolset import Toolset, open_toolset
 
 
 class ChatEpisode(Episode):
-    """One chain against an endpoint: messages, and no rows."""
+    """One chain against an endpoint, with messages but no rows."""
 
     sampled: int | None = 0
     length = 0
@@ -63,27 +63,27 @@ class ChatEpisode(Episode):
         self.trajectory.messages.append(parsed.message)
         self.context.say(parsed.message)
         self.counts["truncated_turns"] += answer.cut
-        # the ids are not known, and how many they are is told where the turn was cut
+        # the ids are unknown; their number is reported if the turn was cut
         return Completion([], [], [], answer.cut, [1] * (answer.sampled or left)), parsed
 
     def _call_ids(self) -> set[str]:
         return {call["id"] for message in self.trajectory.messages for call in message.get("tool_calls") or []}
 
     def _begin_row(self, ids: list[int]) -> None:
-        """There are no ids to make a row of."""
+        """Do nothing: there are no ids for a row."""
 
     async def _go_on(self, answers: list[Message]) -> None:
-        """The next request has the whole conversation."""
+        """Do nothing: the next request contains the whole conversation."""
 
     def metrics(self) -> dict[str, float]:
-        """See Episode. `sampled_tokens` is left out where the endpoint does not count them."""
-        figures = super().metrics()
-        del figures["sampled_tokens"]
-        return figures if self.sampled is None else {**figures, "sampled_tokens": self.sampled}
+        """See Episode. `sampled_tokens` is left out if the endpoint does not count them."""
+        metrics = super().metrics()
+        del metrics["sampled_tokens"]
+        return metrics if self.sampled is None else {**metrics, "sampled_tokens": self.sampled}
 
 
 class ChatWords:
-    """Stands where a renderer does: what is said to an endpoint and what it says, without token ids."""
+    """Takes the place of a renderer: prepares messages for an endpoint and reads its answers, without token ids."""
 
     def __init__(self, parser: Parser, recipe: RolloutRecipe, base: Path):
         self.parser = parser
@@ -91,12 +91,12 @@ class ChatWords:
         self.info: dict[str, Any] = {"choice": "chat endpoint"}
         self._tokens = None
         if recipe.limits.result_tokens is not None:
-            # the limit is one of the policy's tokens, for the baseline too
+            # the baseline's limit counts the policy's tokens too
             self._tokens = load_renderer(recipe.model, recipe.rollout.parser, tools=False, base=base)
 
     def read(self, message: dict[str, Any], first_call: int, specs: Sequence[ToolSpec], taken: set[str]) -> Parsed:
-        """An answer of the endpoint as a turn. A call keeps its id unless that is no text, or one in `taken`, of the
-        chain so far."""
+        """Read an answer of the endpoint as a turn. A call keeps its id unless the id is not text or is in `taken`, the
+        chain's ids so far."""
         content = _said(message)
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         thought = {"reasoning_content": str(reasoning)} if reasoning else {}
@@ -110,7 +110,7 @@ class ChatWords:
             try:
                 name, arguments = _call(raw)
             except ValueError as error:
-                # what was written stays to be seen, but no API takes such a call back
+                # keep the text visible, although no API accepts such a call in the history
                 written = json.dumps(message["tool_calls"], ensure_ascii=False)
                 said = {"role": "assistant", "content": f"{content}\n{written}".strip(), **thought}
                 return Parsed(said, error=f"Malformed tool call {number + 1}: {error}.")
@@ -123,17 +123,17 @@ class ChatWords:
         return Parsed(said | ({"tool_calls": [call.to_openai() for call in made]} if made else {}), made)
 
     def open(self, messages: list[Message], specs: list[ToolSpec]) -> list[int]:
-        """No ids."""
+        """Return no ids."""
         return []
 
     def extend(self, ids: list[int], messages: list[Message], new: list[Message], specs: list[ToolSpec]) -> list[int]:
-        """No ids."""
+        """Return no ids."""
         return []
 
     def parse(
         self, sampled_ids: list[int], first_call: int = 0, prefix: str = "", specs: Sequence[ToolSpec] = ()
     ) -> Parsed:
-        """Raises TypeError: an endpoint gives messages, see `read`."""
+        """Raises TypeError: an endpoint returns messages; see `read`."""
         raise TypeError("a chat endpoint gives no token ids")
 
     def conversation_row(self, messages: list[Message], specs: list[ToolSpec]) -> Row:
@@ -153,22 +153,22 @@ class ChatWords:
         return self.parser.answers(calls, results)
 
     def complaint(self, text: str) -> list[Message]:
-        """As a user's message: a tool's message would have to answer a call."""
+        """Return a user's message: a tool's message would have to answer a call."""
         return [{"role": "user", "content": text}]
 
     def encode(self, prefix: str) -> list[int]:
-        """No ids: `check_recipe` refuses a prefix."""
+        """Return no ids: `check_recipe` refuses a prefix."""
         return []
 
     def cut(self, text: str, max_tokens: int) -> str | None:
-        """See Renderer; in tokens of `model.path`."""
+        """See Renderer; counts the tokens of `model.path`."""
         if self._tokens is None:
             raise TypeError("only limits.result_tokens cuts results")
         return self._tokens.cut(text, max_tokens)
 
 
 def _said(message: dict[str, Any]) -> str:
-    """The text of an answer: of its parts those that are text, not its thoughts; in place of text, why it refused."""
+    """Return the text of an answer: the text parts without reasoning; if there is no text, the refusal."""
     content = message.get("content") or message.get("refusal") or ""
     if isinstance(content, list):
         texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
@@ -177,12 +177,13 @@ def _said(message: dict[str, Any]) -> str:
 
 
 def _call(raw: Any) -> tuple[str, dict[str, Any]]:
-    """Name and arguments of a call. Raises ValueError, in words for the model, where it is none."""
+    """Return the name and arguments of a call. Raises ValueError with a message for the model if it is not a valid
+    call."""
     function = raw.get("function") if isinstance(raw, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not name:
         raise ValueError("it names no function")
-    arguments = function.get("arguments") or "{}"  # some leave out an empty object
+    arguments = function.get("arguments") or "{}"  # some endpoints leave out an empty object
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
@@ -209,7 +210,7 @@ class ChatRunner(ChainRunner):
 
 
 def check_recipe(recipe: RolloutRecipe) -> None:
-    """Raise ChatEndpointError for what a recipe asks of its own model alone."""
+    """Raise ChatEndpointError if a recipe uses features that only its own model supports."""
     if recipe.rollout.agent is not None:
         problem = f"got {recipe.rollout.agent!r}, which samples token ids"
         raise ChatEndpointError("rollout.agent", problem, "evaluate with rollout.agent=null")
@@ -229,10 +230,10 @@ def check_recipe(recipe: RolloutRecipe) -> None:
 async def open_chat_runner(
     recipe: RolloutRecipe, base: Path, url: str, model: str | None = None
 ) -> AsyncIterator[ChatRunner]:
-    """Everything that chains of `recipe` need where the endpoint at `url` acts: its `model` (None: the only one that it
-    lists), tools and rewards.
+    """Open everything that chains of `recipe` need to run against the endpoint at `url`: its `model` (None: the only
+    one that it lists), tools and rewards.
 
-    Raises ChatEndpointError or ServerUnreachableError where no chain could run.
+    Raises ChatEndpointError or ServerUnreachableError if no chain could run.
     """
     check_recipe(recipe)
     server = recipe.server

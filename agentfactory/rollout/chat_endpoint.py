@@ -25,21 +25,21 @@ from agentfactory.tools.messages import Message, ToolSpec, text_of
 logger = logging.getLogger(__name__)
 
 _TRIAL_TOKENS = 16
-"""Some endpoints refuse less."""
+"""Tokens to ask for in the trial request; some endpoints refuse fewer."""
 _LIMIT_REACHED = "max_tokens or model output limit was reached"
-"""OpenAI's status 400 where a model has reasoned up to the limit and said nothing."""
+"""Text of OpenAI's status 400 for a model that reasoned up to the limit without answering."""
 _NO_CREDIT = "insufficient_quota"
-"""OpenAI's status 429 that does not heal: what was paid for is used up."""
+"""OpenAI's status 429 that retrying cannot fix: the account's credit is used up."""
 
 
 class ChatEndpointError(SettingError):
-    """A chat endpoint cannot take the policy's place."""
+    """A chat endpoint cannot replace the policy."""
 
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """What an endpoint answered. `cut`: by a token limit. `sampled` and `length`: the tokens of the answer and of the
-    whole conversation, None where the endpoint does not count them."""
+    """An endpoint's answer. `cut`: it ended at a token limit. `sampled` and `length`: the tokens of the answer and of
+    the whole conversation, None if the endpoint does not count them."""
 
     message: dict[str, Any]
     cut: bool
@@ -48,13 +48,13 @@ class ChatAnswer:
 
 
 def base_url(url: str) -> str:
-    """The address that `/chat/completions` is added to: `url` as it is, and with /v1 where it names only a host."""
+    """Return the address that `/chat/completions` is added to: `url` unchanged, or with /v1 if it names only a host."""
     return url.rstrip("/") if urlsplit(url).path.strip("/") else url.rstrip("/") + "/v1"
 
 
 class ChatEndpoint(InferenceClient):
-    """Connections to one endpoint; use it as an async context manager. `fields` are added to each request, and one that
-    is None is left out of it."""
+    """Connections to one endpoint; use it as an async context manager. `fields` are added to each request; a field set
+    to None is removed from it."""
 
     def __init__(
         self, url: str, model: str | None, api_key_env: str | None, retry_seconds: float, fields: dict[str, Any]
@@ -66,10 +66,10 @@ class ChatEndpoint(InferenceClient):
         self._limit_field = "max_tokens"
 
     async def token_models(self) -> list[dict[str, Any]] | None:
-        """What the server's /v1/models lists, if it says of itself that it takes token ids, as those that AgentFactory
-        starts do; else None. An address with a path, such as /v1, is that of a chat API.
+        """Return the models that the server's /v1/models lists if the server says that it takes token ids, as servers
+        started by AgentFactory do; else None. An address with a path, such as /v1, is that of a chat API.
 
-        Raises ServerUnreachableError where nothing answers.
+        Raises ServerUnreachableError if nothing answers.
         """
         root = self._given
         if root == self.urls[0]:
@@ -80,11 +80,11 @@ class ChatEndpoint(InferenceClient):
         except LostError as error:
             raise ServerUnreachableError(f"no server answers at {root}: {error}") from error
         except (ValueError, KeyError, TypeError):
-            return None  # a page for people
+            return None  # a web page, not an API
         return await self.models(root) if set(NEEDED_ROUTES) <= paths else None
 
     async def check_routes(self) -> None:
-        """Ask for the model's name, where none was given."""
+        """Ask for the model's name if none was given."""
         if self.model:
             return
         url = self.urls[0] + "/models"
@@ -104,8 +104,8 @@ class ChatEndpoint(InferenceClient):
         self.model = names[0]
 
     async def try_out(self, specs: Sequence[ToolSpec], temperatures: Iterable[float]) -> None:
-        """One short request at each temperature, with tools: what would fail every chain is told before any runs. An
-        endpoint that asks for max_completion_tokens in place of max_tokens gets that from now on.
+        """Send one short request with tools at each temperature, to find errors that would fail every chain before any
+        runs. If the endpoint asks for max_completion_tokens instead of max_tokens, all later requests use that.
 
         Raises ChatEndpointError or ServerUnreachableError.
         """
@@ -115,7 +115,7 @@ class ChatEndpoint(InferenceClient):
         for temperature in temperatures:
             body = self._body(messages, specs, temperature, _TRIAL_TOKENS)
             if body in tried:
-                continue  # eval.request decides the temperature
+                continue  # eval.request sets the temperature
             status, text = await self._try(url, body)
             if self._names_limit_otherwise(status, text, body):
                 body = self._body(messages, specs, temperature, _TRIAL_TOKENS)
@@ -130,7 +130,8 @@ class ChatEndpoint(InferenceClient):
             raise ServerUnreachableError(f"no server answers at {url}: {error}") from error
 
     def _names_limit_otherwise(self, status: int, text: str, body: dict[str, Any]) -> bool:
-        """Whether the endpoint refused `body` for its max_tokens; requests have max_completion_tokens from now on."""
+        """Return whether the endpoint refused the max_tokens in `body`; later requests then use
+        max_completion_tokens."""
         if status != 400 or "max_completion_tokens" not in text or "max_tokens" not in body:
             return False
         logger.info("%s takes max_completion_tokens in place of max_tokens", self.model)
@@ -146,7 +147,7 @@ class ChatEndpoint(InferenceClient):
         if status in (401, 403):
             raise _denied(url, status, text)
         no_tools = tools and "tool" in text.lower()
-        # what can heal may have healed when chains run; llama.cpp answers 500 where it takes no tools
+        # transient errors may be gone when chains run; llama.cpp answers 500 if it does not support tools
         final = 400 <= status < 500 and not _heals(status, text) and _LIMIT_REACHED not in text
         if final or (status == 500 and no_tools):
             fix = "set eval.request to what it takes, such as {reasoning_effort: low}"
@@ -166,7 +167,7 @@ class ChatEndpoint(InferenceClient):
     async def ask(
         self, messages: Sequence[Message], specs: Sequence[ToolSpec], temperature: float, max_tokens: int
     ) -> ChatAnswer:
-        """The next message of a conversation. What can heal is tried again for `server.retry_seconds`.
+        """Request the next message of a conversation. Recoverable failures are retried for `server.retry_seconds`.
 
         Raises ContextOverflowError, InferenceError, ServerUnreachableError, as `generate` of a token server does.
         """
@@ -218,8 +219,8 @@ def _denied(url: str, status: int, text: str) -> ChatEndpointError:
 
 
 def _to_openai(message: Message) -> Message:
-    """A message as OpenAI's API takes it: arguments as JSON text, no fields of ours, no reasoning of earlier turns, and
-    text alone, as the policy's own chat template gets it."""
+    """Convert a message for OpenAI's API: arguments as JSON text, without internal fields or the reasoning of earlier
+    turns, and text only, as the policy's own chat template gets it."""
     content = text_of(message.get("content") or "")
     sent: Message = {"role": message["role"], "content": content}
     if message["role"] == "tool":
@@ -261,7 +262,8 @@ def _count(tokens: Any) -> int | None:
 
 
 def _seconds(retry_after: str) -> float:
-    """Of a Retry-After header, from now: it has a number of them, or a date (RFC 9110, 10.2.3). 0 without one."""
+    """Return the seconds to wait from a Retry-After header, which contains a number of seconds or a date (RFC 9110,
+    10.2.3); 0 without one."""
     try:
         return max(0.0, float(retry_after))
     except ValueError:
@@ -273,8 +275,8 @@ def _seconds(retry_after: str) -> float:
 
 
 def look_at(url: str, model: str | None, api_key_env: str | None) -> list[dict[str, Any]] | str:
-    """What the server at `url` lists as its models, if it takes token ids; for a chat endpoint, the name of the model
-    to ask: `model`, or the only one that it lists. Blocking.
+    """Return the models that the server at `url` lists if it takes token ids; for a chat endpoint, the name of the
+    model to use: `model`, or the only one that it lists. Blocking.
 
     Raises ChatEndpointError, ServerUnreachableError.
     """

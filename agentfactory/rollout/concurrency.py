@@ -1,11 +1,11 @@
-"""How many chains are alive at a time: a limit that may change, and what the server's load makes of it."""
+"""The number of chains alive at a time: a limit that can change, and its control by the server's load."""
 
 import asyncio
 from dataclasses import dataclass
 
 
 class Places:
-    """A semaphore whose size can change while it is held."""
+    """A semaphore that can be resized while it is held."""
 
     def __init__(self, limit: int):
         self.limit = limit
@@ -14,7 +14,8 @@ class Places:
         self._excess = 0
 
     def resize(self, limit: int) -> None:
-        """Allow `limit` holders. Where there are more, those that leave are not replaced until there are as few."""
+        """Allow `limit` holders. If there are more, places that become free are not given out until the number falls
+        below it."""
         grown, self.limit = limit - self.limit, limit
         if grown < 0:
             self._excess -= grown
@@ -41,7 +42,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Load:
-    """What an inference server says of itself: requests that wait and run, and the share of its cache in use."""
+    """The load that an inference server reports: waiting and running requests, and the share of its cache in use."""
 
     waiting: float
     running: float
@@ -53,8 +54,8 @@ _WAITING, _RUNNING, _CACHE = "vllm:num_requests_waiting", "vllm:num_requests_run
 
 
 def parse_load(text: str) -> Load:
-    """The load in a Prometheus page as vLLM writes it; several engines behind one address are summed, of their caches
-    the fullest counts. Raises ValueError where one of the three figures is missing."""
+    """Read the load from a Prometheus page in vLLM's format. The counts of several engines behind one address are
+    summed, and the fullest of their caches counts. Raises ValueError if one of the three metrics is missing."""
     values: dict[str, list[float]] = {_WAITING: [], _RUNNING: [], _CACHE: []}
     for line in text.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
@@ -67,31 +68,31 @@ def parse_load(text: str) -> Load:
 
 
 def write_load(load: Load) -> str:
-    """The page that `parse_load` reads."""
-    figures = {_WAITING: load.waiting, _RUNNING: load.running, _CACHE: load.cache}
-    return "".join(f"# TYPE {name} gauge\n{name} {value}\n" for name, value in figures.items())
+    """Write the page that `parse_load` reads."""
+    metrics = {_WAITING: load.waiting, _RUNNING: load.running, _CACHE: load.cache}
+    return "".join(f"# TYPE {name} gauge\n{name} {value}\n" for name, value in metrics.items())
 
 
 FULL_CACHE = 0.9
-"""Share of the server's cache above which it soon takes a request's blocks away to serve others."""
+"""Share of the server's cache above which it soon evicts the blocks of some requests to serve others."""
 
 
 @dataclass
 class ConcurrencyControl:
-    """Additive increase, multiplicative decrease (Chiu and Jain, 1989) of the number of chains that are alive.
+    """Controls the number of chains alive by additive increase, multiplicative decrease (Chiu and Jain, 1989).
 
-    Chains spend much of their time in tools, so more of them than the server decodes at a time keep it busy. While
-    requests wait in the server or its cache is nearly full, a fifth fewer chains are let in; while neither is so and
-    every place is taken, `step` more. `limit` stays at `step` or above.
+    Chains spend much of their time in tools, so it takes more of them than the server decodes at a time to keep it
+    busy. While requests wait in the server or its cache is nearly full, the limit falls by a fifth; otherwise, while
+    every place is taken, it rises by `step`. `limit` never falls below `step`.
     """
 
     limit: int
     step: int
 
     def observe(self, load: Load, alive: int) -> int:
-        """The new limit after one look at the server, with `alive` chains at the time."""
+        """Return the new limit after one measurement of the server, with `alive` chains at that time."""
         if load.waiting > 0 or load.cache > FULL_CACHE:
-            # from what there is: a limit far above it would take many looks to come down to where it matters
+            # lower from the actual number: from a limit far above it, many measurements would have no effect
             self.limit = max(self.step, min(self.limit, alive) * 4 // 5)
         elif alive >= self.limit:
             self.limit += self.step

@@ -13,19 +13,19 @@ from agentfactory.tools.errors import SettingError
 
 
 class LoraConfig(Section):
-    """A low-rank adapter on a frozen base (Hu et al., 2021, arXiv:2106.09685), made by peft."""
+    """A low-rank adapter (LoRA, Hu et al., 2021, arXiv:2106.09685) on a frozen base, created with peft."""
 
     rank: PositiveInt
     """Inner dimension of the two factors."""
     alpha: float | None = None
-    """Scale of the adapter is alpha / rank; default 2 x rank."""
+    """The adapter is scaled by alpha / rank; the default is 2 x rank."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Dropout on the adapter's input while training."""
+    """Dropout on the adapter's input during training."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """Names of the linear modules that get an adapter."""
     quantization: Literal["nf4"] | None = None
-    """QLoRA (arXiv:2305.14314): keep the base in four bits a weight while training; needs bitsandbytes, and one process
-    or ddp."""
+    """QLoRA (arXiv:2305.14314): store the base at four bits per weight during training. Needs bitsandbytes, and either
+    a single process or ddp."""
 
 
 class ModelConfig(Section):
@@ -34,37 +34,37 @@ class ModelConfig(Section):
     path: str
     """Hub name or folder of a causal language model in the transformers format."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Precision of the forward pass, in the trainer and in the server."""
+    """Precision of the forward pass in the trainer and the server."""
     chat_template: str | None = None
-    """File with a Jinja chat template to use in place of the tokenizer's own."""
+    """File with a Jinja chat template, used instead of the tokenizer's own."""
     lora: LoraConfig | None = None
     """Train an adapter; null trains every weight."""
 
 
 class DataConfig(Section):
-    """Tasks: rows with `question` or `messages`, and any further fields, which reach tools and rewards by name."""
+    """Tasks: rows with `question` or `messages`. Any other fields are passed to tools and rewards by name."""
 
     path: str | None = None
     """A JSON, JSONL or parquet file, or the hub name of a dataset."""
     source: str | None = None
-    """In place of path: `FILE.py:NAME` of a function, or class, that gives rows."""
+    """Used instead of path: `FILE.py:NAME` of a function or class that returns rows."""
     options: Options = {}
-    """source: its arguments."""
+    """Arguments for source."""
     subset: str | None = None
-    """Configuration of a hub dataset that has several."""
+    """Configuration name, for a hub dataset that has several."""
     split: str = "train"
     """Split of a hub dataset."""
     columns: dict[str, str] = {}
-    """New name -> name in the file, such as {question: problem}."""
+    """Renames columns: new name -> name in the file, such as {question: problem}."""
     shuffle: bool = True
-    """Shuffle anew each epoch, from the recipe's seed."""
+    """Reshuffle the rows each epoch, using the recipe's seed."""
     limit: PositiveInt | None = None
-    """Use only the first rows."""
+    """Use only this many rows, from the start of the data."""
 
     @property
     def file(self) -> Path | None:
-        """The file of rows; None where they come from the hub or a source."""
-        # what is not absolute is a hub name
+        """The file of rows; None if the rows come from the hub or a source."""
+        # a path that is not absolute is a hub name
         return Path(self.path) if self.path is not None and os.path.isabs(self.path) else None
 
     @model_validator(mode="after")
@@ -83,25 +83,25 @@ class DataConfig(Section):
 
 
 class OutcomePolicy(StrEnum):
-    """What becomes of a chain that ended with some outcome."""
+    """What to do with a chain, given its outcome."""
 
     DROP = "drop"
-    """Neither scored nor trained; its trajectory is kept in the run folder."""
+    """Neither score nor train the chain; its trajectory stays in the run folder."""
     MASK = "mask"
-    """Scored, and others are compared with it, but its own tokens are not trained."""
+    """Score the chain and compare others with it, but do not train its tokens."""
     KEEP = "keep"
-    """Scored and trained as it stands; dropped where no reward can be computed."""
+    """Score and train the chain as it is; drop it if no reward can be computed."""
     RETRY = "retry"
-    """Run again once, then dropped."""
+    """Run the chain once more, then drop it."""
 
     @property
     def scored(self) -> bool:
-        """Whether the chain counts: it gets a reward, which baselines see."""
+        """Whether the chain counts: it gets a reward, which baselines include."""
         return self in (OutcomePolicy.MASK, OutcomePolicy.KEEP)
 
 
 class EqualRewards(StrEnum):
-    """What becomes of a group whose chains all have the same reward: group-relative advantages are 0 there."""
+    """What to do with a group whose chains all have the same reward, which makes group-relative advantages 0."""
 
     KEEP = "keep"
     """Delivered like any other."""
@@ -112,15 +112,15 @@ class EqualRewards(StrEnum):
 
 
 class CurriculumConfig(Section):
-    """Tasks by the policy's success: those that teach little are visited less. A task's success rate is the mean
-    `success` of its last group's chains, averaged with what the rate was before."""
+    """Visits tasks according to the policy's success, so that those that teach little come up less often. A task's
+    success rate is the mean `success` of its last group's chains, averaged with the previous rate."""
 
     solved: float = Field(default=0.95, ge=0, le=1)
     """A task with at least this success rate is solved."""
     hopeless: float = Field(default=0.05, ge=0, le=1)
     """A task with at most this success rate is hopeless."""
     visit: float = Field(default=0.25, ge=0.01, le=1)
-    """Probability that a solved or hopeless task is visited when it is its turn."""
+    """Probability that a solved or hopeless task is visited when its turn comes."""
 
     @model_validator(mode="after")
     def _tasks_are_left(self) -> "CurriculumConfig":
@@ -130,91 +130,93 @@ class CurriculumConfig(Section):
 
 
 class ContextConfig(Section):
-    """What happens when a chain's context grows long. What follows is sampled in a new row, which shares the chain's
-    advantage."""
+    """How a chain continues when its context grows long. The turns that follow are sampled in a new row, which shares
+    the chain's advantage."""
 
     policy: Literal["keep", "truncate", "summarize"] = "keep"
-    """keep: it grows until rollout.max_total_tokens ends the chain. truncate: old turns are left out of the new row.
-    summarize: the model is asked for a summary, with which the new row begins; that is a turn, and trained."""
+    """keep: the context grows until rollout.max_total_tokens ends the chain. truncate: the new row leaves out old
+    turns. summarize: the model writes a summary, which opens the new row; the summary is a turn and is trained."""
     max_tokens: PositiveInt | None = None
-    """Length at which the policy acts; null is three quarters of rollout.max_total_tokens."""
+    """Context length that triggers the policy; null means three quarters of rollout.max_total_tokens."""
     keep_turns: int = Field(default=2, ge=0)
-    """Last turns, with what the tools answered, that stand in the new row."""
+    """Number of last turns, with their tool results, to keep in the new row."""
     prompt: str = "Summarize what was done and found so far, and what is left to do. You will go on from this summary."
-    """How the model is asked for a summary."""
+    """Prompt that asks the model for a summary."""
 
 
 class RewardConfig(Section):
-    """One reward of several, which are added up."""
+    """One reward; if there are several, they are added up."""
 
     reward: str
-    """`FILE.py:NAME` of a `@reward` function, or the name of a prebuilt one."""
+    """`FILE.py:NAME` of a `@reward` function, or the name of a prebuilt reward."""
     name: str | None = None
-    """Under which its value is logged, as reward/<name>; null is its own name. Two rewards of one name need it."""
+    """Name under which the value is logged, as reward/<name>; null uses the reward's own name. Two rewards with the
+    same name need it."""
     weight: float = 1.0
-    """Factor of what it returns."""
+    """Factor applied to the returned value."""
     timeout_seconds: float = Field(default=60.0, gt=0)
-    """Time limit of one verdict; then the chain is a reward_error."""
+    """Time limit for one call; a chain that exceeds it ends as reward_error."""
     options: dict[str, Any] = {}
-    """Further arguments, by name; they go before fields of the data."""
+    """Further arguments, by name; they take precedence over fields of the data."""
 
 
 class Inflight(StrEnum):
-    """What becomes of a running turn's cache when the server gets new full weights."""
+    """What happens to the cache of a running turn when the server gets new full weights."""
 
     RECOMPUTE = "recompute"
-    """Computed again with the new weights: every token's log-probability is that of one version."""
+    """The cache is recomputed with the new weights, so that the log-probability of each token belongs to one
+    version."""
     KEEP = "keep"
-    """Kept, which is cheaper: what is sampled on such a cache is marked as mixed, and agrees with no version."""
+    """The cache is kept, which is cheaper. Tokens sampled on it are marked as mixed and match no single version."""
 
 
 class RolloutConfig(Section):
-    """How chains are run."""
+    """How chains run."""
 
     group_size: PositiveInt = 8
     """Chains per task; advantages compare them with each other."""
     max_turns: PositiveInt = 8
-    """Assistant turns per chain."""
+    """Maximum assistant turns per chain."""
     max_tokens: PositiveInt = 512
-    """Sampled tokens per turn."""
+    """Maximum sampled tokens per turn."""
     max_total_tokens: PositiveInt = 8192
-    """Length of a row, prompt included (a chain has one, unless its template rewrites history or rollout.context
-    shortens it); must not exceed the server's max_model_len."""
+    """Maximum length of a row, prompt included; must not exceed the server's max_model_len. A chain has one row, unless
+    its template rewrites history or rollout.context shortens it."""
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature; the trainer divides its logits by it too."""
+    """Sampling temperature; the trainer divides its logits by the same value."""
     system_prompt: str | None = None
-    """Put before each task's messages."""
+    """System prompt, inserted before each task's messages."""
     parser: str = "hermes"
-    """How the model acts. Tool calls in the chat template's own format: hermes | qwen3_coder | llama3_json | pythonic;
-    in plain text: react | code_block | tags; or `FILE.py:NAME` of a parser of one's own."""
+    """Tool-call format. Formats that chat templates write: hermes | qwen3_coder | llama3_json | pythonic. Plain-text
+    formats: react | code_block | tags. Or `FILE.py:NAME` of your own parser."""
     agent: str | None = None
-    """`FILE.py:NAME` of an `Agent` class, made without arguments, that overrides `generate` or `parse`."""
+    """`FILE.py:NAME` of an `Agent` class that overrides `generate` or `parse`; it is created without arguments."""
     assistant_prefix: str = ""
-    """Text with which each assistant turn is made to begin, such as `<think>`; it is context, and not trained.
-    A summary of rollout.context is without."""
+    """Text that starts each assistant turn, such as `<think>`. It is context and is not trained. Summaries of
+    rollout.context do not get it."""
     context: ContextConfig = ContextConfig()
-    """What happens when a chain's context grows long."""
+    """How a chain continues when its context grows long."""
     outcome_penalty: dict[Outcome, Annotated[float, Field(ge=0)]] = {}
-    """How a chain ended -> what is taken off its reward, such as {max_turns: 0.5}."""
+    """Outcome -> amount subtracted from the chain's reward, such as {max_turns: 0.5}."""
     concurrency: PositiveInt | Literal["auto"] = 64
-    """Chains alive at a time; auto starts at server.max_num_seqs and, while training, follows the server's load. To run
-    ahead, train.batch_size x group_size x (max_staleness + 1) of them must fit."""
+    """Chains alive at a time. auto starts at server.max_num_seqs and, while training, follows the server's load. For
+    generation to run ahead, train.batch_size x group_size x (max_staleness + 1) chains must fit."""
     max_staleness: int = Field(default=0, ge=0)
-    """How many updates old a trained token may be; 0 alternates generation and training."""
+    """Maximum age of a trained token, in updates; 0 alternates generation and training."""
     inflight: Inflight = Inflight.RECOMPUTE
-    """What becomes of the caches of running turns when full weights are updated: recompute | keep. An adapter's turns
-    keep their adapter."""
+    """What happens to the caches of running turns when full weights are updated: recompute | keep. With an adapter, a
+    running turn keeps its adapter."""
     timeout_seconds: float = Field(default=600.0, gt=0)
-    """Time limit of one chain; scoring it may take as long again."""
+    """Time limit of one chain; scoring may take the same time again."""
     equal_rewards: EqualRewards = EqualRewards.KEEP
-    """Groups whose chains all have the same reward: keep | drop | refill. With drop a batch has fewer groups, but one
-    at least."""
+    """What to do with groups whose chains all have the same reward: keep | drop | refill. With drop, a batch has fewer
+    groups, but at least one."""
     on_outcome: dict[Outcome, OutcomePolicy] = {}
-    """How a chain ended -> drop | mask | keep | retry; failures are dropped and all else is kept unless it says
-    otherwise. {max_tokens: mask, context_overflow: mask} trains no chain that was cut short. What has no reward cannot
-    be trained: cancelled is only dropped, reward_error dropped or retried."""
+    """Outcome -> drop | mask | keep | retry. By default, failed chains are dropped and all others are kept.
+    {max_tokens: mask, context_overflow: mask} trains no chain that was cut short. Chains without a reward cannot be
+    trained: cancelled allows only drop, reward_error only drop or retry."""
     curriculum: CurriculumConfig | None = None
-    """Visit solved and hopeless tasks less; null visits each task once an epoch."""
+    """Visit solved and hopeless tasks less often; null visits each task once per epoch."""
 
     @model_validator(mode="after")
     def _policies_can_work(self) -> "RolloutConfig":
@@ -231,7 +233,7 @@ class RolloutConfig(Section):
         return self
 
     def outcome_policy(self, outcome: Outcome) -> OutcomePolicy:
-        """What becomes of a chain that ended so."""
+        """Return the policy for chains with this outcome."""
         return self.on_outcome.get(outcome, OutcomePolicy.DROP if outcome.failed else OutcomePolicy.KEEP)
 
     @property
@@ -242,58 +244,59 @@ class RolloutConfig(Section):
 
 _POSSIBLE = {
     Outcome.REWARD_ERROR: (OutcomePolicy.DROP, OutcomePolicy.RETRY),
-    # what the bound on staleness ended has no successor in its group
+    # a chain that the staleness bound cancelled is not replaced in its group
     Outcome.CANCELLED: (OutcomePolicy.DROP,),
 }
-"""What can become of chains that nothing can score; anything else of all others."""
+"""Policies allowed for outcomes that cannot be scored; all other outcomes allow every policy."""
 
 
 EMBEDDED_QUANTIZATIONS = ("int8", "int4")
-"""What the embedded engine rounds to: see rollout/embedded/quantization.py, which needs torch."""
+"""Precisions that the embedded engine rounds to: see rollout/embedded/quantization.py, which needs torch."""
 
 
 class ServerConfig(Section):
-    """The inference server: started by `agentfactory serve` and `agentfactory train`, or already running at `url`."""
+    """The inference server: either started by `agentfactory serve` and `agentfactory train`, or already running at
+    `url`."""
 
     engine: Literal["vllm", "embedded"] = "vllm"
-    """vllm, or the embedded engine: one small decode loop for a CPU or one GPU."""
+    """vllm, or embedded: a small decode loop for a CPU or one GPU."""
     python: str | None = None
-    """Python to run vLLM with, such as .venv-vllm/bin/python; null is the one that runs this. AgentFactory must be
-    installed there too, `pip install --no-deps .` is enough."""
+    """Python that runs vLLM, such as .venv-vllm/bin/python; null uses the current one. AgentFactory must be installed
+    there too; `pip install --no-deps .` is enough."""
     url: str | list[str] | None = None
-    """Address of a server that is already running, or a list of several; null starts one."""
+    """Address of a running server, or a list of addresses; null starts a server."""
     retry_seconds: float = Field(default=300.0, gt=0)
-    """How long what can heal is tried again: a server that is gone, 5xx, 429. Then a request fails, and where no
-    server completed any, the run stops."""
+    """How long to retry recoverable failures: an unreachable server, 5xx, 429. After that the request fails, and the
+    run stops if no server has completed any request in that time."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 picks a free one."""
     model: str | None = None
-    """Served in place of `model.path`: a quantised copy of the same model, such as an AWQ or GPTQ checkpoint, for an
-    adapter. Null serves `model.path`."""
+    """Model to serve instead of `model.path`: a quantised copy of the same model, such as an AWQ or GPTQ checkpoint, to
+    which an adapter is applied. Null serves `model.path`."""
     api_key_env: str | None = None
-    """Name of the environment variable that holds the API key; the key itself is never stored."""
+    """Environment variable that contains the API key; the key itself is never stored."""
     max_model_len: PositiveInt = 8192
     """Longest sequence, prompt included."""
     max_num_seqs: PositiveInt = 128
-    """Sequences decoded together."""
+    """Maximum number of sequences decoded together."""
     max_loras: PositiveInt = 4
-    """Adapters held at a time."""
+    """Maximum number of adapters loaded at a time."""
     tensor_parallel_size: PositiveInt = 1
-    """vLLM: devices that share each layer."""
+    """vLLM: number of devices that share each layer."""
     data_parallel_size: PositiveInt = 1
-    """vLLM: copies of the model."""
+    """vLLM: number of copies of the model."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """vLLM: share of a GPU's memory, or of a CPU machine's, to use; null is what `placement` leaves, or vLLM's default,
-    on a CPU 1 GiB of cache."""
+    """vLLM: share of the GPU's memory to use, or of the machine's memory on a CPU. Null uses what `placement` leaves,
+    otherwise vLLM's default; on a CPU, 1 GiB of cache."""
     quantization: str | None = None
-    """How the served base model is quantised. vLLM: fp8, awq, gptq (bitsandbytes: by a plugin). embedded: int8 or int4,
-    which rounds weights and saves no memory: for trials of what rounding does to learning."""
+    """Quantisation of the served base model. vLLM: fp8, awq, gptq (bitsandbytes through a plugin). embedded: int8 or
+    int4, which rounds weights without saving memory, to try how rounding affects learning."""
     args: list[str] = []
-    """Further command-line flags for vLLM, as they are."""
+    """Further command-line flags for vLLM, passed unchanged."""
     startup_seconds: float = Field(default=600.0, gt=0)
-    """How long the server may take to answer."""
+    """How long the server may take to start answering."""
 
     @property
     def urls(self) -> list[str]:
@@ -301,7 +304,7 @@ class ServerConfig(Section):
         return [self.url] if isinstance(self.url, str) else self.url or []
 
     def vllm_only(self) -> dict[str, object]:
-        """Fields that only vLLM heeds, as far as they are set."""
+        """Return the fields that only vLLM uses, as far as they are set."""
         names = (
             "python",
             "tensor_parallel_size",
@@ -314,7 +317,7 @@ class ServerConfig(Section):
         }
 
     def quantization_fault(self) -> tuple[str, str] | None:
-        """Problem and fix of a `quantization` that the engine cannot do to the weights that it serves."""
+        """Return the problem and the fix if the engine cannot apply `quantization` to the weights that it serves."""
         asked, is_embedded = self.quantization, self.engine == "embedded"
         if asked is None or is_embedded == (asked in EMBEDDED_QUANTIZATIONS):
             return None
@@ -329,27 +332,28 @@ class EvalConfig(Section):
     """Evaluation on held-out tasks: before training, after it, and every `every` steps."""
 
     data: DataConfig | None = None
-    """Held-out tasks; null evaluates nothing."""
+    """Held-out tasks; null disables evaluation."""
     every: int = Field(default=0, ge=0)
-    """Steps between evaluations; 0 evaluates only before and after."""
+    """Steps between evaluations; 0 evaluates only before and after training."""
     samples: PositiveInt = 1
     """Sampled chains per task."""
     greedy: bool = True
-    """Also one chain per task at temperature 0."""
+    """Also run one chain per task at temperature 0."""
     request: dict[str, Any] = {}
-    """Fields of each request to a chat endpoint (`agentfactory eval --url`) beside or in place of ours; null leaves one
-    out, such as {max_tokens: null, max_completion_tokens: 512}."""
+    """Fields to add to each request to a chat endpoint (`agentfactory eval --url`) or to override in it; null removes a
+    field, such as {max_tokens: null, max_completion_tokens: 512}."""
 
 
 class RolloutRecipe(ToolsRecipe):
     """The recipe fields that the rollout package reads."""
 
     seed: int = Field(default=0, ge=0)
-    """Seed of data order, weights and sampling."""
+    """Seed for data order, weights and sampling."""
     model: ModelConfig
     data: DataConfig | None = None
     rewards: list[RewardConfig] = []
-    """`@reward` functions, added up; a name alone stands for {reward: NAME}. Empty: the environment's own reward."""
+    """`@reward` functions, added up. A name alone stands for {reward: NAME}. If empty, the environment's own reward is
+    used."""
     rollout: RolloutConfig = RolloutConfig()
     server: ServerConfig = ServerConfig()
     eval: EvalConfig = EvalConfig()
@@ -362,5 +366,5 @@ class RolloutRecipe(ToolsRecipe):
         return [{"reward": entry} if isinstance(entry, str) else entry for entry in rewards]
 
     def with_model(self, path: str) -> Self:
-        """The same for the model at `path`."""
+        """Return the same recipe for the model at `path`."""
         return self.model_copy(update={"model": self.model.model_copy(update={"path": path})})

@@ -1,4 +1,4 @@
-"""What the model sees of a chain: all of it, or what the context policy leaves."""
+"""The part of a chain that the model sees: all of it, or what the context policy leaves."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,8 +11,8 @@ from agentfactory.tools.messages import Message
 
 @dataclass
 class Context:
-    """The conversation that a chain's present row holds: what opened the chain, with the summary of turns that were
-    left out, and turns, each with what was answered to it."""
+    """The conversation in a chain's present row: the opening messages, with the summary of turns that were left out,
+    and the turns, each with its answers."""
 
     opening: list[Message]
     turns: list[list[Message]] = field(default_factory=list)
@@ -23,32 +23,33 @@ class Context:
         """The whole conversation."""
         opening = self.opening
         if self.summary is not None:
-            # not a message of its own: many templates want the roles to alternate
+            # not a separate message: many templates require the roles to alternate
             opening = add_text(opening, f"Summary of the work so far:\n{self.summary}")
         return [*opening, *(message for turn in self.turns for message in turn)]
 
     def say(self, message: Message) -> None:
-        """A turn was taken."""
+        """Add an assistant turn."""
         self.turns.append([message])
 
     def hear(self, answers: Sequence[Message]) -> None:
-        """The last turn was answered."""
+        """Add the answers to the last turn."""
         self.turns[-1] += answers
 
     def last_turns(self, count: int, summary: str | None = None) -> "Context":
-        """The same conversation with its last `count` turns only, and a summary, also of the summary before."""
+        """Return the conversation with only its last `count` turns, and a summary that also covers the previous
+        summary."""
         kept = self.turns[len(self.turns) - count :] if count < len(self.turns) else list(self.turns)
         return Context(self.opening, kept, summary)
 
 
 def is_long(length: int, config: RolloutConfig) -> bool:
-    """Whether `rollout.context` has to act on a row that would hold `length` tokens."""
+    """Return whether `rollout.context` has to act on a row of `length` tokens."""
     limit = config.context.max_tokens or config.max_total_tokens * 3 // 4
     return config.context.policy != "keep" and length >= limit
 
 
 def opening_messages(task: Task, system_prompt: str | None) -> list[Message]:
-    """The messages that open a chain on `task`."""
+    """Return the messages that open a chain on `task`."""
     messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
     if "messages" in task:
         return messages + [dict(message) for message in task["messages"]]
@@ -56,7 +57,7 @@ def opening_messages(task: Task, system_prompt: str | None) -> list[Message]:
 
 
 def check_context(config: RolloutConfig) -> None:
-    """Raise ValueError where the context policy could not work."""
+    """Raise ValueError if the context policy cannot work."""
     context = config.context
     if context.policy == "truncate" and context.keep_turns == 0:
         raise SettingError(
@@ -72,7 +73,7 @@ def check_context(config: RolloutConfig) -> None:
 
 
 def add_text(messages: Sequence[Message], text: str) -> list[Message]:
-    """`messages` with a paragraph added to the last of them."""
+    """Return `messages` with a paragraph added to the last one."""
     *before, last = messages
     content = last["content"]
     if isinstance(content, str):

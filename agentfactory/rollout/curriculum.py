@@ -1,4 +1,4 @@
-"""Curriculum: which tasks are visited, by how often the policy solves them. A pure state machine."""
+"""Curriculum: chooses which tasks to visit by how often the policy solves them. A pure state machine."""
 
 import random
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from agentfactory.rollout.trajectory import Trajectory
 
 
 def successes(chains: Sequence[Trajectory]) -> list[float]:
-    """The `success` of each chain. Raises ValueError where a reward does not say it."""
+    """Return the `success` of each chain. Raises ValueError if a reward does not report it."""
     for chain in chains:
         if "success" not in chain.metrics:
             raise ValueError(
@@ -22,10 +22,10 @@ def successes(chains: Sequence[Trajectory]) -> list[float]:
 
 @dataclass
 class Curriculum:
-    """Passes over tasks that are solved or hopeless at present, and visits them only at times.
+    """Skips tasks that are currently solved or hopeless, and visits them only occasionally.
 
-    A task (a row of the data) that was never visited is neither. Which ones are passed over depends on the seed, the
-    position in the order of tasks and what was observed before, and on nothing else.
+    A task (a row of the data) that was never visited is neither. The skipped tasks depend only on the seed, the
+    position in the order of tasks and earlier observations.
     """
 
     config: CurriculumConfig
@@ -35,13 +35,13 @@ class Curriculum:
     _passed: int = 0
 
     def observe(self, row: int, successes: Sequence[float]) -> None:
-        """The chains of a group on `row` ended so; none of them may count."""
+        """Record the successes of a group's chains on `row`; the list is empty if none of them counts."""
         if successes:
             rate = fmean(successes)
             self.rates[row] = (self.rates.get(row, rate) + rate) / 2
 
     def passes_over(self, position: int, row: int) -> bool:
-        """Whether `row`, whose turn it is at `position`, is not visited this time."""
+        """Return whether `row`, due at `position`, is skipped this time."""
         rate = self.rates.get(row)
         if rate is None or self.config.hopeless < rate < self.config.solved:
             return False
@@ -50,11 +50,12 @@ class Curriculum:
         return passes
 
     def take_figures(self) -> dict[str, float]:
-        """Tasks passed over since the last call; how many are solved and hopeless now. By metric name."""
-        figures = {
+        """Return the number of tasks skipped since the last call and of those now solved and hopeless, by metric
+        name."""
+        metrics = {
             "curriculum/passed_over": float(self._passed),
             "curriculum/solved": float(sum(rate >= self.config.solved for rate in self.rates.values())),
             "curriculum/hopeless": float(sum(rate <= self.config.hopeless for rate in self.rates.values())),
         }
         self._passed = 0
-        return figures
+        return metrics

@@ -1,4 +1,4 @@
-"""Tasks: rows of a dataset file or a hub dataset, and the order in which they are taken."""
+"""Tasks: rows of a dataset file or a hub dataset, and their order."""
 
 import json
 import random
@@ -18,9 +18,10 @@ Task = dict[str, Any]
 
 
 def load_tasks(config: DataConfig, section: str = "data") -> list[Task]:
-    """Rows of `config.path`, columns renamed, each with `question` or `messages`; `section` names `config` in errors.
+    """Load the rows of `config.path`, columns renamed, each with `question` or `messages`; `section` names `config` in
+    errors.
 
-    Raises SettingError that names the file and the row where a row has neither, or the file cannot be read as rows.
+    Raises SettingError with the file and the row if a row has neither, or if the file cannot be read as rows.
     """
     try:
         rows = _read(config)
@@ -34,13 +35,13 @@ def load_tasks(config: DataConfig, section: str = "data") -> list[Task]:
 
 
 def check_source(config: DataConfig, section: str) -> None:
-    """Raise SettingError where `source` cannot be loaded, or its parameters do not fit `options`; it is not called."""
+    """Raise SettingError if `source` cannot be loaded or its parameters do not fit `options`; it is not called."""
     if config.source is not None:
         load_extension(f"{section}.source", config.source, {}, (), config)
 
 
 def _called(config: DataConfig) -> list[Any]:
-    """What the source gives, as JSON has it."""
+    """Return the rows of the source as JSON values."""
     assert config.source is not None
     source = load_extension("source", config.source, {}, (), config)
     with source.blamed():
@@ -59,14 +60,14 @@ def _read(config: DataConfig) -> list[Task]:
         return _called(config)
     path = Path(config.path)
     if path.suffix == ".jsonl" and path.is_file():
-        # of bytes, for those of text end at U+2028 too, which a JSON string may hold
+        # split bytes: splitting text would also split at U+2028, which a JSON string may contain
         return [_parse(line, path, number) for number, line in enumerate(_bytes_of(path).splitlines(), 1)]
     if path.suffix == ".json" and path.is_file():
         rows = _parse(_bytes_of(path), path, 1)
         if not isinstance(rows, list):
             raise SettingError("path", f"{path} holds a {type(rows).__name__}, not a list of rows", "make it a list")
         return rows
-    # datasets takes seconds to import, and only these two need it
+    # datasets takes seconds to import, and only these two cases need it
     import datasets
 
     if path.suffix == ".parquet" and path.is_file():
@@ -89,7 +90,7 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def _parse(content: bytes, path: Path, first_line: int) -> Any:
-    """The value that `content` is, which begins at a line of `path`, counted from 1."""
+    """Parse `content`, which begins at line `first_line` of `path`, counted from 1."""
     try:
         return json.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -102,7 +103,7 @@ def _parse(content: bytes, path: Path, first_line: int) -> Any:
 
 
 def _origin(config: DataConfig) -> str:
-    """The field that says where rows come from."""
+    """Return the field that says where the rows come from."""
     return "path" if config.source is None else "source"
 
 
@@ -127,19 +128,19 @@ def _rename(row: Any, number: int, config: DataConfig) -> Task:
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """A place in the order of tasks, and which attempt at it this is."""
+    """A position in the order of tasks, and the number of the attempt at it."""
 
     position: int
     attempt: int = 0
 
     @property
     def group_id(self) -> str:
-        """The id of the group that is run there."""
+        """The id of the group that runs there."""
         return f"g{self.position:06d}" + (f"-{self.attempt}" if self.attempt else "")
 
     @classmethod
     def of(cls, group_id: str) -> "Place":
-        """The place of a group. Raises ValueError for what is no group's id."""
+        """Return the place of a group. Raises ValueError if `group_id` is not a group's id."""
         found = re.fullmatch(r"g(\d{6,})(?:-(\d+))?", group_id)
         if found is None:
             raise ValueError(f"{group_id!r} is not the id of a group, such as g000012 or g000012-1")
@@ -147,9 +148,9 @@ class Place:
 
 
 class TaskOrder:
-    """Endless, reproducible order of tasks: each epoch is its own shuffle of all of them.
+    """Endless, reproducible order of tasks: each epoch shuffles all of them again.
 
-    The n-th task depends on (seed, n) alone, so that a position is all that a resumed run needs.
+    The n-th task depends only on (seed, n), so a resumed run needs only the position.
     """
 
     def __init__(self, tasks: list[Task], seed: int, shuffle: bool):
@@ -163,7 +164,7 @@ class TaskOrder:
         return self.tasks[self.row(position)]
 
     def row(self, position: int) -> int:
-        """Where the task at `position` stands in the data, from 0."""
+        """Return the index of the row at `position`, from 0."""
         epoch, index = divmod(position, len(self.tasks))
         if self.shuffle and epoch != self._epoch:
             self._order = list(range(len(self.tasks)))

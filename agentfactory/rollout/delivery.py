@@ -1,8 +1,8 @@
-"""Between trainer rank 0 and the rollout worker: one loopback socket that carries JSON lines.
+"""Connection between trainer rank 0 and the rollout worker: one loopback socket that carries JSON lines.
 
-Rank 0 listens, starts the worker and sends `start`; the worker answers `ready`, then sends the groups of each batch and
-`batch` after them. It sends a batch when the weights that will train it are live, so that nothing grows old in between.
-Either end learns of the other's death by the socket's end.
+Rank 0 listens, starts the worker and sends `start`. The worker answers `ready`, then sends the groups of each batch,
+followed by `batch`. It sends a batch when the weights that will train it are live, so that no tokens age in between.
+Each end detects the other's death by the end of the socket.
 """
 
 import asyncio
@@ -26,20 +26,20 @@ logger = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "AGENTFACTORY_WORKER_TOKEN"
 LINE_LIMIT = 1 << 30
-"""Longest line in bytes; a group of long chains takes megabytes."""
+"""Maximum length of a line in bytes; a group of long chains takes megabytes."""
 
 
 class WorkerDiedError(Exception):
-    """The rollout worker ended or gave up; the message says why or where its log is."""
+    """The rollout worker ended or gave up; the message gives the reason or the path of its log."""
 
 
 def encode(kind: str, **fields: Any) -> bytes:
-    """One message as a line."""
+    """Encode one message as a line."""
     return json.dumps({"kind": kind, **fields}, ensure_ascii=False).encode() + b"\n"
 
 
 async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """The worker's end: connect to rank 0 at `host:port` and prove to be its child."""
+    """Connect from the worker to rank 0 at `host:port` and prove to be its child."""
     host, port = address.rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port), limit=LINE_LIMIT)
     writer.write(encode("hello", token=os.environ[TOKEN_VARIABLE]))
@@ -47,11 +47,12 @@ async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWri
 
 
 class WorkerProcess:
-    """Rank 0's end: starts the worker and takes its groups. Its methods block, and raise WorkerDiedError.
+    """Rank 0's end: starts the worker and receives its groups. Its methods block, and raise WorkerDiedError.
 
-    `total` is the number of groups that training will take in all. `restore` brings the published weights to the server
-    at an address, which came back without them; it returns whether the server has proven it. A resumed run gives the
-    ids of the groups that it has `trained`, and the `versions` that the spans of saved ones name by their labels.
+    `total` is the total number of groups that training will take. `restore` loads the published weights into the server
+    at the given address after it came back without them, and returns whether the server has proven that it has them. A
+    resumed run passes the ids of the groups that it has `trained`, and the `versions` behind the labels in the spans of
+    saved groups.
     """
 
     def __init__(
@@ -85,7 +86,8 @@ class WorkerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **parent_watch.environment(), TOKEN_VARIABLE: token, "CUDA_VISIBLE_DEVICES": ""},
-                # a launcher's signal to the trainer's process group is not for the worker: the trainer ends it
+                # signals that a launcher sends to the trainer's process group must not reach the worker: the trainer
+                # ends it
                 start_new_session=True,
             )
             self._socket = self._accept(listener)
@@ -104,7 +106,7 @@ class WorkerProcess:
             versions=dict(versions or {}),
         )
         self.renderer_info: dict[str, Any] = self._expect("ready")["renderer"]
-        """Which renderer the worker chose, why, and the template's hash."""
+        """The renderer that the worker chose, the reason, and the template's hash."""
 
     def _accept(self, listener: socket.socket) -> socket.socket:
         listener.settimeout(1.0)
@@ -116,8 +118,8 @@ class WorkerProcess:
                     raise self._death() from None
 
     def next_batch(self, groups: int) -> list[Group]:
-        """Wait for the batch that the published weights are to train: as many groups, or fewer where the recipe drops
-        those of equal rewards."""
+        """Wait for the batch that the published weights will train: `groups` groups, or fewer if the recipe drops
+        groups with equal rewards."""
         while not self._batches:
             self._take_one()
         batch, self._figures = self._batches.popleft()
@@ -130,19 +132,20 @@ class WorkerProcess:
         return batch
 
     def figures(self) -> dict[str, float]:
-        """What the worker counted while it made the last batch, by metric name."""
+        """What the worker counted while producing the last batch, by metric name."""
         return self._figures
 
     def published(self, version: int, model: str) -> None:
-        """Tell the worker that the weights `version` are live under the name `model`; the first call starts it off."""
+        """Tell the worker that the weights `version` are live under the name `model`; the first call starts
+        generation."""
         self._send("published", version=version, model=model)
 
     def acknowledge(self, group_ids: list[str]) -> None:
-        """Tell the worker that a durable checkpoint holds what these groups taught."""
+        """Tell the worker that a durable checkpoint includes the training on these groups."""
         self._send("acknowledge", groups=group_ids)
 
     def evaluate(self) -> dict[str, float]:
-        """Figures of the published weights on the held-out tasks, as `eval/...`; empty if there are none."""
+        """Return metrics of the published weights on the held-out tasks, as `eval/...`; empty if there are none."""
         if not self._evaluates:
             return {}
         self._send("evaluate")
@@ -151,7 +154,7 @@ class WorkerProcess:
         return {f"eval/{name}": value for name, value in self._evaluations.popleft().items()}
 
     def close(self) -> None:
-        """End the worker, once it has heard everything that it was told."""
+        """End the worker after it has processed all messages."""
         try:
             self._socket.shutdown(socket.SHUT_WR)
             self._process.wait(timeout=5)
@@ -193,13 +196,13 @@ class WorkerProcess:
             self._batches.append((self._groups, message["figures"]))
             self._groups = []
         elif message["kind"] == "restore":
-            # the weights are those that were published last: rank 0 listens only between updates
+            # these are the weights published last: rank 0 listens only between updates
             url = message["url"]
             self._send("restored", url=url, proven=self._restore(url))
         elif message["kind"] == "evaluation":
             self._evaluations.append(message["figures"])
         elif message["kind"] == "warning":
-            # the trainer's words reach people, the worker's only its log
+            # the trainer's log reaches the user; the worker's output goes only to its own log
             logger.warning("%s", message["text"])
         else:
             raise WorkerDiedError(f"the worker sent an unknown message {message['kind']!r}")

@@ -1,9 +1,9 @@
-"""Text to token ids and back, where what people and tools said can never become a control token.
+"""Converts text to token ids and back, so that text from people and tools can never become a control token.
 
-A tokenizer takes `<|im_end|>` in a tool's result for the end of the turn, and whatever follows it for turns of others.
-So a mark goes into every such string of what was said, before the chat template is rendered, and the rendered text is
-tokenised in the pieces between the marks: no piece holds the string, no id is of the control token, and the ids are
-those of the same characters. Text without such a string is tokenised as ever.
+A tokenizer reads `<|im_end|>` in a tool's result as the end of the turn, and what follows as other roles' turns. So a
+mark is inserted into every such string before the chat template is rendered, and the rendered text is tokenised in the
+pieces between the marks. No piece contains the string, so no id is the control token's, and the ids still spell the
+same characters. Text without such a string is tokenised as usual.
 """
 
 import re
@@ -13,36 +13,36 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 MARK = "\ufdd0"
-"""A noncharacter of Unicode, which stands in no text that is meant for others."""
+"""A Unicode noncharacter, which never occurs in text meant for interchange."""
 _UNFIT = re.compile(f"[{MARK}\ud800-\udfff]")
-"""What no text for others may hold, and tokenizers refuse: halves of surrogate pairs, and the mark itself."""
+"""Characters that interchanged text must not contain and tokenizers refuse: surrogate halves and the mark itself."""
 
 
 class Encoder:
-    """A tokenizer with the token that ends a turn (empty: none), and with the tokens that a chat template frames turns
-    with: those that stand in its text `frame`."""
+    """A tokenizer with the token that ends a turn (empty: none), and the tokens with which a chat template frames
+    turns: those in its rendered text `frame`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end: str, frame: str) -> None:
         self.tokenizer = tokenizer
         self.end = end
         added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
-        # reasoning tags are no frame: prompts speak of them
+        # reasoning tags do not frame turns: prompts mention them
         framing = {end, tokenizer.eos_token} | {t for t in added if t in frame} - {"<think>", "</think>"}
         self._of_assistants = _pattern(framing)
         self._of_others = _pattern(framing | {token for token, special in added.items() if special})
 
     def mark(self, text: str, role: str = "user") -> str:
-        """`text`, as somebody said it, with a mark in every string that only the chat template may write: the tokens
-        that frame turns and, unless an assistant wrote it, all special tokens."""
+        """Insert a mark into every string in `text` that only the chat template may write: the tokens that frame turns
+        and, unless an assistant wrote the text, all special tokens."""
         pattern = self._of_assistants if role == "assistant" else self._of_others
         return pattern.sub(lambda match: match[0] + MARK, _UNFIT.sub("\ufffd", text))
 
     def encode(self, text: str, follows: bool = False) -> list[int]:
-        """Ids of a text with marks. `follows`: it follows an end-of-turn token, or other text."""
+        """Return the ids of a text with marks. `follows`: the text follows an end-of-turn token, or other text."""
         return [i for _, piece, later in _pieces(text, follows) for i in self._tokens(piece, later)["input_ids"]]
 
     def encode_with_offsets(self, text: str, follows: bool = False) -> tuple[list[int], list[int]]:
-        """The same ids, and where in the text each of them begins."""
+        """Return the same ids, and the position in the text at which each begins."""
         ids: list[int] = []
         starts: list[int] = []
         for position, piece, later in _pieces(text, follows):
@@ -52,16 +52,16 @@ class Encoder:
         return ids, starts
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids, control tokens as their names."""
+        """Return the text of ids, with control tokens as their names."""
         text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 
     def cut(self, text: str, max_tokens: int) -> str | None:
-        """`text` with its middle left out, such that it has at most `max_tokens` tokens: head, a marker that says how
-        much is missing, tail. None if it fits. Where not even the marker fits, the beginning of the marker."""
+        """Cut the middle of `text` so that at most `max_tokens` tokens remain: head, a marker that says how much is
+        missing, tail. None if the text fits. If not even the marker fits, return the beginning of the marker."""
         text = self.mark(text)
-        # a token stands for a byte at least, and a normaliser makes at most three of one
+        # each token stands for at least one byte, and a normaliser turns a byte into at most three
         if 3 * len(text.encode()) <= max_tokens:
             return None
         total = len(self.encode(text))
@@ -82,7 +82,7 @@ class Encoder:
             kept = max(0, kept - excess)
 
     def _tokens(self, piece: str, follows: bool, offsets: bool = False) -> dict[str, Any]:
-        # some tokenizers treat the beginning of a text in a way of its own: it is tokenised behind an end-of-turn token
+        # some tokenizers treat the beginning of a text differently: tokenise it behind an end-of-turn token
         anchor = self.end if follows else ""
         found = self.tokenizer(anchor + piece, add_special_tokens=False, return_offsets_mapping=offsets)
         skip = 1 if anchor else 0
@@ -91,7 +91,7 @@ class Encoder:
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with every string in it changed, keys too."""
+    """Apply `change` to every string in a JSON value, keys included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
@@ -102,7 +102,7 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def skip_marked(text: str, plain: str) -> str | None:
-    """What follows `plain` in `text`, whose marks do not count; None where it does not begin with it."""
+    """Return what follows `plain` in `text`, ignoring marks in `text`; None if `text` does not begin with it."""
     bare = text.replace(MARK, "")
     if not bare.startswith(plain):
         return None
@@ -115,7 +115,7 @@ def skip_marked(text: str, plain: str) -> str | None:
 
 
 def _pieces(text: str, follows: bool) -> Iterator[tuple[int, str, bool]]:
-    """(position, piece, whether it follows something) of the pieces between marks."""
+    """Yield (position, piece, whether it follows something) for the pieces between marks."""
     position = 0
     for number, piece in enumerate(text.split(MARK)):
         yield position, piece, follows or number > 0
@@ -123,19 +123,19 @@ def _pieces(text: str, follows: bool) -> Iterator[tuple[int, str, bool]]:
 
 
 def _pattern(tokens: set[Any]) -> re.Pattern[str]:
-    """Finds the first character of each of these strings, also where they overlap. One of a single character cannot be
-    parted. Gemma has 6,000 special tokens: a list of them all would be tried at every character."""
+    """Match the first character of each of these strings, even if they overlap. A string of a single character cannot
+    be split. Gemma has 6,000 special tokens: a plain alternation of all of them would be tried at every character."""
     strings = {token for token in tokens if token and len(token) > 1}
     return re.compile("|".join(f"{re.escape(c)}(?={_tree(rest)})" for c, rest in _by_first(strings)) or r"(?!)")
 
 
 def _tree(strings: set[str]) -> str:
-    """A pattern that fits where one of these begins."""
+    """Return a pattern that matches the start of any of the strings."""
     if "" in strings:
         return ""
     return f"(?:{'|'.join(re.escape(c) + _tree(rest) for c, rest in _by_first(strings))})"
 
 
 def _by_first(strings: set[str]) -> list[tuple[str, set[str]]]:
-    """First character -> what follows it."""
+    """Map each first character to the rests of the strings."""
     return [(c, {s[1:] for s in strings if s[0] == c}) for c in sorted({s[0] for s in strings})]

@@ -1,4 +1,4 @@
-"""One chain, turn by turn: what is sampled, the calls in it, their results, and the token rows of all of it."""
+"""One chain, turn by turn: the sampled turns, their calls, the results, and the token rows."""
 
 import logging
 from collections import Counter, defaultdict
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Setup:
-    """What all chains of a recipe share."""
+    """The objects and settings that all chains of a recipe share."""
 
     recipe: RolloutRecipe
     renderer: Renderer
@@ -35,12 +35,12 @@ class Setup:
 
     @property
     def config(self) -> RolloutConfig:
-        """`rollout:` of the recipe."""
+        """The recipe's `rollout:` section."""
         return self.recipe.rollout
 
 
 class Episode:
-    """One chain: its trajectory, what the model sees of it, limits and counts."""
+    """One chain: its trajectory, the context that the model sees, limits and counts."""
 
     def __init__(self, setup: Setup, trajectory: Trajectory, task: Task, sampling: Sampling) -> None:
         self.setup = setup
@@ -53,23 +53,23 @@ class Episode:
         self.limits = ChainLimits(setup.recipe.limits, setup.rates, setup.renderer.cut)
         self.counts: Counter[str] = Counter()
         self.seconds: dict[str, float] = defaultdict(float)
-        """Tool -> seconds that its calls took."""
+        """Tool -> seconds spent in its calls."""
         opening = opening_messages(task, self.config.system_prompt)
         trajectory.messages += self.renderer.instruct(opening, self.specs)
         self.context = Context([])
 
     @property
     def row(self) -> Row:
-        """The row that the chain goes on with."""
+        """The chain's current row."""
         return self.trajectory.rows[-1]
 
     @property
     def penalty(self) -> float:
-        """What is taken off the reward."""
+        """The amount subtracted from the reward."""
         return self.limits.penalty + self.config.outcome_penalty.get(self.trajectory.outcome, 0.0)
 
     async def play(self, session: ToolSession) -> StopReason:
-        """Take turns until the chain ends, and say why it did."""
+        """Take turns until the chain ends, and return the reason."""
         trajectory = self.trajectory
         if session.opening:
             trajectory.messages.append({"role": "user", "content": session.opening})
@@ -78,7 +78,7 @@ class Episode:
         return await self.act(session)
 
     async def act(self, session: ToolSession) -> StopReason:
-        """Take turns after what was said last, until the chain ends, and say why it did."""
+        """Take turns, starting from the last messages, until the chain ends, and return the reason."""
         trajectory = self.trajectory
         while True:
             try:
@@ -107,7 +107,7 @@ class Episode:
                 return StopReason.CONTEXT_OVERFLOW
 
     async def _take_turn(self) -> tuple[Completion, Parsed]:
-        """One turn as the agent has it. Raises ContextOverflowError where no token is left for it."""
+        """Take one turn with the agent. Raises ContextOverflowError if no token is left for it."""
         turn, agent = self._turn(self.config.assistant_prefix), self.setup.agent
         try:
             completion = await agent.generate(turn)
@@ -119,7 +119,7 @@ class Episode:
             self._blame_agent("generate", error)
             raise
         self._append(completion)
-        # what was sampled stays in the trajectory, whatever becomes of it
+        # keep what was sampled in the trajectory, even if the agent fails
         try:
             parsed = agent.parse(turn, completion)
             if not isinstance(parsed, Parsed):
@@ -158,12 +158,12 @@ class Episode:
         self.trajectory.turns += 1
 
     def _note_roles(self, parsed: Parsed, completion: Completion) -> None:
-        # an agent of one's own may have parsed something else than the turn
+        # a user's agent may have parsed something other than the turn
         if len(parsed.roles) == len(completion.token_ids):
             self.row.note_roles(parsed.roles)
 
     def _blame_agent(self, hook: str, error: Exception) -> None:
-        """Raise AgentError where the hooks are a user's: what goes wrong in our own is a bug."""
+        """Raise AgentError if the hooks are a user's: an error in our own hooks is a bug."""
         agent = type(self.setup.agent)
         if agent is not AgentHooks:
             logger.error("the agent failed at chain %s", self.trajectory.id, exc_info=error)
@@ -180,7 +180,7 @@ class Episode:
                 self.counts[f"tool/{call.name}/errors"] += 1
 
     def _ending(self, results: list[ToolResult]) -> StopReason | None:
-        """Why the chain ends with these results, if it does."""
+        """Return why the chain ends with these results; None if it does not."""
         if any(result.finish for result in results):
             return StopReason.FINISH
         return None if self.limits.stopped is None else StopReason(self.limits.stopped)
@@ -193,16 +193,16 @@ class Episode:
         self.trajectory.rows.append(row)
 
     async def _go_on(self, answers: list[Message]) -> None:
-        """Bring `answers`, the last messages of the context, into the rows, so that the next turn can be taken."""
+        """Add `answers`, the last messages of the context, to the rows, so that the next turn can be taken."""
         extension, length = self._following(self.context.messages, answers)
         if is_long(length, self.config) and await self._shorten(answers, length):
             return
         self._follow(extension, self.context.messages)
 
     def _following(self, messages: list[Message], new: list[Message]) -> tuple[list[int] | None, int]:
-        """The ids that lead the present row on to the end of `messages`, and the length that the row will have.
+        """Return the ids that extend the current row to the end of `messages`, and the length that the row will have.
 
-        None where the template rewrites what was said before: what follows is sampled in a row of its own.
+        The ids are None if the template rewrites earlier messages: what follows is then sampled in a new row.
         """
         extension = self.renderer.extend(self.row.token_ids, messages, new, self.specs)
         if extension is None:
@@ -216,7 +216,7 @@ class Episode:
             self.row.append_context(extension)
 
     async def _shorten(self, answers: list[Message], length: int) -> bool:
-        """Begin a row with less context, as `rollout.context` says; False where that would leave nothing out."""
+        """Begin a row with less context, as `rollout.context` says. Return False if that would leave nothing out."""
         policy = self.config.context
         if len(self.context.turns) <= policy.keep_turns:
             return False
@@ -235,11 +235,11 @@ class Episode:
         return True
 
     async def _summarize(self, answers: list[Message]) -> str:
-        """Ask the model for a summary, in the present row; that is a turn. Raises ContextOverflowError."""
+        """Ask the model for a summary in the current row; this is a turn. Raises ContextOverflowError."""
         prompt = self.config.context.prompt
         question: Message = {"role": "user", "content": prompt}
         self.trajectory.messages.append(question)
-        # many templates want the roles to alternate
+        # many templates require the roles to alternate
         asked = add_text(answers, prompt) if answers[-1]["role"] == "user" else [*answers, question]
         messages = [*self.context.messages[: -len(answers)], *asked]
         extension, _ = self._following(messages, asked)
@@ -250,12 +250,12 @@ class Episode:
         parsed = turn.parse(completion)
         self._note_roles(parsed, completion)
         message = parsed.message
-        # nobody answers a call that stands in it
+        # calls in the summary are not answered
         self.trajectory.messages.append({key: value for key, value in message.items() if key != "tool_calls"})
         return message["content"]
 
     def metrics(self) -> dict[str, float]:
-        """Every figure by its metric's name, zeros too, so that means over chains are right."""
+        """Return all metrics of the chain by name, including zeros, so that means over chains are right."""
         counts, rows = self.counts, self.trajectory.rows
         tools: dict[str, float] = {}
         for name in (spec.name for spec in self.specs):
@@ -276,7 +276,7 @@ class Episode:
 
 
 def _explain(error: str, completion: Completion) -> str:
-    """What a malformed turn is told."""
+    """Return the message to the model about a malformed turn."""
     if completion.cut:
         return f"{error} The message was cut at {sum(completion.mask)} tokens: write a shorter one."
     return error

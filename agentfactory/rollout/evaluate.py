@@ -1,4 +1,4 @@
-"""Evaluation: the same chains as in training, on held-out tasks, sampled and greedy."""
+"""Evaluation: runs the same chains as training on held-out tasks, sampled and greedy."""
 
 import asyncio
 import logging
@@ -35,9 +35,9 @@ async def open_runner(
     rewards: Rewards | None = None,
     agent: AgentHooks | None = None,
 ) -> AsyncIterator[ChainRunner]:
-    """Everything that chains of `recipe` need: renderer, connections to the servers at `urls`, tools and rewards.
+    """Open everything that chains of `recipe` need: renderer, connections to the servers at `urls`, tools and rewards.
 
-    `objects` are tools beside the recipe's; `rewards` and `agent` stand in place of those that it names.
+    `objects` are tools in addition to the recipe's; `rewards` and `agent` replace those that the recipe names.
     """
     agent = agent or load_agent(recipe.rollout.agent, base)
     async with (
@@ -46,7 +46,7 @@ async def open_runner(
         open_toolset(recipe, base, logger.info, objects) as toolset,
     ):
         await client.check_routes()
-        # which probes a template must pass depends on whether the chains have tools
+        # the required template probes depend on whether the chains have tools
         tools = bool(toolset.specs)
         renderer = load_renderer(recipe.model, recipe.rollout.parser, logger.info, tools=tools, base=base)
         yield ChainRunner(recipe, renderer, client, toolset, used, agent)
@@ -61,12 +61,12 @@ async def evaluate(
     name: str,
     cache_salt: str | None = None,
 ) -> tuple[dict[str, float], list[str]]:
-    """Run `recipe.eval` on `tasks` with the weights called `model`; trajectories go to `folder`. For `cache_salt` see
-    Sampling.
+    """Run `recipe.eval` on `tasks` with the weights called `model`, and save trajectories to `folder`. For `cache_salt`
+    see Sampling.
 
-    Returns means over the chains that did not fail, by `sampled/...` and `greedy/...`: `reward`, every metric of
-    the trajectories, and `failed`, the share of chains that broke; and with several samples per task, avg@k and pass@k.
-    Beside them a warning for each mode of which no chain has a reward.
+    Returns two values. First, means over the chains that did not fail, under `sampled/...` and `greedy/...`: `reward`,
+    every metric of the trajectories, `failed` (the share of chains that broke), and with several samples per task also
+    avg@k and pass@k. Second, a warning for each mode in which no chain has a reward.
     """
     played = await _play(runner, recipe, tasks, model, folder, name, cache_salt)
     warnings = [_failure(mode, groups) for mode, groups in played.items() if mean_figures(groups)["failed"] == 1.0]
@@ -74,7 +74,7 @@ async def evaluate(
 
 
 def _failure(mode: str, groups: list[Group]) -> str:
-    """What became of a mode's chains, all of which failed."""
+    """Return a warning for a mode whose chains all failed."""
     chains = [chain for group in groups for chain in group.trajectories]
     endings = Counter((chain.outcome.value, chain.error or "") for chain in chains)
     return f"held-out tasks, {mode}: {commonest_ending(endings, len(chains))}"
@@ -89,7 +89,8 @@ async def _play(
     name: str,
     cache_salt: str | None = None,
 ) -> dict[str, list[Group]]:
-    """The groups of each mode, in the order of the tasks; each is saved once its chains have ended."""
+    """Run the chains of each mode and return its groups, in the order of the tasks; each is saved when its chains have
+    ended."""
     modes = {"sampled": (recipe.rollout.temperature, recipe.eval.samples)}
     if recipe.eval.greedy:
         modes["greedy"] = (0.0, 1)
@@ -99,7 +100,7 @@ async def _play(
 
     async def run_group(mode: str, number: int) -> Group:
         temperature, samples = modes[mode]
-        # the seed leaves out `name`, so that the same weights give the same figures wherever they are evaluated
+        # the seed does not depend on `name`, so that the same weights give the same metrics wherever they are evaluated
         chains = [
             runner.run(
                 f"{name}-{mode}-{number:05d}.{sample}",
@@ -120,43 +121,43 @@ async def _play(
 
 
 def _means(recipe: RolloutRecipe, played: dict[str, list[Group]]) -> dict[str, float]:
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for mode, groups in played.items():
         means = mean_figures(groups)
         if mode == "sampled":
             means |= sample_figures(groups, recipe.eval.samples)
-        figures |= {f"{mode}/{key}": value for key, value in means.items()}
-    return figures
+        metrics |= {f"{mode}/{key}": value for key, value in means.items()}
+    return metrics
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `run_eval` found."""
+    """The results of `run_eval`."""
 
     means: dict[str, float]
-    """As `evaluate` returns them, which training logs too."""
+    """As returned by `evaluate`; training logs them too."""
     estimates: dict[str, dict[str, dict[str, Estimate]]]
-    """Mode -> the tasks' `source`, "" for all -> figure -> estimate."""
+    """Mode -> value of the tasks' `source` field ("" for all tasks) -> metric -> estimate."""
     failures: Counter[str]
-    """What failed chains died of -> how many of all."""
+    """Cause of failure -> number of chains."""
     chains: int
-    """Of both modes."""
+    """Number of chains in both modes."""
 
     def figures(self) -> dict[str, float]:
-        """All of it by name: the means, `<mode>/<figure>/low` and `/high`, and the same of each source under
+        """Return all results by name: the means, `<mode>/<figure>/low` and `/high`, and the same for each source under
         `<mode>/source/<source>/`."""
-        figures = dict(self.means)
+        metrics = dict(self.means)
         for mode, sources in self.estimates.items():
             for source, found in sources.items():
                 prefix = f"{mode}/source/{source}/" if source else f"{mode}/"
                 for name, estimate in found.items():
-                    figures.setdefault(prefix + name, estimate.value)
-                    figures |= {f"{prefix}{name}/low": estimate.low, f"{prefix}{name}/high": estimate.high}
-        return figures
+                    metrics.setdefault(prefix + name, estimate.value)
+                    metrics |= {f"{prefix}{name}/low": estimate.low, f"{prefix}{name}/high": estimate.high}
+        return metrics
 
 
 def mean_figures(groups: Sequence[Group]) -> dict[str, float]:
-    """Means over the chains that have a reward, and `failed`, the share of those that have none."""
+    """Return means over the chains that have a reward, and `failed`, the share of those that have none."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     scored = [t for t in trajectories if t.reward is not None]
     means = {"failed": 1 - len(scored) / len(trajectories)}
@@ -175,9 +176,9 @@ def run_eval(
     opened: AbstractAsyncContextManager[ChainRunner],
     model: str = "policy",
 ) -> Evaluation:
-    """Evaluate the weights that the server of the runner `opened` calls `model` on `tasks`; blocking.
+    """Evaluate the weights that the server of the runner `opened` calls `model` on `tasks`. Blocking.
 
-    Trajectories go to `folder`, each group once it has ended; `log` gets every figure as `eval/...`.
+    Trajectories go to `folder`, each group when it has ended; `log` gets every metric as `eval/...`.
     """
 
     async def run() -> dict[str, list[Group]]:
@@ -219,8 +220,8 @@ def run_rollout(
     log: Callable[[dict[str, Any]], None],
     model: str = "policy",
 ) -> dict[str, float]:
-    """Run one group of sampled chains for each of `tasks` and save them, ready for `train.from_trajectories`;
-    blocking."""
+    """Run one group of sampled chains for each of `tasks`, and save the groups for `train.from_trajectories`.
+    Blocking."""
     path = folder / "rollout.jsonl"
 
     async def run_chain(runner: ChainRunner, chain_id: str, task: Task, retried: bool = False) -> Trajectory:
@@ -245,6 +246,6 @@ def run_rollout(
             _warn_of_tools(runner)
             return list(groups)
 
-    figures = mean_figures(asyncio.run(run()))
-    log({f"rollout/{key}": value for key, value in figures.items()})
-    return figures
+    metrics = mean_figures(asyncio.run(run()))
+    log({f"rollout/{key}": value for key, value in metrics.items()})
+    return metrics

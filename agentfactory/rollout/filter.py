@@ -1,7 +1,7 @@
-"""Which groups teach: a pure judgement of a group's chains, and the count of what is left out.
+"""Decides which groups teach something, as a pure function of their chains, and counts those that are left out.
 
-Advantages compare the chains of a group. A group teaches where at least two of its chains count (they are scored, see
-OutcomePolicy), at least one of them is trained and not only compared with, and their rewards differ.
+Advantages compare the chains of a group. A group teaches if at least two of its chains count (they are scored, see
+OutcomePolicy), their rewards differ, and at least one of them is trained, not only compared with.
 """
 
 from collections import Counter
@@ -13,29 +13,30 @@ from agentfactory.rollout.config import EqualRewards, OutcomePolicy, RolloutConf
 from agentfactory.rollout.trajectory import Trajectory
 
 MAX_LOST_IN_A_ROW = 64
-"""Groups lost one after another before the run stops: by then it is not chance."""
+"""Consecutive lost groups before the run stops: so many cannot be chance."""
 MAX_EQUAL_IN_A_ROW = 256
-"""The same of groups with equal rewards, which are common where tasks are hard: where one chain in a hundred succeeds,
-23 of 25 groups of 8 are."""
+"""Consecutive groups with equal rewards before the run stops. The limit is higher because such groups are common with
+hard tasks: if one chain in a hundred succeeds, 23 of 25 groups of 8 have equal rewards."""
 
 
 class Worth(StrEnum):
-    """What a group teaches."""
+    """Whether a group teaches something."""
 
     TEACHES = "teaches"
     EQUAL = "equal"
-    """All its chains have the same rewards, of their turns too: whoever compares them learns nothing."""
+    """All its chains have the same rewards, including those of their turns, so comparing them teaches nothing."""
     LOST = "lost"
-    """Fewer than two of its chains count (fewer than one, where groups have one chain), or none is trained."""
+    """Fewer than two of its chains count (fewer than one, if groups have one chain), or none is trained."""
 
 
 def counted(chains: Sequence[Trajectory], config: RolloutConfig) -> list[Trajectory]:
-    """The chains that baselines see: scored, and `rollout.on_outcome` keeps or masks how they ended."""
+    """Return the chains that baselines include: those that are scored and whose outcome `rollout.on_outcome` keeps or
+    masks."""
     return [chain for chain in chains if chain.reward is not None and config.outcome_policy(chain.outcome).scored]
 
 
 def worth(chains: Sequence[Trajectory], config: RolloutConfig) -> Worth:
-    """What a group of these chains teaches."""
+    """Judge a group of these chains."""
     counting = counted(chains, config)
     trained = any(config.outcome_policy(chain.outcome) is OutcomePolicy.KEEP for chain in counting)
     if len(counting) < min(2, config.group_size) or not trained:
@@ -45,39 +46,41 @@ def worth(chains: Sequence[Trajectory], config: RolloutConfig) -> Worth:
 
 
 def commonest_ending(endings: Counter[tuple[str, str]], chains: int) -> str:
-    """How most of `endings`, (outcome, error) of some of so many `chains`, came about, with the commonest error."""
+    """Describe the most frequent outcome in `endings`, (outcome, error) pairs of some of `chains` chains, and its most
+    frequent error."""
     outcomes: Counter[str] = Counter()
     for (outcome, _), count in endings.items():
         outcomes[outcome] += count
     [(most, ended)] = outcomes.most_common(1)
     error = max((found for found in endings if found[0] == most), key=endings.__getitem__)[1]
     line = " ".join(error.split())
-    # an error may hold a page that a server sent
+    # an error may contain a page that a server sent
     such = f", such as: {line if len(line) <= 300 else line[:297] + '...'}" if line else ""
     return f"{ended} of {chains} chains ended as {most}{such}"
 
 
 @dataclass
 class GroupFilter:
-    """Judges complete groups by the recipe, counts those that are left out, and knows when there is no hope.
+    """Judges complete groups by the recipe, counts those that are left out, and detects when further groups are
+    hopeless.
 
-    `at_once` is the number of groups that may be open at a time: those of equal rewards are often the first to end.
+    `at_once` is the number of groups that may be open at a time: groups with equal rewards are often the first to end.
     """
 
     config: RolloutConfig
     at_once: int
     _lost: int = 0
     _equal: Counter[float] = field(default_factory=Counter)
-    """Reward -> groups in a row that had no other."""
+    """Reward -> consecutive groups whose chains all had this reward."""
     _figures: Counter[str] = field(default_factory=Counter)
     _endings: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(Outcome, error) -> chains of the lost groups in a row that ended so and are not trained."""
+    """(Outcome, error) -> number of untrained chains in the consecutive lost groups that ended this way."""
     _chains: int = 0
-    """All chains of those groups."""
+    """Total number of chains in these groups."""
 
     def judge(self, chains: Sequence[Trajectory]) -> Worth:
-        """What is to become of a complete group: TEACHES, so that it is trained; LOST; or EQUAL, where
-        `rollout.equal_rewards` leaves it out."""
+        """Judge a complete group: TEACHES if it is to be trained, LOST, or EQUAL if `rollout.equal_rewards` leaves it
+        out."""
         found = worth(chains, self.config)
         if found is Worth.EQUAL and self.config.equal_rewards is EqualRewards.KEEP:
             found = Worth.TEACHES
@@ -109,12 +112,12 @@ class GroupFilter:
         self._endings.clear()
 
     def ended(self, chain: Trajectory) -> None:
-        """A chain of a group ended."""
+        """Note that a chain of a group ended."""
         if not counted([chain], self.config):
             self._figures[f"filtered/{chain.outcome}"] += 1
 
     def no_hope(self) -> str | None:
-        """Why nothing can be expected of further groups; None while something can."""
+        """Return why further groups cannot be expected to teach anything; None while they can."""
         if self._lost >= MAX_LOST_IN_A_ROW:
             return (
                 f"{self._lost} groups in a row had fewer than two chains that count, or none that may be trained "
@@ -130,7 +133,7 @@ class GroupFilter:
         return None
 
     def take_figures(self) -> dict[str, float]:
-        """The counts since the last call, by metric name."""
-        figures = {"filtered/groups": 0.0, **{name: float(count) for name, count in sorted(self._figures.items())}}
+        """Return the counts since the last call, by metric name."""
+        metrics = {"filtered/groups": 0.0, **{name: float(count) for name, count in sorted(self._figures.items())}}
         self._figures.clear()
-        return figures
+        return metrics

@@ -1,11 +1,11 @@
-"""What the figures of chains and of evaluations mean, and what an entry of such a table says."""
+"""Descriptions of the metrics of chains and of evaluations."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One figure of metrics.jsonl. `<...>` in a name stands for what the run fills in."""
+    """One metric of metrics.jsonl. `<...>` in a name stands for a part that the run fills in."""
 
     name: str
     unit: str
@@ -36,7 +36,7 @@ CHAIN_METRICS = [
     Metric("stop/<reason>", "", "whether this ended the chain"),
     Metric("failed", "", "share of the chains that broke"),
 ]
-"""`metrics` of a trajectory, `trajectory/<name>` in metrics.jsonl."""
+"""The `metrics` of a trajectory, `trajectory/<name>` in metrics.jsonl."""
 
 EVAL_METRICS = [
     Metric("avg@<k>", "", "success of the k chains of a task, mean over tasks"),
@@ -45,4 +45,4 @@ EVAL_METRICS = [
     Metric("<figure>/high", "", "upper end of the same"),
     Metric("source/<source>/<figure>", "", "the figure over the tasks whose field `source` says so"),
 ]
-"""Beside those of its chains, what an evaluation says, under `eval/sampled/` and `eval/greedy/`."""
+"""Evaluation metrics in addition to those of the chains, under `eval/sampled/` and `eval/greedy/`."""

@@ -1,4 +1,4 @@
-"""What an evaluation says of a model, and how sure it is: avg@k, unbiased pass@k, bootstrap intervals over tasks."""
+"""Evaluation metrics with their uncertainty: avg@k, unbiased pass@k, bootstrap intervals over tasks."""
 
 import math
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from agentfactory.rollout.trajectory import Group
 RESAMPLES = 10_000
 LEVEL = 0.95
 _BLOCK = 1 << 22
-"""Drawn indices held at a time: 32 MB."""
+"""Maximum number of indices drawn at a time: 32 MB."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure, the ends of its 95 % interval, and the number of tasks that it is taken over."""
+    """The value of a metric, the ends of its 95 % interval, and the number of tasks behind it."""
 
     value: float
     low: float
@@ -25,10 +25,10 @@ class Estimate:
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """Probability that at least one of `k` samples of a task passes, estimated without bias from `samples` of which
-    `passed` did: 1 - C(n - c, k) / C(n, k) (Chen et al., 2021, arXiv:2107.03374, equation 1).
+    """Return the probability that at least one of `k` samples of a task passes: the unbiased estimate from `samples` of
+    which `passed` did, 1 - C(n - c, k) / C(n, k) (Chen et al., 2021, arXiv:2107.03374, equation 1).
 
-    Raises ValueError for k above the number of samples, where no unbiased estimate exists.
+    Raises ValueError for k above the number of samples, for which no unbiased estimate exists.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} of {samples} samples: k is between 1 and the number of samples")
@@ -38,13 +38,14 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 
 def powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, ... up to `most`."""
+    """Return 1, 2, 4, ... up to `most`."""
     return [1 << power for power in range(most.bit_length())] if most > 0 else []
 
 
 def bootstrap(sums: Sequence[float], weights: Sequence[float], seed: int) -> tuple[float, float]:
-    """Percentile bootstrap interval of sum(sums) / sum(weights), 95 %, over tasks (Efron and Tibshirani, 1993, chapter
-    13): tasks are drawn with replacement, each with all its samples, RESAMPLES times. All weights are above 0."""
+    """Return the 95 % percentile bootstrap interval of sum(sums) / sum(weights) over tasks (Efron and Tibshirani, 1993,
+    chapter 13): tasks are drawn with replacement RESAMPLES times, each with all its samples. All weights are above
+    0."""
     numerator, denominator = np.asarray(sums, dtype=float), np.asarray(weights, dtype=float)
     count = len(numerator)
     generator = np.random.default_rng(seed)
@@ -58,16 +59,16 @@ def bootstrap(sums: Sequence[float], weights: Sequence[float], seed: int) -> tup
 
 
 def sample_figures(groups: Sequence[Group], samples: int) -> dict[str, float]:
-    """avg@`samples` and pass@k for each power of two k up to `samples`, by name; empty for one sample per task, and
-    where no reward says `success`."""
+    """Return avg@`samples` and pass@k for each power of two k up to `samples`, by name; empty for one sample per task,
+    or if no reward reports `success`."""
     return {name: _ratio(terms) for name, terms in _terms(groups, samples).items() if "@" in name}
 
 
 def estimates(groups: Sequence[Group], samples: int, seed: int) -> dict[str, Estimate]:
-    """`reward`, `success`, avg@k and pass@k with their intervals, as far as the chains say them.
+    """Return `reward`, `success`, avg@k and pass@k with their intervals, as far as the chains report them.
 
-    A chain without a reward failed, and counts nowhere. `reward` and `success` are means over chains; avg@k and pass@k
-    are means over tasks of what the task's chains give. A chain passes where its `success` is 1.
+    A chain without a reward failed and does not count. `reward` and `success` are means over chains; avg@k and pass@k
+    are means over tasks of the values for each task's chains. A chain passes if its `success` is 1.
     """
     return {
         name: Estimate(_ratio(terms), *bootstrap([a for a, _ in terms], [b for _, b in terms], seed), len(terms))
@@ -76,7 +77,7 @@ def estimates(groups: Sequence[Group], samples: int, seed: int) -> dict[str, Est
 
 
 def by_source(groups: Sequence[Group]) -> dict[str, list[Group]]:
-    """The groups by their task's field `source`, in the order of their first; empty where no task has the field."""
+    """Group by the task's `source` field, in order of first appearance; empty if no task has the field."""
     named = [group.task.get("source") not in (None, "") for group in groups]
     if not any(named):
         return {}
@@ -87,11 +88,11 @@ def by_source(groups: Sequence[Group]) -> dict[str, list[Group]]:
 
 
 _Terms = list[tuple[float, float]]
-"""What each task adds to a figure: a sum, and over how many it is taken."""
+"""The contribution of each task to a metric: a sum, and its weight."""
 
 
 def _terms(groups: Sequence[Group], samples: int) -> dict[str, _Terms]:
-    """Figure -> what the tasks add to it, without those that add nothing."""
+    """Return the contributions of tasks to each metric, leaving out tasks that contribute nothing."""
     scored = [[t for t in group.trajectories if t.reward is not None] for group in groups]
     terms: dict[str, _Terms] = {
         "reward": [(sum(t.reward for t in chains if t.reward is not None), len(chains)) for chains in scored]
@@ -103,7 +104,7 @@ def _terms(groups: Sequence[Group], samples: int) -> dict[str, _Terms]:
             terms[f"avg@{samples}"] = [(sum(values) / len(values), 1) for values in successes if values]
             for k in powers_of_two(samples):
                 terms[f"pass@{k}"] = [
-                    # where chains failed, what is left may allow no unbiased estimate
+                    # after failures, the remaining chains may be too few for an unbiased estimate
                     (pass_at_k(len(values), sum(value >= 1.0 for value in values), k), 1)
                     for values in successes
                     if len(values) >= k

@@ -1,7 +1,7 @@
-"""Chat templates, judged by what they do to a set of conversations at start-up; no model or family is known by name.
+"""Judges a chat template at start-up by its renders of a set of conversations; no model or family is known by name.
 
-A chain appends what the template puts after a sampled turn and never renders that turn again. That is the template's
-own format only where the template leaves earlier turns as they were. The probes find out.
+A chain appends what the template puts after a sampled turn, and never renders that turn again. This matches the
+template's own format only if the template leaves earlier turns unchanged. The probes check that.
 """
 
 from collections.abc import Callable
@@ -28,40 +28,40 @@ class Use(StrEnum):
 
 @dataclass
 class Behaviour:
-    """What the probes found.
+    """The findings of the probes.
 
-    `rewrites` says how the template rewrites history (None: it appends); `notes` are findings that harm nothing.
+    `rewrites` says how the template rewrites history (None: it appends); `notes` are harmless findings.
     """
 
     before_end: str
-    """What the template puts between an assistant's text and its end-of-turn token."""
+    """Text that the template puts between an assistant's text and its end-of-turn token."""
     end: str
-    """The end-of-turn token; empty if the template closes turns with plain text, which then is `after_end`."""
+    """The end-of-turn token; empty if the template closes turns with plain text, which is then in `after_end`."""
     after_end: str
     generation_prompt: str
     reasoning: bool
-    """Renders `reasoning_content`; otherwise reasoning stays in the content."""
+    """Whether it renders `reasoning_content`; otherwise reasoning stays in the content."""
     system: bool
-    """Renders system messages."""
+    """Whether it renders system messages."""
     frame: str
-    """A question, an answer and a question, rendered: it holds the tokens that frame turns."""
+    """A rendered question, answer and question, which contain the tokens that frame turns."""
     parallel_calls: bool = True
-    """Renders several calls in one turn."""
+    """Whether it renders several calls in one turn."""
     words_with_calls: bool = True
-    """Renders what an assistant says beside its calls."""
+    """Whether it renders an assistant's text next to its calls."""
     rewrites: str | None = None
     notes: list[str] = field(default_factory=list)
     conversations: list[list[Message]] = field(default_factory=list)
-    """The probes that the template rendered."""
+    """The probe conversations that the template rendered."""
 
     @property
     def closing(self) -> str:
-        """All that the template puts after an assistant's text at the end of a conversation."""
+        """Everything that the template puts after an assistant's text at the end of a conversation."""
         return self.before_end + self.end + self.after_end
 
     @property
     def opens_reasoning(self) -> bool:
-        """Whether the generation prompt begins the reasoning, so that the sampled text has only its end."""
+        """Whether the generation prompt opens the reasoning, so that the sampled text contains only its end."""
         return self.generation_prompt.rstrip().endswith("<think>")
 
 
@@ -78,8 +78,8 @@ PROBE_TOOLS = [
 def probe(template: ChatTemplate, tools: bool, parser: Parser) -> Behaviour:
     """Judge a template by its renders of the probe conversations.
 
-    `tools`: the chains call tools, and `parser` is how; the template need know of them only where that is native.
-    Raises RenderError with the reason where the template cannot serve.
+    `tools`: the chains call tools, in the format of `parser`; the template must support them only if the format is
+    native. Raises RenderError with the reason if the template cannot be used.
     """
     tools = tools and parser.native
     specs: Tools = [spec.to_openai() for spec in PROBE_TOOLS] if tools else None
@@ -137,7 +137,8 @@ def _check_tools(
     behaviour: Behaviour,
     parser: Parser,
 ) -> None:
-    """Refuse templates that cannot show tools, calls or results, or write calls that the parser does not read."""
+    """Raise RenderError if the template cannot show tools, calls or results, or writes calls that the parser cannot
+    read."""
     if not all(spec.name in opened for spec in PROBE_TOOLS):
         raise RenderError(f"the chat template ignores `tools`: the model would not know of them; {_plain_text()}")
     calls = [_call("probelook", zeta="wordzeta", alpha=3), _call("probemove", alpha=4, zeta="wordeta")]
@@ -156,7 +157,7 @@ def _check_tools(
         try:
             text = rendered(turn_of(number))
         except RenderError as error:
-            if number == 2:  # many say so themselves: "This model only supports single tool-calls at once!"
+            if number == 2:  # many say so: "This model only supports single tool-calls at once!"
                 behaviour.parallel_calls = False
                 behaviour.notes.append("refuses two tool calls in one turn: a turn with several is malformed")
                 break
@@ -194,21 +195,21 @@ def _check_tools(
 
 
 def _formats_that_read(text: str, calls: list[Call]) -> str:
-    """Advice for a template whose calls the chosen parser does not read."""
+    """Suggest formats for a template whose calls the chosen parser cannot read."""
     native = {name: parser for name in PARSERS if (parser := load_parser(name)).native}
     fit = [name for name, parser in native.items() if parser.parse(text, PROBE_TOOLS).calls == calls]
     return f"use rollout.parser={' or '.join(fit)}" if fit else f"none of {', '.join(native)} does; {_plain_text()}"
 
 
 def _plain_text() -> str:
-    """Advice for a template that serves no native format."""
+    """Suggest plain-text formats for a template that supports no native one."""
     return f"act in plain text: rollout.parser={' or '.join(n for n in PARSERS if not load_parser(n).native)}"
 
 
 def _conversations(behaviour: Behaviour, tools: bool) -> list[list[Message]]:
-    """Conversations of the kinds that chains have, with the reasoning where the parser would put it.
+    """Return conversations of the kinds that chains have, with the reasoning where the parser would put it.
 
-    Full stops end turns because many tokenizers would merge them with a newline of the template.
+    Turns end with full stops because many tokenizers would merge their last letters with a newline of the template.
     """
 
     def said(word: str, reason: str = "", calls: list[dict[str, Any]] | None = None) -> Message:
@@ -266,7 +267,7 @@ def _conversations(behaviour: Behaviour, tools: bool) -> list[list[Message]]:
                 asked("wordseven"),
                 said("wordeight", "wordthus"),
             ],
-            # a malformed call is answered without a call to refer to
+            # the answer to a malformed call has no call to refer to
             [asked("wordone"), said("wordtwo"), {"role": "tool", "content": "wordthree"}, said("wordfour")],
         ]
     if behaviour.system:
@@ -275,7 +276,7 @@ def _conversations(behaviour: Behaviour, tools: bool) -> list[list[Message]]:
 
 
 def _rewrites(template: ChatTemplate, after_end: str, conversation: list[Message], specs: Tools) -> str | None:
-    """How the template breaks an append-only chain on this conversation; None where it does not."""
+    """Return how the template breaks an append-only chain on this conversation; None if it does not."""
     turns = [i for i, message in enumerate(conversation) if message["role"] == "assistant"]
     prompts = {i: template.render(conversation[:i], specs, prompt=True) for i in turns}
     whole = template.render(conversation, specs)
@@ -302,10 +303,10 @@ def _rewrites(template: ChatTemplate, after_end: str, conversation: list[Message
 
 
 def training_variant(source: str) -> tuple[str, str] | None:
-    """TRL's prefix-preserving variant of a template, as (name, template), where TRL ships one.
+    """Return TRL's prefix-preserving variant of a template as (name, template), if TRL ships one.
 
-    Read from TRL's files, as `trl.chat_template_utils.get_training_chat_template` compares them, without the import,
-    which loads torch.
+    Reads TRL's files and compares them as `trl.chat_template_utils.get_training_chat_template` does, but without the
+    import, which loads torch.
     """
     package = find_spec("trl")
     if package is None or package.origin is None:
@@ -320,7 +321,7 @@ def training_variant(source: str) -> tuple[str, str] | None:
 
 @dataclass
 class Choice:
-    """Which template a chain uses, and why. `variant` is the name of TRL's variant, where that one is used."""
+    """The template that a chain uses, and the reason. `variant` is the name of TRL's variant if it is used."""
 
     use: Use
     template: ChatTemplate
@@ -330,9 +331,9 @@ class Choice:
 
 
 def choose_template(tokenizer: PreTrainedTokenizerBase, source: str, tools: bool, parser: Parser) -> Choice:
-    """Judge a template, and TRL's training variant of it where it rewrites history or cannot serve; see `probe`.
+    """Judge a template and, if it rewrites history or cannot be used, TRL's training variant of it; see `probe`.
 
-    Raises RenderError with every reason where neither serves.
+    Raises RenderError with every reason if neither can be used.
     """
     template = ChatTemplate(tokenizer, source)
     reasons: list[str] = []

@@ -1,4 +1,4 @@
-"""Produces batches: starts groups as admission allows, saves what they leave, delivers those that are chosen."""
+"""Produces batches: starts groups as admission allows, saves their trajectories, and delivers the chosen groups."""
 
 import asyncio
 import logging
@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutStoppedError(Exception):
-    """Rollouts cannot go on; the message says why."""
+    """Rollouts cannot continue; the message says why."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """The newest weights that are live: their number and the server's name for them."""
+    """The newest live weights: their number and the server's name for them."""
 
     version: int
     model: str
@@ -43,12 +43,12 @@ class _OpenGroup:
     chains: list[Trajectory]
     running: set[int]
     oldest: int | None = None
-    """Newest weights when the first turn of any chain was asked for: no token is older."""
+    """Version of the newest weights when the first turn of any chain was requested: no token is older."""
     complete: bool = False
-    """All chains have ended, and are saved."""
+    """Whether all chains have ended and are saved."""
     closed: bool = False
-    """A batch took it, or it was cancelled: what still runs is to end. (A tool that fails while it is closed replaces
-    the cancellation by its own error.)"""
+    """Whether a batch took the group or it was cancelled, so that its running chains must end. (A tool that fails
+    during the cancellation replaces it with its own error.)"""
     runs: asyncio.Task[None] | None = None
 
     @property
@@ -62,9 +62,9 @@ class _OpenGroup:
 class GroupProducer:
     """Runs groups until admission's total is delivered.
 
-    `deliver` gets the groups of each batch, with the chains that count, and what was counted since the last one. Every
-    group, with its failed and its cancelled chains, is appended to `trajectories` first. `resumed` is what an earlier
-    run left there.
+    `deliver` receives the groups of each batch, with the chains that count, and the counts since the last batch. Every
+    group is appended to `trajectories` first, including its failed and cancelled chains. `resumed` is the state that an
+    earlier run left in that file.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class GroupProducer:
         self._wake = asyncio.Event()
         self._next_position = 0
         self._begun: frozenset[int] = frozenset()
-        """Positions that an earlier run began: what became of them is known."""
+        """Positions that an earlier run started; their state is known."""
         self._again: deque[Place] = deque()
         self._open: dict[str, _OpenGroup] = {}
         if resumed is not None:
@@ -114,7 +114,7 @@ class GroupProducer:
                 self.curriculum.observe(self.order.row(position), seen)
 
     def publish(self, published: Published) -> None:
-        """New weights are live: turns that begin from now on use them, and more groups may start."""
+        """Note that new weights are live: turns that begin from now on use them, and more groups may start."""
         self.published = published
         self.admission.publish(published.version)
         self.batches.publish(published.version)
@@ -139,7 +139,7 @@ class GroupProducer:
                 await self.deliver(batch, await self._take_figures())
 
     def _candidate(self, group: _OpenGroup) -> Candidate:
-        # what compares the chains of a group has no verdict before it is complete
+        # rewards that compare the chains of a group exist only once it is complete
         ended = [] if self._lacks_group_rewards(group) else group.ended
         teaches = worth(ended, self.config) is Worth.TEACHES
         return Candidate(group.place.group_id, group.oldest, group.complete, len(counted(ended, self.config)), teaches)
@@ -230,7 +230,8 @@ class GroupProducer:
         await self.runner.play(chain, group.task, sampling, self.config.scored)
 
     def cache_salt(self) -> str | None:
-        """The salt for a chain that begins now: with `inflight: keep`, it must not find caches of older weights."""
+        """Return the salt for a chain that begins now: with `inflight: keep`, it must not find caches of older
+        weights."""
         keeps = self.config.inflight is Inflight.KEEP and self.runner.setup.recipe.model.lora is None
         return str(self.published.version) if keeps else None
 
@@ -242,14 +243,15 @@ class GroupProducer:
             self.curriculum.observe(row, successes(counted(group.chains, self.config)))
 
     def _take(self, group: _OpenGroup) -> Group:
-        """What a batch takes of `group`: its chains that have ended; those that still run are cancelled."""
+        """Return the ended chains of `group` for a batch, and cancel those that still run."""
         self.cancellations.trained(self.order.row(group.place.position))
         taken = counted(group.ended, self.config)
         self._end_running(group)
         return group.group(taken)
 
     def _cancel(self, group: _OpenGroup) -> None:
-        """Too old for any later batch, and too little of it has ended for this one: another group takes the place."""
+        """Cancel a group that is too old for any later batch and has too few ended chains for this one; another group
+        takes its place."""
         self._end_running(group)
         row = self.order.row(group.place.position)
         if self.cancellations.cancelled(row):
@@ -280,7 +282,7 @@ class GroupProducer:
             chain.error = f"its group reached rollout.max_staleness={self.admission.max_staleness}"
         if self._lacks_group_rewards(group):
             for chain in group.chains:
-                # without the part that compares the chains, what they have is not their reward
+                # without the part that compares the chains, their rewards are incomplete
                 chain.reward = chain.turn_rewards = None
         self._save(group)
         group.closed = True
@@ -288,7 +290,8 @@ class GroupProducer:
         group.runs.cancel()
 
     def _replace(self, place: Place) -> None:
-        """A group was not delivered: another takes its place, the same task once more at first."""
+        """Start another group in place of one that was not delivered; the first replacement runs the same task
+        again."""
         self.admission.dropped()
         if place.attempt == 0:
             self._again.append(Place(place.position, attempt=1))

@@ -1,4 +1,4 @@
-"""Rendering: messages to token ids and back, so that what was sampled is never tokenised again."""
+"""Renders messages to token ids and parses ids back, so that sampled ids are never tokenised again."""
 
 import hashlib
 import json
@@ -25,13 +25,13 @@ from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec,
 
 Log = Callable[[dict[str, Any]], None]
 Spans = list[tuple[int, int, float]]
-"""(start, end, weight) of stretches of a text."""
+"""(start, end, weight) of ranges of a text."""
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a sampled turn says. `error` is what is wrong with it, in words for the model; then no call of the turn is
-    executed and `message` holds the text as it was written. `answer` is the final answer, where the format marks one.
+    """The content of a sampled turn. `error`, written for the model, is what is wrong with it; if set, no call of the
+    turn is executed and `message` contains the text as written. `answer` is the final answer if the format marks one.
     `roles` has a letter for each sampled token (roles.turn_roles); empty: unknown."""
 
     message: Message
@@ -44,67 +44,66 @@ class Parsed:
 class Renderer(Protocol):
     """Turns conversations into token ids, and sampled ids into messages.
 
-    Whoever drives a chain keeps the pieces: `open`, then sampled ids and `extend` in turn. Their concatenation is what
-    the server is sent.
+    The caller keeps the pieces: `open`, then sampled ids and `extend` in turn. The server gets their concatenation.
     """
 
     stop_token_ids: list[int]
     info: dict[str, Any]
 
     def open(self, messages: list[Message], specs: list[ToolSpec]) -> list[int]:
-        """Ids of a conversation, ending with the generation prompt."""
+        """Return the ids of a conversation, ending with the generation prompt."""
 
     def extend(
         self, ids: list[int], messages: list[Message], new: list[Message], specs: list[ToolSpec]
     ) -> list[int] | None:
-        """Ids to append to `ids`, which end with a sampled turn, for the messages `new` and the next turn.
+        """Return the ids to append to `ids`, which end with a sampled turn, for the messages `new` and the next turn.
 
-        `messages` is the whole conversation, `new` included. None: the template rewrites history here, begin a new row
-        with `open(messages, specs)`.
+        `messages` is the whole conversation, `new` included. None means that the template rewrites history here; begin
+        a new row with `open(messages, specs)`.
         """
 
     def parse(
         self, sampled_ids: list[int], first_call: int = 0, prefix: str = "", specs: Sequence[ToolSpec] = ()
     ) -> Parsed:
-        """A sampled turn as a message; its calls are numbered from `first_call` (the chain's calls so far). `prefix` is
-        the text that the turn was made to begin with, and a part of the message. Text formats take the types of
-        arguments from `specs`."""
+        """Parse a sampled turn into a message; its calls are numbered from `first_call` (the chain's calls so far).
+        `prefix` is the text that the turn was made to begin with, and is part of the message. Text formats take the
+        types of arguments from `specs`."""
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        """What the model has to be told of the tools; None where the chat template does."""
+        """Return the description of the tools for the model; None if the chat template contains it."""
 
     def instruct(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Message]:
-        """The messages that open a chain, as the tool-call format has them, instructions included. A second call
+        """Convert the messages that open a chain to the tool-call format, with its instructions. Applying this twice
         changes nothing more."""
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        """How the results of a turn are told."""
+        """Return the messages with the results of a turn."""
 
     def complaint(self, text: str) -> list[Message]:
-        """How a malformed turn is told what is wrong with it."""
+        """Return the messages that tell the model what is wrong with a malformed turn."""
 
     def encode(self, prefix: str) -> list[int]:
-        """Ids of the text that each turn is made to begin with (`rollout.assistant_prefix`)."""
+        """Return the ids of the text that each turn is made to begin with (`rollout.assistant_prefix`)."""
 
     def cut(self, text: str, max_tokens: int) -> str | None:
-        """`text` without its middle, of at most `max_tokens` tokens, with a marker that says so; None if it fits."""
+        """Cut the middle of `text`, leaving at most `max_tokens` tokens and a marker; None if it fits."""
 
     def conversation_row(self, messages: list[Message], specs: list[ToolSpec]) -> Row:
-        """A whole conversation as one row for supervised training."""
+        """Return a whole conversation as one row for supervised training."""
 
 
 class TemplateRenderer:
-    """Any chat template, by template difference.
+    """Renders any chat template by template difference.
 
-    Sampled ids are kept as they are. What follows them is the difference of two renders of a short dummy conversation,
-    tokenised apart. `info["choice"]` says how the template is used:
+    Sampled ids are kept unchanged. What follows them is the difference of two renders of a short dummy conversation,
+    tokenised separately. `info["choice"]` says how the template is used:
 
-    - `append`: the template leaves earlier turns alone; `extend` gives ids.
-    - `training variant`: the same, with the variant that TRL ships of a template that does not.
-    - `fork`: the template rewrites history. `extend` gives ids only where the re-rendered conversation begins, letter
+    - `append`: the template leaves earlier turns unchanged; `extend` returns ids.
+    - `training variant`: the same, with TRL's variant of a template that rewrites earlier turns.
+    - `fork`: the template rewrites history. `extend` returns ids only if the re-rendered conversation begins, letter
       for letter, with the text of `ids` and the closing of the turn; otherwise None.
 
-    A turn that was cut before its end-of-turn token gets the closing that the template puts there, as context.
+    A turn that was cut before its end-of-turn token gets the template's closing, as context.
     """
 
     def __init__(
@@ -122,33 +121,34 @@ class TemplateRenderer:
         self.parser = parser
         self._encoder = Encoder(tokenizer, behaviour.end, behaviour.frame)
         self._lengths = TokenLengths(tokenizer)
-        # without one in the template, turns end with the tokenizer's own, which the template does not write
+        # if the template has no end-of-turn token, turns end with the tokenizer's own, which the template does not
+        # write
         end: Any = tokenizer.convert_tokens_to_ids(behaviour.end) if behaviour.end else tokenizer.eos_token_id
         self._end: int | None = end
-        # what a turn lacks that was cut before its end
+        # the closing that a turn lacks if it was cut before its end
         self._missing = [*self._encoder.encode(behaviour.before_end), end] if behaviour.end else []
         ends: tuple[Any, ...] = (end, tokenizer.eos_token_id, *eos_token_ids)
         self.stop_token_ids: list[int] = sorted({i for i in ends if i is not None})
         self.info = {**info, "stop_token_ids": self.stop_token_ids}
         self._specs: list[ToolSpec] = []
         self._tools = "[]"
-        # the cached functions get JSON, which is hashable and cheaper to make than a render
+        # the cached functions take JSON, which is hashable and cheaper to create than a render
         self._opening = lru_cache(1024)(self._render_opening)
         self._following = lru_cache(16384)(self._render_following)
 
     @property
     def chat_template(self) -> str:
-        """The Jinja source in use: an export ships it."""
+        """The Jinja source in use, which exports include."""
         return self.template.source
 
     def open(self, messages: list[Message], specs: list[ToolSpec]) -> list[int]:
-        """Ids of a conversation, ending with the generation prompt. Raises RenderError (a ValueError)."""
+        """Return the ids of a conversation, ending with the generation prompt. Raises RenderError (a ValueError)."""
         return list(self._opening(json.dumps(self._plain(messages)), self._json(specs)))
 
     def extend(
         self, ids: list[int], messages: list[Message], new: list[Message], specs: list[ToolSpec]
     ) -> list[int] | None:
-        """See Renderer. Appending templates never give None on what the probes cover."""
+        """See Renderer. Appending templates never return None for the conversations that the probes cover."""
         tools = self._json(specs)
         missing = [] if ids[-1:] == [self._end] else self._missing
         following: Sequence[int] | None
@@ -164,8 +164,8 @@ class TemplateRenderer:
     def parse(
         self, sampled_ids: list[int], first_call: int = 0, prefix: str = "", specs: Sequence[ToolSpec] = ()
     ) -> Parsed:
-        """See Renderer. Ids are `call_{n}`. Reasoning goes to `reasoning_content` where the template knows it. The
-        message of a text format is its text; it has no `tool_calls`."""
+        """See Renderer. Ids are `call_{n}`. Reasoning goes to `reasoning_content` if the template supports it. The
+        message of a text format is its text and has no `tool_calls`."""
         ends = bool(sampled_ids) and sampled_ids[-1] in self.stop_token_ids
         text = prefix + self._encoder.decode(sampled_ids[:-1] if ends else sampled_ids)
         reasoning, thought, rest = split_reasoning(text, self.behaviour.opens_reasoning)
@@ -194,7 +194,7 @@ class TemplateRenderer:
         return Parsed(message, calls, answer=found.answer, roles=roles)
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        """See Renderer. Raises ValueError where the tool-call format cannot call these tools."""
+        """See Renderer. Raises ValueError if the tool-call format cannot call these tools."""
         return self.parser.instructions(specs)
 
     def instruct(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Message]:
@@ -210,7 +210,7 @@ class TemplateRenderer:
         return self.parser.complaint(text)
 
     def encode(self, prefix: str) -> list[int]:
-        """See Renderer. Raises RenderError (a ValueError) for a prefix that opens the reasoning once more."""
+        """See Renderer. Raises RenderError (a ValueError) for a prefix that opens the reasoning a second time."""
         if self.behaviour.opens_reasoning and prefix.lstrip().startswith("<think>"):
             raise RenderError(
                 f"rollout.assistant_prefix: got {prefix!r}, but the chat template's generation prompt ends with "
@@ -219,17 +219,17 @@ class TemplateRenderer:
         return self._encoder.encode(prefix, follows=True)
 
     def cut(self, text: str, max_tokens: int) -> str | None:
-        """See Renderer. The marker is `[... N of M tokens left out ...]`, on a line of its own."""
+        """See Renderer. The marker is `[... N of M tokens left out ...]`, on a separate line."""
         return self._encoder.cut(text, max_tokens)
 
     def conversation_row(self, messages: list[Message], specs: list[ToolSpec]) -> Row:
-        """A whole conversation as one row, in the very pieces of a chain whose turns are the messages' own text.
+        """Return a whole conversation as one row, in exactly the pieces of a chain that sampled the messages' text.
 
         `weight` of a message (OpenAI's fine-tuning convention) is the weight of its tokens: by default 1 for an
         assistant message with its end-of-turn token, 0 for any other. The mask is 1 where the weight is not 0. The
         generation prompt and the rest of a turn's closing have weight 0. The row ends with the last turn's end-of-turn
-        token, or with the messages after it. Raises RenderError, naming the message's index, where the template
-        cannot render the conversation or rewrites it, or where the tool-call format cannot express it.
+        token, or with the messages after it. Raises RenderError, naming the message's index, if the template cannot
+        render the conversation or rewrites it, or if the tool-call format cannot express it.
         """
         return self._row(transcript(messages, self.parser, specs, self.behaviour.system), specs)
 
@@ -247,8 +247,8 @@ class TemplateRenderer:
                 raise RenderError(f"message {lines[end - 1].index}: {error}") from error
 
         row = Row(weights=[])
-        text = ""  # of the row so far, as a chain was sent it
-        start = 0  # of the messages since the last turn
+        text = ""  # the row's text so far, as a chain would send it
+        start = 0  # index of the first message since the last turn
         for turn in [i for i, m in enumerate(plain) if m["role"] == "assistant"]:
             prompt, closed = rendered(turn, prompt=True), rendered(turn + 1)
             if not prompt.startswith(text):
@@ -277,7 +277,8 @@ class TemplateRenderer:
         return row
 
     def _check_calls(self, said: str, calls: list[dict[str, Any]], index: int, specs: list[ToolSpec]) -> None:
-        """Refuse to teach what is no call in a chain, as where a template does not escape the quotes of a string."""
+        """Raise RenderError for calls that could not be parsed in a chain, for example if a template does not escape
+        the quotes of a string."""
         words = split_reasoning(said, self.behaviour.opens_reasoning)[2].replace(MARK, "")
         found = self.parser.parse(words, specs)
         if [name for name, _ in found.calls] != [call["function"]["name"] for call in calls]:
@@ -285,7 +286,7 @@ class TemplateRenderer:
             raise RenderError(f"message {index}: rollout.parser does not read what the chat template writes: {reason}")
 
     def tokens_agree(self, specs: list[ToolSpec]) -> bool:
-        """Whether the pieces of the probe conversations are the tokens of their whole text."""
+        """Return whether the pieces of the probe conversations are the tokens of their whole text."""
         for conversation in self.behaviour.conversations:
             ids = self._row(as_lines(conversation), specs).token_ids
             if not self.behaviour.end:  # the template does not write the token that ends a turn
@@ -301,14 +302,15 @@ class TemplateRenderer:
         _add(row, ids, [next((w for a, b, w in spans if a <= begin + at < b), 0.0) for at in starts])
 
     def _json(self, specs: list[ToolSpec]) -> str:
-        """The tools as JSON, as the chat template gets them, made anew only when they change."""
+        """Return the tools as JSON for the chat template; computed only when they change."""
         if specs != self._specs:
             shown = [map_strings(spec.to_openai(), self._encoder.mark) for spec in specs if self.parser.native]
             self._specs, self._tools = list(specs), json.dumps(shown)
         return self._tools
 
     def _plain(self, messages: list[Message]) -> list[Message]:
-        """Messages as the chat template gets them: text only, no more than it knows, and no control tokens in it."""
+        """Return messages for the chat template: text only, without fields that it does not support and without control
+        tokens."""
         return [self._plain_message(message) for message in messages]
 
     def _plain_message(self, message: Message) -> Message:
@@ -335,7 +337,8 @@ class TemplateRenderer:
 
 
 def _spans(rendered: Callable[[int], str], start: int, end: int, whole: str, weights: list[float]) -> Spans:
-    """Where messages[start:end] stand in the text `whole`, with their weights; those of weight 0 are left out."""
+    """Return where messages[start:end] are in the text `whole`, with their weights; messages of weight 0 are left
+    out."""
     if not any(weights[start:end]):
         return []
     edges = [shared_length(rendered(i), whole) if i else 0 for i in range(start, end + 1)]
@@ -360,12 +363,13 @@ def make_renderer(
     base: Path = Path(),
     log: Log | None = None,
 ) -> TemplateRenderer:
-    """A renderer for a tokenizer and a Jinja template (default: the tokenizer's own), after probing the template.
+    """Create a renderer for a tokenizer and a Jinja template (default: the tokenizer's own), after probing the
+    template.
 
-    `parser` is the tool-call format, as in `rollout.parser`; a file of one's own is looked for in `base`. `tools`: the
-    chains call tools; without them the template need not render any. `eos_token_ids` end a turn beside the template's
-    and the tokenizer's own. `log` gets one record, `{"renderer": info}`. Raises RenderError (a ValueError) where the
-    template cannot serve.
+    `parser` is the tool-call format, as in `rollout.parser`; a custom parser's file is looked up in `base`. `tools`:
+    the chains call tools; without them the template need not render any. `eos_token_ids` end a turn in addition to the
+    template's and the tokenizer's own tokens. `log` gets one record, `{"renderer": info}`. Raises RenderError (a
+    ValueError) if the template cannot be used.
     """
     acting = load_parser(parser, base)
     origin = "tokenizer" if chat_template is None else "model.chat_template"
@@ -394,9 +398,9 @@ def make_renderer(
 def load_renderer(
     model: ModelConfig, parser: str, log: Log | None = None, *, tools: bool = True, base: Path = Path()
 ) -> TemplateRenderer:
-    """The renderer of a recipe's model; a parser's file is looked for in `base`, the recipe's folder.
+    """Create the renderer of a recipe's model; a parser's file is looked up in `base`, the recipe's folder.
 
-    Raises ValueError where a file is missing or the template cannot serve.
+    Raises ValueError if a file is missing or the template cannot be used.
     """
     source = None
     if model.chat_template is not None:
@@ -416,10 +420,10 @@ def load_renderer(
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub name. Raises ValueError where there is none.
+    """Load the tokenizer of a model folder or hub name. Raises ValueError if there is none.
 
-    transformers' AutoTokenizer takes seconds to import and loads torch. It is only used for models whose files ask for
-    a class of their own; others are the tokenizer file as it is.
+    transformers' AutoTokenizer takes seconds to import and loads torch. It is used only for models whose files name a
+    special tokenizer class; for others the tokenizer file is loaded directly.
     """
     try:
         config = cached_file(path, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
@@ -435,7 +439,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def _generation_eos(path: str) -> list[int]:
-    """The end-of-sequence ids of the model's generation_config.json, where it has one."""
+    """Return the end-of-sequence ids in the model's generation_config.json, if it has one."""
     file = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
     ids = json.loads(Path(file).read_text(encoding="utf-8")).get("eos_token_id") if file else None
     return ids if isinstance(ids, list) else [] if ids is None else [ids]

@@ -1,4 +1,5 @@
-"""What a stopped run left in its trajectories: which places are settled, and which groups wait to be trained."""
+"""The state that a stopped run left in its trajectories: places that are settled, and groups that wait to be
+trained."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from agentfactory.rollout.trajectory import Group, Outcome
 
 @dataclass(frozen=True)
 class Pending:
-    """A saved group that is not trained yet. `oldest` is the version of its oldest token that may be."""
+    """A saved group that is not trained yet. `oldest` is the lowest possible version of its oldest token."""
 
     place: Place
     group: Group
@@ -21,16 +22,17 @@ class Pending:
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run goes on: no place that is `done` is run again, so that each is trained once at most."""
+    """Where a run resumes. Places that are `done` do not run again, so that each is trained at most once."""
 
     done: frozenset[int]
-    """Positions that are settled: trained, filtered for equal rewards, or tried twice in vain."""
+    """Positions that are settled: trained, filtered for equal rewards, or failed twice."""
     again: tuple[int, ...]
-    """Positions whose first attempt came to nothing: their second one is due."""
+    """Positions whose first attempt failed; the second is due."""
     pending: tuple[Pending, ...]
-    """In the order of their places."""
+    """Saved groups that wait to be trained, in the order of their places."""
     observed: tuple[tuple[int, list[float]], ...]
-    """For the curriculum, in the order in which the groups ended: position, and the successes of its chains."""
+    """Observations for the curriculum, in the order in which the groups ended: position, and the successes of its
+    chains."""
 
     @classmethod
     def from_saved(
@@ -41,13 +43,13 @@ class Resumed:
         version: int,
         config: RolloutConfig,
     ) -> "Resumed":
-        """Sort out the groups that were `saved` before the checkpoint.
+        """Classify the groups that were `saved` before the checkpoint.
 
         Args:
             saved: In the order of the file: each was written when it ended.
             trained: Ids of all groups that the checkpoint's weights were trained on.
             versions: Label of a span -> number of the version, as in WeightVersions.
-            version: That of the checkpoint.
+            version: The checkpoint's version.
 
         Raises:
             ValueError: a group's id is not a place, or a label is not in `versions`.
@@ -64,7 +66,7 @@ class Resumed:
                 observed.append((place.position, successes(counting)))
             if place.position in done:
                 continue
-            # what was attempted again had been given up before
+            # if there is a second attempt, the first had been given up
             pending.pop(place.position, None)
             whole = all(chain.outcome is not Outcome.CANCELLED for chain in group.trajectories)
             found = worth(group.trajectories, config)

@@ -1,10 +1,10 @@
-"""When a failed request is sent again: a pure state machine, without clock or I/O."""
+"""Decides when to send a failed request again: a pure state machine, without clock or I/O."""
 
 import random
 from dataclasses import dataclass
 
 FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
-"""Seconds between tries: the first doubles up to the longest."""
+"""Seconds between tries: the first delay doubles up to the longest."""
 
 
 @dataclass
@@ -16,8 +16,8 @@ class Retries:
     _attempts: int = 0
 
     def delay(self, now: float, draw: float | None = None, asked: float = 0.0) -> float | None:
-        """Seconds to wait after a failure at `now`; None when the limit is reached. `draw` in [0, 1) is the jitter,
-        `asked` what the server asked to be left alone for."""
+        """Return the seconds to wait after a failure at `now`; None when the limit is reached. `draw` in [0, 1) is the
+        jitter; `asked` is the delay that the server asked for."""
         if self.failing_since is None:
             self.failing_since = now
         left = self.failing_since + self.limit - now
@@ -28,6 +28,6 @@ class Retries:
 
     @staticmethod
     def pause(attempt: int, draw: float | None = None) -> float:
-        """Seconds before try `attempt` + 1: between half and the whole of the doubled delay."""
+        """Return the seconds before try `attempt` + 1: between half and all of the doubled delay."""
         longest = min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** min(attempt - 1, 30))
         return longest * (0.5 + 0.5 * (random.random() if draw is None else draw))

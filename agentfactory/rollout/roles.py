@@ -1,5 +1,4 @@
-"""What each token of a turn is there for: the words, the values of arguments, or the format that calls are written
-in."""
+"""The role of each token of a turn: text, values of arguments, or the format in which calls are written."""
 
 import json
 import re
@@ -9,22 +8,22 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 FORMAT, ARGUMENTS, TEXT = "f", "a", "t"
-"""The roles, a letter for each token: see `turn_roles`."""
+"""The roles, one letter per token: see `turn_roles`."""
 ROLES = {"format": FORMAT, "arguments": ARGUMENTS, "text": TEXT}
-"""By the names that metrics have."""
+"""Role names in metrics -> letters."""
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class TokenLengths:
-    """How many bytes of text each token is; a token is decoded once."""
+    """Computes how many bytes of text each token is; decodes each token once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, int] = {}
 
     def of(self, ids: Sequence[int]) -> list[int]:
-        """The length of each id."""
+        """Return the length of each id."""
         for token in set(ids) - self._known.keys():
             self._known[token] = self._measure(token)
         return [self._known[token] for token in ids]
@@ -32,12 +31,12 @@ class TokenLengths:
     def _measure(self, token: int) -> int:
         raw: Any = self._tokenizer.convert_ids_to_tokens(token)
         if raw is not None and "\u2581" in raw:
-            # alone, it would lose the space that it begins with
+            # decoded alone, the token would lose its leading space
             return len(raw.replace("\u2581", " ").encode())
         text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         if "\ufffd" in text and raw is not None:
-            # a part of a character: byte-level vocabularies write a byte as one character
+            # part of a character: byte-level vocabularies write a byte as one character
             return 1 if _BYTE.fullmatch(raw) else len(raw)
         return len(text.encode())
 
@@ -45,12 +44,14 @@ class TokenLengths:
 def turn_roles(
     lengths: Sequence[int], text: str, words: Iterable[str], arguments: Iterable[dict[str, Any]], malformed: bool
 ) -> str:
-    """A letter for each token of a turn, whose `lengths` in bytes add up to those of `text` and what ends the turn.
+    """Return a letter for each token of a turn; their `lengths` in bytes add up to those of `text` and of the turn's
+    end.
 
-    arguments: the token has a part of a value of a call's arguments in it. text: no such, but a part of the `words`,
-    those outside of calls. format: all others, that is tags, names, punctuation, the token that ends the turn, and all
-    of a `malformed` turn. Words are looked for from the front and values from the end, where calls stand; what is
-    written otherwise in the turn than read from it (an escaped character, say) may be missed, and counts as format.
+    arguments: the token contains part of a value of a call's arguments. text: it contains no such part, but part of the
+    `words`, the text outside calls. format: all others, that is tags, names, punctuation, the token that ends the turn,
+    and all of a `malformed` turn. Words are searched from the front and values from the end, where the calls are. Text
+    that the turn writes differently from what was parsed (an escaped character, say) may be missed, and counts as
+    format.
     """
     whole = text.encode()
     letters = bytearray(FORMAT.encode() * (sum(lengths) + len(whole)))
@@ -73,7 +74,7 @@ def turn_roles(
 
 
 def _written(value: Any) -> Iterable[str]:
-    """The leaves of a value, as they most likely stand in the text."""
+    """Return the leaves of a value, as they most likely appear in the text."""
     if isinstance(value, dict):
         for inner in value.values():
             yield from _written(inner)

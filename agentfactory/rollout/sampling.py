@@ -1,4 +1,4 @@
-"""Sampling a turn: with which weights, temperature and seed, and the request that says so."""
+"""Samples a turn: chooses weights, temperature and seed, and builds the request."""
 
 import hashlib
 from collections.abc import Callable
@@ -11,12 +11,13 @@ from agentfactory.rollout.trajectory import Span
 
 @dataclass(frozen=True)
 class Sampling:
-    """With what a chain is sampled: the weights by the server's name for them, and how.
+    """The sampling settings of a chain: the weights by the server's name for them, temperature and seed.
 
-    A function as `model` is asked for the name at each turn, and a turn keeps the weights that it began with unless
+    If `model` is a function, it is asked for the name at each turn; a turn keeps the weights that it began with, unless
     the server updates them in place. `seed` is any text: with the recipe's seed it makes the chain reproducible on a
-    server that takes seeds. `cache_salt` keeps a server that does not drop old caches (`rollout.inflight: keep`) from
-    using those of other weights than the version that the salt names; what it samples with later ones is mixed.
+    server that supports seeds. `cache_salt` keeps a server that does not drop old caches (`rollout.inflight: keep`)
+    from using caches of other weights than the version that the salt names; tokens sampled on them with later weights
+    are mixed.
     """
 
     model: str | Callable[[], str]
@@ -26,14 +27,14 @@ class Sampling:
 
 
 def turn_seed(recipe_seed: int, chain_seed: str, turn: int, sample: int = 0) -> int:
-    """A 31-bit seed for one sample of one turn, independent of the order in which chains run."""
+    """Return a 31-bit seed for one sample of one turn, independent of the order in which chains run."""
     place = f"{turn}.{sample}" if sample else f"{turn}"
     digest = hashlib.blake2b(f"{recipe_seed}/{chain_seed}/{place}".encode(), digest_size=4).digest()
     return int.from_bytes(digest) >> 1
 
 
 class Sampler:
-    """Has the inference servers sample turns, as a recipe says. A turn ends at one of `stop_token_ids`."""
+    """Requests turns from the inference servers, as a recipe says. A turn ends at one of `stop_token_ids`."""
 
     def __init__(self, recipe: RolloutRecipe, client: InferenceClient, stop_token_ids: list[int]) -> None:
         self.recipe = recipe
@@ -49,13 +50,13 @@ class Sampler:
             "max_tokens": max_tokens,
             "stop_token_ids": self.stop_token_ids,
         }
-        # vLLM's CPU engine dies of per-request seeds, so only our own engine gets them
+        # vLLM's CPU engine crashes with per-request seeds, so only our own engine gets them
         if self.recipe.server.engine == "embedded":
             parameters["seed"] = turn_seed(self.recipe.seed, sampling.seed, turn, sample)
         model = sampling.model if isinstance(sampling.model, str) else sampling.model()
         completion = await self.client.generate(ids, model, parameters, sampling.cache_salt, chain=sampling.seed)
         if self.recipe.model.lora is not None:
-            # vLLM gives the version of the base weights here; what matters is the adapter, and a turn keeps it
+            # vLLM reports the version of the base weights here; the adapter is what matters, and a turn keeps it
             count = len(completion.token_ids)
             return replace(completion, versions=[Span(model, 0, count)] if count else [])
         if sampling.cache_salt is not None:

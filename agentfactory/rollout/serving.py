@@ -1,4 +1,5 @@
-"""Starting an inference server: an engine's command line, what its log says, and why it failed, in one line."""
+"""Starts an inference server: builds the engine's command line, and reads its log for progress and for a one-line
+error."""
 
 import re
 import subprocess
@@ -16,10 +17,11 @@ def server_command(
     weight_transfer: str | None = None,
     sleeps: bool = False,
 ) -> list[str]:
-    """The command that serves `recipe.model` (or `server.model` in its place), and prints `ready URL` once it answers.
+    """Return the command that serves `recipe.model` (or `server.model` instead), and prints `ready URL` once it
+    answers.
 
-    `adapters` are loaded at the start, by name; `weight_transfer` is the backend by which full weights will come;
-    `sleeps`: the server will be sent to sleep, for which vLLM keeps its memory in pools of its own.
+    `adapters` are loaded at the start, by name; `weight_transfer` is the backend for full weights. `sleeps`: the server
+    will be sent to sleep, for which vLLM keeps its memory in separate pools.
     """
     server, adapters = recipe.server, adapters or {}
     module = "agentfactory.rollout.vllm_server" if server.engine == "vllm" else "agentfactory.rollout.embedded"
@@ -40,7 +42,8 @@ def server_command(
 
 
 def missing_from(python: str | None) -> str | None:
-    """What `python` (None: this one) lacks to run vLLM: "vllm" or "agentfactory", or None. It imports neither."""
+    """Return what `python` (None: the current one) lacks to run vLLM: "vllm", "agentfactory", or None. Imports
+    neither."""
     code = (
         "from importlib.util import find_spec\n"
         "print('vllm' if not find_spec('vllm') else '' if find_spec('agentfactory') else 'agentfactory')"
@@ -50,7 +53,7 @@ def missing_from(python: str | None) -> str | None:
 
 
 def ready_url(log: Sequence[str]) -> str | None:
-    """The server's address, once it answers."""
+    """Return the server's address once it answers."""
     return next((line.split()[1] for line in log if line.startswith("ready http")), None)
 
 
@@ -64,7 +67,7 @@ _STAGES = (
 
 
 def stage(log: Sequence[str]) -> str:
-    """What a starting server is doing."""
+    """Return what a starting server is doing."""
     return next(name for name, mark in reversed(_STAGES) if any(mark in line for line in log) or not mark)
 
 
@@ -125,7 +128,7 @@ _FOLLOWS = re.compile(r"Engine core initialization failed|WorkerProc initializat
 
 
 def explain(log: Sequence[str]) -> str | None:
-    """Why a server ended, in one line with the fix; vLLM's own first error where it is none of the usual ones."""
+    """Explain in one line, with the fix, why a server ended; if the error is unknown, return vLLM's own first error."""
     for pattern, message in _FAILURES:
         for line in log:
             if found := re.search(pattern, line):

@@ -1,4 +1,4 @@
-"""Chat templates: conversations to text."""
+"""Chat templates: render conversations as text."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ Tools = list[dict[str, Any]] | None
 
 
 class RenderError(ValueError):
-    """A chat template cannot render a conversation, or cannot serve for training at all; the text says why."""
+    """A chat template cannot render a conversation, or cannot be used for training at all; the message says why."""
 
 
 class ChatTemplate:
@@ -21,7 +21,7 @@ class ChatTemplate:
         self.source = source
 
     def render(self, messages: list[Message], tools: Tools = None, prompt: bool = False) -> str:
-        """The conversation's text; `prompt` adds the generation prompt. Raises RenderError."""
+        """Return the conversation's text; `prompt` adds the generation prompt. Raises RenderError."""
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,
@@ -30,17 +30,18 @@ class ChatTemplate:
                 tokenize=False,
                 add_generation_prompt=prompt,
             )
-        except Exception as error:  # a template is somebody's code: it raises what it likes
+        except Exception as error:  # a template is arbitrary code: it may raise anything
             reason = str(error).rstrip(".") or type(error).__name__
             raise RenderError(f"the chat template refuses the conversation: {reason}") from error
         assert isinstance(text, str)
         return text
 
     def continuation(self, new: list[Message], tools: Tools, after_end: str, prompt: bool = True) -> str | None:
-        """What the template puts after an assistant turn's end for the messages `new`: a difference of two renders.
+        """Return what the template puts after an assistant turn's end for the messages `new`: a difference of two
+        renders.
 
-        `after_end` is what it puts there when nothing follows. The turn before is a dummy, which for tool messages
-        makes the calls that they answer. None where the template changes that turn because of `new`.
+        `after_end` is what it puts there when nothing follows. The preceding turn is a dummy, which makes the calls
+        that tool messages answer. None if the template changes that turn because of `new`.
         """
         calls: list[dict[str, Any]] = []
         for message in new:
@@ -57,7 +58,7 @@ class ChatTemplate:
         return text[len(ended) :] if text.startswith(ended) else None
 
     def split_closing(self, closing: str) -> tuple[str, str, str]:
-        """A turn's closing as (text before its end, end-of-turn token, text after it).
+        """Split a turn's closing into (text before its end, end-of-turn token, text after it).
 
         The end-of-turn token is the closing's first added token. A template that closes a turn with plain text has
         none: ("", "", closing).
@@ -71,14 +72,15 @@ class ChatTemplate:
 
 
 def shared_length(a: str, b: str) -> int:
-    """How many leading characters two texts share."""
+    """Return the number of leading characters that two texts share."""
     if b.startswith(a):
         return len(a)
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(b))
 
 
 def split_reasoning(text: str, opened: bool) -> tuple[str, str, str]:
-    """Reasoning, the text that wrote it (tags included), and the text after it. Reasoning that was cut has no rest.
+    """Split text into the reasoning, the text that wrote it (tags included), and the text after it. Reasoning that was
+    cut has no rest.
 
     `opened`: the text begins inside the reasoning.
     """

@@ -1,4 +1,4 @@
-"""Tools that raise at most of their calls: a bug, of which no chain dies."""
+"""Detects tools that raise in most of their calls: a bug that does not end any chain."""
 
 from collections import Counter, defaultdict
 
@@ -9,21 +9,21 @@ ENOUGH_CALLS = 16
 
 
 class ToolErrors:
-    """Counts what each tool raised, until it has been told of."""
+    """Counts the errors that each tool raised, until a warning is given."""
 
     def __init__(self) -> None:
         self._raised: dict[str, Counter[str]] = defaultdict(Counter)
-        """Tool -> error, "" for none -> calls since the tool was judged."""
+        """Tool -> error ("" for none) -> calls since the tool was last judged."""
         self._told: set[str] = set()
 
     def note(self, tool: str, result: ToolResult) -> None:
-        """A call of `tool` ended."""
+        """Note that a call of `tool` ended."""
         raised = result.error is CallError.TOOL_ERROR
         if tool not in self._told and result.error is not CallError.UNKNOWN_TOOL:
             self._raised[tool][text_of(result.content)[:300] or "an error without a text" if raised else ""] += 1
 
     def take_warnings(self) -> list[str]:
-        """A line for each tool of which at least half of the calls raised; each tool is told of once."""
+        """Return a line for each tool of which at least half of the calls raised; each tool is reported once."""
         warnings = []
         for tool in [tool for tool, found in self._raised.items() if found.total() >= ENOUGH_CALLS]:
             found = self._raised.pop(tool)

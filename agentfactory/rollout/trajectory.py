@@ -1,4 +1,4 @@
-"""What a chain leaves behind: token rows, trajectories, groups, and their JSONL."""
+"""The records of a chain: token rows, trajectories, groups, and their JSONL."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from agentfactory.tools.messages import Message
 
 
 class Outcome(StrEnum):
-    """How a chain ended. The failures say nothing about the policy: they are never a reward of 0."""
+    """How a chain ended. Failures say nothing about the policy: they are never a reward of 0."""
 
     COMPLETED = "completed"
     MAX_TURNS = "max_turns"
@@ -32,10 +32,10 @@ class Outcome(StrEnum):
 
 
 class StopReason(StrEnum):
-    """What ended a chain that did not break. For `Outcome.TOOL_LIMIT` it is the limit that was reached."""
+    """What ended a chain that did not break. For `Outcome.TOOL_LIMIT`, the limit that was reached."""
 
     ANSWER = "answer"
-    """The model said its last word."""
+    """The model gave its final answer."""
     FINISH = "finish"
     """A tool ended the chain."""
     MAX_TURNS = "max_turns"
@@ -63,15 +63,15 @@ _FAILURES = frozenset(
 
 
 NO_ROLE = "."
-"""In Row.roles: of a token that nobody sampled."""
+"""In Row.roles: a token that was not sampled."""
 
 
 @dataclass
 class Span:
-    """Tokens [start, end) of a row were sampled by the weights labelled `version`.
+    """Tokens [start, end) of a row, sampled by the weights labelled `version`.
 
-    `mixed` marks those whose cached context may come from older weights (`rollout.inflight: keep`): their
-    log-probabilities are of no single version.
+    `mixed` marks tokens whose cached context may come from older weights (`rollout.inflight: keep`): their
+    log-probabilities belong to no single version.
     """
 
     version: str
@@ -87,9 +87,9 @@ class Row:
     `mask` is 1 where the server sampled the token and 0 elsewhere: nothing else is ever trained by RL.
     `logprobs` are the server's, of the sampled token after temperature (0.0 where the mask is 0).
     `weights` scale a token's loss (SFT; None means 1 on the mask).
-    `turn_ends`: where each assistant turn ends, behind its last token (None: each run of 1s in the mask is a turn).
-    `roles`: a letter per token, of the sampled ones what they are there for (roles.ROLES); context at the end has none,
-    and where nothing is known it is empty.
+    `turn_ends`: the end of each assistant turn, after its last token (None: each run of 1s in the mask is a turn).
+    `roles`: a letter per token; sampled tokens have a role (roles.ROLES), context at the end has none, and the whole is
+    empty if nothing is known.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Row:
     roles: str = ""
 
     def append_context(self, token_ids: list[int]) -> None:
-        """Add tokens that nobody sampled: prompts, tool results, closing tokens."""
+        """Add tokens that were not sampled: prompts, tool results, closing tokens."""
         self.token_ids += token_ids
         self.mask += [0] * len(token_ids)
         self.logprobs += [0.0] * len(token_ids)
@@ -109,7 +109,7 @@ class Row:
     def append_sampled(
         self, token_ids: list[int], logprobs: list[float], versions: list[Span], mask: list[int] | None = None
     ) -> None:
-        """Add a turn; `versions` count from its first token. `mask` is 0 where a token was put there and not sampled
+        """Add a turn; `versions` count from its first token. `mask` is 0 for tokens that were inserted, not sampled
         (None: all were sampled)."""
         if len(token_ids) != len(logprobs):
             raise ValueError(f"{len(token_ids)} sampled tokens came with {len(logprobs)} log-probabilities")
@@ -121,11 +121,12 @@ class Row:
         self.turn_ends = [*(self.turn_ends or []), len(self.token_ids)]
 
     def note_roles(self, roles: str) -> None:
-        """What the last tokens, those of a turn, are there for."""
+        """Set the roles of the last tokens, which are those of a turn."""
         self.roles = self.roles.ljust(len(self.token_ids) - len(roles), NO_ROLE) + roles
 
     def turn_spans(self) -> list[tuple[int, int]]:
-        """[start, end) of each assistant turn, from its first sampled token on; empty where nothing was sampled."""
+        """Return [start, end) of each assistant turn, from its first sampled token; an empty span if nothing was
+        sampled."""
         if self.turn_ends is None:
             edges = [i for i, (a, b) in enumerate(pairwise([0, *self.mask, 0])) if a != b]
             return list(zip(edges[::2], edges[1::2], strict=True))
@@ -138,13 +139,13 @@ class Row:
 
 @dataclass
 class Trajectory:
-    """One chain: what was said, the rows that were sampled, and how it ended.
+    """One chain: its messages, the sampled rows, and how it ended.
 
     A chain has one row, unless its template rewrites history or `rollout.context` shortens it: each rewritten prompt
     begins a new one.
-    `metrics` are numbers by name (`success`, `tool_calls`, `tool_errors/unknown_tool`, ...). `reward` is None where
-    the chain does not count: it failed, or `rollout.on_outcome` drops how it ended. `turn_rewards`, where the reward
-    gives any, are credited to the assistant turns, beside `reward`.
+    `metrics` are numbers by name (`success`, `tool_calls`, `tool_errors/unknown_tool`, ...). `reward` is None if the
+    chain does not count: it failed, or `rollout.on_outcome` drops its outcome. `turn_rewards`, if the reward gives any,
+    are credited to the assistant turns, in addition to `reward`.
     """
 
     id: str
@@ -162,14 +163,14 @@ class Trajectory:
     """Numbers of the assistant turns, from 0, whose calls could not be read."""
 
     def turn_spans(self) -> list[tuple[int, int, int]]:
-        """(row, start, end) of each assistant turn: its tokens are [start, end) of `rows[row]`, from the first sampled
-        one on. Those of them with mask 0 were put there. A turn in which nothing was sampled is an empty span.
+        """Return (row, start, end) of each assistant turn: its tokens are [start, end) of `rows[row]`, starting at the
+        first sampled one. Those with mask 0 were inserted. A turn in which nothing was sampled is an empty span.
 
-        Raises ValueError where the rows do not hold `turns` turns.
+        Raises ValueError if the rows do not contain `turns` turns.
         """
         spans = [(index, *span) for index, row in enumerate(self.rows) for span in row.turn_spans()]
         if len(spans) == self.turns - 1 and self.rows and self.rows[-1].turn_ends is None:
-            # of rows saved before they noted their turns' ends: only the last turn can have said nothing
+            # rows saved before they recorded their turns' ends: only the last turn can be empty
             length = len(self.rows[-1].mask)
             spans.append((len(self.rows) - 1, length, length))
         if len(spans) != self.turns:
@@ -187,12 +188,12 @@ class Group:
     version: int = 0
 
     def to_json(self) -> str:
-        """One line of a trajectories file."""
+        """Return one line of a trajectories file."""
         return json.dumps(asdict(self), ensure_ascii=False)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Group":
-        """The inverse of `to_json`, after JSON parsing."""
+        """Create a group from parsed JSON; the inverse of `to_json`."""
         trajectories = [
             Trajectory(
                 **{
@@ -208,13 +209,13 @@ class Group:
 
 
 CREDIT_FILE = "credit.jsonl"
-"""In a folder of trajectories files: what the trainer says of their tokens. It holds no group."""
+"""File in a folder of trajectories with the trainer's values for their tokens. It contains no groups."""
 
 
 def read_groups(path: Path) -> Iterator[Group]:
-    """Groups of a trajectories file, or of all `*.jsonl` files of a folder but CREDIT_FILE, in order.
+    """Yield the groups of a trajectories file, or of all `*.jsonl` files of a folder except CREDIT_FILE, in order.
 
-    Raises ValueError with file and line where a line is not a group.
+    Raises ValueError with file and line if a line is not a group.
     """
     files = [file for file in sorted(path.glob("*.jsonl")) if file.name != CREDIT_FILE] if path.is_dir() else [path]
     for file in files:

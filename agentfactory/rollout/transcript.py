@@ -1,4 +1,4 @@
-"""Conversations as a tool-call format has them: its instructions, and calls, results and answers in its words."""
+"""Conversations in a tool-call format: its instructions, and calls, results and answers written as it requires."""
 
 import json
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ class Line:
 
 
 def transcript(messages: Sequence[Message], parser: Parser, specs: Sequence[ToolSpec], system: bool) -> list[Line]:
-    """The lines of a conversation. What is in the parser's format already stays as it is.
+    """Return the lines of a conversation. Text that is already in the parser's format is unchanged.
 
-    Under a text format, calls are written as text, the results of a turn become one user message, and what an assistant
-    says otherwise is marked as its answer where the format marks answers; the instructions go into the system message,
-    or before the first user message if the chat template has no system messages (`system`).
+    Under a text format, calls are written as text, the results of a turn become one user message, and other assistant
+    messages are marked as answers if the format marks answers. The instructions go into the system message, or before
+    the first user message if the chat template has no system messages (`system`).
 
     Raises RenderError, naming the message's index, for calls that the format cannot express.
     """
@@ -46,13 +46,14 @@ def transcript(messages: Sequence[Message], parser: Parser, specs: Sequence[Tool
 
 
 def as_lines(messages: Sequence[Message]) -> list[Line]:
-    """The messages as they are. Their weight is their `weight`, by default 1 for an assistant's and 0 for others."""
+    """Convert messages without changes. Their weight is their `weight`, by default 1 for an assistant's and 0 for
+    others."""
     weights = [float(m.get("weight", 1.0 if m["role"] == "assistant" else 0.0)) for m in messages]
     return [Line(message, index, weight) for index, (message, weight) in enumerate(zip(messages, weights, strict=True))]
 
 
 def _tell(lines: list[Line], parser: Parser, names: dict[str, str]) -> Line:
-    """The tool messages of one turn as one user message."""
+    """Merge the tool messages of one turn into one user message."""
     if len({line.weight for line in lines}) > 1:
         raise RenderError(f"message {lines[0].index}: a turn's results are one message here; give them one weight")
     messages = [line.message for line in lines]
@@ -65,7 +66,7 @@ def _tell(lines: list[Line], parser: Parser, names: dict[str, str]) -> Line:
 
 
 def _write(line: Line, parser: Parser, specs: Sequence[ToolSpec]) -> Message:
-    """An assistant's message as plain text."""
+    """Return an assistant's message as plain text."""
     message = {key: value for key, value in line.message.items() if key != "tool_calls"}
     _, thought, words = split_reasoning(message.get("content") or "", opened=False)
     calls = [_call(call) for call in line.message.get("tool_calls") or []]
@@ -86,7 +87,7 @@ def _write(line: Line, parser: Parser, specs: Sequence[ToolSpec]) -> Message:
 
 def _call(call: dict[str, Any]) -> Call:
     arguments = call["function"]["arguments"]
-    # OpenAI's API gives them as JSON text
+    # OpenAI's API has arguments as JSON text
     return call["function"]["name"], json.loads(arguments) if isinstance(arguments, str) else arguments
 
 

@@ -1,4 +1,4 @@
-"""The command-line arguments of vLLM, from a recipe."""
+"""Builds vLLM's command-line arguments from a recipe."""
 
 import json
 from collections.abc import Mapping
@@ -7,13 +7,13 @@ from pathlib import Path
 from agentfactory.rollout.config import RolloutRecipe
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM can be asked for."""
+"""Ranks that vLLM accepts."""
 
 
 def vllm_arguments(recipe: RolloutRecipe, adapters: Mapping[str, Path], weight_transfer: str | None) -> list[str]:
-    """What `vllm serve` is told beside the arguments that both engines have; `server.args` comes last."""
+    """Return the arguments of `vllm serve` in addition to those that both engines have; `server.args` comes last."""
     server, lora = recipe.server, recipe.model.lora
-    # the trainer divides its logits by the temperature, and compares with what the server gives
+    # the trainer divides its logits by the temperature, and compares with the server's log-probabilities
     flags = ["--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
     if server.tensor_parallel_size > 1:
         flags += ["--tensor-parallel-size", str(server.tensor_parallel_size)]

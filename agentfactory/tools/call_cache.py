@@ -1,4 +1,4 @@
-"""Results of calls that always answer the same."""
+"""Caches results of calls whose answer never changes."""
 
 import asyncio
 import json
@@ -14,14 +14,15 @@ from agentfactory.tools.mcp_client import CallTimeout
 
 @dataclass
 class _Asked:
-    """A call in flight. It is given up when nobody waits for it any more."""
+    """A call in flight. It is cancelled when nothing waits for it any more."""
 
     task: "asyncio.Task[CallToolResult]"
     waiting: int = 0
 
 
 class CallCache:
-    """The last `size` results, by tool and arguments. Errors are not kept, and equal calls at a time are one."""
+    """The last `size` results, by tool and arguments. Errors are not cached, and concurrent equal calls are made
+    once."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -35,10 +36,10 @@ class CallCache:
         ask: Callable[[], Coroutine[Any, Any, CallToolResult]],
         timeout_seconds: float,
     ) -> CallToolResult:
-        """The result of the call `ask`, which has no time limit of its own.
+        """Return the result of the call `ask`, which has no time limit itself.
 
         Raises:
-            CallTimeout: it did not come within `timeout_seconds`.
+            CallTimeout: it did not arrive within `timeout_seconds`.
             Exception: what `ask` raised.
         """
         key = f"{tool} {json.dumps(arguments, sort_keys=True)}"

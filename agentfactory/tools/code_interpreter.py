@@ -1,4 +1,5 @@
-"""`CodeInterpreter`: an environment in which a model runs Python, cell by cell, in a sandbox of the chain's own."""
+"""`CodeInterpreter`: an environment in which a model runs Python, cell by cell, in a separate sandbox for each
+chain."""
 
 import base64
 import binascii
@@ -65,7 +66,7 @@ class CodeInterpreter(Environment):
         self._contents: dict[str, bytes] = {}
         self._seen: dict[str, bytes] = {}
         self._starting: Future[SandboxProcess] | None = Sandbox.begin(self._settings)
-        self._starting.result()  # some milliseconds, after which what is not installed is known
+        self._starting.result()  # takes some milliseconds, and shows what is not installed
         self._sandbox: Sandbox | None = None
         self._used = False
 
@@ -74,7 +75,7 @@ class CodeInterpreter(Environment):
 
         Raises:
             SandboxUnavailable: there is no sandbox on this machine.
-            ValueError: a file that is not there, or does not fit in.
+            ValueError: a file does not exist, or does not fit into the workspace.
         """
         if self._used:
             self._renew()
@@ -108,18 +109,18 @@ class CodeInterpreter(Environment):
         return {"observation": text, **info} if info else text
 
     async def release(self) -> None:
-        """End the chain's process and workspace; the next one starts meanwhile."""
+        """End the chain's process and workspace; the next process starts meanwhile."""
         self._contents = {}
         if self._used:
             self._renew()
 
     async def healthy(self) -> bool:
-        """Whether the next chain will find a sandbox."""
+        """Return whether the next chain will find a sandbox."""
         starting = self._starting
         return starting is None or not starting.done() or starting.exception() is None
 
     async def close(self) -> None:
-        """End all of it."""
+        """End everything."""
         self._end()
 
     def _end(self) -> None:
@@ -135,7 +136,7 @@ class CodeInterpreter(Environment):
         self._starting = Sandbox.begin(self._settings)
 
     async def _current(self) -> Sandbox:
-        """The chain's sandbox, with its files."""
+        """Return the chain's sandbox, with its files."""
         if self._sandbox is None:
             starting = self._starting or Sandbox.begin(self._settings)
             self._starting = None
@@ -170,7 +171,7 @@ class CodeInterpreter(Environment):
         return path.read_bytes()
 
     async def _artefacts(self, sandbox: Sandbox) -> dict[str, Any]:
-        """The files that fit the patterns and are new or other than they were."""
+        """Return the files that match the patterns and are new or changed."""
         try:
             found = await sandbox.read(self._patterns, _ARTEFACT_BYTES)
         except SandboxLost as loss:

@@ -10,67 +10,69 @@ from agentfactory.tools.errors import SettingError
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Options = Annotated[dict[str, Any], BeforeValidator(lambda given: {} if given is None else given)]
-"""Arguments by name; null is none, so that a recipe can take back what it extends."""
+"""Arguments by name; null means none, so that a recipe can remove what it inherits."""
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
-    """Base of every recipe section: unknown keys are errors, a field's docstring is its description."""
+    """Base of every recipe section: unknown keys are errors, and a field's docstring is its description."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class EnvironmentTools(Section):
-    """Names of the tools by which an MCP server acts as an environment. The model never sees them."""
+    """Names of the tools through which an MCP server acts as an environment. The model never sees them."""
 
     reset: str = "reset"
-    """Called once per chain with the task's fields; its text opens the chain (may be empty)."""
+    """Called once per chain with the task's fields; the returned text, which may be empty, opens the chain."""
     reward: str | None = "reward"
-    """Called once when the chain has ended; returns a number or an object with `reward`. null when the server has no
-    such tool: then the recipe's `rewards` judge."""
+    """Called once when the chain has ended; returns a number or an object with `reward`. null if the server has no such
+    tool; the recipe's `rewards` then judge the chain."""
     close: str | None = "close"
-    """Called when the chain lets go of the environment; null when the server has no such tool."""
+    """Called when the chain releases the environment; null if the server has no such tool."""
 
 
 class Isolation(StrEnum):
-    """What a chain has of a server for itself."""
+    """The part of a server that each chain has exclusively."""
 
     SHARED = "shared"
-    """Nothing: all chains use one connection. Our own servers tell chains apart by a key in each call."""
+    """Nothing: all chains use one connection. AgentFactory's own servers distinguish chains by a key in each call."""
     SESSION = "session"
-    """An HTTP session (of the protocol before 2026-07-28, which has them)."""
+    """An HTTP session (of protocol versions before 2026-07-28, which have sessions)."""
     PROCESS = "process"
-    """A process, or a container."""
+    """A process or a container."""
 
 
 class PoolConfig(Section):
-    """Instances of an environment (or of a server that is not shared), each of which serves one chain at a time."""
+    """Pool of instances of an environment, or of a server that is not shared. Each instance serves one chain at a
+    time."""
 
     capacity: PositiveInt | None = None
-    """Most instances at a time; further chains wait. null: one for each chain that is alive."""
+    """Maximum number of instances at a time; further chains wait. null: one for each chain that is alive."""
     wait_seconds: PositiveFloat = 600.0
-    """How long a chain waits for an instance; then it ends as tool_infrastructure."""
+    """How long a chain waits for an instance before it ends as tool_infrastructure."""
     warm: int = Field(default=0, ge=0)
-    """Instances that stand ready from the start, and are made anew ahead of the chains that will take them."""
+    """Number of instances that are ready from the start; replacements are created ahead of the chains that will use
+    them."""
     max_uses: PositiveInt | None = None
-    """Chains after which an instance is replaced; 1: each chain gets a new one."""
+    """Number of chains after which an instance is replaced; 1: each chain gets a new one."""
     max_seconds: PositiveFloat | None = None
-    """Age at which an instance is replaced, once its chain has let go of it."""
+    """Age at which an instance is replaced, once its chain has released it."""
 
 
 class McpServerConfig(Section):
-    """One MCP server, in the shape of the usual `mcpServers` block: `command` (stdio), `url` (streamable HTTP),
+    """One MCP server, in the format of the usual `mcpServers` block: `command` (stdio), `url` (streamable HTTP),
     `module` (in this process) or `container` (docker or podman)."""
 
     type: Literal["stdio", "http", "streamable-http"] | None = None
-    """What other programs write beside `command` or `url`; it has to agree with them."""
+    """Transport type, as other programs write it next to `command` or `url`; must agree with them."""
     command: str | None = None
-    """Program to start; it speaks MCP on stdin and stdout."""
+    """Program to start; it uses MCP on stdin and stdout."""
     args: list[str] = []
     """Arguments of `command`, or of the container's program."""
     env: dict[str, str] = {}
-    """Environment variables of `command`, beyond the few that the MCP SDK passes on. `${NAME}` stands for a variable
-    of this process: a recipe refers to a secret and never holds it."""
+    """Environment variables of `command`, in addition to the few that the MCP SDK passes on. `${NAME}` stands for a
+    variable of this process: a recipe refers to a secret and never contains it."""
     cwd: str | None = None
     """Folder in which `command` starts; default: the recipe's folder."""
     url: str | None = None
@@ -78,28 +80,29 @@ class McpServerConfig(Section):
     headers: dict[str, str] = {}
     """HTTP headers sent to `url`; `${NAME}` as in `env`."""
     module: str | None = None
-    """`FILE.py:NAME` of an `Environment` class, a `@tool` or an `MCPServer` object, served in this process, or the name
-    of a prebuilt one."""
+    """`FILE.py:NAME` of an `Environment` class, a `@tool` or an `MCPServer` object, or the name of a prebuilt one. It
+    is served in this process."""
     options: dict[str, Any] = {}
-    """Arguments with which the `Environment` class of `module` is made."""
+    """Arguments for the constructor of the `Environment` class of `module`."""
     container: str | None = None
-    """Image that is run by docker or podman; its program speaks MCP on stdin and stdout."""
+    """Image to run with docker or podman; its program uses MCP on stdin and stdout."""
     allow: list[str] | None = None
     """The only tools of the server that the model sees; null: all."""
     deny: list[str] = []
     """Tools that the model does not see."""
     prefix: str = ""
-    """Put before the name of each tool, where two servers have tools of the same name."""
+    """Prefix for the name of each tool, if two servers have tools of the same name."""
     isolation: Isolation = Isolation.SHARED
-    """What a chain has of the server for itself: nothing (shared), a session, or a process. Servers that keep state and
-    are not ours need one of the latter."""
+    """What each chain has exclusively: nothing (shared), a session, or a process. Servers that keep state and are not
+    AgentFactory's need session or process."""
     pool: PoolConfig = PoolConfig()
-    """Instances of the environment, or of a server that is not shared."""
+    """Pool of instances of the environment, or of a server that is not shared."""
     cache: int = Field(default=0, ge=0)
-    """Results kept, by tool and arguments, of a server whose tools always answer the same; errors are not kept."""
+    """Number of cached results, by tool and arguments, for a server whose tools always give the same answer; errors are
+    not cached."""
     environment: EnvironmentTools | None = None
-    """Set (an empty mapping takes the usual names) when the server is an environment with per-chain state.
-    A `module` that names an `Environment` class always is one."""
+    """Set this (an empty mapping uses the default names) if the server is an environment with per-chain state. A
+    `module` that names an `Environment` class always is one."""
     timeout_seconds: PositiveFloat = 60.0
     """Time limit of one call."""
 
@@ -128,7 +131,7 @@ class McpServerConfig(Section):
 
 
 class Limit(StrEnum):
-    """What a chain's calls may reach, in the order in which it is checked."""
+    """A limit on a chain's calls; the values are in the order in which they are checked."""
 
     CALLS_PER_TURN = "calls_per_turn"
     CALLS = "calls"
@@ -141,17 +144,17 @@ class Limit(StrEnum):
 
 
 class BreachConfig(Section):
-    """What a breach of a limit leads to."""
+    """The consequence of exceeding a limit."""
 
     action: Literal["tell", "stop"] = "tell"
-    """tell: the model reads in place of the result why there is none, and goes on. stop: the chain ends as
+    """tell: the model reads an explanation instead of the result, and the chain continues. stop: the chain ends as
     tool_limit."""
     penalty: float = Field(default=0.0, ge=0)
-    """Taken off the chain's reward at each breach."""
+    """Subtracted from the chain's reward at each breach."""
 
 
 class LimitsConfig(Section):
-    """Limits of what one chain may do with tools. Those of turns, tokens and time are in `rollout:`. null: no limit."""
+    """Limits on a chain's use of tools. Limits of turns, tokens and time are in `rollout:`. null: no limit."""
 
     calls_per_turn: PositiveInt | None = None
     """Calls in one assistant turn."""
@@ -160,22 +163,22 @@ class LimitsConfig(Section):
     calls_per_tool: dict[str, PositiveInt] = {}
     """Tool -> calls in the whole chain."""
     cost: PositiveFloat | None = None
-    """What the chain's calls may cost together, in the unit of `cost_per_call`."""
+    """Total cost of the chain's calls, in the unit of `cost_per_call`."""
     cost_per_call: dict[str, PositiveFloat] = {}
-    """Tool -> cost of one call, such as dollars; other tools are free."""
+    """Tool -> cost of one call, in dollars, for example; other tools are free."""
     tool_seconds: PositiveFloat | None = None
-    """Seconds in which the chain's calls may run, all together; those that run side by side count once."""
+    """Total running time of the chain's calls, in seconds; concurrent calls count once."""
     parallel_calls: PositiveInt | None = None
     """Calls of one turn that run at a time; the others wait for them."""
     calls_per_second: dict[str, PositiveFloat] = {}
-    """Tool -> calls per second of all chains together. Calls wait for their time; with an entry in on_breach they are
-    refused instead."""
+    """Tool -> calls per second over all chains. Calls wait for their turn; with an entry in on_breach they are refused
+    instead."""
     seconds_per_call: dict[str, PositiveFloat] = {}
-    """Tool -> seconds that a call may take; of other tools the server's timeout_seconds."""
+    """Tool -> time limit of a call in seconds; for other tools, the server's timeout_seconds."""
     result_tokens: PositiveInt | None = None
-    """Tokens of one result; a longer one is cut in its middle, with a marker that the model sees."""
+    """Maximum tokens of one result; a longer one is cut in the middle, with a marker that the model sees."""
     on_breach: dict[Limit, BreachConfig] = {}
-    """Limit -> what its breach leads to; a limit without an entry is told, and costs nothing."""
+    """Limit -> consequence of exceeding it. A limit without an entry is told to the model, without a penalty."""
 
     @model_validator(mode="after")
     def _limits_can_be_reached(self) -> "LimitsConfig":
@@ -193,12 +196,12 @@ class ToolsRecipe(Section):
     """The recipe fields that the tools package reads."""
 
     import_path: list[Path] = []
-    """Folders that user code imports from, behind all that is installed, as it does from the folder of its own file;
-    default: the folders of the recipe's files."""
+    """Folders from which user code can import, after all installed packages; it can also import from the folder of its
+    own file. Default: the folders of the recipe's files."""
     tools: list[str] = []
     """`FILE.py:NAME` of `@tool` functions and `Environment` classes, and names of prebuilt ones, served in this process
     under the name NAME."""
     mcp_servers: dict[str, McpServerConfig] = {}
-    """Further MCP servers by name."""
+    """Further MCP servers, by name."""
     limits: LimitsConfig = LimitsConfig()
-    """What a chain may do with tools."""
+    """Limits on a chain's use of tools."""

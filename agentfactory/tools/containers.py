@@ -1,4 +1,4 @@
-"""MCP servers in containers: the command line by which docker or podman runs one, and its end."""
+"""MCP servers in containers: the command line with which docker or podman runs one, and its end."""
 
 import asyncio
 import os
@@ -14,15 +14,15 @@ from mcp import StdioServerParameters
 from agentfactory.tools.messages import ToolInfrastructureError
 
 PROGRAMS = ("docker", "podman")
-"""What can run a container, in the order in which it is tried."""
+"""Programs that can run a container, in the order in which they are tried."""
 _ANSWER_SECONDS = 20.0
 _PASSED_ON = ("DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CONTEXT", "CONTAINER_HOST", "XDG_RUNTIME_DIR")
-"""Variables by which docker and podman find their service."""
+"""Variables that tell docker and podman where their service is."""
 
 
 @dataclass(frozen=True)
 class Container:
-    """An image whose program speaks MCP on stdin and stdout. `env` has the values, secrets too."""
+    """An image whose program uses MCP on stdin and stdout. `env` contains the values, including secrets."""
 
     server: str
     image: str
@@ -30,7 +30,8 @@ class Container:
     env: dict[str, str]
 
     def command(self, program: str, name: str) -> StdioServerParameters:
-        """How `program` runs it under `name`. Of the variables, only the names are on the command line."""
+        """Return the command with which `program` runs it under `name`. Only the names of variables are on the command
+        line."""
         variables = [part for key in self.env for part in ("--env", key)]
         return StdioServerParameters(
             command=program,
@@ -40,7 +41,7 @@ class Container:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[StdioServerParameters]:
-        """The command of a new container, which is gone when the context is left."""
+        """Yield the command of a new container, which is removed when the context exits."""
         program = await find_program()
         name = f"agentfactory-{re.sub('[^a-zA-Z0-9_.-]', '-', self.server)}-{uuid.uuid4().hex[:12]}"
         try:
@@ -50,9 +51,9 @@ class Container:
 
 
 async def find_program() -> str:
-    """The first of docker and podman that works here.
+    """Return the first of docker and podman that works here.
 
-    Raises ToolInfrastructureError, with what each of them said, where none does.
+    Raises ToolInfrastructureError with the message of each if neither works.
     """
     if _works:
         return _works[0]
@@ -76,7 +77,7 @@ _works: list[str] = []
 
 
 async def _run(*command: str) -> tuple[int | None, str]:
-    """Run a command to its end. Returns its status (None: it took too long) and the last line of its stderr."""
+    """Run a command to its end. Return its status (None: it took too long) and the last line of its stderr."""
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,

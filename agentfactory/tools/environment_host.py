@@ -1,4 +1,4 @@
-"""The instances of one Environment class, and the chains that hold them."""
+"""The instances of one Environment class, and the chains that use them."""
 
 import asyncio
 import inspect
@@ -24,17 +24,17 @@ _CLOSE_SECONDS = 5.0
 
 
 class NoState(Exception):
-    """A call for a chain that holds no instance."""
+    """A call for a chain that has no instance."""
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a user's function belongs on the event loop; any other may block and belongs in a thread."""
+    """Return whether a user's function runs on the event loop; any other may block and runs in a thread."""
     return inspect.iscoroutinefunction(inspect.unwrap(function))
 
 
 @dataclass(eq=False)
 class _Instance:
-    """One environment; the lock keeps its calls from overlapping, also with one that its caller gave up."""
+    """One environment; the lock prevents its calls from overlapping, even if a caller gave up a call."""
 
     environment: Environment
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -50,31 +50,31 @@ class _Instance:
                 self.lock.release()
         result = run_in_thread(lambda: then(method(**arguments)))
         result.add_done_callback(self._release)
-        # cancelling the call does not stop the thread: the lock stays taken until the method has returned
+        # cancelling the call does not stop the thread: the lock is held until the method has returned
         return await asyncio.shield(result)
 
     def _release(self, result: "asyncio.Future[Any]") -> None:
         self.lock.release()
         if not result.cancelled():
-            result.exception()  # retrieved, so that asyncio does not report the fault of an abandoned call
+            result.exception()  # retrieved, so that asyncio does not report the error of an abandoned call
 
 
 @dataclass(eq=False)
 class _Chain:
-    """What a chain holds: no lease yet while it waits for one."""
+    """The state of a chain: it has no lease while it waits for one."""
 
     touched: float
-    """When a call of it last began or ended, in the loop's time."""
+    """When one of its calls last began or ended, in the loop's time."""
     lease: Lease[_Instance] | None = None
     broken: bool = False
 
 
 class EnvironmentHost:
-    """Instances of `environment`, made with `options`, pooled, and leased to chains by their keys.
+    """Creates instances of `environment` with `options`, pools them, and leases them to chains by their keys.
 
     Args:
-        idle_seconds: A chain that called nothing for so long counts as gone, and its instance serves others. None:
-            a chain holds it until `release`.
+        idle_seconds: After this time without a call, a chain counts as gone and its instance serves others. None: a
+            chain keeps its instance until `release`.
 
     Raises:
         TypeError: the options do not fit the constructor.
@@ -102,7 +102,7 @@ class EnvironmentHost:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Keep the pool open; it is closed when the last who opened it leaves."""
+        """Keep the pool open; it is closed when the last context exits."""
         if self._pool is None:
             self._pool = Pool(
                 self._name, self._make, self._config, reset=self._forget, healthy=self._healthy, retire=self._retire
@@ -120,14 +120,14 @@ class EnvironmentHost:
                     await pool.close()
 
     async def reset(self, key: str, task: dict[str, Any], then: Callable[[Any], Any]) -> Any:
-        """Lease an instance to the chain `key`, in place of one that it holds, and begin `task` on it.
+        """Lease an instance to the chain `key`, replacing one that it has, and begin `task` on it.
 
-        Returns what `then` makes of the answer.
+        Returns the result of `then` for reset's answer.
 
         Raises:
             ToolInfrastructureError: no instance became free in time.
             NoState: the chain was released while it waited for an instance.
-            Exception: what the constructor, reset() or `then` raised; the chain then holds nothing.
+            Exception: what the constructor, reset() or `then` raised; the chain then has no instance.
         """
         assert self._pool is not None
         await self.release(key)
@@ -143,7 +143,7 @@ class EnvironmentHost:
         chain.touched = _now()
         if self._idle_seconds is not None:
             self._expire_if_idle(key, chain, self._idle_seconds)
-        chain.broken = True  # also for those who cancel the reset
+        chain.broken = True  # also if the reset is cancelled
         try:
             opening = await self.call(key, "reset", task, then)
         except Exception:
@@ -153,12 +153,12 @@ class EnvironmentHost:
         return opening
 
     async def call(self, key: str, attribute: str, arguments: dict[str, Any], then: Callable[[Any], Any]) -> Any:
-        """Call a method of the chain's instance; returns what `then` makes of its result.
+        """Call a method of the chain's instance; return the result of `then` for its result.
 
         Raises:
-            NoState: the chain holds no instance.
-            ToolInfrastructureError: the method says by it that the instance is of no more use.
-            Exception: what else the method or `then` raised.
+            NoState: the chain has no instance.
+            ToolInfrastructureError: raised by the method to say that the instance is no longer usable.
+            Exception: anything else that the method or `then` raised.
         """
         chain = self._chains.get(key)
         if chain is None or chain.lease is None:
@@ -175,13 +175,13 @@ class EnvironmentHost:
             chain.touched = _now()
 
     async def release(self, key: str) -> None:
-        """Take the chain's instance back, if it holds one; it serves others as soon as it is quiet."""
+        """Take the chain's instance back, if it has one. It serves others as soon as no call is running."""
         chain = self._chains.pop(key, None)
         if chain is not None and chain.lease is not None:
             await chain.lease.release(chain.broken)
 
     def gauges(self) -> dict[str, float]:
-        """The pool's."""
+        """Return the gauges of the pool."""
         assert self._pool is not None
         return self._pool.gauges()
 
@@ -215,7 +215,7 @@ class EnvironmentHost:
         if _overrides(self._environment, "release"):
             await instance.run(instance.environment.release, {})
         else:
-            async with instance.lock:  # a call that was given up has returned
+            async with instance.lock:  # an abandoned call has returned
                 pass
 
     async def _healthy(self, instance: _Instance) -> bool:
@@ -234,7 +234,7 @@ class EnvironmentHost:
 
 
 def gives_reward(environment: type[Environment]) -> bool:
-    """Whether the class judges its chains itself."""
+    """Return whether the class judges its chains itself."""
     return _overrides(environment, "reward")
 
 

@@ -1,4 +1,4 @@
-"""The error of a setting that cannot work."""
+"""The error for settings that cannot work."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ class SettingError(ValueError):
     """A field of a recipe, or an option of a command, that cannot work.
 
     Attributes:
-        field: The dotted field, such as train.learning_rate, or the option; "" where it is told by the problem.
+        field: The dotted field, such as train.learning_rate, or the option; "" if the problem names it.
         problem: What is wrong with its value.
-        fix: What to do; "" where nothing is known.
-        source: The file or command line that set it; "" where whoever raised it does not know.
+        fix: What to do; "" if unknown.
+        source: The file or command line that set it; "" if unknown where it is raised.
     """
 
     def __init__(self, field: str, problem: str, fix: str = "", source: str = "") -> None:
@@ -19,16 +19,16 @@ class SettingError(ValueError):
 
     @property
     def told(self) -> str:
-        """All of it but the fix."""
+        """The whole message except the fix."""
         return ": ".join(part for part in (self.source, self.field, self.problem) if part)
 
     def at(self, field: str | None = None, source: str | None = None) -> "SettingError":
-        """The same of another field, or set by another source."""
+        """Return a copy for another field or source."""
         field = self.field if field is None else field
         return SettingError(field, self.problem, self.fix, self.source if source is None else source)
 
 
 def short(value: Any) -> str:
-    """`value` for a message."""
+    """Format `value` for a message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,4 +1,4 @@
-"""A function of the user's own (`FILE.py:NAME`) in the place of one of ours: loaded, and held to its parameters."""
+"""A user's function (`FILE.py:NAME`) that replaces a built-in one: loads it, and checks its parameters."""
 
 import inspect
 import traceback
@@ -15,17 +15,18 @@ from agentfactory.tools.user_code import UserCodeError, load_object
 
 @dataclass(frozen=True)
 class Extension:
-    """A function with its options; a call hands it those of the inputs that it takes."""
+    """A function with its options; a call passes it those of the inputs that it takes."""
 
     function: Callable[..., Any]
     takes: tuple[str, ...]
     options: Mapping[str, Any]
     field: str = ""
     name: str = ""
-    """For messages, of the user's own; "" for one of ours."""
+    """Name of a user's function, for messages; "" for a built-in one."""
 
     def __call__(self, **inputs: Any) -> Any:
-        """What the function returns. Raises SettingError, which says where, for whatever the user's own raises."""
+        """Call the function and return its result. Whatever a user's function raises becomes a SettingError that says
+        where."""
         given = {name: inputs[name] for name in self.takes}
         if not self.name:
             return self.function(**given, **self.options)
@@ -34,12 +35,12 @@ class Extension:
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """What is raised within is the user's."""
+        """Attribute errors raised in this context to the user's function."""
         try:
             yield
         except SettingError:
             raise
-        # a user's code may raise anything; one that exits must not end a run as if it were done
+        # a user's code may raise anything; a SystemExit must not end a run as if it were finished
         except (Exception, SystemExit) as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             told = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -50,12 +51,12 @@ class Extension:
 def load_extension(
     field: str, reference: str, ours: Mapping[str, Callable[..., Any]], inputs: Collection[str], settings: Section
 ) -> Extension:
-    """What `reference`, the value of the recipe's `field`, names: one of `ours`, or `FILE.py:NAME`.
+    """Load what `reference`, the value of the recipe's `field`, names: one of `ours`, or `FILE.py:NAME`.
 
-    Its parameters are some of `inputs`, by name, and options: for one of ours, the fields of `settings` that are called
-    like them; for the user's own, what `settings.options` says.
+    Its parameters are some of `inputs`, by name, and options. For a built-in function, options are the fields of
+    `settings` with the parameters' names; for a user's function, they are `settings.options`.
 
-    Raises SettingError where it cannot be loaded, is no function, or its parameters do not fit the options.
+    Raises SettingError if it cannot be loaded, is not a function, or its parameters do not fit the options.
     """
     if reference in ours:
         function = ours[reference]

@@ -1,4 +1,4 @@
-"""Where our processes look for modules: what is installed comes first, the folders of user code come last."""
+"""The import path of our processes: installed packages come first, the folders of user code last."""
 
 import importlib.util
 import os
@@ -7,25 +7,26 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
-"""Where this package lies in a folder of source, that folder: its links `tools`, `rollout` and `trainers` are in it."""
+"""The source folder that contains this package, if any; it also contains the links `tools`, `rollout` and
+`trainers`."""
 
 _folders: list[str] = []
 _appended: dict[str, bool] = {}
-"""Of them, those that only we have put on the path; and whether a FILE.py lies there."""
+"""Folders that only we have added to the path -> whether a FILE.py is in the folder."""
 
 
 def own_python(*arguments: str, executable: str | None = None) -> list[str]:
-    """A command that runs a Python (default: this one) as ours: the current folder, where a user's `datasets/` or
-    `mcp/` would be taken for the libraries of these names, is not on its import path."""
+    """Return a command that runs a Python (default: this one) like ours: the current folder, in which a user's
+    `datasets/` or `mcp/` would be mistaken for the libraries of these names, is not on its import path."""
     return [executable or sys.executable, "-P", *arguments]
 
 
 def append_folders(folders: Iterable[Path], of_file: bool = False) -> None:
-    """Append folders of user code to the import path, where they are not on it already; those `of_file`, in which a
-    FILE.py lies, before those of recipes.
+    """Append folders of user code to the import path, unless they are already on it. Folders `of_file`, which contain a
+    FILE.py, come before those of recipes.
 
-    A checkout of AgentFactory on the path goes behind them, so that a user's `tools/`, a package or a plain folder, is
-    found before the checkout's link of that name.
+    A checkout of AgentFactory on the path is moved behind them, so that a user's `tools/`, a package or a plain folder,
+    is found before the checkout's link of that name.
     """
     for folder in map(str, folders):
         if folder not in _folders:
@@ -39,15 +40,15 @@ def append_folders(folders: Iterable[Path], of_file: bool = False) -> None:
 
 
 def user_folders() -> list[str]:
-    """The folders of user code, in the order in which they came."""
+    """Return the folders of user code, in the order in which they were added."""
     return [*_folders]
 
 
 def start_folder_last() -> None:
-    """Move what Python has put first on the import path, the current folder (`python -m`) or the folder of the script,
-    to its end. For the beginning of a command's main module, before it imports anything else.
+    """Move the first entry that Python added to the import path, the current folder (`python -m`) or the folder of the
+    script, to its end. Call it at the beginning of a command's main module, before any other import.
 
-    Ends the process where another `agentfactory` in that folder hides this package.
+    Ends the process if another `agentfactory` in that folder hides this package.
     """
     package = sys.modules["agentfactory"]
     if getattr(package, "__file__", None) != str(Path(__file__).parents[1] / "__init__.py"):
@@ -59,13 +60,13 @@ def start_folder_last() -> None:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a top-level package can be imported; a folder that happens to bear its name, such as the `wandb/` that
-    wandb writes, does not count."""
+    """Return whether a top-level package can be imported; a folder that happens to have its name, such as the `wandb/`
+    that wandb writes, does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def _is_checkout() -> bool:
-    # where this package is installed by a wheel, it lies among the libraries, which stay in front
+    # if this package is installed from a wheel, it is among the libraries, which stay in front
     link = _CHECKOUT / "tools"
     return link.exists() and link.samefile(Path(__file__).parent)

@@ -1,23 +1,23 @@
-"""What a chain may do with tools: checked before each call, while it runs, and on its result.
+"""Limits on a chain's use of tools: checked before each call, while it runs, and on its result.
 
-The order of the checks is that of `config.Limit`, and the first limit that is reached is the one that counts:
+The checks are made in the order of `config.Limit`, and the first limit that is reached counts:
 
 1. `calls_per_turn`: the call's place among those of its turn.
 2. `calls`: calls that the chain has made.
-3. `calls_per_tool`: those of this tool.
-4. `cost`: what they cost, with this one.
-5. `tool_seconds`: the time during which calls of the chain ran; those that run side by side count once. Checked before
-   a call begins, and again while it runs: it is cut short when the time is over.
-6. `calls_per_second`: calls of this tool, of all chains together. The call waits for its time; it is refused only where
-   `limits.on_breach` has an entry for this limit.
-7. `seconds_per_call`: the tool session gives up the call.
-8. `result_tokens`: the result is cut in its middle.
+3. `calls_per_tool`: calls of this tool.
+4. `cost`: the cost of these calls, including this one.
+5. `tool_seconds`: the time during which calls of the chain ran; concurrent calls count once. Checked before a call
+  begins, and again while it runs: the call is cut short when the time is over.
+6. `calls_per_second`: calls of this tool, of all chains together. The call waits for its turn; it is refused only if
+  `limits.on_breach` has an entry for this limit.
+7. `seconds_per_call`: the tool session cancels the call.
+8. `result_tokens`: the result is cut in the middle.
 
-A call is checked when it may begin: at once, or with `parallel_calls` when one before it has ended; calls of a turn
-begin in their order. A call that was refused does not count as made. Once a limit has stopped the chain, calls that run
-are finished, and those after are refused.
+A call is checked when it may begin: immediately, or, with `parallel_calls`, when a call before it has ended. Calls of a
+turn begin in their order. A refused call does not count as made. Once a limit has stopped the chain, running calls are
+finished, and later ones are refused.
 
-`Rates` and `ChainAccount` are pure: no clock, no tasks. `ChainLimits` runs calls by them.
+`Rates` and `ChainAccount` are pure: no clock, no tasks. `ChainLimits` uses them to run calls.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from agentfactory.tools.truncation import Cut, truncated
 
 
 def check_limits(config: LimitsConfig, names: Collection[str]) -> None:
-    """Raise ValueError where `config` limits a tool that is not among `names`, those of all tools that are served."""
+    """Raise ValueError if `config` limits a tool that is not among `names`, the names of all tools that are served."""
     for field in ("calls_per_tool", "cost_per_call", "calls_per_second", "seconds_per_call"):
         for name in getattr(config, field):
             if name not in names:
@@ -45,14 +45,15 @@ def check_limits(config: LimitsConfig, names: Collection[str]) -> None:
 
 
 class Rates:
-    """Calls per second of each tool, of all chains of a process: of a rate n, at most floor(n) calls begin in any
+    """Calls per second of each tool, of all chains of a process: for a rate n, at most floor(n) calls begin in any
     floor(n) / n seconds (below 1: one in 1 / n seconds).
 
-    Calls take their times in the order of asking, and keep them: a chain that is cancelled while it waits leaves a gap.
+    Calls get their start times in the order of asking, and keep them: a chain that is cancelled while it waits leaves a
+    gap.
     """
 
     def __init__(self, per_second: dict[str, float]) -> None:
-        self._windows: dict[str, float] = {}  # tool -> seconds that as many calls as it remembers have to spread over
+        self._windows: dict[str, float] = {}  # tool -> seconds over which its remembered calls must be spread
         self._starts: dict[str, deque[float]] = {}
         for name, rate in per_second.items():
             count = max(1, int(rate))
@@ -60,14 +61,14 @@ class Rates:
             self._starts[name] = deque(maxlen=count)
 
     def wait(self, tool: str, now: float) -> float:
-        """Seconds until a call of `tool` may begin; 0 where it may begin at once."""
+        """Return the seconds until a call of `tool` may begin; 0 if it may begin immediately."""
         starts = self._starts.get(tool)
         if starts is None or len(starts) < (starts.maxlen or 0):
             return 0.0
         return max(0.0, starts[0] + self._windows[tool] - now)
 
     def take(self, tool: str, now: float) -> float:
-        """Let a call of `tool` have the next free time; returns the seconds until then."""
+        """Reserve the next free time for a call of `tool`; return the seconds until then."""
         wait = self.wait(tool, now)
         if tool in self._starts:
             self._starts[tool].append(now + wait)
@@ -75,11 +76,11 @@ class Rates:
 
 
 class ChainAccount:
-    """What one chain has used of its limits.
+    """The usage of one chain's limits.
 
-    `breaches` counts them, `penalty` is what they cost in reward, `stopped` is the limit that ends the chain. `cost` is
-    in the unit of `limits.cost_per_call`. `seconds` is the time during which calls ran, `waited` what calls waited for
-    `calls_per_second`, added up.
+    `breaches` counts breaches, `penalty` is their cost in reward, `stopped` is the limit that ends the chain. `cost` is
+    in the unit of `limits.cost_per_call`. `seconds` is the time during which calls ran; `waited` is the total time that
+    calls waited for `calls_per_second`.
     """
 
     def __init__(self, config: LimitsConfig, rates: Rates, cut: Cut | None = None) -> None:
@@ -97,13 +98,13 @@ class ChainAccount:
         self._cut = cut
         self._calls: Counter[str] = Counter()
         self._running = 0
-        self._since = 0.0  # when the first of those that run began
-        self._time_over = False  # a call was cut: a timer's clock may run ahead of sums of seconds by a rounding
+        self._since = 0.0  # when the first of the running calls began
+        self._time_over = False  # a call was cut: a timer's clock may run ahead of sums of seconds by a rounding error
 
     def admit(self, call: ToolCall, place: int, now: float) -> ToolResult | float:
         """Check a call, the `place`-th of its turn from 0, that may begin `now`.
 
-        Returns the seconds that it has to wait first, and counts it as made; or what the model reads instead.
+        Return the seconds that it has to wait first, and count it as made; or return what the model reads instead.
         """
         config, name = self.config, call.name
         if self.stopped is not None:
@@ -136,13 +137,13 @@ class ChainAccount:
         return wait
 
     def readmit(self, now: float) -> ToolResult | None:
-        """Check a call that has waited until `now`: what the model reads where it cannot begin any more."""
+        """Check a call that has waited until `now`; return what the model reads if it can no longer begin."""
         if self.stopped is not None:
             return self._refuse_late()
         return self._refuse(Limit.TOOL_SECONDS, self._all_seconds, _ANSWER) if self._is_time_over(now) else None
 
     def begin(self, now: float) -> float | None:
-        """A call begins; returns the seconds of `tool_seconds` that are left (None: no limit)."""
+        """Note that a call begins; return the seconds of `tool_seconds` that are left (None: no limit)."""
         left = None if self.config.tool_seconds is None else self.config.tool_seconds - self._seconds_until(now)
         if not self._running:
             self._since = now
@@ -150,13 +151,13 @@ class ChainAccount:
         return left
 
     def end(self, now: float) -> None:
-        """A call that began has ended in some way."""
+        """Note that a call has ended in any way."""
         self._running -= 1
         if not self._running:
             self.seconds += now - self._since
 
     def settle(self, call: ToolCall, result: ToolResult) -> ToolResult:
-        """What the model reads of a call that ended by itself, or by the time limit of one call."""
+        """Return what the model reads for a call that ended normally, or by the time limit of one call."""
         limit, most = self.config.seconds_per_call.get(call.name), self.config.result_tokens
         if result.error is CallError.TIMEOUT and limit is not None:
             text = f"Stopped: the limit of {limit:g} s for one call of {call.name} is reached."
@@ -167,13 +168,13 @@ class ChainAccount:
         return result
 
     def settle_cut(self, seconds: float) -> ToolResult:
-        """What the model reads of a call that was cut short after `seconds`, when `tool_seconds` were over."""
+        """Return what the model reads for a call that was cut short after `seconds`, when `tool_seconds` were over."""
         self._time_over = True
         text = f"Stopped: the limit of {self._all_seconds} is reached."
         return ToolResult(self._breach(Limit.TOOL_SECONDS, text, _ANSWER), CallError.LIMIT, seconds)
 
     def metrics(self) -> dict[str, float]:
-        """Every metric of limits, zeros too, so that means over chains are right."""
+        """Return all metrics of limits, including zeros, so that means over chains are right."""
         breaches: dict[str, float] = {f"limits/{limit}": self.breaches[limit] for limit in Limit}
         return breaches | {"tool_seconds": self.seconds, "tool_cost": self.cost, "tool_wait_seconds": self.waited}
 
@@ -197,7 +198,7 @@ class ChainAccount:
         return ToolResult(f"Not run: the limit {self.stopped} ended the conversation.", CallError.LIMIT)
 
     def _breach(self, limit: Limit, text: str, advice: str) -> str:
-        """Note a breach; what is told of it."""
+        """Note a breach and return the message about it."""
         breach = self.config.on_breach.get(limit, _TELL)
         self.breaches[limit] += 1
         self.penalty += breach.penalty
@@ -219,10 +220,10 @@ class ChainLimits(ChainAccount):
     async def run(
         self, calls: list[ToolCall], call: Callable[[ToolCall, float | None], Awaitable[ToolResult]]
     ) -> list[ToolResult]:
-        """Run the calls of one turn, side by side as far as they may; the results stand in the order of the calls.
+        """Run the calls of one turn, concurrently as far as allowed; the results are in the order of the calls.
 
-        `call` makes one call, within the seconds that it is given (None: those of the call's server). What it raises
-        is raised, after the calls beside it are cancelled and have ended.
+        `call` makes one call within the given seconds (None: those of the call's server). If it raises, the error is
+        raised after the turn's other calls are cancelled and have ended.
         """
         if len(calls) == 1:
             return [await self._run(calls[0], 0, call)]
@@ -232,7 +233,7 @@ class ChainLimits(ChainAccount):
         finally:
             if not all(task.done() for task in tasks):
                 for task in tasks:
-                    if not task.cancelling():  # a second time would break off how the call ends
+                    if not task.cancelling():  # a second cancellation would interrupt how the call ends
                         task.cancel()
                 await asyncio.wait(tasks)
 

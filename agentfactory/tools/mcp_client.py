@@ -1,7 +1,7 @@
 """Connections to MCP servers: in this process, as a child on stdio, or over streamable HTTP.
 
-One owner task per connection opens it, waits, and closes it, because the SDK's cancel scopes must be left by the task
-that entered them; other tasks only call. A connection that died is opened anew by its owner for the next call.
+One owner task per connection opens it, waits, and closes it, because the SDK's cancel scopes must be exited by the task
+that entered them; other tasks only make calls. If a connection dies, its owner opens it again for the next call.
 """
 
 import asyncio
@@ -34,17 +34,17 @@ logger = logging.getLogger(__name__)
 Log = Callable[[dict[str, Any]], None]
 
 REOPEN_DELAYS = (0.0, 0.5, 2.0)
-"""Seconds to wait before opening a lost connection again, by failures in a row; then it is given up."""
+"""Seconds to wait before opening a lost connection again, by consecutive failures; after that it is given up."""
 OPEN_SECONDS = 120.0
-"""How long a server may take to start and to list its tools; `npx` may first have to download it."""
+"""How long a server may take to start and list its tools; `npx` may first have to download it."""
 STDERR_TAIL = 2000
 """Characters of a child's stderr that an error quotes."""
 _EVENT_BYTES = 64 * 1024 * 1024
-"""Largest answer in an event stream; the SDK's own bound, 1 MiB, is less than some images."""
+"""Largest answer in an event stream; the SDK's own limit, 1 MiB, is smaller than some images."""
 
 
 class CallTimeout(Exception):
-    """A call was not answered within its time limit; the connection goes on."""
+    """A call was not answered within its time limit; the connection stays open."""
 
     def __init__(self, tool: str, seconds: float) -> None:
         super().__init__(f"{tool} did not answer within {seconds:g} s")
@@ -53,8 +53,8 @@ class CallTimeout(Exception):
 class Connection:
     """One MCP server, kept open from `open` to `close`.
 
-    `tools` is what the server lists. `generation` counts openings: state that a server process held is lost when it
-    has changed. One with `reopens=False` stays lost when it was lost: its pool makes another.
+    `tools` is the server's list. `generation` counts openings: when it changes, state in the server process is lost.
+    With `reopens=False` a lost connection stays lost: its pool creates another.
     """
 
     def __init__(self, name: str, target: Target, timeout_seconds: float, log: Log, reopens: bool = True) -> None:
@@ -70,18 +70,18 @@ class Connection:
         self._opening = self._closing = False
         self._used = False  # a call succeeded since the last opening
         self._in_session = False  # the server gave us a session
-        self._unknown = False  # the server answers, and does not know our session: it was started anew
+        self._unknown = False  # the server answers but does not know our session: it was restarted
         self._failure = ""  # why the connection was given up
         self._stderr_tail = ""
         self._owner: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Open the server. Raises ToolInfrastructureError when it cannot be started or reached."""
+        """Open the server. Raises ToolInfrastructureError if it cannot be started or reached."""
         self._owner = asyncio.create_task(self._own(), name=f"tool server {self.name}")
         await self._connected()
 
     async def close(self) -> None:
-        """Close the server; a child process is gone afterwards."""
+        """Close the server; a child process has ended afterwards."""
         self._closing = True
         if self._owner is not None:
             if self._opening:
@@ -104,13 +104,13 @@ class Connection:
         generation: int | None = None,
         timeout_seconds: float | None = None,
     ) -> CallToolResult:
-        """Call `tool` for `chain`, whose state lives in the server process of `generation` if that is given.
+        """Call `tool` for `chain`, whose state is in the server process of `generation` if that is given.
 
         Raises:
             CallTimeout: no answer within `timeout_seconds`, or within the server's own time limit.
             MCPError: the server refused the call with a JSON-RPC error.
-            ToolInfrastructureError: the server cannot be reached, died, lost the chain's state, or broke the
-                protocol; it is named.
+            ToolInfrastructureError: the server cannot be reached, died, lost the chain's state, or broke the protocol;
+                the message names it.
         """
         client = await self._connected()
         if generation not in (None, self.generation):
@@ -130,13 +130,13 @@ class Connection:
         except (anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
             self._lost(generation)
             raise ToolInfrastructureError(f"tool server {self.name} died before a call of {tool}") from error
-        except (RuntimeError, ValueError) as error:  # the SDK's words for answers and arguments that fit no schema
+        except (RuntimeError, ValueError) as error:  # from the SDK: data that fits no schema
             raise ToolInfrastructureError(f"tool server {self.name}, call of {tool}: {error}") from error
         self._used = True
         return result
 
     async def answers(self) -> bool:
-        """Whether the server still answers, and knows this connection. The newer protocol has no question for that."""
+        """Return whether the server still answers and knows this connection. The newer protocol cannot ask that."""
         if not self.alive:
             return False
         client = self._client.result()
@@ -158,7 +158,7 @@ class Connection:
         return await asyncio.shield(self._client)
 
     def _lost(self, generation: int) -> None:
-        """The connection of `generation` ended: the next call waits for a new one."""
+        """Note that the connection of `generation` ended: the next call waits for a new one."""
         if generation == self.generation and self._client.done():
             self._client = asyncio.get_running_loop().create_future()
             self._ended.set()
@@ -180,10 +180,10 @@ class Connection:
             elif failures == len(REOPEN_DELAYS):
                 self._failure = f"given up after {failures} failures: {reason}"
         self._client.set_exception(ToolInfrastructureError(f"tool server {self.name}: {self._failure}"))
-        self._client.exception()  # retrieved, in case that nobody is waiting
+        self._client.exception()  # retrieved, in case nobody is waiting
 
     async def _live(self) -> str:
-        """Open the connection, keep it until it ends, and say why it ended."""
+        """Open the connection, keep it until it ends, and return why it ended."""
         started = time.perf_counter()
         self._ended.clear()
         self._used = self._unknown = self._in_session = False
@@ -196,7 +196,7 @@ class Connection:
                 self._opening = False
                 self._wanted.clear()
                 self.generation += 1
-                if self._reopens:  # those of a pool come and go; its gauges count them
+                if self._reopens:  # connections of a pool open and close often; its gauges count them
                     seconds = time.perf_counter() - started
                     self._log({"event": "tool_server_opened", "server": self.name, "seconds": seconds})
                 self._client.set_result(client)
@@ -238,7 +238,7 @@ class Connection:
 
     @asynccontextmanager
     async def _collect_stderr(self) -> AsyncIterator[TextIO]:
-        """A file for a child's stderr. Its lines go to the log of this module; the end is kept for errors."""
+        """Provide a file for a child's stderr. Its lines go to this module's log; the end is kept for errors."""
         self._stderr_tail = ""
         read_end, write_end = os.pipe()
         reader = asyncio.StreamReader()
@@ -258,7 +258,7 @@ class Connection:
             with os.fdopen(write_end, "w") as errlog:
                 yield errlog
         finally:
-            # what a dead child wrote is in the pipe; a grandchild that holds it open is not waited for
+            # what a dead child wrote is in the pipe; do not wait for a grandchild that keeps it open
             await asyncio.wait({collecting}, timeout=0.5)
             collecting.cancel()
             pipe.close()
@@ -268,8 +268,8 @@ class Connection:
 async def _http_client(
     target: HttpAddress, note: Callable[[httpx2.Response], Awaitable[None]]
 ) -> AsyncIterator[Client]:
-    """A client of `target`. One that is to be a session speaks the older protocol, which has them."""
-    # calls have their own time limit; until it is over an answer may take its time
+    """Return a client of `target`. If it is to be a session, use the older protocol, which has sessions."""
+    # calls have their own time limit, within which an answer may take its time
     timeout = httpx2.Timeout(None, connect=30.0)
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
     hooks = {"response": [note]}
@@ -283,7 +283,7 @@ async def _http_client(
 
 @cache
 def _ssl_context() -> ssl.SSLContext:
-    """One for all connections: making it costs 20 ms, which is most of what a session costs."""
+    """Return one context for all connections: creating it costs 20 ms, which is most of the cost of a session."""
     return httpx2.create_ssl_context()
 
 
@@ -296,7 +296,7 @@ def _where(target: Target) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    """The reasons at the bottom of the SDK's nested exception groups."""
+    """Return the innermost reasons of the SDK's nested exception groups."""
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(dict.fromkeys(_describe(inner) for inner in error.exceptions))
     return f"{type(error).__name__}: {error}"
@@ -312,7 +312,7 @@ async def _list_tools(client: Client) -> list[Tool]:
 
 
 class _WatchedStream:
-    """A transport's read stream that tells when it ends: the SDK tells only those whose calls are in flight."""
+    """A transport's read stream that reports when it ends: the SDK reports it only to running calls."""
 
     def __init__(self, stream: ReadStream[Any], on_end: Callable[[], None]) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Our tools and Environments as an MCP server: in process, over stdio or over HTTP it is the same object."""
+"""Our tools and Environments as an MCP server; the same object serves in process, over stdio and over HTTP."""
 
 import inspect
 import json
@@ -33,10 +33,11 @@ from agentfactory.tools.tool import Finish, InvalidArguments, ToolFunction, is_t
 logger = logging.getLogger(__name__)
 
 CHAIN_KEY = "agentfactory/chain"
-"""Key of a call's `_meta`: the chain whose state the call acts on."""
+"""Key in a call's `_meta`: the chain that owns the state that the call acts on."""
 ROLE_KEY = "agentfactory/role"
-"""Key of a listed tool's `_meta`: `tool`, or one of an environment's that no model may see: `reset`, `reward`, `close`,
-`gauges`. A server that gives roles checks arguments itself and gives `agentfactory.tools.results.ERROR_KEY`."""
+"""Key in a listed tool's `_meta`: `tool`, or the role of one of an environment's tools that no model may see: `reset`,
+`reward`, `close`, `gauges`. A server that lists roles checks arguments itself and returns
+`agentfactory.tools.results.ERROR_KEY`."""
 
 
 def build_server(
@@ -46,18 +47,18 @@ def build_server(
     options: dict[str, Any] | None = None,
     idle_seconds: float | None = None,
 ) -> Server[Any] | MCPServer:
-    """Make one MCP server of `@tool` functions, such methods of instances, and at most one Environment class.
+    """Create one MCP server from `@tool` functions, such methods of instances, and at most one Environment class.
 
-    A single MCP server object of the SDK is returned as it is.
+    A single MCP server object of the SDK is returned unchanged.
 
     Args:
-        name: What errors call the server.
-        pool: Of the Environment's instances.
-        options: Arguments with which the Environment's instances are made.
-        idle_seconds: After so long without a call a chain counts as gone; None: its instance waits for its `close`.
+        name: The server's name in errors.
+        pool: Pool of the Environment's instances.
+        options: Constructor arguments of the Environment's instances.
+        idle_seconds: After this time without a call a chain counts as gone; None: its instance waits for `close`.
 
     Raises:
-        TypeError: an object of another kind, two Environments, two tools of one name, options that do not fit, or
+        TypeError: an object of another kind, two Environments, two tools with one name, options that do not fit, or
             pool or options without an Environment.
     """
     host: _ToolHost | None = None
@@ -74,7 +75,7 @@ def build_server(
     server: Server[Any] = Server(
         name, on_list_tools=host.list_tools, on_call_tool=host.call_tool, lifespan=host.lifespan
     )
-    server.middleware.clear()  # tracing spans, a third of a call's cost, and nobody exports them
+    server.middleware.clear()  # removes tracing spans, a third of a call's cost, which nothing exports
     return server
 
 
@@ -161,7 +162,7 @@ class _ToolHost:
             raise
         except NoState as error:
             raise MCPError(INVALID_REQUEST, str(error)) from None
-        except ToolInfrastructureError as error:  # also out of a user's tool that knows better than to tell the model
+        except ToolInfrastructureError as error:  # also from a user's tool, if the model should not be told
             raise MCPError(INTERNAL_ERROR, str(error)) from None
         except Exception as error:  # boundary: a user's tool may raise anything, and the model is told
             logger.debug("%s raised", params.name, exc_info=error)
@@ -175,7 +176,7 @@ class _ToolHost:
             return await run_in_thread(lambda: result_of(function(**parsed)))
 
         environment = self.environment
-        assert environment is not None  # all that is listed and no function
+        assert environment is not None  # every other listed tool belongs to the environment
         if name == "gauges":
             return _structured(environment.gauges())
         if not isinstance(chain, str):

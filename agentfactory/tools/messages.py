@@ -1,4 +1,4 @@
-"""Messages, tool calls and results: what passes between an agent and the things it acts on."""
+"""Messages, tool calls and results: the data exchanged between an agent and its tools."""
 
 import math
 from dataclasses import dataclass, field
@@ -6,17 +6,18 @@ from enum import StrEnum
 from typing import Any
 
 Message = dict[str, Any]
-"""One chat message in the OpenAI shape: `role`, `content`, for assistants `tool_calls`, for tools `name` and
-`tool_call_id`. Plain JSON, because chat templates and files take it as it is."""
+"""One chat message in the OpenAI format: `role`, `content`, for assistants `tool_calls`, for tools `name` and
+`tool_call_id`. Plain JSON, because chat templates and files take it directly."""
 
 
 Content = str | list[dict[str, Any]]
-"""What a message or a result says: text, or parts in the OpenAI shape: `{"type": "text", "text": ...}` and
+"""The content of a message or a result: text, or parts in the OpenAI format: `{"type": "text", "text": ...}` and
 `{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}`."""
 
 
 def text_of(content: Content) -> str:
-    """`content` as text, a line or more per part; an image as a visible marker, so that nothing is dropped silently."""
+    """Return `content` as text, with at least one line per part; an image becomes a visible marker, so that nothing is
+    dropped silently."""
     if isinstance(content, str):
         return content
     return "\n".join(part["text"] if part["type"] == "text" else _marker(part) for part in content)
@@ -28,7 +29,7 @@ def _marker(part: dict[str, Any]) -> str:
 
 
 class CallError(StrEnum):
-    """Why a call did not give the model what it asked for. Each is told to the model; the chain goes on."""
+    """Why a call did not return what the model asked for. The model is told each of these, and the chain continues."""
 
     MALFORMED_CALL = "malformed_call"
     UNKNOWN_TOOL = "unknown_tool"
@@ -40,14 +41,14 @@ class CallError(StrEnum):
 
 @dataclass(frozen=True)
 class ToolSpec:
-    """What the model is told about one tool. `parameters` is a JSON Schema of type object."""
+    """The description of one tool for the model. `parameters` is a JSON Schema of type object."""
 
     name: str
     description: str
     parameters: dict[str, Any]
 
     def to_openai(self) -> dict[str, Any]:
-        """The shape that chat templates and OpenAI-compatible servers take."""
+        """Return the format that chat templates and OpenAI-compatible servers take."""
         return {
             "type": "function",
             "function": {"name": self.name, "description": self.description, "parameters": self.parameters},
@@ -63,15 +64,15 @@ class ToolCall:
     arguments: dict[str, Any]
 
     def to_openai(self) -> dict[str, Any]:
-        """The shape of an entry of `tool_calls` (arguments as an object, as chat templates want it)."""
+        """Return the format of an entry of `tool_calls` (arguments as an object, as chat templates expect it)."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a call gave: what the model sees, and the kind of error if it was one. `seconds` is the call's duration.
+    """The result of a call: what the model sees, and the kind of error if it failed. `seconds` is the call's duration.
 
-    `finish`: the tool ends the chain. `info` is what the tool said beside what the model sees: kept with the
+    `finish`: the tool ends the chain. `info` is information from the tool that the model does not see: kept in the
     trajectory, for rewards and people.
     """
 
@@ -82,33 +83,35 @@ class ToolResult:
     info: dict[str, Any] = field(default_factory=dict)
 
     def to_message(self, call: ToolCall) -> Message:
-        """The `tool` message that answers `call`; `info` is there where the tool gave any."""
+        """Return the `tool` message that answers `call`; it has `info` if the tool returned any."""
         message = {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": self.content}
         return {**message, "info": self.info} if self.info else message
 
 
 class ToolInfrastructureError(Exception):
-    """A tool server could not be reached, died or broke the protocol: not the model's doing, never a reward of 0."""
+    """A tool server could not be reached, died or broke the protocol. The model did not cause this, so it is never a
+    reward of 0."""
 
 
 class EnvironmentRewardError(ToolInfrastructureError):
-    """An environment failed to judge a chain, or answered with something that is no reward."""
+    """An environment failed to judge a chain, or returned something that is not a reward."""
 
 
 @dataclass
 class EnvironmentReward:
-    """What an environment says of a finished chain: its reward, and named numbers beside it (such as `success`)."""
+    """An environment's judgement of a finished chain: its reward, and further named numbers (such as `success`)."""
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
     turn_rewards: list[float] | None = None
-    """Beside `reward`, which is for the whole chain: what each assistant turn earned by itself, in their order."""
+    """The separate rewards of the assistant turns, in their order, in addition to `reward`, which is for the whole
+    chain."""
 
     @classmethod
     def parse(cls, verdict: Any, speaker: str) -> "EnvironmentReward":
-        """From a number, or a dict with `reward`, perhaps `turn_rewards` (a list), and further numbers.
+        """Create it from a number, or a dict with `reward`, optional `turn_rewards` (a list), and further numbers.
 
-        Raises TypeError, which names `speaker`, for anything else and for what is not finite.
+        Raises TypeError, which names `speaker`, for anything else and for numbers that are not finite.
         """
         if not isinstance(verdict, dict):
             return cls(_finite(verdict, speaker, "reward"))
@@ -123,14 +126,14 @@ class EnvironmentReward:
         return cls(numbers.pop("reward"), numbers, by_turn)
 
     def to_json(self) -> dict[str, Any]:
-        """The inverse of `parse`."""
+        """Return the inverse of `parse`."""
         turns = {} if self.turn_rewards is None else {"turn_rewards": self.turn_rewards}
         return {"reward": self.reward, **self.metrics, **turns}
 
     def add(self, other: "EnvironmentReward") -> None:
-        """Add up the rewards, those of each turn too, and take over the metrics.
+        """Add up the rewards, including those of each turn, and take over the metrics.
 
-        Raises ValueError where both have turn rewards, for different numbers of turns.
+        Raises ValueError if both have turn rewards for different numbers of turns.
         """
         self.reward += other.reward
         self.metrics |= other.metrics

@@ -1,6 +1,6 @@
-"""Processes that end when the process that started them is gone, even by kill -9.
+"""Processes that end when the process that started them is gone, even after kill -9.
 
-Linux's parent-death signal is not enough: a launcher such as accelerate's stands between parent and child.
+Linux's parent-death signal is not enough: a launcher such as accelerate's is between parent and child.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ _GRACE_SECONDS = 4.0
 
 
 def environment() -> dict[str, str]:
-    """Environment variables by which processes started from this one follow it; add them to the child's own."""
+    """Return environment variables that make processes started from this one follow it; add them to the child's own."""
     return {VARIABLE: f"{os.getpid()}:{psutil.Process().create_time()}"}
 
 
 def follow_parent() -> None:
     """End this process when the one that started it is gone: SIGTERM, and after 4 s an exit without clean-up.
 
-    Call it once, first thing in a child's main. Does nothing where no process asked to be followed. Returns at once.
+    Call it once, first thing in a child's main. Does nothing if no process asked to be followed. Returns immediately.
     """
     value = os.environ.get(VARIABLE)
     if value is None:
@@ -34,14 +34,14 @@ def follow_parent() -> None:
 
 
 def follow(pid: int, create_time: float) -> threading.Event:
-    """The same for the process `pid`, whoever started it, until the event that is returned is set."""
+    """Do the same for the process `pid`, whichever process started it, until the returned event is set."""
     enough = threading.Event()
     threading.Thread(target=_follow, args=(pid, create_time, enough), name="lifeline", daemon=True).start()
     return enough
 
 
 def is_alive(pid: int, create_time: float) -> bool:
-    """Whether the process `pid` still runs; one that took over its number, or a zombie, is not it."""
+    """Return whether the process `pid` still runs; a process that reuses its number, or a zombie, does not count."""
     try:
         process = psutil.Process(pid)
         # clock adjustments shift the computed start by some hundredths of a second
@@ -54,7 +54,7 @@ def _follow(pid: int, create_time: float, enough: threading.Event) -> None:
     while is_alive(pid, create_time):
         if enough.wait(_POLL_SECONDS):
             return
-    # on stdout, which for a trainer is the terminal; whoever read it may be gone too
+    # on stdout, which for a trainer is the terminal; its reader may be gone too
     with contextlib.suppress(OSError, ValueError):
         print(f"process {pid}, which this one follows, is gone: ending", flush=True)
     os.kill(os.getpid(), signal.SIGTERM)

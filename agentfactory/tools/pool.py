@@ -1,8 +1,8 @@
 """Pools of instances, each of which serves one chain at a time.
 
-`pool_ledger` is the bookkeeping; `Pool` carries out what it says. Whatever concerns an instance (making,
-checking, resetting, retiring it) runs in tasks of the pool, never in those of chains, which only wait for a future: a
-chain may be cancelled at any moment, and no instance and no place is lost.
+`pool_ledger` does the bookkeeping; `Pool` carries out its steps. All work on an instance (creating, checking,
+resetting, retiring it) runs in tasks of the pool, never in those of chains, which only wait for a future: a chain may
+be cancelled at any moment without losing an instance or a place.
 """
 
 import asyncio
@@ -19,18 +19,19 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CARE_SECONDS = 30.0
-"""How long a health check, a reset or a retirement may take; then the instance counts as broken, or as gone."""
+"""How long a health check, a reset or a retirement may take; after that the instance counts as broken, or as gone."""
 
 
 class Pool(Generic[T]):
-    """Instances of one kind, made as they are needed or ahead of that, and used again.
+    """Instances of one kind, created on demand or in advance, and reused.
 
     Args:
-        name: What errors call it.
-        make: Makes an instance; cleans up after itself when it fails or is cancelled. What it raises is raised by
+        name: The pool's name in errors.
+        make: Creates an instance; cleans up after itself when it fails or is cancelled. Its errors are raised by
             `acquire`.
-        reset: Makes an instance forget the chain that let go of it. One that raises is replaced.
-        healthy: Asked before an instance that was idle is given away. One that says False, or raises, is replaced.
+        reset: Makes an instance forget the chain that released it. If it raises, the instance is replaced.
+        healthy: Called before an idle instance is given to a chain. If it returns False or raises, the instance is
+            replaced.
         retire: Ends an instance.
     """
 
@@ -53,11 +54,12 @@ class Pool(Generic[T]):
         self._closed = False
 
     def warm_up(self) -> None:
-        """Begin to make the `warm` instances, in the background. `acquire` does so as well."""
+        """Begin to create the `warm` instances in the background. `acquire` does so too."""
         self._advance()
 
     async def acquire(self) -> "Lease[T]":
-        """Wait for an instance. Await it directly: a timeout around it could lose the lease (`wait_seconds` is one).
+        """Wait for an instance. Await it directly: a timeout around it could lose the lease (`wait_seconds` is a time
+        limit).
 
         Raises:
             ToolInfrastructureError: none became free within `wait_seconds`, or the pool is closed.
@@ -75,14 +77,14 @@ class Pool(Generic[T]):
         except BaseException:
             self._ledger.withdraw(waiter)
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self._put_back(waiter.result())  # cancelled in the very moment in which an instance was there
+                self._put_back(waiter.result())  # cancelled at the very moment when an instance became available
             raise
         finally:
             timer.cancel()
         return Lease(self, instance)
 
     async def close(self) -> None:
-        """Retire every instance, held ones too, and wait until they are gone. Whoever waits gets an error."""
+        """Retire every instance, including leased ones, and wait until they are gone. Waiting callers get an error."""
         self._closed = True
         while self._ledger.waiting:
             waiter = self._ledger.waiting.popleft()
@@ -96,8 +98,9 @@ class Pool(Generic[T]):
             await asyncio.wait(self._tasks)
 
     def gauges(self) -> dict[str, float]:
-        """Instances that chains hold, or that are reset after one; idle ones; chains that wait. Counts since the
-        start: made, recycled (replaced for their uses or age), broken (replaced for a fault)."""
+        """Return the number of instances that chains use or that are being reset, of idle ones, and of waiting chains;
+        and the counts since the start: made, recycled (replaced for their uses or age), broken (replaced for a
+        fault)."""
         ledger = self._ledger
         return {
             "in_use": float(len(ledger.held) + ledger.resetting),
@@ -110,11 +113,11 @@ class Pool(Generic[T]):
 
     async def _let_go(self, instance: Instance[T], broken: bool) -> None:
         if instance not in self._ledger.held:
-            return  # the pool was closed under its holder
+            return  # the pool was closed while the instance was in use
         step = self._ledger.has_let_go(instance, broken, _now())
         resetting = None
         if step is not None:
-            self._do(step)  # nobody has to wait for the end of an instance
+            self._do(step)  # nothing needs to wait for the end of an instance
         elif self._reset is None:
             self._ledger.has_reset(instance, True)
         else:
@@ -129,7 +132,7 @@ class Pool(Generic[T]):
             self._advance()
 
     def _advance(self) -> None:
-        """Do what is to be done. Called after each change; a pool that closes begins nothing any more."""
+        """Do the due steps. Called after each change; a closing pool starts nothing new."""
         if self._closed:
             for step in self._ledger.retire_all():
                 self._do(step)
@@ -242,7 +245,7 @@ class Pool(Generic[T]):
 
 
 class Lease(Generic[T]):
-    """An instance in the hands of one holder, until it is released."""
+    """An instance that one holder uses until it is released."""
 
     def __init__(self, pool: Pool[T], instance: Instance[T]) -> None:
         self._pool = pool
@@ -250,16 +253,17 @@ class Lease(Generic[T]):
         self.value = instance.value
 
     async def release(self, broken: bool = False) -> None:
-        """Let go of the instance, which is reset for the next holder, or replaced if it is broken or worn.
+        """Release the instance, which is reset for the next holder, or replaced if it is broken or worn.
 
-        Returns when it has been reset; goes on in the background when it is cancelled. Does nothing the second time.
+        Returns when it has been reset; if cancelled, the reset continues in the background. Does nothing the second
+        time.
         """
         instance, self._instance = self._instance, None
         if instance is not None:
             await self._pool._let_go(instance, broken)
 
     def give_back(self) -> None:
-        """Let go of an instance that was not used at all: it counts as idle as before."""
+        """Return an instance that was not used at all: it counts as idle, as before."""
         instance, self._instance = self._instance, None
         if instance is not None:
             self._pool._put_back(instance)

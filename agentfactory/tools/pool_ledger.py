@@ -1,4 +1,4 @@
-"""The bookkeeping of a pool: who waits, who holds what, what has to be done next. Pure: no task and no clock in it."""
+"""The bookkeeping of a pool: waiters, holders, and due steps. Pure: without tasks or a clock."""
 
 from asyncio import Future
 from collections import deque
@@ -18,11 +18,11 @@ class Instance(Generic[T]):
     value: T
     made_at: float
     uses: int = 0
-    """Chains that it has served, the present one included."""
+    """Number of chains that it has served, including the present one."""
 
 
 class Act(StrEnum):
-    """What a ledger asks for."""
+    """An action that a ledger asks for."""
 
     MAKE = "make"
     CHECK = "check"
@@ -30,18 +30,18 @@ class Act(StrEnum):
 
 
 class Step(NamedTuple, Generic[T]):
-    """An act, and the instance that it is about."""
+    """An action and its instance."""
 
     act: Act
     instance: Instance[T] | None = None
 
 
 class Ledger(Generic[T]):
-    """Who waits, who holds what, and what has to be done next.
+    """Tracks waiters, holders and due steps.
 
-    Tell it what happened, then do what `steps` says. Waiting is first come, first served: instances that become free go
-    to the one who has waited longest. Every instance that exists takes a place of `capacity`, also while it is made,
-    checked, reset or retired.
+    Tell it what happened, then do what `steps` returns. Waiting is first come, first served: an instance that becomes
+    free goes to the waiter who has waited longest. Every existing instance takes a place of `capacity`, also while it
+    is created, checked, reset or retired.
     """
 
     def __init__(self, config: PoolConfig) -> None:
@@ -51,10 +51,10 @@ class Ledger(Generic[T]):
         self.making = self.checking = self.resetting = self.retiring = 0
         self.made = self.recycled = self.broken = 0
         self._config = config
-        self._paused = False  # making one ahead failed: no more are made ahead until one could be made
+        self._paused = False  # creating one in advance failed: no more are created in advance until one succeeds
 
     def steps(self, now: float) -> list[Step[T]]:
-        """What has to be done at the time `now`, in seconds; it counts as begun."""
+        """Return the steps that are due at the time `now`, in seconds; they count as begun."""
         steps: list[Step[T]] = []
         for instance in [instance for instance in self.idle if self._is_worn(instance, now)]:
             self.idle.remove(instance)
@@ -69,20 +69,21 @@ class Ledger(Generic[T]):
         return steps
 
     def has_made(self, instance: Instance[T]) -> Future[Instance[T]] | None:
-        """A new instance is there. Returns the waiter who gets it, or None when it stays idle."""
+        """Note that a new instance is ready. Return the waiter who gets it, or None if it stays idle."""
         self.making -= 1
         self.made += 1
         self._paused = False
         return self._place(instance)
 
     def has_failed_to_make(self) -> Future[Instance[T]] | None:
-        """An instance could not be made. Returns the waiter who is to be told, if there is one."""
+        """Note that an instance could not be created. Return the waiter who gets the error, if there is one."""
         self.making -= 1
         self._paused = True
         return self._next_waiter()
 
     def has_checked(self, instance: Instance[T], sound: bool) -> Future[Instance[T]] | Step[T] | None:
-        """An idle instance was checked. Returns the waiter who gets it, None when it stays idle, or its retirement."""
+        """Note that an idle instance was checked. Return the waiter who gets it, None if it stays idle, or its
+        retirement."""
         self.checking -= 1
         if sound:
             return self._place(instance)
@@ -90,7 +91,7 @@ class Ledger(Generic[T]):
         return self._retire(instance)
 
     def has_let_go(self, instance: Instance[T], broken: bool, now: float) -> Step[T] | None:
-        """Its holder has no more use for an instance. Returns its retirement; None when it is to be reset."""
+        """Note that its holder released an instance. Return its retirement; None if it is to be reset."""
         self.held.discard(instance)
         if broken:
             self.broken += 1
@@ -102,7 +103,7 @@ class Ledger(Generic[T]):
         return None
 
     def has_reset(self, instance: Instance[T], sound: bool) -> Step[T] | None:
-        """An instance was reset. Returns its retirement where that went wrong."""
+        """Note that an instance was reset. Return its retirement if that failed."""
         self.resetting -= 1
         if sound:
             self.idle.append(instance)
@@ -111,22 +112,22 @@ class Ledger(Generic[T]):
         return self._retire(instance)
 
     def has_not_used(self, instance: Instance[T]) -> None:
-        """Its holder was given an instance and never touched it."""
+        """Note that a holder returned an instance that it never used."""
         self.held.discard(instance)
         instance.uses -= 1
         self.idle.appendleft(instance)
 
     def has_retired(self) -> None:
-        """A retired instance is gone."""
+        """Note that a retired instance is gone."""
         self.retiring -= 1
 
     def withdraw(self, waiter: Future[Instance[T]]) -> None:
-        """Someone waits no more."""
+        """Remove a waiter."""
         if waiter in self.waiting:
             self.waiting.remove(waiter)
 
     def retire_all(self) -> list[Step[T]]:
-        """The pool closes: every instance is retired, those that are held too."""
+        """Close the pool: return the retirement of every instance, including those in use."""
         instances = [*self.idle, *self.held]
         self.idle.clear()
         self.held.clear()
@@ -134,7 +135,7 @@ class Ledger(Generic[T]):
 
     @property
     def places(self) -> int:
-        """Places of `capacity` that are taken."""
+        """Number of places of `capacity` that are taken."""
         return len(self.idle) + len(self.held) + self.making + self.checking + self.resetting + self.retiring
 
     def _place(self, instance: Instance[T]) -> Future[Instance[T]] | None:
@@ -149,7 +150,7 @@ class Ledger(Generic[T]):
     def _next_waiter(self) -> Future[Instance[T]] | None:
         while self.waiting:
             waiter = self.waiting.popleft()
-            if not waiter.done():  # a cancelled one withdraws only when its task has its turn
+            if not waiter.done():  # a cancelled waiter withdraws only when its task runs
                 return waiter
         return None
 

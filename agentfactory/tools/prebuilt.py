@@ -1,7 +1,7 @@
-"""The tools that come with AgentFactory, by the names under which a recipe's `tools:` and `module:` know them."""
+"""The prebuilt tools, by their names in a recipe's `tools:` and `module:`."""
 
 PREBUILT = {
     "calculator": "agentfactory.tools.calculator:calculator",
     "code_interpreter": "agentfactory.tools.code_interpreter:CodeInterpreter",
 }
-"""Name -> `package.module:NAME`; loaded when it is asked for."""
+"""Name -> `package.module:NAME`, loaded on first use."""

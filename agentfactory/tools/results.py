@@ -1,4 +1,4 @@
-"""What a tool returns, as an MCP result; and an MCP result, of whatever server, as what the model sees."""
+"""Converts what a tool returns to an MCP result, and an MCP result of any server to what the model sees."""
 
 import base64
 import json
@@ -24,26 +24,26 @@ from agentfactory.tools.messages import CallError, Content
 from agentfactory.tools.tool import Finish
 
 ERROR_KEY = "agentfactory/error"
-"""Key of a failed result's `_meta`: the CallError."""
+"""Key in a failed result's `_meta`: the CallError."""
 FINISH_KEY = "agentfactory/finish"
-"""Key of a result's `_meta`: true where the tool ends the chain."""
+"""Key in a result's `_meta`: true if the tool ends the chain."""
 INFO_KEY = "agentfactory/info"
-"""Key of a result's `_meta`: an object with what the tool said beside what the model sees."""
+"""Key in a result's `_meta`: an object with information from the tool that the model does not see."""
 
 _SEEN_BY_MODELS = ("image/png", "image/jpeg", "image/webp", "image/gif")
 _BLOCKS = (TextContent, ImageContent, AudioContent, ResourceLink, EmbeddedResource)
 
 
 def result_of(value: Any) -> CallToolResult:
-    """What a tool returned, as an MCP result.
+    """Convert what a tool returned to an MCP result.
 
-    Text stays as it is, None is empty, anything else that JSON can hold (also dataclasses, pydantic models, dates,
-    arrays) becomes JSON. A Pillow image becomes a PNG, an `Image` of the MCP SDK stays as it is. A list with an image
-    in it becomes one part per item. Of a dict with `observation` the model sees that alone, and its other keys become
-    the result's info. `finish(...)` around any of these ends the chain.
+    Text stays unchanged, None becomes empty, and anything else that JSON can express (also dataclasses, pydantic
+    models, dates, arrays) becomes JSON. A Pillow image becomes a PNG; an `Image` of the MCP SDK stays unchanged. A list
+    that contains an image becomes one part per item. In a dict with `observation`, the model sees only that, and the
+    other keys become the result's info. `finish(...)` around any of these ends the chain.
 
     Raises:
-        TypeError, ValueError: what cannot be sent, such as an object of an unknown class.
+        TypeError, ValueError: the value cannot be sent, such as an object of an unknown class.
     """
     meta: dict[str, Any] = {}
     if isinstance(value, Finish):
@@ -58,15 +58,15 @@ def result_of(value: Any) -> CallToolResult:
 
 
 def failure(kind: CallError, text: str) -> CallToolResult:
-    """A result that tells the model why there is none."""
+    """Return an error result with a message for the model."""
     return CallToolResult(content=[_text_block(text)], is_error=True, _meta={ERROR_KEY: kind.value})
 
 
 def content_of(result: CallToolResult) -> Content:
-    """What the model sees of a result: text, or text and image parts in their order where there are images.
+    """Return what the model sees of a result: text, or, if there are images, text and image parts in their order.
 
-    What a model cannot be shown (audio, other files, other kinds of images) is a visible marker. A result that is
-    structured and nothing else is its JSON.
+    Content that a model cannot be shown (audio, other files, other kinds of images) becomes a visible marker. A result
+    with only structured content becomes its JSON.
     """
     if not result.content and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
@@ -91,19 +91,19 @@ def _blocks(value: Any) -> list[ContentBlock]:
 
 
 def _text_block(text: str) -> TextContent:
-    # lone surrogates cannot be sent over a pipe or a socket; replaced here, so that every transport says the same
+    # lone surrogates cannot be sent over a pipe or a socket; replaced here, so that every transport gives the same text
     return TextContent(type="text", text=text.encode("utf-8", "replace").decode("utf-8"))
 
 
 def _rich_block(value: Any) -> ContentBlock | None:
-    """An image, a sound or a part of the MCP SDK as a part of the result; None for anything else."""
+    """Convert an image, a sound or a part of the MCP SDK to a part of the result; return None for anything else."""
     if isinstance(value, _BLOCKS):
         return value
     if isinstance(value, Image):
         return value.to_image_content()
     if isinstance(value, Audio):
         return value.to_audio_content()
-    # where nobody imported Pillow there is no image of it
+    # if Pillow is not imported, there is no Pillow image
     pillow = sys.modules.get("PIL.Image")
     if pillow is None or not isinstance(value, pillow.Image):
         return None
@@ -115,7 +115,7 @@ def _rich_block(value: Any) -> ContentBlock | None:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and scalars of numpy and torch as Python's own."""
+    """Convert arrays and scalars of numpy and torch to Python's own types."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a tool returns text, JSON, an image, or a list with images, and not {type(value).__name__}")

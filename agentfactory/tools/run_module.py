@@ -1,7 +1,8 @@
-"""`python -m agentfactory.tools.run_module FOLDERS MODULE [ARGUMENT ...]`: what `python -m MODULE` does, with FOLDERS
-(a JSON list) at the end of the import path and not the current folder at its beginning.
+"""`python -m agentfactory.tools.run_module FOLDERS MODULE [ARGUMENT ...]`: runs MODULE like `python -m MODULE`, with
+FOLDERS (a JSON list) at the end of the import path and without the current folder at its beginning.
 
-A stdio server of a recipe is started so: a `mcp/` or a `json.py` beside the recipe would be taken for the library.
+The stdio servers of a recipe are started this way: otherwise a `mcp/` or a `json.py` next to the recipe would be
+mistaken for the library.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""JSON Schemas as models read them: pydantic's, without what only costs prompt tokens, complete in themselves."""
+"""JSON Schemas for models: self-contained, and like pydantic's, but without parts that only cost prompt tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +14,13 @@ _PREFIX = "#/$defs/"
 
 
 def schema_of(arguments: type[BaseModel]) -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of a tool's arguments, in the order of their declaration.
+    """Return the JSON Schema (draft 2020-12) of a tool's arguments, in the order of their declaration.
 
-    Definitions stand where they are used, because many chat templates print one property at a time. Only a type that
-    contains itself stays in `$defs`.
+    Definitions are placed where they are used, because many chat templates print one property at a time. Only a type
+    that contains itself stays in `$defs`.
 
     Raises:
-        PydanticUserError: a type that JSON cannot hold.
+        PydanticUserError: JSON cannot express a type.
     """
     generated = arguments.model_json_schema(schema_generator=_PlainSchema)
     schema = inline({"properties": {}} | generated | {"additionalProperties": False})
@@ -28,7 +28,7 @@ def schema_of(arguments: type[BaseModel]) -> dict[str, Any]:
 
 
 def inline(schema: dict[str, Any]) -> dict[str, Any]:
-    """`schema` with the definitions of its `$defs` in place of the references to them, as far as they end."""
+    """Replace the references in `schema` with the definitions in its `$defs`, unless they are recursive."""
     definitions: dict[str, Any] = schema.get("$defs", {})
     endless = {name for name in definitions if name in _reachable(name, definitions)}
 
@@ -46,7 +46,7 @@ def inline(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class _PlainSchema(GenerateJsonSchema):
-    """pydantic's JSON Schema in the order of declaration, without titles made out of names."""
+    """pydantic's JSON Schema in the order of declaration, without titles derived from names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -64,12 +64,12 @@ class _PlainSchema(GenerateJsonSchema):
 
     def tagged_union_schema(self, schema: Any) -> Any:
         generated = super().tagged_union_schema(schema)
-        generated.pop("discriminator", None)  # OpenAPI's, refers to `$defs`; the alternatives say the same
+        generated.pop("discriminator", None)  # OpenAPI's; it refers to `$defs`, and the alternatives say the same
         return generated
 
 
 def _reachable(start: str, definitions: dict[str, Any]) -> set[str]:
-    """Names of the definitions that `start` refers to, directly or by way of others."""
+    """Return the names of the definitions that `start` refers to, directly or indirectly."""
     found: set[str] = set()
 
     def visit(node: Any) -> Any:
@@ -89,7 +89,7 @@ def _target(node: Any) -> str | None:
 
 
 def _map_children(node: Any, change: Callable[[Any], Any]) -> Any:
-    """`node` with its subschemas changed. Values, such as defaults, are not schemas, whatever they look like."""
+    """Return `node` with its subschemas changed. Values, such as defaults, are never treated as schemas."""
     if not isinstance(node, dict):
         return node  # true and false are schemas, too
     changed = dict(node)

@@ -1,7 +1,7 @@
 """Serve tools over MCP: `python -m agentfactory.tools.serve FILE.py | FILE.py:NAME | PREBUILT ... [--http PORT]`.
 
-On stdio by default, until stdin ends. With `--http`, streamable HTTP on 127.0.0.1 (port 0 takes a free one), until
-SIGINT or SIGTERM; the line `ready http://127.0.0.1:PORT/mcp` on stdout says that it listens.
+By default it serves on stdio until stdin ends. With `--http`, it serves streamable HTTP on 127.0.0.1 (port 0 picks a
+free one) until SIGINT or SIGTERM; the line `ready http://127.0.0.1:PORT/mcp` on stdout says that it listens.
 """
 
 from agentfactory.tools import import_path
@@ -38,17 +38,18 @@ from agentfactory.tools.tool import is_tool
 from agentfactory.tools.user_code import UserCodeError, load_module, load_object
 
 IDLE_SECONDS = 900.0
-"""How long an HTTP server keeps the instance of a chain that calls nothing: its client may be gone without a word."""
+"""How long an HTTP server keeps the instance of a chain that makes no calls: its client may have disappeared
+silently."""
 _EXIT_SECONDS = 2.0
 """How long a stdio server may take to end after its parent is gone."""
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfactory.tools.serve") -> None:
-    """Parse the command line and serve; what cannot be served ends with status 2 and the reason.
+    """Parse the command line and serve; exit with status 2 and the reason if something cannot be served.
 
     Args:
-        arguments: Of the command line; None: those of this process.
-        prog: What usage messages call the command.
+        arguments: Command-line arguments; None: those of this process.
+        prog: The command's name in usage messages.
     """
     parser = command_line(prog)
     options = parser.parse_args(arguments)
@@ -79,12 +80,13 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfac
 
 
 def objects_in(path: Path) -> list[Any]:
-    """What can be served of the file `path`: its `@tool` functions, Environment classes and MCP server objects.
+    """Return what can be served from the file `path`: its `@tool` functions, Environment classes and MCP server
+    objects.
 
-    What the file imports, or calls by a name with an underscore, is left out.
+    Imported objects, and names that begin with an underscore, are left out.
 
     Raises:
-        UserCodeError: there is no such file, it fails when executed, or there is nothing of the kind in it.
+        UserCodeError: the file does not exist, fails when executed, or contains nothing to serve.
     """
     if not path.is_file():
         raise UserCodeError(f"there is no file {path}", "name an existing one")
@@ -112,7 +114,7 @@ def _load(reference: str) -> list[Any]:
 
 
 def command_line(prog: str) -> argparse.ArgumentParser:
-    """The arguments that `main` takes."""
+    """Return the parser of the arguments that `main` takes."""
     parser = argparse.ArgumentParser(prog=prog, description="Serve tools over MCP, on stdio or over HTTP.")
     parser.add_argument(
         "objects",
@@ -145,7 +147,7 @@ def _flag(name: str) -> str:
 
 
 def _option(text: str) -> tuple[str, Any]:
-    """`NAME=VALUE`; the value is JSON where it can be read as such, else text."""
+    """Parse `NAME=VALUE`; the value is JSON if it can be parsed as such, else text."""
     name, separator, value = text.partition("=")
     if not separator:
         raise TypeError(f"--option: got {text!r}; write it as NAME=VALUE")
@@ -156,7 +158,7 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def serve_stdio(server: Server[Any]) -> None:
-    """Serve on stdin and stdout until stdin ends; then the process ends, also with a tool that hangs."""
+    """Serve on stdin and stdout until stdin ends; then end the process, even if a tool hangs."""
     threading.Thread(target=_exit_with_parent, args=(os.dup(sys.stdin.fileno()),), daemon=True).start()
 
     async def run() -> None:
@@ -167,9 +169,10 @@ def serve_stdio(server: Server[Any]) -> None:
 
 
 def _exit_with_parent(stdin: int) -> None:
-    """End the process some seconds after the other end of `stdin` was closed, for a tool may block the event loop."""
+    """End the process some seconds after the other end of `stdin` was closed, because a tool may block the event
+    loop."""
     poll = select.poll()
-    poll.register(stdin, 0)  # reports hang-ups only
+    poll.register(stdin, 0)  # reports only hang-ups
     poll.poll()
     time.sleep(_EXIT_SECONDS)
     os._exit(1)
@@ -178,12 +181,12 @@ def _exit_with_parent(stdin: int) -> None:
 def serve_http(server: Server[Any], port: int) -> None:
     """Serve streamable HTTP under /mcp on 127.0.0.1 until SIGINT or SIGTERM."""
     parent_watch.follow_parent()
-    # the protocol is named because asyncio turns Nagle's algorithm off only for sockets that name it: 40 ms a call
+    # name the protocol: asyncio turns off Nagle's algorithm, which costs 40 ms per call, only for sockets that name it
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     listener.listen(1024)
-    # chains are told apart by `_meta`, so that HTTP sessions would only have to be kept and expired
+    # `_meta` identifies chains, so HTTP sessions would only have to be stored and expired
     app = server.streamable_http_app(stateless_http=True, json_response=True)
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
     print(f"ready http://127.0.0.1:{listener.getsockname()[1]}/mcp", flush=True)

@@ -1,4 +1,4 @@
-"""`ToolSession`: one chain's way to the tools."""
+"""`ToolSession`: one chain's access to the tools."""
 
 import asyncio
 import json
@@ -33,16 +33,17 @@ from agentfactory.tools.tool_server import ToolServer
 logger = logging.getLogger(__name__)
 
 _MAX_DEPTH = 64
-"""Deepest arguments that are sent. The SDK drops what is nested some 200 levels deep, and the call would hang."""
+"""Maximum depth of arguments that are sent. The SDK drops arguments nested some 200 levels deep, and the call would
+hang."""
 _CLOSE_SECONDS = 10.0
 """How long an environment may take to close."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """Where a tool's calls go: the server, and the tool's name there.
+    """The destination of a tool's calls: the server, and the tool's name there.
 
-    `validator` is set where the server does not tell wrong arguments from other errors.
+    `validator` is set if the server does not distinguish wrong arguments from other errors.
     """
 
     server: ToolServer
@@ -52,7 +53,7 @@ class Route:
 
 @dataclass
 class _Share:
-    """What a chain has of one server."""
+    """A chain's share of one server."""
 
     server: ToolServer
     connection: Connection
@@ -60,15 +61,15 @@ class _Share:
     order: asyncio.Lock = field(default_factory=asyncio.Lock)
     """An environment gets a chain's calls one by one, in the order in which they were made, on every transport."""
     asked: bool = False
-    """A reset was begun: the environment is to be closed, whatever became of it."""
+    """A reset was begun, so the environment must be closed, even if the reset failed."""
     generation: int | None = None
-    """Of the server process that holds the chain's state."""
+    """Generation of the server process that contains the chain's state."""
     spoiled: bool = False
-    """The instance is not for another chain: it failed, or may still be at work on a call that was given up."""
+    """The instance must not serve another chain: it failed, or may still be working on an abandoned call."""
 
 
 class ToolSession:
-    """One chain's way to the tools. `opening` is what its environments' resets gave, or None."""
+    """One chain's access to the tools. `opening` is the result of its environments' resets, or None."""
 
     def __init__(self, key: str, servers: Sequence[ToolServer], routes: Mapping[str, Route]) -> None:
         self.opening: Content | None = None
@@ -78,9 +79,9 @@ class ToolSession:
         self._shares: dict[str, _Share] = {}
 
     async def call(self, call: ToolCall, timeout_seconds: float | None = None) -> ToolResult:
-        """Make one call. Whatever the model did wrong comes back as a result that it can read.
+        """Make one call. Mistakes of the model are returned as a result that it can read.
 
-        `timeout_seconds` is the call's time limit instead of the server's own.
+        `timeout_seconds` replaces the server's own time limit for the call.
 
         Raises:
             ToolInfrastructureError: the server died, broke the protocol, or lost this chain's state.
@@ -109,7 +110,7 @@ class ToolSession:
         error = _KINDS.get(str(meta.get(ERROR_KEY)), CallError.TOOL_ERROR) if result.is_error else None
         content = content_of(result)
         if error is CallError.INVALID_ARGUMENTS and isinstance(content, str):
-            # a server of ours does not know by which name the model knows the tool
+            # our own server does not know the model's name for the tool
             content = content.replace(f"Invalid arguments for {route.tool}:", f"Invalid arguments for {call.name}:", 1)
         return ToolResult(
             content,
@@ -120,12 +121,12 @@ class ToolSession:
         )
 
     async def reward(self) -> EnvironmentReward | None:
-        """The environment's verdict on the chain; None without an environment that gives one.
+        """Return the environment's reward for the chain; None without an environment that gives one.
 
-        Several environments' rewards are added up, and their metrics carry the server's name before a slash.
+        With several environments, rewards are added up, and names of metrics begin with the server's name and a slash.
 
         Raises:
-            EnvironmentRewardError: reward() failed, or its answer is no number and no object with `reward`.
+            EnvironmentRewardError: reward() failed, or its answer is neither a number nor an object with `reward`.
             ToolInfrastructureError: the server died, or lost this chain's state.
         """
         judges = [share for share in self._shares.values() if "reward" in share.server.hidden]
@@ -146,10 +147,10 @@ class ToolSession:
         return total
 
     async def begin(self, task: dict[str, Any]) -> None:
-        """Take what the chain needs of each server, and begin `task` in every environment.
+        """Acquire what the chain needs from each server, and begin `task` in every environment.
 
-        One server after the other, in the recipe's order: chains that need several scarce instances never wait for
-        each other in a circle. Called by `Toolset.chain`.
+        Servers are handled one after the other, in the recipe's order, so that chains that need several scarce
+        instances never deadlock. Called by `Toolset.chain`.
         """
         openings = []
         for server in self._servers:
@@ -160,7 +161,7 @@ class ToolSession:
         self.opening = _joined([content for content in openings if content])
 
     async def close(self) -> None:
-        """Let go of everything; an environment that fails to close is only logged. Called by `Toolset.chain`."""
+        """Release everything; if an environment fails to close, this is only logged. Called by `Toolset.chain`."""
         await asyncio.gather(*(self._let_go(share) for share in self._shares.values()))
 
     async def _reset(self, share: _Share, task: dict[str, Any]) -> Content:
@@ -182,7 +183,7 @@ class ToolSession:
     async def _let_go(self, share: _Share) -> None:
         replaced = share.server.isolated and share.spoiled
         try:
-            # a server that died holds nothing any more, and is not started for a farewell
+            # a server that died has no state any more, and is not restarted only to close it
             if share.asked and "close" in share.server.hidden and share.connection.alive and not replaced:
                 async with asyncio.timeout(_CLOSE_SECONDS):
                     await self._control(share, "close", {})
@@ -201,7 +202,7 @@ class ToolSession:
         timeout_seconds: float | None = None,
         failure: type[ToolInfrastructureError] = ToolInfrastructureError,
     ) -> CallToolResult:
-        """Call one of an environment's hidden tools, which has to succeed."""
+        """Call one of an environment's hidden tools, which must succeed."""
         server = share.server
         tool = server.hidden[role].name
         try:
@@ -242,7 +243,7 @@ def _refusal(text: str, error: CallError, started: float) -> ToolResult:
 
 
 def _joined(contents: list[Content]) -> Content | None:
-    """Several openings as one; with images as parts."""
+    """Join several openings; with images, as parts."""
     if not any(isinstance(content, list) for content in contents):
         return "\n".join(text_of(content) for content in contents) or None
     parts = [[{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents]
@@ -250,12 +251,12 @@ def _joined(contents: list[Content]) -> Content | None:
 
 
 def _fault(arguments: dict[str, Any], validator: Validator | None) -> str | None:
-    """What is wrong with `arguments` as far as can be seen here."""
+    """Return what is wrong with `arguments`, as far as can be checked here."""
     if _is_deeper(arguments, _MAX_DEPTH):
         return f"they are nested more than {_MAX_DEPTH} levels deep"
     try:
         json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
-    except ValueError as error:  # NaN, infinity or a lone surrogate, which a model can write and nobody can send
+    except ValueError as error:  # NaN, infinity or a lone surrogate, which a model can write but JSON cannot carry
         return f"not JSON in UTF-8: {error}"
     if validator is not None and (mismatch := best_match(validator.iter_errors(arguments))):
         return f"{mismatch.json_path.removeprefix('$').removeprefix('.') or 'the arguments'}: {mismatch.message}"
@@ -271,13 +272,13 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 def _verdict(server: str, result: CallToolResult) -> EnvironmentReward:
-    """The reward in an answer: an object, or text that is JSON of a number or an object."""
+    """Extract the reward from an answer: an object, or text that is JSON of a number or an object."""
     answer: Any = result.structured_content
     try:
         if answer is None:
             answer = json.loads(text_of(content_of(result)))
         if isinstance(answer, dict) and "reward" not in answer and set(answer) == {"result"}:
-            answer = answer["result"]  # how the SDK's MCPServer wraps a plain return value
+            answer = answer["result"]  # the SDK's MCPServer wraps a plain return value this way
         return EnvironmentReward.parse(answer, "it")
     except (ValueError, TypeError) as error:
         raise EnvironmentRewardError(

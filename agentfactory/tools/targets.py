@@ -1,4 +1,4 @@
-"""Where an MCP server is: what a recipe's entry means on this machine, secrets filled in."""
+"""Resolves a recipe's MCP server entry on this machine, with secrets filled in."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from agentfactory.tools.user_code import load_object
 
 @dataclass(frozen=True)
 class HttpAddress:
-    """A running streamable-HTTP server. `session`: the connection is to be a session of its own."""
+    """A running streamable-HTTP server. `session`: the connection is to be a separate session."""
 
     url: str
     headers: dict[str, str]
@@ -30,13 +30,13 @@ class HttpAddress:
 
 
 Target = Server[Any] | MCPServer | StdioServerParameters | Container | HttpAddress
-"""What a connection leads to."""
+"""The other end of a connection."""
 
 
 def target_of(name: str, config: McpServerConfig, base: Path) -> Target:
-    """The object, process, container or address that `config` means.
+    """Return the object, process, container or address that `config` names.
 
-    `command: python` is this interpreter, and its modules (`-m`) import as user code does; paths start at `base`.
+    `command: python` is this interpreter, and its modules (`-m`) import like user code; paths start at `base`.
 
     Raises:
         UserCodeError, TypeError: `module` cannot be loaded or served.
@@ -67,7 +67,7 @@ def _program(command: str, args: list[str], cwd: Path) -> list[str]:
 
 
 def _expand(field: str, values: dict[str, str]) -> dict[str, str]:
-    """Put environment variables in place of `${NAME}`: a recipe refers to a secret and never holds it."""
+    """Replace `${NAME}` with environment variables: a recipe refers to a secret and never contains it."""
 
     def expand(key: str, value: str) -> str:
         def variable(match: re.Match[str]) -> str:

@@ -1,5 +1,5 @@
-"""Users' blocking functions off the event loop: a pool of daemon threads that a function which never returns cannot
-fill."""
+"""Runs users' blocking functions off the event loop, in a pool of daemon threads that functions which never return
+cannot fill."""
 
 import asyncio
 import contextvars
@@ -13,8 +13,8 @@ from typing import Any, cast
 def run_in_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
     """Run `function` in a daemon thread; costs about 0.05 ms.
 
-    Cancelling the future does not stop the thread: what it returns is dropped. Whatever `function` raises is the
-    future's exception; a SystemExit and the like arrive as RuntimeError.
+    Cancelling the future does not stop the thread, but drops its result. Whatever `function` raises is the future's
+    exception; a SystemExit and similar arrive as RuntimeError.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
@@ -34,10 +34,10 @@ def run_in_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
         try:
             result = context.run(function)
         except BaseException as raised:
-            # a future carries no StopIteration, and a tool's SystemExit must not end the process
+            # a future cannot carry StopIteration, and a tool's SystemExit must not end the process
             plain = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
             error = cast(Exception, raised) if plain else RuntimeError(f"{type(raised).__name__}: {raised}")
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed: nothing waits any more
             loop.call_soon_threadsafe(settle, result, error)
 
     _jobs.put(job)
@@ -46,7 +46,7 @@ def run_in_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
     return future
 
 
-# Not a ThreadPoolExecutor: functions that never return would fill it, and it would wait for them when the process ends.
+# Not a ThreadPoolExecutor: functions that never return would fill it, and it would wait for them at exit.
 _jobs: "queue.SimpleQueue[Callable[[], None]]" = queue.SimpleQueue()
 _idle_threads = threading.Semaphore(0)
 

@@ -1,4 +1,4 @@
-"""`@tool`: a Python function, or a method, as a tool that a model can call."""
+"""`@tool`: turns a Python function or method into a tool that a model can call."""
 
 import inspect
 import json
@@ -31,11 +31,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class InvalidArguments(Exception):
-    """A call's arguments do not fit the tool. The message is for the model: what was wrong, what is allowed."""
+    """A call's arguments do not fit the tool. The message tells the model what was wrong and what is allowed."""
 
 
 class ToolFunction(Protocol):
-    """What `@tool` leaves: the function itself, with its specification and the check of its arguments."""
+    """The result of `@tool`: the function itself, with its specification and the check of its arguments."""
 
     __name__: str
     spec: ToolSpec
@@ -45,30 +45,31 @@ class ToolFunction(Protocol):
 
 
 class Finish:
-    """What `finish` makes: a tool's result after which the chain ends."""
+    """The result of `finish`: a tool's result after which the chain ends."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 def finish(value: Any = None) -> Finish:
-    """What a tool returns to end the chain; `value` is its result, anything that a tool may return."""
+    """Return this from a tool to end the chain; `value` is its result, anything that a tool may return."""
     return Finish(value)
 
 
 def tool(function: Function) -> Function:
-    """Make `function` a tool. It stays callable as it was, and gains `spec` and `parse_arguments`.
+    """Turn `function` into a tool. It remains callable, and gains `spec` and `parse_arguments`.
 
-    The name is the function's, the description the first paragraph of its docstring, whose section on the arguments
-    (in the style of Google, numpy or Sphinx) describes them; `Annotated[..., Field(description=...)]` does so as well.
-    Every parameter needs an annotation that JSON can hold; defaults are kept. A first parameter called `self` marks a
+    The name is the function's. The description is the first paragraph of its docstring, whose section on the arguments
+    (in the style of Google, numpy or Sphinx) describes them; `Annotated[..., Field(description=...)]` works too. Every
+    parameter needs an annotation that JSON can express; defaults are kept. A first parameter called `self` marks a
     method.
 
-    A plain `def` runs in a thread, so it may block; an `async def` runs on the event loop, which is cheaper
-    (by 0.05 ms a call) and right for anything short or already asynchronous.
+    A plain `def` runs in a thread, so it may block. An `async def` runs on the event loop, which is cheaper (by 0.05 ms
+    per call) and right for anything short or already asynchronous.
 
     Raises:
-        TypeError: a parameter that a model could not fill, naming function, parameter, annotation and what is possible.
+        TypeError: a model could not fill a parameter; the message names function, parameter, annotation and the allowed
+            ones.
     """
     if not inspect.isfunction(function):
         raise TypeError(f"@tool goes on a function or a method, not on {function!r}")
@@ -78,12 +79,12 @@ def tool(function: Function) -> Function:
     if unknown := documented.keys() - parameters.keys():
         raise TypeError(f"@tool {name}: its docstring describes {sorted(unknown)}, which are not parameters")
 
-    # The model's fields have neutral names and the real ones as aliases: an argument may be called `json` or `_x`.
+    # The model's fields have neutral names, with the real ones as aliases: an argument may be called `json` or `_x`.
     fields: dict[str, Any] = {}
     for index, (parameter, (annotation, default)) in enumerate(parameters.items()):
         fields[f"p{index}"] = (_as_field(annotation, parameter, documented.get(parameter)), default)
-    # a model may write NaN, which is no JSON; further arguments are refused by hand, for `extra` would also hold for
-    # the dataclasses and TypedDicts among them
+    # a model may write NaN, which is not JSON; further arguments are refused by hand, because `extra` would also apply
+    # to dataclasses and TypedDicts among them
     arguments_model = create_model(name, __config__=ConfigDict(allow_inf_nan=False), **fields)
     spec = ToolSpec(name, description, schema_of(arguments_model))
 
@@ -98,12 +99,12 @@ def tool(function: Function) -> Function:
 
 
 def is_tool(value: object) -> bool:
-    """Whether `value` is a function that `@tool` marked, or such a method of an instance."""
+    """Return whether `value` is a function that `@tool` marked, or such a method of an instance."""
     return inspect.isroutine(value) and isinstance(getattr(value, "spec", None), ToolSpec)
 
 
 def _parameters(function: Callable[..., Any], caller: FrameType | None) -> dict[str, tuple[Any, Any]]:
-    """Name -> (annotation, default or ...) of every parameter but `self`."""
+    """Return name -> (annotation, default or ...) for every parameter except `self`."""
     name = function.__name__
     signature = list(inspect.signature(function).parameters.values())
     if signature and signature[0].name in ("self", "cls"):
@@ -134,7 +135,7 @@ def _parameters(function: Callable[..., Any], caller: FrameType | None) -> dict[
 
 
 def _resolve(function: Callable[..., Any], parameter: inspect.Parameter, caller: FrameType | None) -> Any:
-    """The parameter's annotation as an object. Names in a string are looked up where the function stands."""
+    """Return the parameter's annotation as an object. Names in a string are looked up where the function is defined."""
     globals_ = inspect.unwrap(function).__globals__
     enclosing: dict[str, Any] = {}
     while caller is not None and caller.f_globals is globals_ and caller.f_locals is not globals_:
@@ -151,7 +152,7 @@ def _resolve(function: Callable[..., Any], parameter: inspect.Parameter, caller:
 
 
 def _as_field(annotation: Any, name: str, documented: str | None) -> Any:
-    """The annotation with the argument's name, and a description out of `Field`, the docstring or `Annotated`."""
+    """Return the annotation with the argument's name, and a description from `Field`, the docstring or `Annotated`."""
     own = FieldInfo.from_annotation(annotation)
     text = next((text for text in getattr(annotation, "__metadata__", ()) if isinstance(text, str)), None)
     if description := own.description or documented or text:
@@ -174,7 +175,7 @@ def _validate(model: type[BaseModel], spec: ToolSpec, arguments: dict[str, Any])
         parsed = model.model_validate(arguments)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False)
-    # models write lists and objects as text that is JSON
+    # models sometimes write lists and objects as JSON text
     culprits = {fault["loc"][0] for fault in faults}
     read = {key: _read_json(value) for key, value in arguments.items() if key in culprits}
     if any(value is not None for value in read.values()):
@@ -189,7 +190,7 @@ def _validate(model: type[BaseModel], spec: ToolSpec, arguments: dict[str, Any])
 
 
 def _read_json(text: Any) -> list[Any] | dict[str, Any] | None:
-    """The list or object that a text is, if it is one."""
+    """Return the list or object that a text represents, if it does."""
     try:
         value = json.loads(text) if isinstance(text, str) else None
     except ValueError:
@@ -198,7 +199,7 @@ def _read_json(text: Any) -> list[Any] | dict[str, Any] | None:
 
 
 def _explain(spec: ToolSpec, arguments: dict[str, Any], unknown: list[str], faults: list[ErrorDetails]) -> str:
-    """Say to a model what is wrong with its arguments, a reason per place."""
+    """Tell a model what is wrong with its arguments, one reason per place."""
     reasons: dict[str, list[str]] = {}
     given: dict[str, str] = {}
     for fault in faults:
@@ -223,7 +224,8 @@ def _explain(spec: ToolSpec, arguments: dict[str, Any], unknown: list[str], faul
 
 
 def _path(location: tuple[Any, ...], arguments: dict[str, Any]) -> list[Any]:
-    """The part of a fault's location that leads through the arguments; between, pydantic names members of unions."""
+    """Return the part of a fault's location that leads through the arguments; pydantic also inserts names of union
+    members."""
     path: list[Any] = []
     value: Any = arguments
     for part in location:
@@ -234,7 +236,7 @@ def _path(location: tuple[Any, ...], arguments: dict[str, Any]) -> list[Any]:
 
 
 def _read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """First paragraph, and argument name -> text; each on one line."""
+    """Return the first paragraph, and argument name -> text; each on one line."""
     try:
         docstring = parse_docstring(inspect.getdoc(function) or "")
     except ParseError as error:

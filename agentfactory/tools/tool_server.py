@@ -1,4 +1,4 @@
-"""One server of a recipe: what it offers, and what of it a chain gets for itself."""
+"""One server of a recipe: its tools, and the part of it that a chain has exclusively."""
 
 from collections.abc import Sequence
 
@@ -19,10 +19,10 @@ _GAUGE_SECONDS = 2.0
 class ToolServer:
     """A server, from `open` to `close`.
 
-    Shared: one connection for all chains. Where `pool.capacity` is set, a chain needs one of so many places.
-    Isolated: a pool of connections, each to a process, container or session of its own, which one chain at a time
-    holds. Only an environment, which is reset, is known to forget what a chain left behind; the instances of any other
-    server serve one chain each, unless `pool.max_uses` says otherwise.
+    Shared: one connection for all chains. If `pool.capacity` is set, a chain needs one of that many places. Isolated: a
+    pool of connections, each to a separate process, container or session, which one chain at a time uses. Only an
+    environment, which is reset, is known to forget what a chain left behind; the instances of any other server serve
+    one chain each, unless `pool.max_uses` says otherwise.
 
     `tools` are those for the model, `hidden` the environment's by their role.
     """
@@ -39,12 +39,12 @@ class ToolServer:
         self._target = target
         self._log = log
         self._shared: Connection | None = None
-        self._first: list[Connection] = []  # what an isolated server offers is read from one that its pool takes over
+        self._first: list[Connection] = []  # used to read an isolated server's tools; its pool takes it over
         self._pool: Pool[Connection] | None = None
         self._gauges: str | None = None
 
     async def open(self) -> None:
-        """Start or reach the server, and see what it offers.
+        """Start or reach the server, and list its tools.
 
         Raises:
             ValueError: names in `allow`, `deny` or `environment` that it does not have; a cache for an environment.
@@ -78,9 +78,9 @@ class ToolServer:
             await connection.close()
 
     async def acquire(self) -> tuple[Connection, Lease[Connection] | None]:
-        """The connection for one chain, and the lease to be released at its end, if there is one.
+        """Return the connection for one chain, and the lease to release at its end, if there is one.
 
-        Raises ToolInfrastructureError: none came free in time, or none could be made.
+        Raises ToolInfrastructureError if none became free in time, or none could be created.
         """
         if self._pool is None:
             assert self._shared is not None
@@ -89,7 +89,7 @@ class ToolServer:
         return lease.value, lease
 
     async def gauges(self) -> dict[str, float]:
-        """Those of the pool, here or in the server; empty where there is none, or no answer."""
+        """Return the gauges of the pool, here or in the server; empty if there is no pool or no answer."""
         if self._pool is not None:
             return self._pool.gauges()
         if self._gauges is None or self._shared is None or not self._shared.alive:
@@ -128,7 +128,7 @@ class ToolServer:
             return shared
 
         async def retire(connection: Connection) -> None:
-            """A place holds nothing."""
+            """Do nothing: a place holds no resources."""
 
         return Pool(f"tool server {self.name}", make, self.config.pool, retire=retire)
 
@@ -136,12 +136,12 @@ class ToolServer:
         listed = {tool.name: tool for tool in tools}
         roles = {(tool.meta or {}).get(ROLE_KEY): tool.name for tool in tools}
         self._gauges = roles.get("gauges")
-        declared = "reset" in roles  # a server of ours says that it is an environment
+        declared = "reset" in roles  # a server of ours declares that it is an environment
         if self.environment is None and declared:
             self.environment = EnvironmentTools(
                 reset=roles["reset"], reward=roles.get("reward"), close=roles.get("close")
             )
-        if declared:  # and its reset waits for an instance
+        if declared:  # its reset waits for an instance
             self.reset_seconds += self.config.pool.wait_seconds
         for role in ("reset", "reward", "close") if self.environment else ():
             tool = getattr(self.environment, role)

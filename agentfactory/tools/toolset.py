@@ -25,17 +25,17 @@ from agentfactory.tools.tool_server import ToolServer
 async def open_toolset(
     recipe: ToolsRecipe, base: Path, log: Log = lambda record: None, objects: Sequence[Any] = ()
 ) -> "AsyncIterator[Toolset]":
-    """Open every tool and MCP server of `recipe`, all at once; close them when left.
+    """Open every tool and MCP server of `recipe` concurrently; close them on exit.
 
     Args:
         base: Folder at which the recipe's relative paths start.
         log: Takes records {"event": "tool_server_opened" | "tool_server_lost", "server": name, ...}.
-        objects: Served in this process beside the recipe's: `@tool` functions and methods, Environment classes, MCP
-            server objects.
+        objects: Served in this process in addition to the recipe's: `@tool` functions and methods, Environment classes,
+            MCP server objects.
 
     Raises:
-        UserCodeError, TypeError, ValueError: the recipe is wrong: a reference that cannot be loaded, what cannot be
-            served, an unset environment variable, names that clash, tools that a server does not have.
+        UserCodeError, TypeError, ValueError: the recipe is wrong: a reference that cannot be loaded, an object that
+            cannot be served, an unset environment variable, names that clash, tools that a server does not have.
         ToolInfrastructureError: a server could not be started or reached.
     """
     servers: dict[str, ToolServer] = {}
@@ -59,7 +59,7 @@ async def open_toolset(
         toolset = Toolset(list(servers.values()))
         yield toolset
     finally:
-        for opening in openings:  # where one fails, the others are not needed
+        for opening in openings:  # if one fails, the others are not needed
             opening.cancel()
         await asyncio.gather(*openings, return_exceptions=True)
         if toolset is not None:
@@ -68,7 +68,8 @@ async def open_toolset(
 
 
 class Toolset:
-    """The tools of a recipe. `specs` is what a model is told, in the order of the recipe and of each server's list."""
+    """The tools of a recipe. `specs` are the descriptions for the model, in the order of the recipe and of each
+    server's list."""
 
     def __init__(self, servers: Sequence[ToolServer]) -> None:
         self._servers = servers
@@ -98,10 +99,10 @@ class Toolset:
 
     @asynccontextmanager
     async def chain(self, key: str, task: dict[str, Any]) -> "AsyncIterator[ToolSession]":
-        """Let the chain `key`, unique in this run, act on `task`: reset its environments, and let go at the end.
+        """Let the chain `key`, unique in this run, act on `task`: reset its environments, and release them at the end.
 
         Raises:
-            ToolInfrastructureError: no instance came free in time, an environment could not be reset, or its server
+            ToolInfrastructureError: no instance became free in time, an environment could not be reset, or its server
                 died.
         """
         session = ToolSession(key, self._servers, self._routes)
@@ -109,14 +110,14 @@ class Toolset:
             await session.begin(task)
             yield session
         finally:
-            # in a task of its own, which ends also when the chain is cancelled once more
+            # in a separate task, which finishes even if the chain is cancelled again
             closing = asyncio.create_task(session.close(), name=f"end of chain {key}")
             self._closings.add(closing)
             closing.add_done_callback(self._closings.discard)
             await asyncio.shield(closing)
 
     async def gauges(self) -> dict[str, float]:
-        """`environments/<server>/<gauge>` of every pool: see `Pool.gauges`."""
+        """Return `environments/<server>/<gauge>` of every pool: see `Pool.gauges`."""
         answers = await asyncio.gather(*(server.gauges() for server in self._servers))
         return {
             f"environments/{server.name}/{key}": value
@@ -125,7 +126,7 @@ class Toolset:
         }
 
     async def closed(self) -> None:
-        """Wait until every chain that has ended has let go of what it held."""
+        """Wait until every chain that has ended has released everything."""
         while self._closings:
             await asyncio.wait(self._closings)
 

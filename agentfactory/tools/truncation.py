@@ -1,15 +1,15 @@
-"""Results that are longer than `limits.result_tokens`."""
+"""Cuts results that are longer than `limits.result_tokens`."""
 
 from collections.abc import Callable
 
 from agentfactory.tools.messages import Content
 
 Cut = Callable[[str, int], str | None]
-"""(text, most tokens) -> the text cut in its middle, with a visible marker; None where it fits."""
+"""(text, max tokens) -> the text cut in the middle, with a visible marker; None if it fits."""
 
 
 def truncated(content: Content, most: int, cut: Cut | None) -> Content | None:
-    """`content` with its text cut to `most` tokens, None where it fits. Texts beside images become one; images stay."""
+    """Cut the text in `content` to `most` tokens; None if it fits. Several texts become one; images stay."""
     assert cut is not None
     if isinstance(content, str):
         return cut(content, most)

@@ -1,4 +1,4 @@
-"""`typing.TypedDict` for pydantic, which before Python 3.12 takes only that of typing_extensions."""
+"""`typing.TypedDict` for pydantic, which before Python 3.12 accepts only that of typing_extensions."""
 
 import sys
 from types import UnionType
@@ -8,9 +8,9 @@ import typing_extensions
 
 
 def readable(annotation: Any, twins: dict[Any, Any] | None = None) -> Any:
-    """`annotation` with a twin out of typing_extensions in place of each `typing.TypedDict`.
+    """Replace each `typing.TypedDict` in `annotation` with a twin from typing_extensions.
 
-    Those that stand in the fields of a dataclass or a pydantic model are not reached. `twins` holds what was made so
+    TypedDicts in the fields of a dataclass or a pydantic model are not reached. `twins` contains the twins created so
     far, for TypedDicts that contain themselves.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Objects that a recipe names: out of a user's own files as `FILE.py:NAME`, or prebuilt ones by a name alone."""
+"""Loads objects that a recipe names: from a user's own files as `FILE.py:NAME`, or prebuilt ones by name alone."""
 
 import ast
 import filecmp
@@ -18,16 +18,16 @@ from agentfactory.tools.import_path import append_folders, user_folders
 
 
 class UserCodeError(SettingError):
-    """A `FILE.py:NAME` that cannot be loaded: `problem` says which part is wrong and what there is instead."""
+    """A `FILE.py:NAME` that cannot be loaded: `problem` says which part is wrong and what exists instead."""
 
     def __init__(self, problem: str, fix: str = "name what a file defines, as FILE.py:NAME") -> None:
         super().__init__("", problem, fix)
 
 
 def load_object(reference: str, base: Path, prebuilt: Mapping[str, str] | None = None) -> Any:
-    """Load `NAME` out of `FILE.py`, a path relative to `base`; or what `prebuilt` (name -> `package.module:NAME`) has.
+    """Load `NAME` from `FILE.py`, a path relative to `base`, or from `prebuilt` (name -> `package.module:NAME`).
 
-    The file is executed once per process. It may import installed libraries and the modules beside it: its folder is
+    The file is executed once per process. It may import installed libraries and the modules in its folder, which is
     appended to the import path. If `import FILE` finds this file, the module has that name; otherwise it gets a private
     one, so that it neither shadows another module nor is shadowed by one.
 
@@ -53,7 +53,7 @@ def load_object(reference: str, base: Path, prebuilt: Mapping[str, str] | None =
 
 
 def load_module(path: Path) -> ModuleType:
-    """Execute the file `path`, as `load_object` does. Raises UserCodeError where it fails."""
+    """Execute the file `path` like `load_object`. Raises UserCodeError if it fails."""
     append_folders([path.parent], of_file=True)
     private = f"_agentfactory_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     name = path.stem if _is_same(_origin(path.stem), path) else private
@@ -79,10 +79,10 @@ def load_module(path: Path) -> ModuleType:
 
 
 def _origin(name: str) -> str | None:
-    """The file of the module `name`, if it is imported, or where it would be imported from."""
+    """Return the file of the module `name`, if it is imported, or from which it would be imported."""
     if name in sys.modules:
         return getattr(sys.modules[name], "__file__", None)
-    # parent packages are imported for it, and may fail
+    # this imports parent packages, which may fail
     with suppress(Exception):
         specification = importlib.util.find_spec(name)
         return specification.origin if specification and specification.has_location else None
@@ -94,7 +94,7 @@ def _is_same(file: str | None, path: Path) -> bool:
 
 
 def _place(error: BaseException, path: Path) -> str:
-    """Where a helper of the file `path` has failed."""
+    """Return where a helper of the file `path` failed."""
     if isinstance(error, SyntaxError):
         file, line = error.filename, error.lineno
     else:
@@ -125,8 +125,8 @@ def _fix(error: BaseException, path: Path) -> str:
 def _check_neighbours(path: Path) -> None:
     """Check that imports of neighbouring modules find the neighbours.
 
-    Python has one module of a name, so a file in another folder may have taken it. Checks `path` and the modules of its
-    folder that are imported. Raises UserCodeError.
+    Python has only one module per name, so a file in another folder may have taken it. Checks `path` and the imported
+    modules of its folder. Raises UserCodeError.
     """
     files = [path]
     for module in [*sys.modules.values()]:
@@ -138,7 +138,7 @@ def _check_neighbours(path: Path) -> None:
             place = path.parent.joinpath(*name.split("."))
             own = next((each for each in (place / "__init__.py", place.with_suffix(".py")) if each.is_file()), None)
             found = _origin(name) if own else None
-            # of a copy, either will do
+            # if it is a copy, either works
             if own and found and _is_users(found) and not filecmp.cmp(found, own, shallow=False):
                 raise UserCodeError(
                     f"{file} imports {name}, which lies beside it, but by that name Python finds {found}",
@@ -147,7 +147,7 @@ def _check_neighbours(path: Path) -> None:
 
 
 def _imports(file: Path) -> set[str]:
-    """Every module that a file may import by its whole name, at its beginning or later."""
+    """Return every module that a file may import by its full name, at its beginning or later."""
     found = set()
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
@@ -159,7 +159,7 @@ def _imports(file: Path) -> set[str]:
 
 
 def _is_users(file: str | None) -> bool:
-    # a library of the name comes first by intention; a user's folder may hold an environment of libraries
+    # a library of the same name takes precedence by intention; a user's folder may contain an environment of libraries
     if file is None or "site-packages" in Path(file).parts:
         return False
     return any(Path(file).is_relative_to(folder) for folder in user_folders())

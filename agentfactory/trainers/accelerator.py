@@ -1,4 +1,5 @@
-"""The Accelerator of a run, checked: accelerate's launchers can set up something else than was asked, in silence."""
+"""Creates and checks a run's Accelerator, because accelerate's launchers can silently set up something else than
+asked."""
 
 import os
 from datetime import timedelta
@@ -16,8 +17,8 @@ from accelerate.utils import (
 
 from agentfactory.trainers.config import ACCELERATE, TrainConfig, TrainRecipe
 
-# ranks wait in a collective call while rank 0 waits for rollouts, which may take longer than torch's 10 minutes; a rank
-# that dies is noticed by the launcher
+# ranks wait in a collective call while rank 0 waits for rollouts, which may take longer than torch's 10 minutes; if a
+# rank dies, the launcher notices
 PATIENCE = timedelta(days=7)
 
 _DDP = {
@@ -37,7 +38,7 @@ _FSDP_SETTINGS = {
         "set train.gradient_checkpointing in the recipe",
     ),
 }
-"""What a launcher's configuration may ask of FSDP: variable -> name, the one value that is done, and why."""
+"""FSDP settings of a launcher's configuration: variable -> name, the only supported value, and the reason."""
 
 _SAME: dict[str, Any] = {
     **dict.fromkeys(("seed", "model", "train", "placement", "sync"), True),
@@ -45,18 +46,18 @@ _SAME: dict[str, Any] = {
     "rollout": {"max_total_tokens"},
     "server": {"max_model_len"},
 }
-"""What all processes compute with; the rest of a recipe is rank 0's."""
+"""Recipe fields that all processes compute with; the rest of a recipe concerns only rank 0."""
 
 
 class LaunchError(Exception):
-    """The launch is not what the recipe asks for; the message has the command that is."""
+    """The launch does not match the recipe; the message contains the correct command."""
 
 
 def make_accelerator(train: TrainConfig) -> Accelerator:
-    """The accelerator of this process. Raises LaunchError where what accelerate set up is not `train.processes`
+    """Creates the accelerator of this process. Raises LaunchError if accelerate did not set up `train.processes`
     processes under `train.strategy`.
 
-    Precision is the policy's own business, so a mixed precision from an accelerate config is not applied.
+    The policy handles precision itself, so a mixed precision from an accelerate config is not applied.
     """
     options: dict[str, Any] = {}
     if train.strategy == "fsdp2" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
@@ -66,7 +67,7 @@ def make_accelerator(train: TrainConfig) -> Accelerator:
     ddp = DistributedDataParallelKwargs(
         broadcast_buffers=False,
         gradient_as_bucket_view=True,
-        # a backward pass is the policy's or the critic's
+        # each backward pass is either the policy's or the critic's
         find_unused_parameters=train.has_critic,
     )
     group = InitProcessGroupKwargs(timeout=PATIENCE)
@@ -77,7 +78,8 @@ def make_accelerator(train: TrainConfig) -> Accelerator:
 
 def _fsdp2() -> FullyShardedDataParallelPlugin:
     if os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true":
-        # accelerate turns FSDP on beside MULTI_GPU only; that this names the launch, not the device, is enough for it
+        # accelerate enables FSDP only together with MULTI_GPU; it is enough that this describes the launch, not the
+        # device
         PartialState(cpu=True, timeout=PATIENCE)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return FullyShardedDataParallelPlugin(
@@ -85,7 +87,8 @@ def _fsdp2() -> FullyShardedDataParallelPlugin:
         # the classes are those of the prepared module's _no_split_modules
         auto_wrap_policy="transformer_based_wrap",
         state_dict_type="FULL_STATE_DICT",
-        # it would load weights on rank 0 only, and untie embeddings and head of what is no transformers model
+        # otherwise weights would load only on rank 0, and a network that is not a transformers model would lose the tie
+        # between embeddings and head
         cpu_ram_efficient_loading=False,
     )
 
@@ -101,13 +104,13 @@ def _check_fsdp_settings(train: TrainConfig) -> None:
 
 
 def check_launch(train: TrainConfig, accelerator: Accelerator) -> None:
-    """Compares recipe, launcher environment and what accelerate set up; raises LaunchError with the fix."""
+    """Compares the recipe, the launcher's environment and accelerate's setup. Raises LaunchError with the fix."""
     asked = f"the recipe asks for train.processes={train.processes} and train.strategy={train.strategy}"
     got = f"accelerate set up {accelerator.num_processes} process(es) as {accelerator.distributed_type.value}"
     fix = f"start it with: {launch_command(train, accelerator.device.type)}"
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != accelerator.num_processes:
-        # a launcher started several processes, and each believes that it is alone
+        # a launcher started several processes, each of which believes that it is alone
         raise LaunchError(f"the launcher started {world} processes, but {got}: they would train apart. {fix}")
     if train.strategy != "fsdp2" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise LaunchError(f"{asked}, but the launcher's configuration asks for FSDP, and {got}. {fix}")
@@ -118,7 +121,8 @@ def check_launch(train: TrainConfig, accelerator: Accelerator) -> None:
 
 
 def check_same_recipe(recipe: TrainRecipe) -> None:
-    """Compares the recipes of all processes: each machine has read its own. Raises LaunchError in every process."""
+    """Checks that the recipes of all processes agree: each machine has read its own. Raises LaunchError in every
+    process."""
     told = recipe.model_dump(mode="json", include=_SAME)
     seed = told.pop("seed")
     own = {f"{section}.{name}": value for section, fields in told.items() for name, value in fields.items()}
@@ -133,14 +137,15 @@ def check_same_recipe(recipe: TrainRecipe) -> None:
 
 
 def launch_command(train: TrainConfig, device: str) -> str:
-    """The command that starts what the recipe asks for, on this kind of device; of several machines, on each."""
+    """Returns the command that starts what the recipe asks for on this kind of device; with several machines, run it on
+    each."""
     if train.strategy == "single":
         return "python -m agentfactory.train RECIPE (or change train.processes and train.strategy)"
     # --cpu would start a single process, and so would a MULTI_CPU configuration
     prefix = "ACCELERATE_USE_CPU=true " if device == "cpu" else ""
     file = ACCELERATE / f"{train.strategy}.yaml"
     file = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
-    # torchrun's count of the launchers that it has brought together
+    # the number of launchers that torchrun has connected
     machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     where = f"--num_machines {machines} --machine_rank R --main_process_ip ADDRESS " if machines > 1 else ""
     options = f"--config_file {file} {where}--num_processes {train.processes}"

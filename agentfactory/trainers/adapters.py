@@ -1,4 +1,4 @@
-"""Adapters on one base: which of them the next forward pass uses."""
+"""Selects the adapter that the next forward pass uses."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +13,10 @@ CRITIC_ADAPTER = "critic"
 
 
 def use_adapter(model: PeftModel, name: str) -> None:
-    """Later forward passes use this adapter alone.
+    """Makes later forward passes use only this adapter.
 
-    peft's `set_adapter` freezes the other adapters as well. Here `requires_grad` stays as it is: both adapters are
-    trained in one step, and DDP and FSDP2 must find the same weights at all times.
+    peft's `set_adapter` also freezes the other adapters. Here `requires_grad` does not change: both adapters are
+    trained in one step, and DDP and FSDP2 must always find the same trainable weights.
     """
     if model.active_adapter == name:
         return
@@ -30,8 +30,8 @@ def use_adapter(model: PeftModel, name: str) -> None:
 
 @contextmanager
 def adapters_off(model: PeftModel) -> Iterator[None]:
-    """Forward passes in here see the base alone. Which adapter is used, and what is trained, is as before afterwards
-    (peft's `disable_adapter` would leave only the adapter in use trainable)."""
+    """Makes forward passes in this context use the base alone. Afterwards the adapter in use and the trainable weights
+    are as before (peft's `disable_adapter` would leave only the adapter in use trainable)."""
     layers = list(_layers(model))
     for layer in layers:
         layer._disable_adapters = True

@@ -1,7 +1,7 @@
-"""Formulas of advantages: from rewards to how much better than expected a chain, a turn or a token was.
+"""Advantage formulas: compute from rewards how much better than expected a chain, a turn or a token was.
 
-Lists per token run along the sampled tokens of a chain, whatever stands between them: what tools returned is no step. A
-chain without a reward (None: it broke) enters no baseline, and its advantage is 0.
+Per-token lists contain only the sampled tokens of a chain; tool results between them are not steps. A chain without a
+reward (None: it broke) enters no baseline, and its advantage is 0.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy as np
 Scale = Literal["none", "group", "batch"]
 
 STD_EPSILON = 1e-4
-"""Added to a standard deviation of rewards, as in TRL."""
+"""Added to the standard deviation of rewards, as in TRL."""
 
 
 def grpo_advantages(
@@ -22,12 +22,12 @@ def grpo_advantages(
 ) -> list[float]:
     """Group-relative advantages (Shao et al., 2024, DeepSeekMath, arXiv:2402.03300, section 4.1.2).
 
-    A_i = (r_i - mean(r)) / (std + 1e-4), where std is the sample standard deviation (n - 1) of the group's rewards, or
-    with scale "batch" `batch_std`, that of all rewards of the batch (Liu et al., 2025, arXiv:2508.08221); with "none"
-    A_i = r_i - mean(r) (Liu et al., 2025, Dr. GRPO, arXiv:2503.20783, section 3.2).
+    A_i = (r_i - mean(r)) / (std + 1e-4), where std is the sample standard deviation (n - 1) of the group's rewards.
+    With scale "batch", std is `batch_std`, that of all rewards of the batch (Liu et al., 2025, arXiv:2508.08221); with
+    "none", A_i = r_i - mean(r) (Liu et al., 2025, Dr. GRPO, arXiv:2503.20783, section 3.2).
 
-    Where all rewards are equal, or fewer than two chains have one, all advantages are 0. Raises ValueError where one is
-    not finite, or `batch_std` is missing.
+    All advantages are 0 if all rewards are equal, or if fewer than two chains have one. Raises ValueError if a reward
+    is not finite, or if `batch_std` is missing.
     """
     known = _finite(rewards)
     if len(known) < 2 or min(known) == max(known):
@@ -37,12 +37,12 @@ def grpo_advantages(
 
 
 def rloo_advantages(rewards: Sequence[float | None]) -> list[float]:
-    """Reward less the mean of the others' (REINFORCE leave-one-out: Kool et al., 2019; Ahmadian et al., 2024,
+    """Reward minus the mean of the others' (REINFORCE leave-one-out: Kool et al., 2019; Ahmadian et al., 2024,
     arXiv:2402.14740, RLOO):
 
     A_i = r_i - sum over j != i of r_j / (n - 1), which is n / (n - 1) times the distance from the group's mean.
 
-    Fewer than two rewards leave nothing to compare: 0. Raises ValueError where one is not finite.
+    With fewer than two rewards, the advantages are 0. Raises ValueError if a reward is not finite.
     """
     known = _finite(rewards)
     if len(known) < 2 or min(known) == max(known):
@@ -56,16 +56,17 @@ def process_advantages(
 ) -> list[list[float]]:
     """Advantages of turns from rewards of turns (process supervision: DeepSeekMath, arXiv:2402.03300, section 4.1.3).
 
-    Every reward of the group, of whatever turn, is normalised like a chain's in `grpo_advantages`; a turn's advantage
-    is the sum of the normalised rewards from it on. `turn_rewards` has one list per chain, empty for one that broke,
-    and the result has the same shape. With scale "batch", `batch_std` is that of the rewards of all turns of the batch.
+    The rewards of all turns in the group are normalised together, like chain rewards in `grpo_advantages`; a turn's
+    advantage is the sum of the normalised rewards from that turn on. `turn_rewards` has one list per chain, empty for
+    one that broke; the result has the same shape. With scale "batch", `batch_std` is that of the rewards of all turns
+    of the batch.
     """
     normalised = iter(grpo_advantages([reward for chain in turn_rewards for reward in chain], scale, batch_std))
     return [returns([next(normalised) for _ in chain]) for chain in turn_rewards]
 
 
 def returns(rewards: Sequence[float], gamma: float = 1.0) -> list[float]:
-    """Returns to go over the sampled tokens of a chain: G_t = r_t + gamma G_(t+1), and 0 after the last token."""
+    """Returns-to-go over the sampled tokens of a chain: G_t = r_t + gamma G_(t+1), and 0 after the last token."""
     result: list[float] = []
     following = 0.0
     for reward in reversed(rewards):
@@ -78,11 +79,11 @@ def generalized_advantages(
     rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float
 ) -> tuple[list[float], list[float]]:
     """Generalised advantage estimation (Schulman et al., 2016, arXiv:1506.02438, equation 16), over the sampled tokens
-    of a chain; returns the advantages and the returns that the critic learns, A_t + V_t.
+    of a chain; returns the advantages and the critic's target returns, A_t + V_t.
 
     A_t = delta_t + gamma lam A_(t+1) with delta_t = r_t + gamma V_(t+1) - V_t. V_t is the value of the state that
-    predicts token t: tokens of tools that stand between t and t + 1 belong to the state, and are no steps. A chain ends
-    after its last token, where V and A are 0. Raises ValueError where the lengths differ.
+    predicts token t: tool tokens between t and t + 1 belong to the state and are not steps. A chain ends after its last
+    token, where V and A are 0. Raises ValueError if the lengths differ.
     """
     if len(rewards) != len(values):
         raise ValueError(f"{len(rewards)} rewards came with {len(values)} values")
@@ -93,10 +94,11 @@ def generalized_advantages(
 
 
 def whiten(advantages: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Advantages per chain and token, less their mean and over their standard deviation, both over all tokens of the
-    batch (Hu et al., 2025, REINFORCE++, arXiv:2501.03262v9, equation 5, and 7 for the form with a group's baseline):
+    """Whitens advantages per chain and token: subtracts the mean and divides by the standard deviation, both over all
+    tokens of the batch (Hu et al., 2025, REINFORCE++, arXiv:2501.03262v9, equation 5, and 7 for the form with a group's
+    baseline):
 
-    (A - mean(A)) / (std(A) + 1e-8), with the population's deviation. All are 0 where all are equal.
+    (A - mean(A)) / (std(A) + 1e-8), with the population standard deviation. If all are equal, the result is 0.
     """
     flat = np.concatenate([np.zeros(0), *(np.asarray(chain, dtype=np.float64) for chain in advantages)])
     if flat.size == 0 or flat.min() == flat.max():

@@ -1,4 +1,4 @@
-"""Attention in lines whose tokens do not see all that stands before them (see tree), without a dense mask."""
+"""Attention without a dense mask, for lines whose tokens do not see everything before them (see tree)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,38 +16,38 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.tree import RUN_LENGTH
 
 BY_RUNS = "sdpa_by_runs"
-"""transformers' sdpa, and the same for each run of a line by itself: the attention implementation of our networks."""
+"""transformers' sdpa, applied separately to each run of a line: the attention implementation of our networks."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive tokens of a line, each of which sees the one before it and what that one sees."""
+    """Consecutive tokens of a line; each sees the previous token and everything that it sees."""
 
     length: int
     seen: list[int]
-    """Pieces of the line that the last of them sees."""
+    """Pieces of the line that the last token of the run sees."""
     mask: Float[Tensor, "1 1 run seen"] | None
-    """Added to the scores; None where they are causal."""
+    """Mask added to the scores; None if attention is causal."""
 
 
 class Runs:
-    """The runs of a line, in order. An object of its own, so that torch.compile does not look into it."""
+    """The runs of a line, in order. A separate object, so that torch.compile does not trace into it."""
 
     def __init__(self, positions: Int[Tensor, "1 length"], ends: Int[Tensor, "1 length"], dtype: torch.dtype) -> None:
         """`positions` and `ends` as in MicroBatch; `dtype` is that of queries and keys."""
         places, last = positions[0].cpu().numpy(), ends[0].cpu().numpy()
         line = np.arange(len(places))
-        # in preorder the next token is a child of the one before it, or begins another branch, which is no deeper
+        # in preorder the next token is a child of the previous one, or begins another branch, which is not deeper
         branches = np.flatnonzero(np.diff(places, prepend=places[0] - 2) != 1)
         starts = np.concatenate(
             [
-                # the first of a tree's branches, at depth 0, is causal by itself
+                # the first of a tree's branches, at depth 0, is plainly causal
                 np.arange(start, end, RUN_LENGTH) if places[start] else [start]
                 for start, end in zip(branches, [*branches[1:], len(line)], strict=True)
             ]
         )
         context = [np.flatnonzero(last[:start] > start) for start in starts]
-        # a run sees whole runs, and others up to where it, or one that it sees, branched off
+        # a run sees some runs completely, and others up to where it, or a run that it sees, branched off
         forks = [seen[-1:] + 1 for seen in context]
         cuts = np.unique(np.concatenate([starts, *forks, line[-1:] + 1]))
         self.pieces: list[int] = np.diff(cuts).tolist()
@@ -72,21 +72,21 @@ def attention_by_runs(
     runs: Runs | None = None,
     **options: Any,
 ) -> tuple[Float[Tensor, "batch length heads width"], None]:
-    """An attention function of transformers; without `runs` it is transformers' own sdpa.
+    """Attention function for transformers; without `runs` it is transformers' own sdpa.
 
-    Work and memory are those of the pairs of tokens that see each other, where a dense mask costs all pairs.
+    Work and memory grow with the pairs of tokens that see each other; with a dense mask they grow with all pairs.
     """
     if runs is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return _each_run(module, query, key, value, runs, options), None
 
 
-# the runs of every line are others: a compiled one would be compiled anew each time
+# each line has different runs: a compiled function would be recompiled every time
 @torch.compiler.disable
 def _each_run(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, runs: Runs, options: dict[str, Any]
 ) -> Float[Tensor, "batch length heads width"]:
-    # pieces by split, whose backward pass puts their gradients together once; that of a slice fills a whole line
+    # use split: its backward pass joins the pieces' gradients once; the backward pass of a slice fills a whole line
     keys, values = key.split(runs.pieces, dim=2), value.split(runs.pieces, dim=2)
     parts = []
     for run, queries in zip(runs.all, query.split([run.length for run in runs.all], dim=2), strict=True):
@@ -100,13 +100,13 @@ AttentionMaskInterface.register(BY_RUNS, sdpa_mask)
 
 
 def use_runs(network: PreTrainedModel) -> None:
-    """Gives the network BY_RUNS in place of sdpa, which changes nothing but what it can be told."""
+    """Replaces the network's sdpa with BY_RUNS, which is equivalent but also accepts runs."""
     if network.config._attn_implementation == "sdpa":
         network.set_attn_implementation(BY_RUNS)
 
 
 def block_mask(ends: Int[Tensor, "batch length"]) -> BlockMask:
-    """For FlexAttention, which skips the blocks that nobody sees."""
+    """Returns the mask for FlexAttention, which skips the blocks that no token sees."""
     batch, length = ends.shape
 
     def visible(line: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -118,12 +118,13 @@ def block_mask(ends: Int[Tensor, "batch length"]) -> BlockMask:
 def attention_arguments(
     kind: str, positions: Int[Tensor, "1 length"], ends: Int[Tensor, "1 length"], dtype: torch.dtype
 ) -> dict[str, Any]:
-    """What the attention implementation `kind` is told about a line; `dtype` is that of queries and keys.
+    """Returns the arguments that describe a line to the attention implementation `kind`; `dtype` is that of queries and
+    keys.
 
-    FlashAttention is told nothing: it finds rows that stand end to end by their positions, and knows no trees.
+    FlashAttention gets none: it finds rows that are placed end to end by their positions, and does not support trees.
     """
     if kind == BY_RUNS:
-        # without a mask of four dimensions, transformers would make a dense one from the positions
+        # without a four-dimensional mask, transformers would make a dense one from the positions
         return {"runs": Runs(positions, ends, dtype), "attention_mask": torch.empty(1, 1, 1, 1, device=ends.device)}
     if kind == "flex_attention":
         return {"attention_mask": block_mask(ends)}

@@ -1,4 +1,5 @@
-"""The network under a policy, a critic or a reference: its hidden states, under every attention implementation."""
+"""The network under a policy, a critic or a reference, which computes hidden states under every attention
+implementation."""
 
 from typing import Any, Self
 
@@ -13,7 +14,7 @@ from agentfactory.trainers.network import decoder_layers
 
 
 class Backbone(nn.Module):
-    """A transformers network whose hidden states its subclasses make something of, in `forward`."""
+    """A transformers network whose hidden states subclasses use in `forward`."""
 
     def __init__(self, model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> None:
         """`dtype` is the precision of the forward pass; below float32 it runs under autocast."""
@@ -29,7 +30,7 @@ class Backbone(nn.Module):
 
     @property
     def is_lora(self) -> bool:
-        """Whether an adapter is trained in place of the network's own weights."""
+        """Whether an adapter is trained instead of the network's own weights."""
         return isinstance(self.model, PeftModel)
 
     @property
@@ -53,17 +54,17 @@ class Backbone(nn.Module):
         positions: Int[Tensor, "1 length"] | None = None,
         ends: Int[Tensor, "1 length"] | None = None,
     ) -> Float[Tensor, "batch length width"]:
-        """What the network makes of each token, before any head.
+        """Returns the network's hidden state of each token, before any head.
 
-        `positions` and `ends` say who sees whom in a line of several rows or a tree, as in MicroBatch. Without them
-        lines count from 0 and attend causally, which is exact for rows padded on the right.
+        `positions` and `ends` say which tokens see each other in a line of several rows or a tree, as in MicroBatch.
+        Without them lines count from 0 and attend causally, which is exact for rows padded on the right.
         """
         arguments: dict[str, Any] = {}
         if positions is not None and ends is not None:
             kind = self.network.config._attn_implementation
             arguments = attention_arguments(kind, positions, ends, self.dtype)
-        # each weight is used once: copies in self.dtype would only stand in memory until the pass ends, which gradient
-        # checkpointing and fsdp2 are there to avoid
+        # each weight is used once, so autocast copies in self.dtype would only take up memory until the pass ends,
+        # which gradient checkpointing and fsdp2 are meant to avoid
         lower = self.dtype.itemsize < 4
         with torch.autocast(ids.device.type, dtype=self.dtype, enabled=lower, cache_enabled=False):
             return self.network.base_model(

@@ -19,12 +19,12 @@ Batching = Literal["padded", "packed", "tree"]
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """One token sequence and, for each token that is trained, what the loss needs.
+    """One token sequence, with the values that the loss needs for each trained token.
 
-    `targets` are positions in `token_ids`, ascending and at least 1 (the first token has no context to be predicted
-    from). `streams` run along `targets`: always `behaviour` (the server's log-probability), `advantage`, `weight` and
-    `mixed` (1 where the token's cached context may be of older weights, see trajectory.Span, else 0); others as
-    the algorithm needs them. What stands at masked positions is not carried, hence never read.
+    `targets` are positions in `token_ids`, ascending and at least 1 (the first token has no context that could predict
+    it). `streams` have one value per target: always `behaviour` (the server's log-probability), `advantage`, `weight`
+    and `mixed` (1 if the token's cached context may be from older weights, see trajectory.Span, else 0), and others as
+    the algorithm needs them. Values at masked positions are not stored, so they are never read.
     """
 
     token_ids: list[int]
@@ -33,7 +33,8 @@ class TrainingRow:
 
 
 def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
-    """The trained part of a rollout's row, every token with the same advantage; None if nothing in it is trained.
+    """Returns the trained part of a rollout's row, with the same advantage for every token; None if no token is
+    trained.
 
     Tokens after the last trained one are left out: attention is causal, so they change nothing.
     """
@@ -59,28 +60,29 @@ def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward and backward pass works on: a block of token lines, and streams along their targets.
+    """The input of one forward and backward pass: a block of token lines, and streams along their targets.
 
-    A line holds a row, padded on the right, or trees of rows end to end (see tree): then it is the only one.
-    Targets stand row by row. Tokens that keep a process in step with the others have weight 0, all others more.
+    A line contains a row, padded on the right, or trees of rows end to end (see tree); in that case it is the only
+    line. Targets are ordered row by row. Tokens that only keep a process in step with the others have weight 0; all
+    others have more.
     """
 
     ids: Int[Tensor, "batch length"]
     positions: Int[Tensor, "1 length"] | None
-    """Place of each token in its rows; None where lines count from 0."""
+    """Place of each token in its rows; None if lines count from 0."""
     ends: Int[Tensor, "1 length"] | None
-    """Where the last token that sees this one stands, plus one; None where each sees all before it."""
+    """Position of the last token that sees this one, plus one; None if each token sees all before it."""
     sources: Int[Tensor, "targets"]
     """Flat indices into batch x length: the token that predicts each target."""
     labels: Int[Tensor, "targets"]
     sequence: Int[Tensor, "targets"]
     """Number of the target's row within the micro-batch."""
     rows: tuple[int, ...]
-    """Which of the rows given to `make_batches` are in here, in the order of `sequence`; none where idle."""
+    """Indices of the rows given to `make_batches` that this contains, in the order of `sequence`; none if idle."""
     streams: dict[str, Float[Tensor, "targets"]]
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """The same on `device`."""
+        """Returns a copy on `device`."""
         return MicroBatch(
             ids=self.ids.to(device),
             positions=None if self.positions is None else self.positions.to(device),
@@ -95,14 +97,14 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Batch:
-    """One process's share of a step. All processes have equally many micro-batches."""
+    """One process's share of a step. All processes have the same number of micro-batches."""
 
     micro_batches: list[MicroBatch]
     normaliser: float
-    """Losses are divided by it; it is the same for all processes, so that neither micro-batching nor the number of
-    processes changes anything."""
+    """Losses are divided by it. It is the same for all processes, so that neither micro-batching nor the number of
+    processes changes the result."""
     tokens: int
-    """Trained tokens of all processes."""
+    """Number of trained tokens in all processes."""
 
 
 def make_batches(
@@ -112,14 +114,14 @@ def make_batches(
     processes: int = 1,
     normaliser: float | None = None,
 ) -> list[Batch]:
-    """Cuts rows into one batch per process, each micro-batch at most `token_budget` tokens with its padding.
+    """Cuts rows into one batch per process, with at most `token_budget` tokens, padding included, per micro-batch.
 
-    `batching` says what a line of tokens holds: a row (padded), rows end to end (packed), or trees of rows, in which
-    what rows begin with in common is there once (tree). All give the same log-probabilities. Rows are never cut; one
-    that is longer than the budget goes alone. Processes get equal work; those with fewer micro-batches get ones of
+    `batching` says what a line of tokens contains: a row (padded), rows end to end (packed), or trees of rows in which
+    common prefixes appear once (tree). All give the same log-probabilities. Rows are never cut; one that is longer than
+    the budget is processed alone. Processes get equal work; those with fewer micro-batches get additional ones of
     weight zero. `normaliser` defaults to the sum of the weights.
 
-    Raises ValueError where there is no row, rows differ in their streams, or the normaliser is not positive.
+    Raises ValueError if there is no row, rows differ in their streams, or the normaliser is not positive.
     """
     if not rows:
         raise ValueError("there is no row to train on")
@@ -131,7 +133,7 @@ def make_batches(
         normaliser = sum(sum(row.streams["weight"]) for row in rows)
     if not normaliser > 0.0:
         raise ValueError(f"the weights of the trained tokens sum to {normaliser}; they must sum to more than 0")
-    # what follows a row's last target, and that target itself, predicts nothing
+    # a row's last target, and what follows it, predicts nothing
     inputs = [np.asarray(row.token_ids[: row.targets[-1]], dtype=np.int64) for row in rows]
     if batching == "tree":
         trees = merge(inputs, token_budget, processes)
@@ -140,7 +142,7 @@ def make_batches(
     shares = []
     for share in deal([tree.cost for tree in trees], processes):
         own = [trees[number] for number in share]
-        # a tree without branches is a row like any other, and rows of one length are fastest as a block
+        # a tree without branches is an ordinary row, and rows of one length are fastest as a block
         flat = own if batching == "packed" else [tree for tree in own if not tree.plain]
         blocks = [[line] for line in fill(flat, token_budget)]
         if batching != "packed":
@@ -192,7 +194,8 @@ def _micro_batch(lines: list[list[Tree]], rows: Sequence[TrainingRow], names: li
 
 
 def _idle(names: list[str]) -> MicroBatch:
-    """Keeps a process in step with the others (their collective calls must match) and adds nothing."""
+    """Returns a micro-batch that keeps a process in step with the others (their collective calls must match) and adds
+    nothing."""
     zero = torch.zeros(1, dtype=torch.int64)
     return MicroBatch(
         ids=zero[None],
@@ -207,7 +210,7 @@ def _idle(names: list[str]) -> MicroBatch:
 
 
 def scatter(batches: list[Batch] | None, accelerator: Accelerator) -> Batch:
-    """This process's batch, on its device. Rank 0 gives the batches of all processes, the others None."""
+    """Returns this process's batch, on its device. Rank 0 passes the batches of all processes, the others None."""
     if accelerator.num_processes == 1:
         assert batches is not None
         own = batches[0]

@@ -1,4 +1,4 @@
-"""Which checkpoint of a run is the best, by the figure that `train.keep_best` names. It needs no torch."""
+"""Finds a run's best checkpoint by the metric that `train.keep_best` names. Does not need torch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,12 +10,12 @@ from agentfactory.trainers.checkpoint_folder import read_info, step_of
 
 AUTO = "auto"
 BY_EVALUATION = ("eval/sampled/success", "eval/sampled/reward")
-"""What AUTO stands for: the first that a run has."""
+"""Metrics that AUTO stands for: the first that a run has."""
 
 
 @dataclass(frozen=True)
 class BestCheckpoint:
-    """The checkpoint of the highest figure."""
+    """The checkpoint with the highest value of the metric."""
 
     path: Path
     step: int
@@ -24,14 +24,15 @@ class BestCheckpoint:
 
 
 def find_best(checkpoints: Sequence[Path], metric: str | None) -> BestCheckpoint | None:
-    """The checkpoint whose figure is the highest (of several, the newest), `metric` being what `train.keep_best` says.
-    None where no checkpoint has a finite figure; it has one if it was written in a step that measured it."""
+    """Returns the checkpoint with the highest value (of several, the newest); `metric` is the value of
+    `train.keep_best`. None if no checkpoint has a finite value. A checkpoint has one if it was written in a step that
+    measured the metric."""
     measured = {}
     for path in checkpoints:
         try:
             measured[path] = read_info(path)["metrics"]
         except (OSError, ValueError, LookupError):
-            continue  # deleted meanwhile, or written by something else
+            continue  # deleted in the meantime, or written by another program
     for name in metric_names(metric):
         found = [
             BestCheckpoint(path, step_of(path), name, value)
@@ -44,13 +45,14 @@ def find_best(checkpoints: Sequence[Path], metric: str | None) -> BestCheckpoint
 
 
 def metric_names(wanted: str | None) -> tuple[str, ...]:
-    """The metrics that a value of `train.keep_best` stands for, the first of which that there is counts."""
+    """Returns the metrics that a value of `train.keep_best` stands for; the first one that exists is used."""
     if wanted is None:
         return ()
     return BY_EVALUATION if wanted == AUTO else (wanted,)
 
 
 def figure(figures: Any, name: str) -> float | None:
-    """A finite number of that name: NaN compares with nothing, and the highest would depend on the order."""
+    """Returns the finite number called `name`. NaN is excluded: it compares with nothing, so the maximum would depend
+    on the order."""
     value = figures.get(name) if isinstance(figures, Mapping) else None
     return value if isinstance(value, int | float) and math.isfinite(value) else None

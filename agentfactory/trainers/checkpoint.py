@@ -1,5 +1,5 @@
-"""Checkpoints: folders that transformers, peft, the server and the next stage load as they are, and that training goes
-on from exactly where it was."""
+"""Checkpoints: folders that transformers, peft, the server and the next stage load unchanged, and from which training
+resumes exactly."""
 
 import json
 from pathlib import Path
@@ -21,19 +21,20 @@ from agentfactory.trainers.checkpoint_folder import INFO, checkpoint_path, read_
 from agentfactory.trainers.learner import Learner
 
 TRAINING_STATE = "training_state.pt"
-"""What training needs and a model does not: trainable weights in float32, optimiser, schedule, random numbers."""
+"""State that training needs but a model does not: trainable weights in float32, optimiser, schedule, random numbers."""
 
 
 def save_checkpoint(
     folder: Path, step: int, learner: Learner, tokenizer: PreTrainedTokenizerBase, info: dict[str, Any]
 ) -> Path:
-    """Writes `folder`/step-000080 (for step 80) aside, makes it durable, then gives it its name; returns its path.
+    """Writes `folder`/step-000080 (for step 80) under a temporary name, makes it durable, then renames it; returns its
+    path.
 
-    It holds the model in the transformers format in the policy's dtype, or the adapter in peft's (its
+    It contains the model in the transformers format in the policy's dtype, or the adapter in peft's (its
     adapter_config.json names the base), the tokenizer with the chat template that `tokenizer` carries,
-    `trainer_state.json` with the step and `info` (JSON, as rank 0 gives it), the training state, and the digests of all
-    files. Every process calls it, rank 0 writes, and all return when it is durable.
-    Raises FileExistsError where the checkpoint is already there.
+    `trainer_state.json` with the step and `info` (JSON, from rank 0), the training state, and the digests of all files.
+    Every process calls it, rank 0 writes, and all return when it is durable. Raises FileExistsError if the checkpoint
+    already exists.
     """
     path = checkpoint_path(folder, step)
     state = _training_state(learner)
@@ -50,14 +51,14 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, learner: Learner) -> dict[str, Any]:
-    """Puts back the trainable weights, the critic's among them, optimiser, schedule and random numbers; returns what
-    `trainer_state.json` says. Every process calls it.
+    """Restores the trainable weights, including the critic's, optimiser, schedule and random numbers; returns the
+    contents of `trainer_state.json`. Every process calls it.
 
-    With as many processes as when it was written, training goes on bit by bit as it would have; with another number,
-    processes that had no predecessor keep their own random numbers. Raises ValueError where the checkpoint holds other
-    weights than are trained.
+    With the same number of processes as when it was written, training continues bit for bit as it would have; with
+    another number, processes without a predecessor keep their own random numbers. Raises ValueError if the checkpoint
+    contains other weights than are trained.
     """
-    # mapped: what goes to a GPU need not fit into memory as often as there are processes
+    # mapped: otherwise weights for a GPU would take up memory once per process
     mapped = learner.accelerator.device.type != "cpu"
     state = torch.load(path / TRAINING_STATE, map_location="cpu", weights_only=True, mmap=mapped)
     held, trained = state["weights"], _trained(learner)
@@ -68,7 +69,7 @@ def load_checkpoint(path: Path, learner: Learner) -> dict[str, Any]:
         for name, weight in trained.items():
             weight.copy_(_like(weight, held[name].to(weight.device)))
     _load_optimizer(learner, state["optimizer"])
-    # its last step is taken anew: train.steps may have changed, and the course of the learning rate with it
+    # recompute the last step: train.steps may have changed, and the learning-rate schedule with it
     last = state["schedule"]
     before = {"last_epoch": last["last_epoch"] - 1, "_step_count": last["_step_count"] - 1}
     learner.schedule.load_state_dict({**last, **before})
@@ -81,19 +82,19 @@ def load_checkpoint(path: Path, learner: Learner) -> dict[str, Any]:
 
 def _load_optimizer(learner: Learner, state: dict[str, Any]) -> None:
     if not state["state"]:
-        # plain gradient descent keeps none, and torch refuses to load that
+        # plain gradient descent has no state, and torch refuses to load an empty one
         return
     optimizer = _bare(learner.optimizer)
     options = StateDictOptions(full_state_dict=True, strict=False)
     set_optimizer_state_dict(learner.model, optimizer, state, options=options)
-    # torch makes up a state for weights that had none, such as a policy's while only its critic learns
+    # torch creates a state for weights that had none, such as the policy's while only its critic learns
     for name, weight in _trained(learner).items():
         if name not in state["state"]:
             optimizer.state.pop(weight, None)
 
 
 def _training_state(learner: Learner) -> dict[str, Any]:
-    """Whole tensors on the CPU; of use on rank 0 only. Every process calls it."""
+    """Returns whole tensors on the CPU, which are used only on rank 0. Every process calls it."""
     processes, main = learner.accelerator.num_processes, learner.accelerator.is_main_process
     random_states = [_random_state(learner.accelerator.device)]
     if processes > 1:
@@ -115,28 +116,28 @@ def _training_state(learner: Learner) -> dict[str, Any]:
 
 
 def _trained(learner: Learner) -> dict[str, nn.Parameter]:
-    """The weights that are trained, by name; tied ones have one."""
+    """Returns the trained weights by name; tied weights have one name."""
     if isinstance(learner.model, FSDPModule):
-        # after a forward pass without a backward one the outermost weights are still whole
+        # after a forward pass without a backward pass the outermost weights are still whole
         learner.model.reshard()
     named = learner.accelerator.unwrap_model(learner.model).named_parameters()
     return {name: weight for name, weight in named if weight.requires_grad}
 
 
 def _like(weight: Tensor, value: Tensor) -> Tensor:
-    """`value`, sharded as `weight` is."""
+    """Returns `value`, sharded like `weight`."""
     if not isinstance(weight, DTensor):
         return value
     return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
 
 
 def _bare(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Without accelerate's wrapper."""
+    """Returns the optimiser without accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
-    """Of torch, the only source of chance in a trainer."""
+    """Returns torch's random state: torch is the only source of randomness in a trainer."""
     state = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         state[device.type] = torch.get_device_module(device).get_rng_state(device)
@@ -155,7 +156,7 @@ def _write_model(folder: Path, learner: Learner, weights: dict[str, Tensor]) -> 
         policy.save_adapter(folder, weights)
         return
     policy.network.save_pretrained(folder, state_dict=weights)
-    # transformers notes the precision of the weights in memory (float32), not of those it was given to write
+    # transformers records the precision of the weights in memory (float32), not of those that it wrote
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     config["dtype"] = str(policy.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: names, whether they are whole, what they tell, which are kept. It needs no torch."""
+"""Checkpoint folders on disk: names, integrity, information, and which are kept. Does not need torch."""
 
 import hashlib
 import json
@@ -12,44 +12,44 @@ from typing import Any
 INFO = "trainer_state.json"
 DIGESTS = "digests.json"
 ONLY_BEST = "only_best"
-"""In INFO, true: the checkpoint was not due, and written because its evaluation was the best so far."""
+"""Key in INFO; true: the checkpoint was not due, but was written because its evaluation was the best so far."""
 
 
 class DamagedCheckpointError(Exception):
-    """A checkpoint is not what was written; the message names the file."""
+    """A checkpoint differs from what was written; the message names the file."""
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` belongs."""
+    """Returns the path of the checkpoint of `step`."""
     return folder / f"step-{step:06d}"
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint's folder."""
+    """Returns the step of a checkpoint's folder."""
     return int(path.name.removeprefix("step-"))
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, in the order of their steps."""
+    """Returns the checkpoints in `folder`, in the order of their steps."""
     return sorted(folder.glob("step-*"), key=step_of)
 
 
 def read_info(path: Path) -> dict[str, Any]:
-    """What `trainer_state.json` says."""
+    """Returns the contents of `trainer_state.json`."""
     return json.loads((path / INFO).read_text(encoding="utf-8"))
 
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """A folder to write a checkpoint into, which gets its digests, is made durable, and then gets the name `path`.
+    """Yields a temporary folder for a checkpoint; afterwards adds digests, makes it durable, and renames it to `path`.
 
-    Raises FileExistsError where there is one already.
+    Raises FileExistsError if `path` already exists.
     """
     if path.exists():
         raise FileExistsError(f"{path} is already there: a run never overwrites a checkpoint")
     aside = path.with_name(f".{path.name}.partial")
     if aside.exists():
-        # left by a run that was killed in the middle of writing
+        # left by a run that was killed while writing
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
     yield aside
@@ -63,7 +63,7 @@ def written_aside(path: Path) -> Iterator[Path]:
 
 
 def verify(path: Path) -> None:
-    """Compare every file with its digest. Raises DamagedCheckpointError."""
+    """Compares every file with its digest. Raises DamagedCheckpointError."""
     try:
         digests = json.loads((path / DIGESTS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -76,7 +76,7 @@ def verify(path: Path) -> None:
 
 
 def newest_whole(paths: list[Path]) -> Path | None:
-    """The last of `paths` that is not damaged."""
+    """Returns the last of `paths` that is not damaged."""
     for path in reversed(paths):
         try:
             verify(path)
@@ -87,8 +87,8 @@ def newest_whole(paths: list[Path]) -> Path | None:
 
 
 def prune(folder: Path, keep_last: int | None, best: Path | None) -> None:
-    """Deletes all checkpoints but the `keep_last` newest (None: all) and the `best` one, and what killed runs have
-    left. One that was written only because it was the best goes when it no longer is."""
+    """Deletes all checkpoints except the `keep_last` newest (None: all) and the `best` one, and also leftovers of
+    killed runs. A checkpoint that was written only because it was the best is deleted once it no longer is."""
     for left in [*folder.glob(".step-*.partial"), *folder.glob(".step-*.deleted")]:
         shutil.rmtree(left)
     found = checkpoints(folder)
@@ -96,7 +96,7 @@ def prune(folder: Path, keep_last: int | None, best: Path | None) -> None:
     kept = {*(due if keep_last is None else due[-keep_last:]), best}
     for path in found:
         if path not in kept:
-            # first out of sight: what is half deleted must not be taken for a checkpoint
+            # rename first: a half-deleted folder must not be mistaken for a checkpoint
             doomed = path.with_name(f".{path.name}.deleted")
             path.rename(doomed)
             shutil.rmtree(doomed)
@@ -108,7 +108,7 @@ def _digest(file: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Make a file or a folder's entries durable."""
+    """Makes a file or a folder's entries durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

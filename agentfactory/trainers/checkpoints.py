@@ -1,4 +1,4 @@
-"""The checkpoints of one run: written when they are due, the newest and the best kept, resumed from."""
+"""The checkpoints of one run: writes them when due, keeps the newest and the best, and resumes from them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ from agentfactory.trainers.train_state import TrainState
 
 
 class Checkpoints:
-    """Where a loop's weights come from and go to. Every process has one."""
+    """Loads and saves the weights of a training loop. Every process has one."""
 
     def __init__(
         self,
@@ -29,8 +29,8 @@ class Checkpoints:
         files: Mapping[str, Path] | None = None,
         resume: Path | None = None,
     ) -> None:
-        """`info` (JSON) goes into each checkpoint as it is. `files` are those that the run appends to: a checkpoint
-        notes how long they are, so that a resumed run can cut what came after. `resume` is the checkpoint to go on
+        """`info` (JSON) is added to each checkpoint. `files` are the files that the run appends to: a checkpoint
+        records their lengths, so that a resumed run can cut what came after. `resume` is the checkpoint to continue
         from."""
         self.train_state = TrainState.from_json(read_info(resume)) if resume else TrainState()
         self.path = resume
@@ -44,13 +44,13 @@ class Checkpoints:
         self._resume = resume
 
     def due(self, step: int) -> bool:
-        """Whether the recipe asks for a checkpoint of `step`."""
+        """Return whether the recipe asks for a checkpoint of `step`."""
         every = self._train.checkpoint_every
         return step == self._train.steps or (every > 0 and step % every == 0)
 
     def is_best(self, accelerator: Accelerator) -> bool:
-        """Whether the last finished step was evaluated, and best so far by `train.keep_best`: rank 0's answer, in all
-        ranks. Every process calls it."""
+        """Return, in all ranks, rank 0's answer whether the last finished step was evaluated and is the best so far by
+        `train.keep_best`. Every process calls it."""
         answer = [False]
         if accelerator.is_main_process and self.train_state.evaluated == self.train_state.step > 0:
             names = [name for name in metric_names(self._train.keep_best) if name in self.train_state.after]
@@ -62,7 +62,7 @@ class Checkpoints:
         return answer[0]
 
     def restore(self, learner: Learner) -> None:
-        """Put `learner` where the resumed checkpoint was; every process calls it. Does nothing in a new run."""
+        """Restore `learner` from the resumed checkpoint; every process calls it. Does nothing in a new run."""
         if self._resume:
             load_checkpoint(self._resume, learner)
 
@@ -70,9 +70,9 @@ class Checkpoints:
         """Write a checkpoint of the last finished step, and delete those that the recipe does not keep. Every process
         calls it; returns when the checkpoint is durable.
 
-        With `only_best` it is kept as long as it is the best.
+        With `only_best`, the checkpoint is kept as long as it is the best.
 
-        Raises ValueError where train.keep_best names a figure that the run does not have.
+        Raises ValueError if train.keep_best names a metric that the run does not have.
         """
         main, step = learner.accelerator.is_main_process, self.train_state.step
         info: dict[str, Any] = {}
@@ -80,7 +80,7 @@ class Checkpoints:
             files = {name: file for name, file in self._files.items() if file.exists()}
             sizes = {name: file.stat().st_size for name, file in files.items()}
             for file in files.values():
-                # what the checkpoint counts on
+                # the checkpoint depends on it
                 flush(file)
             info = {**self._info, **self.train_state.to_json(), "files": sizes, ONLY_BEST: only_best}
         self.path = save_checkpoint(self._folder, step, learner, self._tokenizer, info)

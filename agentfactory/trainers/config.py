@@ -14,7 +14,7 @@ PositiveInt = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 ACCELERATE = (Path(__file__).parents[1] / "recipes" / "accelerate").resolve()
-"""The configurations of accelerate's launcher, a file for each `train.strategy`."""
+"""Configurations for accelerate's launcher, one file per `train.strategy`."""
 
 
 ESTIMATORS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae")
@@ -28,28 +28,28 @@ def _named(name: str, ours: tuple[str, ...], kind: str = "function") -> str:
 
 
 def _of(*names: str) -> dict[str, Any]:
-    """Marks a field as an option of these estimators or policy losses alone."""
+    """Marks a field as an option of only these estimators or policy losses."""
     return {"of": names}
 
 
 class AdvantageConfig(Section):
-    """From rewards to a number per sampled token."""
+    """Computes an advantage for each sampled token from the rewards."""
 
     estimator: str = "grpo"
-    """grpo: reward less the group's mean; rloo: less the mean of the others; reinforce_pp: return, whitened over the
-    batch; reinforce_pp_baseline: less the group's mean, whitened over the batch; gae: by a learned critic; or
-    `FILE.py:NAME` of a function of your own (docs/add-an-algorithm.md)."""
+    """grpo: reward minus the group's mean; rloo: reward minus the mean of the others; reinforce_pp: return, whitened
+    over the batch; reinforce_pp_baseline: reward minus the group's mean, whitened over the batch; gae: with a learned
+    critic; or `FILE.py:NAME` of your own function (docs/add-an-algorithm.md)."""
     options: Options = {}
-    """FILE.py:NAME: what its further parameters get."""
+    """FILE.py:NAME: arguments for its further parameters."""
     scale: Literal["none", "group", "batch"] = Field(default="group", json_schema_extra=_of("grpo"))
     """grpo: divide by the standard deviation of the group's rewards, or of the batch's."""
     malformed_turns: Literal["blamed", "like_others"] = "blamed"
-    """blamed: tokens of a turn whose calls cannot be read have an advantage of at most minus the root mean square of
-    their group's, so that a chain that succeeds in spite of one does not teach it."""
+    """blamed: tokens of a turn whose calls cannot be read get an advantage of at most minus the root mean square of
+    their group's advantages, so that a chain that succeeds despite such a turn does not reinforce it."""
     gamma: Share = Field(default=1.0, json_schema_extra=_of("reinforce_pp", "gae"))
     """reinforce_pp, gae: discount per sampled token."""
     gae_lambda: Share = Field(default=1.0, json_schema_extra=_of("gae"))
-    """gae: 1 weighs whole returns, less trusts the critic more."""
+    """gae: 1 uses whole returns; lower values rely more on the critic."""
 
     @field_validator("estimator")
     @classmethod
@@ -58,61 +58,63 @@ class AdvantageConfig(Section):
 
 
 class KlConfig(Section):
-    """Distance to the reference: the model that training began with."""
+    """Distance to the reference, the model that training began with."""
 
     coefficient: float = Field(default=0.0, ge=0)
-    """0 loads no reference."""
+    """Weight of the distance; 0 loads no reference."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Per-token estimate of KL(policy || reference), with d = log policy - log reference: k1 = d, k2 = d^2 / 2,
-    k3 = exp(-d) - 1 + d. In the loss k2 or k3: see docs/algorithms.md."""
+    """Per-token estimate of KL(policy || reference), with d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 =
+    exp(-d) - 1 + d. In the loss, use k2 or k3: see docs/algorithms.md."""
     place: Literal["loss", "reward"] = "loss"
-    """A term of the loss, or a cost per token that advantages see (reinforce_pp and gae only)."""
+    """loss: a term of the loss; reward: a cost per token that advantages include (reinforce_pp and gae only)."""
 
 
 class MismatchConfig(Section):
-    """Correction of what trainer and server disagree about: ratios of proximal over behaviour probabilities."""
+    """Corrects differences between trainer and server, using ratios of proximal to behaviour probabilities."""
 
     correction: Literal[
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
     ] = "token_truncate"
-    """truncate: weigh terms by the ratio, at most `high` (TIS); mask: by the ratio, and by 0 outside [low, high]
-    (token_mask is IcePop); of the token, or of its sequence (product over its tokens). geometric_mask: by 1, and by 0
-    where the sequence's geometric mean is outside: bounds close to 1, such as 0.99 and 1.01."""
+    """truncate: multiply each term by the ratio, capped at `high` (TIS). mask: multiply by the ratio, or by 0 outside
+    [low, high] (token_mask is IcePop). The ratio is the token's, or its sequence's (the product over its tokens).
+    geometric_mask: multiply by 1, or by 0 if the sequence's geometric mean is outside [low, high]; use bounds close to
+    1, such as 0.99 and 1.01."""
     low: float = Field(default=0.5, ge=0)
-    """Smallest ratio that a mask lets pass."""
+    """Smallest ratio that a mask lets through."""
     high: float = Field(default=2.0, gt=0)
     """Largest ratio."""
 
 
 class LossConfig(Section):
-    """What is minimised, per sampled token."""
+    """The loss per sampled token."""
 
     policy: str = "clip"
-    """clip: PPO's clipped surrogate; gspo: the same on the sequence's ratio; cispo: clipped weights; sapo: a soft gate;
-    reinforce: plain policy gradient; or `FILE.py:NAME` of a function of your own (docs/add-an-algorithm.md)."""
+    """clip: PPO's clipped surrogate; gspo: the same with the sequence's ratio; cispo: clipped weights; sapo: a soft
+    gate; reinforce: plain policy gradient; or `FILE.py:NAME` of your own function (docs/add-an-algorithm.md)."""
     options: Options = {}
-    """FILE.py:NAME: what its further parameters get."""
+    """FILE.py:NAME: arguments for its further parameters."""
     clip_low: float = Field(default=0.2, ge=0, json_schema_extra=_of("clip", "gspo"))
-    """clip, gspo: probability ratios are clipped below at 1 - clip_low."""
+    """clip, gspo: lower bound of probability ratios is 1 - clip_low."""
     clip_high: float = Field(default=0.2, ge=0, json_schema_extra=_of("clip", "gspo", "cispo"))
-    """clip, gspo, cispo: probability ratios are clipped above at 1 + clip_high."""
+    """clip, gspo, cispo: upper bound of probability ratios is 1 + clip_high."""
     dual_clip: float | None = Field(default=None, gt=1, json_schema_extra=_of("clip", "gspo"))
-    """clip, gspo: where the advantage is negative, ratios count at most this much."""
+    """clip, gspo: upper bound of ratios if the advantage is negative."""
     sapo_positive: float = Field(default=1.0, gt=0, json_schema_extra=_of("sapo"))
-    """sapo: temperature of the gate where the advantage is positive."""
+    """sapo: temperature of the gate if the advantage is positive."""
     sapo_negative: float = Field(default=1.05, gt=0, json_schema_extra=_of("sapo"))
-    """sapo: temperature of the gate elsewhere."""
+    """sapo: temperature of the gate otherwise."""
     normaliser: Literal["token", "sequence", "sequence_sum", "constant"] = "token"
-    """token: mean over all tokens (DAPO); sequence: over each chain's tokens, then over chains (GRPO); sequence_sum:
-    sum over tokens, mean over chains; constant: sum over chains x rollout.max_total_tokens (Dr. GRPO)."""
+    """token: mean over all tokens (DAPO); sequence: mean over each chain's tokens, then over chains (GRPO);
+    sequence_sum: sum over tokens, mean over chains; constant: sum divided by chains x rollout.max_total_tokens (Dr.
+    GRPO)."""
     kl: KlConfig = KlConfig()
     behaviour_kl: float = Field(default=0.3, ge=0)
-    """Weight of the distance to the weights that sampled, KL(policy || behaviour), which holds the policy where its
-    data come from while they are old (rollout.max_staleness). Nothing where the two agree: see docs/staleness.md."""
+    """Weight of KL(policy || behaviour), the distance to the weights that sampled. It keeps the policy close to its
+    data while they are old (rollout.max_staleness), and is 0 where the two agree: see docs/staleness.md."""
     entropy_bonus: float = Field(default=0.0, ge=0)
-    """Weight of the policy's entropy, which is raised."""
+    """Weight of an entropy bonus, which raises the policy's entropy."""
     top_entropy: float = Field(default=1.0, gt=0, le=1)
-    """Share of the batch's tokens, those of highest entropy, that the policy term is trained on."""
+    """Share of the batch's tokens, those with the highest entropy, that the policy term trains."""
     mismatch: MismatchConfig = MismatchConfig()
 
     @field_validator("policy")
@@ -122,54 +124,55 @@ class LossConfig(Section):
 
 
 class CriticConfig(Section):
-    """gae: the value function. With an adapter it is a second adapter on the same base, else a network of its own."""
+    """gae: the value function. With an adapter, it is a second adapter on the same base; otherwise a separate
+    network."""
 
     learning_rate: float = Field(default=1e-5, gt=0)
-    """Of the critic, whatever the policy's is."""
+    """Learning rate of the critic, independent of the policy's."""
     value_clip: float | None = Field(default=0.2, gt=0)
     """Values are clipped to this distance from those at the start of the update; null does not clip."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which only the critic learns."""
+    """Number of initial steps in which only the critic learns."""
 
 
 class OverlongConfig(Section):
-    """Soft punishment of long chains (DAPO, equation 13): from 0 at max_total_tokens - buffer down to -penalty."""
+    """Soft penalty for long chains (DAPO, equation 13): from 0 at max_total_tokens - buffer down to -penalty."""
 
     buffer: PositiveInt
-    """Tokens before rollout.max_total_tokens over which the punishment grows."""
+    """Number of tokens before rollout.max_total_tokens over which the penalty grows."""
     penalty: float = Field(default=1.0, gt=0)
-    """What a chain of rollout.max_total_tokens loses."""
+    """Penalty for a chain of rollout.max_total_tokens."""
 
 
 class ParameterGroup(Section):
-    """Trainable weights whose names match get settings of their own; the first group that matches counts."""
+    """Settings for trainable weights whose names match; the first matching group applies."""
 
     match: str
-    """Regular expression, searched in the weight's name."""
+    """Regular expression, searched for in the weight's name."""
     learning_rate: float | None = Field(default=None, gt=0)
-    """Null is the recipe's."""
+    """Null uses the recipe's."""
     weight_decay: float | None = Field(default=None, ge=0)
-    """Null is the optimiser's."""
+    """Null uses the optimiser's."""
 
 
 class OptimizerConfig(Section):
-    """How gradients change weights."""
+    """The optimiser, which updates weights from gradients."""
 
     name: Literal["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"] = "adamw"
-    """adamw is torch's fused one; adamw_8bit and lion need bitsandbytes on a GPU; muon updates the matrices within
-    layers, and adamw all else. Under fsdp2: adamw or sgd."""
+    """adamw: torch's fused implementation. adamw_8bit and lion: need bitsandbytes on a GPU. muon: for the matrices
+    within layers, with adamw for all other weights. fsdp2 supports only adamw and sgd."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of adamw, adamw_8bit and lion; the first is the momentum of muon and sgd."""
+    """Decay rates of adamw, adamw_8bit and lion; the first is also the momentum of muon and sgd."""
     eps: float = Field(default=1e-8, gt=0)
-    """adamw (muon's as well), adamw_8bit."""
+    """Epsilon of adamw (including muon's) and adamw_8bit."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Norms and biases, which have one dimension, do not decay."""
+    """Weight decay; norms and biases, which have one dimension, do not decay."""
     groups: list[ParameterGroup] = []
-    """Settings by name of the weights."""
+    """Settings for weights selected by name."""
 
 
 class TrainConfig(Section):
-    """How the policy learns."""
+    """How the policy is trained."""
 
     algorithm: Literal[
         "grpo",
@@ -184,10 +187,10 @@ class TrainConfig(Section):
         "ppo",
         "sft",
     ] = "grpo"
-    """Sets the defaults of `advantage`, `loss` and others, each of which the recipe may change; sft: supervised
+    """Sets the defaults of `advantage`, `loss` and others; the recipe can change each of them. sft: supervised
     fine-tuning on conversations or saved rows."""
     steps: PositiveInt
-    """Optimiser steps (SFT) or batches of fresh groups."""
+    """Number of optimiser steps (SFT) or of batches of fresh groups."""
     batch_size: PositiveInt = 8
     """Groups, or rows (SFT), per step, over all processes."""
     updates_per_batch: PositiveInt = 1
@@ -196,64 +199,65 @@ class TrainConfig(Section):
     loss: LossConfig = LossConfig()
     critic: CriticConfig = CriticConfig()
     overlong: OverlongConfig | None = None
-    """Punish chains near rollout.max_total_tokens."""
+    """Penalise chains near rollout.max_total_tokens."""
     learning_rate: float = Field(default=1e-6, gt=0)
-    """Of the policy, after the warm-up; adapters want some ten times what all weights do."""
+    """Learning rate of the policy after the warm-up; adapters need about ten times the rate for training all
+    weights."""
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Course of the learning rate after the warm-up; linear and cosine end at 0, wsd stays constant and ends with
-    decay_steps down to 0."""
+    """Learning-rate schedule after the warm-up. linear and cosine end at 0; wsd stays constant, then falls to 0 over
+    the last decay_steps."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which the learning rate rises from 0, linearly."""
+    """Steps over which the learning rate rises linearly from 0."""
     decay_steps: int = Field(default=0, ge=0)
-    """wsd: steps of the decay."""
+    """wsd: number of steps of the decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradients are scaled down to this norm."""
+    """Gradients with a larger norm are scaled down to this norm."""
     batching: Literal["auto", "padded", "packed", "tree"] = "auto"
-    """padded: a row each; packed: rows end to end; tree: rows share what they have in common; auto: tree where the
-    model's attention lets it be exact, else padded."""
+    """padded: one row per line; packed: rows end to end; tree: rows share common prefixes; auto: tree if it is exact
+    with the model's attention, else padded."""
     token_budget: PositiveInt = 16384
     """Tokens (padding included) per micro-batch and process."""
     attention: Literal["auto", "eager", "sdpa", "flex_attention", "flash_attention_2"] = "auto"
-    """Implementation of attention in the trainer; auto is transformers' choice. The last two need a GPU."""
+    """Attention implementation in the trainer; auto is transformers' choice. The last two need a GPU."""
     gradient_checkpointing: bool = False
-    """Keep only the inputs of layers, and compute the rest again in the backward pass."""
+    """Store only the inputs of layers, and recompute the rest in the backward pass."""
     activation_offload: bool = False
-    """Keep what gradient_checkpointing keeps in the memory of the CPU."""
+    """Store in CPU memory the inputs that gradient_checkpointing keeps."""
     liger: bool = False
-    """Layer kernels of liger-kernel (GPU)."""
+    """Use the layer kernels of liger-kernel (GPU)."""
     compile: bool = False
-    """torch.compile of the backbone's layers."""
+    """Apply torch.compile to the backbone's layers."""
     from_trajectories: str | None = None
-    """Train on saved groups (a JSONL file or a folder of them), without worker or server."""
+    """Train on saved groups (a JSONL file or a folder of them), without a worker or server."""
     min_reward: float | None = None
-    """sft on from_trajectories: learn only chains with at least this reward (rejection sampling); null takes all that
+    """sft on from_trajectories: train only on chains with at least this reward (rejection sampling); null uses all that
     did not fail."""
     checkpoint_every: int = Field(default=0, ge=0)
-    """Steps between checkpoints; 0 writes one at the end."""
+    """Steps between checkpoints; 0 writes one only at the end."""
     keep_last: PositiveInt | None = None
-    """Delete older checkpoints than the last so many; null keeps all."""
+    """Number of newest checkpoints to keep; older ones are deleted. Null keeps all."""
     keep_best: str | None = "auto"
-    """Metric whose highest checkpoint is kept too; auto is eval/sampled/success, or eval/sampled/reward where tasks
-    have no success. Where it is an evaluation's, each one that is the best so far (eval.every) is followed by a
-    checkpoint. null keeps none for it."""
+    """Metric whose highest checkpoint is also kept. auto is eval/sampled/success, or eval/sampled/reward if tasks have
+    no success. With a metric of an evaluation, each evaluation that is the best so far (eval.every) is followed by a
+    checkpoint. null keeps no best checkpoint."""
     stop_when: list[Symptom] = []
-    """End the run, with the status `stopped`, at the first of these symptoms, which are told in any case. no_gradient:
-    nothing to learn in 5 steps; entropy, mismatch: far from what they were; success: less than half its best. See
-    docs/troubleshooting.md."""
+    """End the run with the status `stopped` at the first of these symptoms, which are reported in any case.
+    no_gradient: nothing to learn in 5 steps; entropy, mismatch: far from their earlier values; success: less than half
+    its best. See docs/troubleshooting.md."""
     processes: PositiveInt = 1
-    """Trainer processes; a launch with another number is refused."""
+    """Number of trainer processes; a launch with another number is refused."""
     strategy: Literal["single", "ddp", "fsdp2"] = "single"
-    """How processes share the work; a launch that accelerate set up otherwise is refused."""
+    """How processes share the work; a launch that accelerate set up differently is refused."""
 
     @property
     def has_critic(self) -> bool:
-        """Whether a critic learns beside the policy."""
+        """Whether a critic is trained with the policy."""
         return self.algorithm != "sft" and self.advantage.estimator == "gae"
 
     @property
     def has_reference(self) -> bool:
-        """Whether the policy's distance to the reference counts."""
+        """Whether the policy's distance to the reference is used."""
         return self.algorithm != "sft" and self.loss.kl.coefficient > 0
 
 
@@ -261,13 +265,12 @@ class SyncConfig(Section):
     """How new weights reach the inference server."""
 
     backend: str = "auto"
-    """lora: the adapter's files; file: full weights as safetensors, on a disk that the servers read; nccl: full weights
-    by broadcast from GPU to GPUs, to vLLM only; ipc: full weights through memory that trainer and server share, on one
-    GPU (vLLM) or one machine's CPU (embedded); auto: lora when model.lora is set, ipc where both use one GPU, else
-    file; or `FILE.py:NAME` of a class of your own (docs/add-a-sync-backend.md). (nccl and ipc: untested on a GPU so
-    far.)"""
+    """lora: the adapter's files. file: full weights as safetensors, on a disk that the servers can read. nccl: full
+    weights by broadcast between GPUs, to vLLM only. ipc: full weights through memory that trainer and server share, on
+    one GPU (vLLM) or one machine's CPU (embedded). auto: lora if model.lora is set, ipc if both use one GPU, else file.
+    Or `FILE.py:NAME` of your own class (docs/add-a-sync-backend.md). (nccl and ipc: untested on a GPU so far.)"""
     options: Options = {}
-    """FILE.py:NAME: what its further parameters get."""
+    """FILE.py:NAME: arguments for its further parameters."""
 
     @field_validator("backend")
     @classmethod
@@ -282,34 +285,34 @@ class SyncConfig(Section):
 
 
 class PlacementConfig(Section):
-    """Which devices the trainer and the server that is started here use."""
+    """The devices that the trainer and a server started by this run use."""
 
     mode: Literal["auto", "separate", "split", "time_share"] = "auto"
-    """separate: different GPUs; split: one GPU, whose memory they share; time_share: one GPU, which they use in turns;
-    auto: separate where there are GPUs enough, else split where it fits, else time_share. Without a GPU auto is
-    separate: both are processes on the CPU."""
+    """separate: different GPUs; split: one GPU, whose memory they share; time_share: one GPU used in turns; auto:
+    separate if there are enough GPUs, else split if it fits, else time_share. Without a GPU, auto is separate: both are
+    processes on the CPU."""
     gpu_memory_gib: float | None = Field(default=None, gt=0)
-    """Memory of one GPU to plan for, in GiB; null is that of the GPUs here. With it a recipe's memory table can be had,
-    and is held to it, on any machine."""
+    """Memory of one GPU to plan for, in GiB; null uses the memory of the GPUs here. If set, the recipe's memory table
+    is available and enforced on any machine."""
     on_misfit: Literal["refuse", "warn"] = "refuse"
-    """What becomes of a recipe that does not fit by the memory table, some of whose figures are assumptions: it is
-    refused, or tried with a warning."""
+    """What to do if the recipe does not fit according to the memory table, some of whose values are assumptions: refuse
+    it, or warn and try."""
 
 
 class TrackConfig(Section):
-    """What is kept for people to look at beside metrics.jsonl."""
+    """What is recorded for people to look at, in addition to metrics.jsonl."""
 
     trackers: list[Literal["wandb", "tensorboard", "trackio", "mlflow"]] = []
-    """Experiment trackers that get the same numbers under the same names; each is installed by its own name. They take
-    their addresses and keys from their own environment variables: see docs/tracking.md."""
+    """Experiment trackers that get the same metrics under the same names; install each under its own name. They take
+    addresses and keys from their own environment variables: see docs/tracking.md."""
     project: str = Field(default="agentfactory", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    """Project of the trackers (an experiment of mlflow), in which runs are compared."""
+    """Project of the trackers (an experiment in mlflow), within which runs are compared."""
     trajectories: int = Field(default=4, ge=0)
-    """Chains per step, from the lowest to the highest reward, that trackers with tables (wandb, trackio, mlflow) get
-    as text; wandb and trackio get their images too. 0: none."""
+    """Chains per step, from the lowest to the highest reward, that trackers with tables (wandb, trackio, mlflow) get as
+    text; wandb and trackio also get the images. 0: none."""
     credit: bool = True
-    """Keep what each trained token was credited with, and the trainer's log-probability of it, in
-    trajectories/credit.jsonl: the viewer shows them."""
+    """Save each trained token's advantage, and the trainer's log-probability of it, to trajectories/credit.jsonl for
+    the viewer."""
 
     @field_validator("trackers")
     @classmethod
@@ -320,7 +323,7 @@ class TrackConfig(Section):
 
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    # DeepSeekMath (arXiv:2402.03300), with DAPO's normaliser: a chain of many turns is not to weigh less per token
+    # DeepSeekMath (arXiv:2402.03300), with DAPO's normaliser: a chain of many turns should not count less per token
     "grpo": {},
     # arXiv:2503.20783
     "dr_grpo": {"train.advantage.scale": "none", "train.loss.normaliser": "constant"},
@@ -346,11 +349,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {"train.advantage.estimator": "gae"},
     "sft": {},
 }
-"""What each algorithm's defaults are, by field of the recipe."""
+"""The defaults of each algorithm, by recipe field."""
 
 
 def owners(section: Section, name: str) -> tuple[str, ...]:
-    """The estimators or policy losses that a field is an option of; empty: it is no such option."""
+    """Returns the estimators or policy losses that a field belongs to; empty if it is not specific to any."""
     extra = type(section).model_fields[name].json_schema_extra
     found = extra.get("of", ()) if isinstance(extra, dict) else ()
     return tuple(found) if isinstance(found, tuple) else ()
@@ -371,8 +374,8 @@ class TrainRecipe(RolloutRecipe):
 
     @property
     def rounding(self) -> dict[str, str]:
-        """The fields, with their values, by which the server samples from other weights than are trained: the server's
-        are rounded, or the base that the trainer's adapter is on."""
+        """The fields, with their values, that make the server sample from weights other than the trained ones: the
+        server's are rounded, or the base below the trainer's adapter is."""
         lora = self.model.lora
         fields = {
             "server.model": self.server.model,
@@ -383,7 +386,7 @@ class TrainRecipe(RolloutRecipe):
 
     @model_validator(mode="after")
     def _apply_algorithm(self) -> "TrainRecipe":
-        """The algorithm's defaults, where the recipe says nothing; saved groups are not filtered."""
+        """Applies the algorithm's defaults to fields that the recipe leaves out; saved groups are not filtered."""
         for name, value in ALGORITHMS[self.train.algorithm].items():
             if name.startswith("rollout.") and self.train.from_trajectories:
                 continue

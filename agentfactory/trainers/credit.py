@@ -1,4 +1,4 @@
-"""Credit assignment: from the rewards of a batch's chains to an advantage and a weight per sampled token."""
+"""Credit assignment: computes an advantage and a weight per sampled token from the rewards of a batch's chains."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from agentfactory.trainers.overlong_penalty import overlong_penalty
 
 @dataclass(frozen=True)
 class Credited:
-    """A batch's rows, ready to be trained."""
+    """A batch's rows, ready for training."""
 
     rows: list[TrainingRow] = field(default_factory=list)
     normaliser: float | None = None
@@ -33,36 +33,37 @@ class Credited:
 
 @dataclass
 class _Chain:
-    """A chain that has a reward. One whose outcome is masked takes part in baselines and is not trained: no rows."""
+    """A chain that has a reward. A chain with a masked outcome is included in baselines but not trained: it has no
+    rows."""
 
     id: str
     reward: float
     turn_rewards: list[float]
-    """Empty where the reward gives none."""
+    """Empty if the reward gives none."""
     ends: list[int]
-    """Number of sampled tokens up to the end of each turn; empty where no turn is credited apart."""
+    """Number of sampled tokens up to the end of each turn; empty if no turn is credited separately."""
     malformed: list[int]
-    """Which turns are to be blamed."""
+    """Turns to be blamed."""
     rows: list[TrainingRow]
     places: list[int]
-    """Which of the trajectory's rows these are: one in which nothing was sampled is not trained."""
+    """Indices of these rows in the trajectory; rows without sampled tokens are not trained."""
     sources: list[Row]
-    """The trajectory's rows that these were made of."""
+    """The trajectory's rows that these were made from."""
 
     @property
     def tokens(self) -> int:
         return sum(len(row.targets) for row in self.rows)
 
     def stream(self, name: str) -> list[float]:
-        """A stream of all its sampled tokens, which may stand in several rows: tool tokens are no steps."""
+        """Return a stream of all its sampled tokens, which may be in several rows. Tool tokens are not steps."""
         return [value for row in self.rows for value in row.streams[name]]
 
 
 class Credit:
-    """The chains of one batch of groups."""
+    """Assigns credit to the chains of one batch of groups."""
 
     def __init__(self, groups: Sequence[Group], recipe: TrainRecipe) -> None:
-        """Chains without a reward, and those whose outcome is to be dropped, are left out of everything."""
+        """Chains without a reward, and those with an outcome to be dropped, are left out completely."""
         self._recipe = recipe
         self._ids = [group.id for group in groups]
         self._groups = [
@@ -77,13 +78,13 @@ class Credit:
 
     @property
     def sources(self) -> list[Row]:
-        """What each of `rows` was made of."""
+        """The row that each of `rows` was made from."""
         return [source for chain in self._chains() for source in chain.sources]
 
     def assign(self, rows: Sequence[TrainingRow]) -> Credited:
-        """Advantages and weights for `rows`: those of the property, with the streams that `needed_scores` names.
+        """Return advantages and weights for `rows`: those of the property, with the streams that `needed_scores` names.
 
-        Weights follow `train.loss.normaliser`; a token's share of the policy term is 0 where its entropy is below the
+        Weights follow `train.loss.normaliser`. A token's share of the policy term is 0 if its entropy is below the
         batch's quantile (`train.loss.top_entropy`).
         """
         remaining = iter(rows)
@@ -110,8 +111,8 @@ class Credit:
         return Credited(done, normaliser, metrics)
 
     def lines(self, step: int, rows: Sequence[TrainingRow], proximal: Sequence[list[float]] = ()) -> list[str]:
-        """JSON per group: what each trained token of its chains was credited with, from the rows of `assign` and, where
-        the policy was trained, the trainer's log-probabilities of their targets. Numbers have 6 decimals."""
+        """Return JSON per group: the credit of each trained token of its chains, from the rows of `assign`, and, if the
+        policy was trained, the trainer's log-probabilities of their targets. Numbers have 6 decimals."""
         none: list[list[float] | None] = [None] * len(rows)
         remaining = iter(zip(rows, proximal or none, strict=True))
         lines = []
@@ -125,7 +126,8 @@ class Credit:
         return [chain for group in self._groups for chain in group]
 
     def _advantages(self) -> tuple[list[list[float]], list[list[float]], dict[str, float]]:
-        """Per chain and sampled token: advantages, and the returns that a critic learns (only with one); metrics."""
+        """Return, per chain and sampled token, the advantages and the returns that a critic learns (only with one); and
+        metrics."""
         chains = self._chains()
         costs, metrics = self._costs(chains)
         has_critic = self._recipe.train.has_critic
@@ -148,8 +150,8 @@ class Credit:
         return advantages, targets, metrics
 
     def _costs(self, chains: Sequence[_Chain]) -> tuple[list[list[float]], dict[str, float]]:
-        """Rewards per sampled token: the chain's at its last one, its turns' at their last ones, less the distance to
-        the reference where that is paid from the reward."""
+        """Return rewards per sampled token: the chain's at its last token and its turns' at their last tokens, minus
+        the distance to the reference if that is a cost of the reward. Also return metrics."""
         distance = self._recipe.train.loss.kl
         costs: list[list[float]] = []
         paid: list[float] = []
@@ -180,7 +182,7 @@ def _check_finite(advantages: Sequence[Sequence[float]], estimator: str) -> None
 
 
 def needed_scores(recipe: TrainRecipe) -> list[str]:
-    """The streams that credit and loss need of the weights before the update; see Learner.score."""
+    """Return the streams that credit and loss need from the weights before the update; see Learner.score."""
     loss = recipe.train.loss
     names = []
     if recipe.train.has_reference:
@@ -205,7 +207,8 @@ def _chain(trajectory: Trajectory, trained: bool, recipe: TrainRecipe) -> _Chain
     reward = trajectory.reward
     overlong = recipe.train.overlong
     if overlong is not None:
-        # rows may begin anew (a template that rewrites history, rollout.context): the last one fills the context
+        # a chain may have several rows (a template that rewrites history, rollout.context): the last one fills the
+        # context
         length = len(trajectory.rows[-1].token_ids) if trajectory.rows else 0
         reward += overlong_penalty(length, recipe.rollout.max_total_tokens, overlong.buffer, overlong.penalty)
     made = [(row, place) for place, row in enumerate(map(training_row, trajectory.rows)) if row] if trained else []
@@ -220,10 +223,12 @@ def _chain(trajectory: Trajectory, trained: bool, recipe: TrainRecipe) -> _Chain
 
 
 def _blame_malformed_turns(chains: Sequence[_Chain], advantages: Sequence[list[float]]) -> None:
-    """Bounds the advantages of tokens in malformed turns by minus the root mean square of the group's.
+    """Limits the advantages of tokens in malformed turns to at most minus the root mean square of the group's
+    advantages.
 
-    A turn that could not be read never helps a chain to succeed; a reward for it would teach the format to drift. A
-    bound of 0 is not enough: where chains with such a turn do well, those without one are below average."""
+    A turn that could not be read never helps a chain to succeed; rewarding it would make the format drift. A bound of 0
+    is not enough: if chains with such a turn do well, chains without one are below average.
+    """
     if not any(chain.malformed for chain in chains):
         return
     bound = -math.sqrt(fmean([value**2 for chain in advantages for value in chain] or [0.0]))
@@ -234,7 +239,7 @@ def _blame_malformed_turns(chains: Sequence[_Chain], advantages: Sequence[list[f
 
 
 def _noted(place: int, row: TrainingRow, proximal: list[float] | None) -> dict[str, Any]:
-    """What one trained row was credited with, for `Credit.lines`."""
+    """Return the credit of one trained row, for `Credit.lines`."""
     noted = {"row": place, "targets": row.targets, "advantage": _rounded(row.streams["advantage"])}
     return noted if proximal is None else noted | {"proximal": _rounded(proximal)}
 
@@ -244,7 +249,7 @@ def _rounded(values: list[float]) -> list[float]:
 
 
 def _with_streams(rows: Sequence[TrainingRow], streams: dict[str, list[float]]) -> list[TrainingRow]:
-    """Gives each row its part of a chain's streams."""
+    """Give each row its part of a chain's streams."""
     done, start = [], 0
     for row in rows:
         end = start + len(row.targets)
@@ -254,8 +259,8 @@ def _with_streams(rows: Sequence[TrainingRow], streams: dict[str, list[float]]) 
 
 
 def _keep_uncertain(chains: Sequence[_Chain], advantages: list[list[float]], share: float) -> None:
-    """Advantage 0 for all tokens but the `share` of highest entropy (Wang et al., 2025, arXiv:2506.01939, equation 4),
-    over the whole batch."""
+    """Set the advantage to 0 for all tokens except the `share` with the highest entropy (Wang et al., 2025,
+    arXiv:2506.01939, equation 4), over the whole batch."""
     entropies = [chain.stream("entropy") for chain in chains]
     flat = np.concatenate([np.asarray(values) for values in entropies])
     threshold = np.quantile(flat, 1.0 - share)

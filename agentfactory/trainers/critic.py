@@ -1,4 +1,4 @@
-"""The critic: values of states for GAE, learned beside the policy in one model."""
+"""The critic: learns values of states for GAE in one model with the policy."""
 
 import copy
 from collections.abc import Callable
@@ -19,40 +19,40 @@ from agentfactory.trainers.policy import Policy
 
 
 class Role(StrEnum):
-    """Whose forward pass it is."""
+    """The model part that a forward pass runs: policy or critic."""
 
     POLICY = "policy"
     CRITIC = "critic"
 
 
 def role_of(name: str) -> Role:
-    """Who learns the weight that has this name in an ActorCritic (or in a Policy alone)."""
+    """Returns the role that learns the weight of this name in an ActorCritic (or in a Policy alone)."""
     return Role.CRITIC if name.startswith("critic.") or f".{CRITIC_ADAPTER}." in name else Role.POLICY
 
 
 class Critic(nn.Module):
-    """A scalar head in float32, and the network below it unless that is the policy's base."""
+    """A scalar head in float32, and the network below it unless it uses the policy's base."""
 
     def __init__(self, width: int, backbone: Backbone | None) -> None:
-        """`width` is the size of the hidden states; `backbone` is None where the critic is an adapter on the policy's
+        """`width` is the size of the hidden states; `backbone` is None if the critic is an adapter on the policy's
         base."""
         super().__init__()
         self.backbone = backbone
-        # zero: the first values are 0, and the first advantages those of the returns alone. A vector, not a matrix of
-        # one row: it is sharded evenly, does not decay, and is not for optimisers that work on matrices
+        # zero: the first values are 0, so the first advantages are those of the returns alone. A vector, not a matrix
+        # with one row: it is sharded evenly, does not decay, and is not passed to optimisers that work on matrices
         self.head = nn.Parameter(torch.zeros(width))
 
     def forward(self, hidden: Float[Tensor, "targets width"]) -> Float[Tensor, "targets"]:
-        """Values, in units of reward."""
+        """Returns values, in units of reward."""
         return hidden.to(self.head.dtype) @ self.head
 
 
 class ActorCritic(nn.Module):
-    """Policy and critic as children of one module, which is what accelerate prepares.
+    """Policy and critic as children of one module, which accelerate prepares.
 
-    A training step runs each role's forward and backward pass by itself: with adapters both roles have one base, the
-    adapter in use is switched by the forward pass, and gradient checkpointing computes activations again in the
-    backward pass. Backward passes of a role leave the other's gradients untouched.
+    A training step runs each role's forward and backward pass separately: with adapters both roles share one base, the
+    forward pass switches the adapter in use, and gradient checkpointing recomputes activations in the backward pass. A
+    backward pass of one role leaves the other's gradients unchanged.
     """
 
     def __init__(self, policy: Policy, critic: Critic) -> None:
@@ -62,7 +62,7 @@ class ActorCritic(nn.Module):
 
     @property
     def _no_split_modules(self) -> list[str]:
-        # accelerate makes each module of these classes a unit of FSDP2; the critic's network has the same ones
+        # accelerate makes each module of these classes an FSDP2 unit; the critic's network has the same classes
         return self.policy._no_split_modules
 
     def forward(
@@ -76,10 +76,10 @@ class ActorCritic(nn.Module):
         temperature: float = 1.0,
         entropy_gradient: bool = False,
     ) -> tuple[Float[Tensor, "targets"], Float[Tensor, "targets"]] | Float[Tensor, "targets"]:
-        """For the policy, log-probabilities and entropies: see `Policy.forward`. For the critic, the value of the state
-        that each label is sampled in, which is read at `sources`: no other position has a value.
+        """Returns, for the policy, log-probabilities and entropies: see `Policy.forward`. Returns, for the critic, the
+        value of the state in which each label is sampled, read at `sources`: no other position has a value.
 
-        A backward pass raises RuntimeError where a forward pass of the other role has switched the adapter since.
+        A backward pass raises RuntimeError if a forward pass of the other role has switched the adapter in between.
         """
         if role == Role.POLICY:
             logprob, entropy = self.policy(ids, sources, labels, positions, ends, temperature, entropy_gradient)
@@ -90,11 +90,12 @@ class ActorCritic(nn.Module):
         return self._guarded(self.critic(base.hidden(ids, positions, ends).flatten(0, 1)[sources]))
 
     def parameters_of(self, role: Role) -> list[nn.Parameter]:
-        """The weights that a role learns: for clipping each role's gradient by itself."""
+        """Returns the weights that a role learns, so that each role's gradient can be clipped separately."""
         return [p for name, p in self.named_parameters() if p.requires_grad and role_of(name) == role]
 
     def _guarded(self, output: Tensor) -> Tensor:
-        """`output`, whose backward pass is refused under another adapter than that of its forward pass."""
+        """Returns `output` with a backward pass that fails if another adapter than that of its forward pass is in
+        use."""
         model = self.policy.model
         if isinstance(model, PeftModel) and output.requires_grad:
             output.register_hook(_same_adapter(model, model.active_adapter))
@@ -115,10 +116,10 @@ def _same_adapter(model: PeftModel, name: str) -> Callable[[Tensor], None]:
 def make_actor_critic(
     recipe: TrainRecipe, policy: Policy, device: torch.device | str = "cpu", network: PreTrainedModel | None = None
 ) -> ActorCritic:
-    """A policy with a critic beside it, whose values are 0 until it has learned.
+    """Creates a policy with a critic whose values are 0 until it has learned.
 
-    With `model.lora`, the critic is a second adapter, of the same shape, on the policy's base; else a network of its
-    own, `network` or by default that of `model.path`, with weights in float32 and no language-model head. Call it
+    With `model.lora`, the critic is a second adapter of the same shape on the policy's base; otherwise it is a separate
+    network, `network` or by default that of `model.path`, with weights in float32 and no language-model head. Call it
     before the policy is prepared.
     """
     output = policy.network.get_output_embeddings().weight
@@ -134,5 +135,5 @@ def make_actor_critic(
         own: Any = network or load_network(recipe, device)
         apply_options(own, recipe.train, device)
         backbone = Backbone(own.base_model, policy.dtype)
-    # under fsdp2 the policy still is on the CPU, whatever `device` is
+    # under fsdp2 the policy is still on the CPU, whatever `device` is
     return ActorCritic(policy, Critic(output.shape[-1], backbone).to(output.device)).train()

@@ -1,9 +1,9 @@
-"""Advantage estimators (`train.advantage.estimator`): from the rewards of a batch to an advantage per sampled token.
+"""Advantage estimators (`train.advantage.estimator`): compute an advantage per sampled token from a batch's rewards.
 
-An estimator is a function of one of two kinds. One that takes `rewards`, those of the chains of one group, returns an
-advantage for each of them, which all its tokens have; it may also take `batch_rewards`, those of all chains of the
-batch. One that takes `groups`, the chains of the whole batch in their groups, returns a list per chain with an
-advantage per token; with a critic, also the returns that the critic learns, in the same shape.
+An estimator is a function of one of two kinds. A function that takes `rewards`, those of the chains of one group,
+returns one advantage for each chain, which all its tokens get; it may also take `batch_rewards`, those of all chains of
+the batch. A function that takes `groups`, the chains of the whole batch in their groups, returns a list per chain with
+an advantage per token; with a critic, it also returns the returns that the critic learns, in the same shape.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,22 +32,22 @@ PerToken = list[list[float]]
 
 @dataclass(frozen=True)
 class ChainRewards:
-    """What an estimator is told of a chain. Tokens are those that the policy sampled."""
+    """The information about a chain that an estimator gets. Tokens are those that the policy sampled."""
 
     reward: float
     turn_rewards: list[float]
-    """Empty where the reward gives none."""
+    """Empty if the reward gives none."""
     turn_ends: list[int]
-    """Number of tokens up to the end of each turn; empty where no turn is credited apart."""
+    """Number of tokens up to the end of each turn; empty if no turn is credited separately."""
     token_rewards: list[float]
-    """Per token: the chain's reward at the last one, a turn's at its last one, less what the distance to the reference
-    costs (train.loss.kl.place: reward). Empty for a chain that is not trained."""
+    """Per token: the chain's reward at the last token and a turn's at the turn's last, minus the cost of the distance
+    to the reference (train.loss.kl.place: reward). Empty for a chain that is not trained."""
     values: list[float] = field(default_factory=list)
     """Per token, the critic's; empty without one."""
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
+        """The number of tokens."""
         return len(self.token_rewards)
 
 
@@ -65,7 +65,7 @@ def rloo(rewards: Sequence[float]) -> list[float]:
 
 
 def reinforce_pp_baseline(groups: Groups) -> PerToken:
-    """Reward less the group's mean, whitened over the batch: see whiten."""
+    """Reward minus the group's mean, whitened over the batch: see whiten."""
     return whiten(spread(groups, partial(grpo_advantages, scale="none"), "none"))
 
 
@@ -75,7 +75,7 @@ def reinforce_pp(groups: Groups, gamma: float) -> PerToken:
 
 
 def gae(groups: Groups, gamma: float, gae_lambda: float) -> tuple[PerToken, PerToken]:
-    """See generalized_advantages; whitened over the batch. The second lists are what the critic learns."""
+    """See generalized_advantages; whitened over the batch. The second lists are the critic's targets."""
     chains = [chain for group in groups for chain in group]
     found = [generalized_advantages(chain.token_rewards, chain.values, gamma, gae_lambda) for chain in chains]
     return whiten([advantages for advantages, _ in found]), [targets for _, targets in found]
@@ -88,7 +88,7 @@ ESTIMATORS: dict[str, Callable[..., Any]] = {
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "gae": gae,
 }
-"""`train.advantage.estimator` -> what it means. Parameters are some of INPUTS, and fields of AdvantageConfig."""
+"""`train.advantage.estimator` -> function. Its parameters are some of INPUTS, and fields of AdvantageConfig."""
 
 INPUTS = ("rewards", "batch_rewards", "groups")
 
@@ -97,7 +97,7 @@ class Estimator:
     """`train.advantage.estimator`: one of ESTIMATORS, or the user's own `FILE.py:NAME`."""
 
     def __init__(self, config: AdvantageConfig) -> None:
-        """Raises SettingError where it cannot be loaded, or its parameters do not fit."""
+        """Raises SettingError if it cannot be loaded or its parameters do not fit."""
         self._scale: Scale = config.scale if config.estimator == "grpo" else "none"
         self._function = load_extension("train.advantage.estimator", config.estimator, ESTIMATORS, INPUTS, config)
         takes = self._function.takes
@@ -114,20 +114,20 @@ class Estimator:
 
     @property
     def compares(self) -> bool:
-        """Whether it compares the chains of a group, and gives all tokens of a chain the same."""
+        """Whether it compares the chains of a group, and gives all tokens of a chain the same advantage."""
         return "groups" not in self._function.takes
 
     def __call__(self, groups: Groups) -> tuple[PerToken, PerToken]:
-        """Advantages per token, and the returns that a critic learns (nothing without one).
+        """Returns advantages per token, and the returns that a critic learns (empty without one).
 
-        Raises SettingError where the function returned something else.
+        Raises SettingError if the function returned something else.
         """
         if self.compares:
             batch = [chain.reward for group in groups for chain in group]
             return spread(groups, partial(self._of_group, batch), self._scale), []
         found = self._function(groups=groups)
         if not self._told:
-            # ours: a critic's returns beside them
+            # our own functions may also return a critic's returns
             return found if isinstance(found, tuple) else (found, [])
         chains = [chain for group in groups for chain in group]
         try:
@@ -154,8 +154,8 @@ class Estimator:
 
 
 def spread(groups: Groups, estimate: Callable[[list[float]], list[float]], scale: Scale) -> PerToken:
-    """Advantages within groups, by `estimate` from their rewards: the chain's for all its tokens, and added to them
-    those of its turns if the reward gives any (see process_advantages, for `scale` too)."""
+    """Computes advantages within groups, by applying `estimate` to their rewards: all tokens of a chain get the chain's
+    advantage, plus that of their turn if the reward gives turn rewards (see process_advantages, also for `scale`)."""
     turn_rewards = [reward for group in groups for chain in group for reward in chain.turn_rewards]
     turn_std = stdev(turn_rewards) if len(turn_rewards) > 1 else None
     advantages: PerToken = []

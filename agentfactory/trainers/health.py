@@ -1,5 +1,5 @@
-"""Is the run alive? Looks at each step's figures beside those of the steps before, and says what no run recovers from
-by itself."""
+"""Compares each step's metrics with those of the steps before, and reports symptoms from which no run recovers
+unaided."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -12,23 +12,24 @@ Figures = Mapping[str, Any]
 """A step's line of metrics.jsonl."""
 
 WINDOW = 20
-"""Steps that the present one is compared with."""
+"""Number of previous steps that the current one is compared with."""
 SETTLED = 4
-"""Steps to see before there is anything to compare with."""
+"""Number of steps needed before there is anything to compare with."""
 NO_GRADIENT_STEPS = 5
 ENTROPY_FACTOR, ENTROPY_STEPS = 2.5, 2
-"""Entropy so many times above the median, or twice as many times below it, for so many steps."""
+"""Symptom: entropy this many times above the median, or twice as many times below it, for this many steps."""
 MISMATCH_FACTOR, MISMATCH_LEAST, MISMATCH_STEPS = 20.0, 0.1, 3
-"""KL(server || trainer) so many times above the median, and above so many nats, for so many steps, while success is no
-better than usual."""
+"""Symptom: KL(server || trainer) this many times above the median and above this many nats, for this many steps, while
+success is no better than usual."""
 SUCCESS_STEPS, SUCCESS_LEAST = 4, 0.2
-"""Success is averaged over so many steps; from this best on a fall by half is more than chance, and from a quarter of
-it a fall to nothing. Of tasks that have no success the reward counts, where it fell by more than its deviation."""
+"""Success is averaged over this many steps. If the best average is at least this high, a fall by half is more than
+chance; from a quarter of it, so is a fall to 0. For tasks without success, the reward is used, if it fell by more than
+its standard deviation."""
 PAGE = "docs/troubleshooting.md, 'A run that dies'"
 
 
 class Symptom(StrEnum):
-    """What is wrong with a run."""
+    """A kind of problem in a run."""
 
     NO_GRADIENT = "no_gradient"
     ENTROPY = "entropy"
@@ -38,7 +39,7 @@ class Symptom(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A symptom, and what a person is told of it: figures, the likely cause, and the page to read."""
+    """A symptom, and the message about it: metrics, the likely cause, and the page to read."""
 
     symptom: Symptom
     text: str
@@ -46,19 +47,19 @@ class Finding:
 
 @dataclass
 class Health:
-    """Give it each step's figures, in their order. What it found is told once, and again only after the symptom was
+    """Pass it each step's metrics, in order. It reports each symptom once, and again only after the symptom was
     gone."""
 
     _steps: deque[Figures] = field(default_factory=lambda: deque(maxlen=WINDOW + SUCCESS_STEPS))
     _best: float = 0.0
-    """Highest success, or reward where there is none, averaged over SUCCESS_STEPS."""
+    """Highest success, or reward if there is no success, averaged over SUCCESS_STEPS."""
     _best_step: int = 0
     _run: dict[str, int] = field(default_factory=dict)
-    """For how many steps each sign has been there."""
+    """Number of consecutive steps in which each sign was present."""
     _told: set[Symptom] = field(default_factory=set)
 
     def note(self, figures: Figures) -> list[Finding]:
-        """Look at one line of metrics.jsonl; what is new of it. Lines of evaluations are passed over."""
+        """Check one line of metrics.jsonl and return what is new. Lines of evaluations are ignored."""
         if "grad_norm" not in figures or "groups/equal_rewards" not in figures:
             return []
         self._steps.append(figures)
@@ -81,7 +82,7 @@ class Health:
         }
 
     def _no_gradient(self, figures: Figures) -> str | None:
-        # where every chain succeeds there is nothing left to learn
+        # if every chain succeeds, there is nothing left to learn
         solved = figures.get("success", 0.0) == 1.0
         steps = self._lasts("no gradient", figures["groups/equal_rewards"] == 1.0 and not solved)
         if steps < NO_GRADIENT_STEPS:
@@ -96,7 +97,7 @@ class Health:
         if entropy is None or usual is None:
             return None
         above = self._lasts("entropy above", entropy > ENTROPY_FACTOR * usual)
-        # a policy that is getting better is also getting surer
+        # a policy that improves also becomes more certain
         below = self._lasts("entropy below", self._no_better(figures) and entropy < usual / (2 * ENTROPY_FACTOR))
         if max(above, below) < ENTROPY_STEPS:
             return None
@@ -107,7 +108,7 @@ class Health:
         if gap is None or usual is None:
             return None
         steps = self._lasts("mismatch", gap > max(MISMATCH_LEAST, MISMATCH_FACTOR * usual))
-        # close to the end of learning, where gradients are small, it comes and goes by itself
+        # near the end of learning, when gradients are small, this comes and goes
         if steps < MISMATCH_STEPS or not self._no_better(figures):
             return None
         return f"mismatch/kl is {gap:.2g} nats, and its median over the steps before is {usual:.2g}"
@@ -123,7 +124,7 @@ class Health:
         if name == "success":
             fell = self._best >= SUCCESS_LEAST or (self._best >= SUCCESS_LEAST / 4 and level == 0.0)
         else:
-            # rewards that are costs have no half
+            # half of a negative reward is meaningless
             fell = self._best > 0 and self._best - level > max(step["reward_std"] for step in self._steps)
         if not fell or level >= self._best / 2:
             return None
@@ -131,19 +132,19 @@ class Health:
         return f"{name} was {level:.2f} over the last {SUCCESS_STEPS} steps, and {best}"
 
     def _usual(self, name: str) -> float | None:
-        """Median of a figure over the steps before; those with a sign of something wrong are among them, so a change
-        that lasts becomes the usual."""
+        """Return the median of a metric over the steps before, including those with a sign of trouble, so that a
+        lasting change becomes the usual value."""
         values = [step[name] for step in list(self._steps)[-WINDOW - 1 : -1] if name in step]
         return median(values) if len(values) >= SETTLED else None
 
     def _no_better(self, figures: Figures) -> bool:
-        """Whether success, or the reward, is at most what it usually is."""
+        """Return whether success, or the reward, is at most its usual value."""
         name = _goal(figures)
         usual = self._usual(name)
         return usual is None or figures[name] <= usual
 
     def _lasts(self, sign: str, there: bool) -> int:
-        """For how many steps a sign has been there, without a gap."""
+        """Return for how many steps without a gap a sign has been present."""
         self._run[sign] = self._run.get(sign, 0) + 1 if there else 0
         return self._run[sign]
 
@@ -153,7 +154,7 @@ def _goal(figures: Figures) -> str:
 
 
 def _cause(figures: Figures) -> str:
-    """The most likely one, by the figures."""
+    """Return the most likely cause, judging by the metrics."""
     turns = figures.get("turns", 0.0)
     malformed = figures.get("trajectory/tool_errors/malformed_call", 0.0)
     cut = figures.get("trajectory/truncated_turns", 0.0)

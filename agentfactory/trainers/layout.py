@@ -1,4 +1,4 @@
-"""Which layouts of rows are exact for a network."""
+"""Determines which layouts of rows are exact for a network."""
 
 import inspect
 import logging
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_batching(network: PreTrainedModel, train: TrainConfig, measure: bool = True) -> Batching:
-    """`train.batching`, or for "auto" tree where that is exact for this network, else padded; the log says which.
+    """Returns `train.batching`; for "auto", tree if that is exact for this network, else padded, which the log reports.
 
-    Call it with the attention that transformers chose: `train.attention` may run on a GPU only. Without `measure` the
-    network's own word is enough, and no weight is read. Raises ValueError where the layout that is asked for would
-    change the network's results.
+    Call it with the attention that transformers chose: `train.attention` may run only on a GPU. Without `measure` the
+    network's own declaration is trusted and no weight is read. Raises ValueError if the requested layout would change
+    the network's results.
     """
     if train.batching == "padded":
         return "padded"
@@ -35,11 +35,11 @@ def resolve_batching(network: PreTrainedModel, train: TrainConfig, measure: bool
 
 
 def _why_inexact(network: PreTrainedModel, batching: Batching, attention: str, measure: bool) -> str | None:
-    """Why rows that share a line would not get what they get alone; None if they do."""
+    """Returns why rows that share a line would get different results than alone; None if they would not."""
     config: Any = network.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        # what networks have that are older than layer_types
+        # networks older than layer_types
         kinds = ["full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"]
     others = sorted(set(kinds) - {"full_attention"})
     if others:
@@ -55,7 +55,7 @@ def _why_inexact(network: PreTrainedModel, batching: Batching, attention: str, m
         return f"train.attention={kind} takes no {batching} rows; sdpa and flex_attention do"
     if not measure:
         return None
-    # a network's own word is not enough: some take what they are told, and do not use it
+    # a network's own declaration is not enough: some accept the arguments and do not use them
     error = _error(network, batching)
     if error > (1e-4 if network.dtype == torch.float32 else 0.05):
         return f"{type(network).__name__} gives rows that share a line other results, by {error:.1g} of the largest"
@@ -64,7 +64,7 @@ def _why_inexact(network: PreTrainedModel, batching: Batching, attention: str, m
 
 @torch.no_grad()
 def _error(network: PreTrainedModel, batching: Batching) -> float:
-    """How far hidden states of two short rows are from what they are alone, as a share of the largest."""
+    """Returns how far the hidden states of two short rows are from those computed alone, as a share of the largest."""
     network.eval()
     backbone = Backbone(network, network.dtype)
     first, second = ids(network, [1, 2, 3, 4, 5, 6]), ids(network, [1, 2, 3, 7, 8, 9])
@@ -83,5 +83,5 @@ def _error(network: PreTrainedModel, batching: Batching) -> float:
 
 
 def ids(network: PreTrainedModel, tokens: list[int]) -> Tensor:
-    """Tokens on the network's device, within its vocabulary."""
+    """Returns tokens on the network's device, within its vocabulary."""
     return torch.tensor(tokens, device=network.device) % network.config.get_text_config().vocab_size

@@ -1,4 +1,5 @@
-"""The learner: policy, optimiser and schedule on accelerate; scores of rows, and one optimiser update of a batch."""
+"""The learner: policy, optimiser and schedule on accelerate; scores rows, and performs an optimiser update on a
+batch."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,13 +24,13 @@ Targets = Float[Tensor, "targets"]
 
 @dataclass
 class Terms:
-    """What a loss makes of one micro-batch: the sum of weight x term over its tokens, and figures to report."""
+    """A loss's result for one micro-batch: the sum of weight x term over its tokens, and metrics to report."""
 
     loss: Float[Tensor, ""]
     sums: dict[str, Float[Tensor, ""]] = field(default_factory=dict)
-    """Added up over micro-batches and processes."""
+    """Metrics that are added up over micro-batches and processes."""
     maxima: dict[str, Float[Tensor, ""]] = field(default_factory=dict)
-    """The largest over micro-batches and processes is kept."""
+    """Metrics of which the largest over micro-batches and processes is kept."""
 
 
 Loss = Callable[[int, MicroBatch, Targets, Targets], Terms]
@@ -41,18 +42,18 @@ ValueLoss = Callable[[MicroBatch, Targets], Terms]
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimiser update reports, over all processes."""
+    """The report of one optimiser update, over all processes."""
 
     loss: float
-    """The policy's."""
+    """The policy's loss."""
     grad_norm: float
-    """Before clipping."""
+    """The norm before clipping."""
     sums: dict[str, float]
     maxima: dict[str, float]
 
 
 class Learner:
-    """Everything that an optimiser update needs; the same for every algorithm."""
+    """Performs optimiser updates, in the same way for every algorithm."""
 
     def __init__(self, recipe: TrainRecipe, accelerator: Accelerator, temperature: float = 1.0) -> None:
         train = recipe.train
@@ -76,22 +77,22 @@ class Learner:
 
     @property
     def has_critic(self) -> bool:
-        """Whether a critic learns beside the policy."""
+        """Whether a critic is trained with the policy."""
         return self._actor_critic is not None
 
     @property
     def networks(self) -> list[nn.Module]:
-        """What is trained, and the reference where it has a network of its own."""
+        """The trained networks, and the reference if it has a separate network."""
         reference = self._reference.network if self._reference else None
         return [self.model, reference] if reference is not None else [self.model]
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update."""
+        """The learning rate of the next update."""
         return float(self.schedule.get_last_lr()[0])
 
     def deal(self, rows: list[TrainingRow], normaliser: float | None = None) -> Batch:
-        """This process's share of rank 0's `rows`; every process calls it. `normaliser`: see make_batches."""
+        """Return this process's share of rank 0's `rows`; every process calls it. `normaliser`: see make_batches."""
         processes = self.accelerator.num_processes
         main = self.accelerator.is_main_process
         batches = make_batches(rows, self.policy.batching, self.token_budget, processes, normaliser) if main else None
@@ -99,8 +100,9 @@ class Learner:
 
     @torch.no_grad()
     def score(self, rows: list[TrainingRow], names: Collection[str]) -> list[TrainingRow]:
-        """Rank 0's `rows` with further streams, computed with the present weights: `proximal` (log-probabilities) and
-        `entropy`, `reference`, `value`. Every process calls it, with the same `names`; the others get no rows back."""
+        """Return rank 0's `rows` with further streams, computed with the present weights: `proximal`
+        (log-probabilities) and `entropy`, `reference`, `value`. Every process calls it, with the same `names`; the
+        others get no rows back."""
         batch, made = self.deal(rows), []
         for part in batch.micro_batches:
             streams: dict[str, Targets] = {}
@@ -116,8 +118,8 @@ class Learner:
         return [replace(row, streams=row.streams | scores[index]) for index, row in enumerate(rows)]
 
     def by_row(self, batch: Batch, streams: Sequence[dict[str, Targets]]) -> dict[int, dict[str, list[float]]]:
-        """Values along the targets of a batch's micro-batches, by the number of their row among those that were dealt,
-        of all processes. Every process calls it, with what it has for its own share; only rank 0 gets any."""
+        """Collect values along the targets of a batch's micro-batches from all processes, by the number of their row
+        among those that were dealt. Every process passes the values of its own share; only rank 0 gets the result."""
         found: list[tuple[int, dict[str, list[float]]]] = []
         for part, own in zip(batch.micro_batches, streams, strict=True):
             counts = torch.bincount(part.sequence, minlength=len(part.rows)).tolist()
@@ -131,10 +133,10 @@ class Learner:
         return dict(found)
 
     def update(self, batch: Batch, loss: Loss | None, value_loss: ValueLoss | None = None) -> Update:
-        """One optimiser update on a batch. Every process calls it, with its own share. Without `loss` only the critic
-        learns.
+        """Perform one optimiser update on a batch. Every process calls it, with its own share. Without `loss` only the
+        critic learns.
 
-        Raises FloatingPointError, and changes no weight, where the gradient is not finite.
+        Raises FloatingPointError, and changes no weight, if the gradient is not finite.
         """
         # DDP and FSDP2 average gradients over processes; the normaliser is global, so undo that
         scale = self.accelerator.num_processes / batch.normaliser
@@ -153,21 +155,21 @@ class Learner:
             terms.append(_joined(made))
         grad_norm = self._clip(Role.POLICY)
         if self.has_critic:
-            # by itself: a critic far from its returns would shrink the policy's step to nothing
+            # separately: a critic far from its returns would shrink the policy's step to nothing
             self._clip(Role.CRITIC)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return self._report(terms, batch.normaliser, grad_norm)
 
     def end_step(self) -> None:
-        """The schedule counts steps: call once per step, after its updates."""
+        """Advance the schedule, which counts steps: call once per step, after its updates."""
         self.schedule.step()
 
     def _inputs(self, part: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         return part.ids, part.sources, part.labels, part.positions, part.ends
 
     def policy_forward(self, *inputs: Any) -> tuple[Targets, Targets]:
-        """The policy's forward pass through what accelerate prepared; see Policy.forward."""
+        """Run the policy's forward pass through the model that accelerate prepared; see Policy.forward."""
         return self.model(Role.POLICY, *inputs) if self.has_critic else self.model(*inputs)
 
     def _policy_pass(self, part: MicroBatch) -> tuple[Targets, Targets]:
@@ -191,7 +193,7 @@ class Learner:
         sums = ["loss", *terms[0].sums]
         maxima = list(terms[0].maxima)
         own = [torch.stack([t.loss.detach(), *t.sums.values(), *t.maxima.values()]).float() for t in terms]
-        # one row per micro-batch and process, one column per figure: a single collective call
+        # one row per micro-batch and process, one column per metric: a single collective call
         table = self.accelerator.gather(torch.stack(own)).cpu()
         total = dict(zip(sums, table[:, : len(sums)].double().sum(0).tolist(), strict=True))
         peak = table[:, len(sums) :].max(0).values.tolist() if maxima else []
@@ -199,7 +201,7 @@ class Learner:
 
 
 def _joined(made: list[Terms]) -> Terms:
-    """The first loss is the one that is reported; figures of all."""
+    """Join terms: the first loss is the one reported; metrics of all are kept."""
     first, *others = made
     for terms in others:
         first.sums |= terms.sums

@@ -1,10 +1,10 @@
 """Losses, one term per trained token.
 
 Terms are unweighted: callers sum weight x term over all tokens of all processes and divide by the batch's global
-normaliser (`token_weights` gives both), so that micro-batches, packing and processes change nothing. Two
-log-probabilities are compared with the policy's, never both in one ratio: `proximal`, the trainer's at the start of the
-update, which clipping bounds, and `behaviour`, the server's, whose mismatch with the former is corrected by a weight.
-`sequence` numbers the row that a token stands in; sums over a sequence are over the row's trained tokens.
+normaliser (`token_weights` returns both), so that micro-batches, packing and processes change nothing. The policy's
+log-probability is compared with two others, never with both in one ratio: `proximal`, the trainer's at the start of the
+update, which clipping uses, and `behaviour`, the server's, whose mismatch with `proximal` is corrected by a weight.
+`sequence` is the number of the row that contains a token; sums over a sequence are over the row's trained tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from agentfactory.tools.extension import load_extension
 from agentfactory.trainers.config import LossConfig
 
 SMALLEST_COMPLEMENT = 1e-6
-"""Of a probability: less cannot be told from 0 in float32."""
+"""Smallest complement of a probability: less cannot be distinguished from 0 in float32."""
 
 PerToken = Float[Tensor, "targets"]
 Flags = Bool[Tensor, "targets"]
@@ -29,7 +29,7 @@ RowNumbers = Int[Tensor, "targets"]
 def token_weights(
     lengths: Sequence[int], normaliser: Literal["token", "sequence", "sequence_sum", "constant"], max_total_tokens: int
 ) -> tuple[list[float], float]:
-    """What each token of a chain weighs, per chain, and what the sum over the batch is divided by.
+    """Returns the weight of each token of a chain, per chain, and the divisor of the sum over the batch.
 
     `lengths` are the trained tokens of each chain, in all its rows; n of the chains have any.
     token: 1, and the sum of the lengths (Yu et al., 2025, DAPO, arXiv:2503.14476, equation 8).
@@ -64,8 +64,8 @@ def clip(
     dual_clip: float | None,
 ) -> tuple[PerToken, Flags]:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), with r = exp(logprob - proximal): the surrogate of PPO
-    (Schulman et al., 2017, arXiv:1707.06347, equation 7) with separate bounds (DAPO, arXiv:2503.14476, equation 10).
-    Where A < 0 it is at most -dual_clip A (Ye et al., 2020, arXiv:1912.09729, equation 5), if that is set."""
+    (Schulman et al., 2017, arXiv:1707.06347, equation 7) with separate bounds (DAPO, arXiv:2503.14476, equation 10). If
+    dual_clip is set, the value for A < 0 is at most -dual_clip A (Ye et al., 2020, arXiv:1912.09729, equation 5)."""
     return _clipped_surrogate((logprob - proximal).exp(), advantage, clip_low, clip_high, dual_clip)
 
 
@@ -78,20 +78,20 @@ def gspo(
     clip_high: float,
     dual_clip: float | None,
 ) -> tuple[PerToken, Flags]:
-    """`clip` with s = exp(mean of log r over the sequence) in place of r (Zheng et al., 2025, arXiv:2507.18071,
-    equations 5 and 7), in the form of its equation 14, sg[s] pi / sg[pi]: the values are those of s, and each token's
-    gradient is its own. Where a sequence has one advantage that is the gradient of equation 5, else it keeps apart what
-    the turns deserve."""
+    """`clip` with s = exp(mean of log r over the sequence) instead of r (Zheng et al., 2025, arXiv:2507.18071,
+    equations 5 and 7), in the form of its equation 14, sg[s] pi / sg[pi]: the values are those of s, and each token has
+    its own gradient. If a sequence has one advantage, this is the gradient of equation 5; otherwise it keeps the credit
+    of the turns separate."""
     log_ratio = logprob - proximal
     detached = log_ratio.detach()
-    # the same number as the mean, but differentiable in this token's log-probability
+    # equals the mean, but is differentiable in this token's log-probability
     ratio = (over_sequence(detached, sequence, mean=True) + (log_ratio - detached)).exp()
     return _clipped_surrogate(ratio, advantage, clip_low, clip_high, dual_clip)
 
 
 def cispo(logprob: PerToken, proximal: PerToken, advantage: PerToken, clip_high: float) -> tuple[PerToken, Flags]:
     """-sg[min(r, 1 + clip_high)] A log pi, whose gradient reaches every token (MiniMax, 2025, arXiv:2506.13585, section
-    3.1, without a lower bound, as there)."""
+    3.1; like the paper, without a lower bound)."""
     ratio, bound = (logprob - proximal).detach().exp(), 1 + clip_high
     return -ratio.clamp(max=bound) * advantage * logprob, ratio > bound
 
@@ -99,7 +99,7 @@ def cispo(logprob: PerToken, proximal: PerToken, advantage: PerToken, clip_high:
 def sapo(
     logprob: PerToken, proximal: PerToken, advantage: PerToken, sapo_positive: float, sapo_negative: float
 ) -> PerToken:
-    """-A sigmoid(t (r - 1)) 4 / t, with t = sapo_positive where A > 0, else sapo_negative (Gao et al., 2025,
+    """-A sigmoid(t (r - 1)) 4 / t, with t = sapo_positive if A > 0, else sapo_negative (Gao et al., 2025,
     arXiv:2511.20347): the slope in r is 1 at r = 1, and fades on both sides. Nothing is clipped."""
     positive, negative = logprob.new_tensor([sapo_positive, sapo_negative])
     temperature = torch.where(advantage > 0, positive, negative)
@@ -119,23 +119,24 @@ POLICY_LOSSES: dict[str, Callable[..., Any]] = {
     "sapo": sapo,
     "reinforce": reinforce,
 }
-"""`train.loss.policy` -> what it means. Parameters are some of POLICY_INPUTS, and fields of LossConfig."""
+"""`train.loss.policy` -> function. Its parameters are some of POLICY_INPUTS, and fields of LossConfig."""
 
 POLICY_INPUTS = ("logprob", "proximal", "behaviour", "advantage", "sequence")
-"""What a policy loss can be given, per trained token: log-probabilities of the policy, which alone have a gradient, of
-the trainer at the start of the update, and of the server that sampled; the advantage; the number of the row."""
+"""Inputs that a policy loss can take, per trained token: log-probabilities of the policy (the only ones with a
+gradient), of the trainer at the start of the update, and of the server that sampled; the advantage; the number of the
+row."""
 
 
 class PolicyLoss:
     """`train.loss.policy`: one of POLICY_LOSSES, or the user's own `FILE.py:NAME`."""
 
     def __init__(self, config: LossConfig) -> None:
-        """Raises SettingError where it cannot be loaded, or its parameters do not fit."""
+        """Raises SettingError if it cannot be loaded or its parameters do not fit."""
         self._function = load_extension("train.loss.policy", config.policy, POLICY_LOSSES, POLICY_INPUTS, config)
 
     def __call__(self, **inputs: Tensor) -> tuple[PerToken, Flags]:
-        """The term of each token, and whether a bound holds back its update. `inputs` are all of POLICY_INPUTS that it
-        takes. Raises SettingError where the function returned something else."""
+        """Returns the term of each token, and whether a bound stops its update. `inputs` are all of POLICY_INPUTS that
+        it takes. Raises SettingError if the function returned something else."""
         found = self._function(**inputs)
         terms, clipped = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
         logprob = inputs["logprob"]
@@ -169,21 +170,22 @@ def _clipped_surrogate(
 
 
 def over_sequence(values: PerToken, sequence: RowNumbers, mean: bool = False) -> PerToken:
-    """The sum, or the mean, over the tokens of its sequence, for each token."""
+    """Returns for each token the sum, or the mean, over the tokens of its sequence."""
     counts = torch.bincount(sequence)
     totals = values.new_zeros(len(counts)).index_add(0, sequence, values)
     return (totals / counts if mean else totals)[sequence]
 
 
 def kl(estimator: Literal["k1", "k2", "k3"], logprob: PerToken, reference: PerToken) -> PerToken:
-    """Estimates of KL(policy || reference) from tokens of the policy (Schulman, 2020, "Approximating KL divergence").
+    """Estimates KL(policy || reference) from tokens of the policy (Schulman, 2020, "Approximating KL divergence").
 
-    With d = logprob - reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. k1 and k3 have the divergence as their
-    mean, and k3 is never negative. As a loss what counts is the gradient, the following times that of log pi:
-    k1: 1, whose mean is 0, so that it holds nothing back: use it as a cost in the reward only.
+    With d = logprob - reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. The mean of k1 and of k3 is the
+    divergence, and k3 is never negative. In a loss, only the gradient matters: the following times the gradient of log
+    pi:
+    k1: 1, whose mean is 0, so it has no effect: use k1 only as a cost in the reward.
     k2: d, whose mean is the gradient of KL(policy || reference).
     k3: 1 - exp(-d), whose mean is the gradient of KL(reference || policy); it is at most 1 where the policy has become
-    surer than the reference, and unbounded where it has become less sure.
+    more certain than the reference, and unbounded where it has become less certain.
     """
     d = logprob - reference
     match estimator:
@@ -196,22 +198,22 @@ def kl(estimator: Literal["k1", "k2", "k3"], logprob: PerToken, reference: PerTo
 
 
 def behaviour_kl(logprob: PerToken, behaviour: PerToken) -> PerToken:
-    """KL(policy || behaviour) of one choice each: the sampled token, or any other. With p and q the policy's and the
+    """KL(policy || behaviour) of a binary choice: the sampled token, or any other. With p and q the policy's and the
     behaviour's probabilities of the sampled token:
 
     p log(p / q) + (1 - p) log((1 - p) / (1 - q))
 
-    the binary divergence of Qi et al., 2026, arXiv:2602.04879, in the other direction; it is at most the divergence
-    over the vocabulary. Its gradient is p (logit p - logit q) times that of log p. So it is strong where tokens that
-    were all but certain are so no longer, long before other ones are sampled in their place, and weak where the policy
-    chooses among many. 0, as is its gradient, where the policy is the one that sampled.
+    This is the binary divergence of Qi et al., 2026, arXiv:2602.04879, in the other direction; it is at most the
+    divergence over the vocabulary. Its gradient is p (logit p - logit q) times that of log p. It is strong where tokens
+    that were almost certain no longer are, long before others are sampled in their place, and weak where the policy
+    chooses among many. Value and gradient are 0 where the policy is the one that sampled.
 
-    Complements below 1e-6 count as 1e-6: log-probabilities in float32 tell them no closer.
+    Complements below 1e-6 count as 1e-6: float32 log-probabilities cannot distinguish smaller ones.
     """
     p, odds = logprob.detach().exp(), _log_odds(logprob.detach())
     gap = odds - _log_odds(behaviour)
     value = p * gap + _log_complement(logprob.detach()) - _log_complement(behaviour)
-    # written out: where a complement is bounded, the terms that cancel would not
+    # written out: where a complement is bounded, terms that should cancel would not
     return value + p * gap * (logprob - logprob.detach())
 
 
@@ -225,7 +227,7 @@ def _log_complement(logprob: PerToken) -> PerToken:
 
 
 def value_loss(value: PerToken, old_value: PerToken, returns: PerToken, clip: float | None) -> tuple[PerToken, Flags]:
-    """The critic's squared error, and where clipping stops its update: max((V - R)^2, (V' - R)^2) / 2, where V' is V
+    """The critic's squared error, and whether clipping stops its update: max((V - R)^2, (V' - R)^2) / 2, where V' is V
     clipped to within `clip` of the value before the update, or (V - R)^2 / 2 for None (the value loss of OpenAI's PPO;
     Engstrom et al., 2020, arXiv:2005.12729, section 3)."""
     error = (value - returns).square()

@@ -1,4 +1,4 @@
-"""The training loops' metrics: a table of what each name means, and those that come from a batch's groups."""
+"""The training loops' metrics: a table of their descriptions, and those computed from a batch's groups."""
 
 from collections import Counter
 from statistics import fmean, pstdev
@@ -72,7 +72,7 @@ METRICS = [
 
 
 def group_metrics(groups: list[Group], ages: Counter[int]) -> dict[str, float]:
-    """Means over the chains of a batch. `ages` tells how many tokens are how many versions old; empty leaves staleness
+    """Returns means over the chains of a batch. `ages` counts tokens by age in versions; if empty, staleness is left
     out."""
     chains = [trajectory for group in groups for trajectory in group.trajectories]
     rewards = [chain.reward for chain in chains if chain.reward is not None]

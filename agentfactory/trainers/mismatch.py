@@ -1,5 +1,5 @@
-"""What trainer and server disagree about: corrected by weights of the loss (importance sampling), and measured, by the
-age of the tokens and by what they are there for."""
+"""Mismatch between trainer and server: corrected by weights of the loss (importance sampling), and measured by age and
+role of the tokens."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -15,16 +15,16 @@ from agentfactory.trainers.losses import Flags, PerToken, RowNumbers, over_seque
 
 
 def mismatch_weights(config: MismatchConfig, log_ratio: PerToken, sequence: RowNumbers) -> PerToken:
-    """Weights of the policy's terms that correct for the server sampling from other probabilities than the trainer
-    computes. `log_ratio` = proximal - behaviour; the weights carry no gradient. With w = exp(log_ratio), and W its
-    product over the sequence:
+    """Returns weights of the policy's terms that correct for the difference between the server's sampling probabilities
+    and the trainer's. `log_ratio` = proximal - behaviour; the weights carry no gradient. With w = exp(log_ratio), and W
+    its product over the sequence:
 
     token_truncate: min(w, high) (TIS: Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy RL
     training"; Ionides, 2008). token_mask: w, but 0 outside [low, high] (IcePop: Ling Team, 2025, arXiv:2510.18855).
     sequence_truncate, sequence_mask: the same with W for all tokens of a sequence (Liu et al., 2025, "When speed kills
-    stability: demystifying RL collapse from the training-inference mismatch").
-    geometric_mask: 1, but 0 for sequences where W^(1 / length) is outside [low, high] (the same authors, part 3): its
-    bound does not tighten with the length, and belongs close to 1, say 0.99 and 1.01.
+    stability: demystifying RL collapse from the training-inference mismatch"). geometric_mask: 1, but 0 for sequences
+    where W^(1 / length) is outside [low, high] (the same authors, part 3): its bound does not tighten with the length,
+    and should be close to 1, such as 0.99 and 1.01.
     """
     log_ratio = log_ratio.detach()
     match config.correction:
@@ -49,8 +49,8 @@ def _within(config: MismatchConfig, ratio: PerToken) -> Flags:
 
 
 def mismatch_kl(trainer: PerToken, server: PerToken) -> PerToken:
-    """The k3 estimate of KL(server || trainer) from tokens that the server sampled (Schulman, 2020, "Approximating KL
-    divergence"): exp(d) - 1 - d with d = trainer - server. Never negative."""
+    """Returns the k3 estimate of KL(server || trainer) from tokens that the server sampled (Schulman, 2020,
+    "Approximating KL divergence"): exp(d) - 1 - d with d = trainer - server. Never negative."""
     difference = trainer - server
     return difference.exp() - 1 - difference
 
@@ -61,12 +61,12 @@ def mismatch_by_kind(
     proximal: Sequence[Sequence[float]],
     age: Callable[[str], int] | None = None,
 ) -> dict[str, float]:
-    """Means of |trainer - server| log-probability in nats, over the tokens of each role (`mismatch/format`, ...) and of
-    each age in versions (`mismatch/age/2`, ...).
+    """Returns means of |trainer - server| log-probability in nats, over the tokens of each role (`mismatch/format`,
+    ...) and of each age in versions (`mismatch/age/2`, ...).
 
-    `sources` are the rollout's rows that `rows` were made of, `proximal` the trainer's log-probabilities of their
-    targets; `age` tells how old the weights are that have a label, and without it there are no ages. A drift of the
-    format shows in `mismatch/format` long before it is sampled: there the policy was all but certain.
+    `sources` are the rollout's rows from which `rows` were made, `proximal` the trainer's log-probabilities of their
+    targets. `age` returns the age of the weights with a given label; without it there are no ages. A drift of the
+    format shows in `mismatch/format` long before it appears in samples, because the policy was almost certain there.
     """
     gaps: dict[str, list[np.ndarray]] = defaultdict(list)
     for row, source, scored in zip(rows, sources, proximal, strict=True):

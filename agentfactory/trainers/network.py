@@ -1,4 +1,5 @@
-"""The transformers network of a recipe: loading it, and the options that change how it computes, not what."""
+"""The transformers network of a recipe: loads it, and applies options that change how it computes, but not its
+results."""
 
 import logging
 from collections.abc import Callable
@@ -21,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Any:
-    """The network of `model.path` on `device`, with transformers' own choice of attention: see `apply_options`.
+    """Load the network of `model.path` on `device`, with transformers' own choice of attention: see `apply_options`.
 
-    Without `dtype`, its weights are float32 if all are trained; the base of an adapter keeps the model's dtype, or four
-    bits a weight. Under fsdp2 it stays on the CPU: each process moves only its share. Raises ValueError where it cannot
-    be trained.
+    Without `dtype`, its weights are float32 if all are trained; the base of an adapter keeps the model's dtype, or uses
+    four bits per weight. Under fsdp2 it stays on the CPU: each process moves only its share. Raises ValueError if it
+    cannot be trained.
     """
     config, device = recipe.model, torch.device(device)
     if config.dtype == "float16":
@@ -39,7 +40,7 @@ def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype:
     dtype = dtype or (getattr(torch, config.dtype) if config.lora else torch.float32)
     load = partial(AutoModelForCausalLM.from_pretrained, config.path, dtype=dtype)
     if config.lora and config.lora.quantization:
-        # QLoRA (arXiv:2305.14314): 4-bit NormalFloat, and the constants of its blocks quantised once more
+        # QLoRA (arXiv:2305.14314): 4-bit NormalFloat, with double quantisation of the blocks' constants
         quantization = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type=config.lora.quantization,
@@ -52,9 +53,10 @@ def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype:
 
 
 def _with_gradients(network: PreTrainedModel) -> PreTrainedModel:
-    """Keep bitsandbytes from another layout of 4-bit weights that CPUs with AVX512-BF16 get in any pass without
-    gradients: later passes have none below such a layer, silently, and compute in bfloat16 whatever model.dtype is."""
-    # an extra, which only this needs
+    """Prevent bitsandbytes from converting 4-bit weights to another layout, which happens on CPUs with AVX512-BF16 in
+    any pass without gradients. After that, training would silently yield no gradients below such a layer, and compute
+    in bfloat16 whatever model.dtype is."""
+    # bitsandbytes is optional, and only this needs it
     from bitsandbytes.nn import Linear4bit
 
     for module in network.modules():
@@ -64,9 +66,9 @@ def _with_gradients(network: PreTrainedModel) -> PreTrainedModel:
 
 
 def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.device | str) -> None:
-    """Attention implementation, layer kernels, compiled layers, gradient checkpointing and offloading, in place.
+    """Apply attention implementation, layer kernels, compiled layers, gradient checkpointing and offloading in place.
 
-    Raises ValueError where the network, the device, or what is installed has no such thing.
+    Raises ValueError if the network, the device or the installed packages do not support one of them.
     """
     device = torch.device(device)
     if train.attention != "auto":
@@ -80,21 +82,21 @@ def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.de
         _need_gpu("train.liger", "true", device)
         _apply_liger(network)
     if train.compile:
-        # with or without gradients and mask, one line or several, before or after an adapter's first layer: above the
-        # limit torch would run layers uncompiled
+        # variants: with or without gradients and mask, one line or several, before or after an adapter's first layer;
+        # above the limit torch would run layers uncompiled
         torch._dynamo.config.recompile_limit = 32
     for layer in decoder_layers(network) if train.compile or train.gradient_checkpointing else []:
-        # the instance's forward, not its call: the hooks of FSDP2 stay outside
+        # wrap the instance's forward, not its call: the hooks of FSDP2 stay outside
         if train.compile:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if train.gradient_checkpointing:
-            # transformers' own checkpointing follows module.training, which turns dropout on as well
+            # transformers' own checkpointing depends on module.training, which also turns dropout on
             layer.forward = _checkpointed(layer.forward, offload=train.activation_offload, pin=device.type == "cuda")
 
 
 def _checkpointed(forward: Callable[..., Any], offload: bool, pin: bool) -> Callable[..., Any]:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        # checkpointing keeps a layer's inputs only, so weights are not copied along
+        # checkpointing stores only a layer's inputs, so weights are not copied along
         with save_on_cpu(pin_memory=pin) if offload else nullcontext():
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
@@ -110,7 +112,7 @@ def _apply_liger(network: PreTrainedModel) -> None:
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         known = ", ".join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))
         raise SettingError("train.liger", f"liger-kernel has no kernels for {kind}, but for {known}", "set false")
-    # head and loss are the policy's own
+    # the policy has its own head and loss
     _apply_liger_kernel_to_instance(network, fused_linear_cross_entropy=False, cross_entropy=False)
 
 
@@ -121,9 +123,9 @@ def _need_gpu(field: str, value: str, device: torch.device) -> None:
 
 
 def decoder_layers(network: PreTrainedModel) -> list[nn.Module]:
-    """The layers that transformers itself keeps on one device, outermost ones only; before they are sharded.
+    """Return the layers that transformers keeps on one device, outermost ones only, before they are sharded.
 
-    Raises ValueError where the network names none.
+    Raises ValueError if the network names none.
     """
     names = set(network._no_split_modules or ())
     layers: list[nn.Module] = []

@@ -1,4 +1,4 @@
-"""Offload: what a learner keeps between two steps leaves its device for the host's memory, and comes back as it was."""
+"""Offload: moves a learner's tensors from its device to host memory between two steps, and back."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,31 +13,31 @@ from agentfactory.trainers.learner import Learner
 Bytes = UInt8[Tensor, "bytes"]
 
 _LEAST_LOCKED = 2**25 + 1
-"""Bytes from which host memory is page-locked: smaller pieces could share a page, which is locked once only (glibc maps
-pieces beyond 32 MiB by themselves)."""
+"""Bytes from which host memory is page-locked: smaller pieces could share a page, which can be locked only once (glibc
+maps pieces beyond 32 MiB separately)."""
 
 
 @dataclass
 class _Place:
-    """One piece of memory: the tensors that lie in it, and its copy in the host's memory."""
+    """One piece of memory: the tensors stored in it, and its copy in host memory."""
 
     tensors: list[Tensor]
     frozen: bool
-    """Nothing changes it: its copy stays right, and is kept while the device has it."""
+    """Whether nothing changes it, so that its copy stays valid and is kept while it is on the device."""
     host: Bytes
 
 
 class Offload:
     """Weights, buffers, constants of quantised weights, optimiser state and the reference of a learner.
 
-    Tensors stay the objects that they are and change only the memory that they lie in, so that whoever holds them (an
-    optimiser, tied layers, bitsandbytes) finds them in both places. An offloaded learner can be gathered and written to
-    a checkpoint, but computes nothing. Between two steps there are no gradients. Host memory is page-locked where the
-    device is a GPU, and stays taken from the first time on. Not for weights that several processes share.
+    Tensors remain the same objects and change only their memory, so that everything that references them (an optimiser,
+    tied layers, bitsandbytes) finds them in both places. An offloaded learner can be gathered and written to a
+    checkpoint, but cannot compute. Between two steps there are no gradients. Host memory is page-locked if the device
+    is a GPU, and stays allocated after the first offload. Not for weights that several processes share.
     """
 
     def __init__(self, learner: Learner) -> None:
-        """`learner` is on its device."""
+        """`learner` must be on its device."""
         self._learner = learner
         self._device = learner.accelerator.device
         self._places: list[_Place] = []
@@ -45,8 +45,8 @@ class Offload:
 
     @torch.no_grad()
     def to_host(self) -> None:
-        """Moves everything to the host's memory, and gives the device's back to the system. Raises torch.cuda.CudaError
-        where host memory cannot be page-locked."""
+        """Moves everything to host memory, and frees the device's memory. Raises torch.cuda.CudaError if host memory
+        cannot be page-locked."""
         if self._offloaded:
             return
         earlier = {id(place.tensors[0]): place for place in self._places}
@@ -63,7 +63,7 @@ class Offload:
 
     @torch.no_grad()
     def to_device(self) -> None:
-        """Moves everything back to the device. Raises torch.OutOfMemoryError where it does not fit."""
+        """Moves everything back to the device. Raises torch.OutOfMemoryError if it does not fit."""
         if not self._offloaded:
             return
         for place in self._places:
@@ -89,10 +89,10 @@ class Offload:
             torch.get_device_module(self._device).synchronize(self._device)
 
     def _lock(self, host: Bytes) -> None:
-        # torch's own page-locked memory comes in powers of two, up to twice what is asked for
+        # torch's own page-locked memory is allocated in powers of two, up to twice the requested size
         if self._device.type == "cuda" and host.numel() >= _LEAST_LOCKED:
             status = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0))
-            # CUDA keeps a failure as its last error: the next kernel would raise it in its own name
+            # CUDA keeps a failure as its last error, which the next kernel would raise
             torch.cuda.check_error(status)
 
     def _unlock(self, host: Bytes) -> None:
@@ -101,18 +101,18 @@ class Offload:
 
 
 def _held(learner: Learner) -> Iterator[tuple[Tensor, bool]]:
-    """Every tensor that is kept between two steps, and whether it is frozen."""
+    """Yields every tensor that is kept between two steps, and whether it is frozen."""
     for network in learner.networks:
         for parameter in network.parameters():
             yield parameter, not parameter.requires_grad
-            # bitsandbytes: the scales of a quantised weight hang on the parameter
+            # bitsandbytes: the scales of a quantised weight are attached to the parameter
             yield from ((constant, True) for constant in _tensors(getattr(parameter, "quant_state", None)))
         yield from ((buffer, False) for buffer in network.buffers())
     yield from ((value, False) for value in _tensors(learner.optimizer.state))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested dictionaries, lists and quantisation states."""
+    """Yields all tensors in nested dictionaries, lists and quantisation states."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -128,7 +128,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _by_memory(held: Iterable[tuple[Tensor, bool]]) -> Iterator[tuple[list[Tensor], bool]]:
-    """The tensors that lie in the same memory together; what one of them may change is not frozen."""
+    """Groups tensors that are stored in the same memory; if one of them may change, the memory is not frozen."""
     found: dict[int, dict[int, tuple[Tensor, bool]]] = {}
     for tensor, frozen in held:
         if tensor.untyped_storage().nbytes():
@@ -138,13 +138,13 @@ def _by_memory(held: Iterable[tuple[Tensor, bool]]) -> Iterator[tuple[list[Tenso
 
 
 def _bytes_of(tensor: Tensor) -> Bytes:
-    """The whole memory that a tensor lies in."""
+    """Returns the whole memory that a tensor is stored in."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _lay(tensors: list[Tensor], memory: Bytes) -> None:
-    """Puts tensors into other memory, each where it was in its own."""
+    """Moves tensors to other memory, at the same offsets."""
     for tensor in tensors:
         laid = torch.empty(0, dtype=tensor.dtype, device=memory.device)
         laid.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())

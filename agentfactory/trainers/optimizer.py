@@ -23,10 +23,10 @@ Groups = list[dict[str, Any]]
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """The optimiser that `train.optimizer` names, on the trainable weights of `model`.
+    """Create the optimiser that `train.optimizer` names, on the trainable weights of `model`.
 
-    Weights that no group of the recipe singles out come first. Raises ValueError where a group of the recipe gets no
-    weight, or the optimiser cannot be had here.
+    Weights that match no group of the recipe come first. Raises ValueError if a group of the recipe matches no weight,
+    or if the optimiser is not available here.
     """
     name = config.optimizer.name
     if name == "muon":
@@ -57,8 +57,8 @@ def _lion(groups: Groups, config: OptimizerConfig) -> Optimizer:
 
 
 def _adafactor(groups: Groups, config: OptimizerConfig) -> Optimizer:
-    """Shazeer and Stern, 2018, arXiv:1804.04235, without momentum, and with the learning rate as it is given: neither
-    scaled by the weights nor by the step."""
+    """Shazeer and Stern, 2018, arXiv:1804.04235, without momentum, and with the given learning rate, scaled neither by
+    the weights nor by the step."""
     return Adafactor(groups, scale_parameter=False, relative_step=False)
 
 
@@ -76,12 +76,12 @@ _MAKERS: dict[str, Callable[[Groups, OptimizerConfig], Optimizer]] = {
 
 
 class MuonAndAdamW(Optimizer):
-    """Muon (Jordan, 2024; Liu et al., 2025, arXiv:2502.16982) on the matrices within layers, AdamW on all else:
-    embeddings, head, norms, biases. Muon's updates are scaled to the size of AdamW's (arXiv:2502.16982, equation 4),
-    so that one learning rate serves both."""
+    """Muon (Jordan, 2024; Liu et al., 2025, arXiv:2502.16982) on the matrices within layers, AdamW on all other
+    weights: embeddings, head, norms, biases. Muon's updates are scaled to the size of AdamW's (arXiv:2502.16982,
+    equation 4), so that one learning rate serves both."""
 
     def __init__(self, groups: Groups, config: OptimizerConfig) -> None:
-        """Groups whose `matrix` is true are Muon's."""
+        """Groups with `matrix` set to true are Muon's."""
         self._parts: list[tuple[bool, Optimizer]] = []
         if mine := [group for group in groups if group["matrix"]]:
             muon = torch.optim.Muon(mine, momentum=config.betas[0], adjust_lr_fn="match_rms_adamw")
@@ -92,16 +92,17 @@ class MuonAndAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update of all weights that have a gradient."""
+        """Update all weights that have a gradient."""
         for matrix, part in self._parts:
-            # what was loaded or scheduled is here; the parts have no state of their own
+            # pass on loaded or scheduled settings; the parts have no state of their own
             part.param_groups = [group for group in self.param_groups if group["matrix"] is matrix]
             part.state = self.state
             part.step()
 
 
 def _matrices(model: nn.Module) -> set[int]:
-    """Identities of the matrices within layers: embeddings and heads are tables of tokens."""
+    """Return identities of the matrices within layers; embeddings and heads are tables of tokens, so they are not
+    included."""
     tables: set[int] = set()
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -111,7 +112,7 @@ def _matrices(model: nn.Module) -> set[int]:
 
 
 def _groups(model: nn.Module, config: TrainConfig, matrices: set[int] | None = None) -> Groups:
-    """Trainable weights by learning rate and weight decay, and by whether they are among `matrices`, if given."""
+    """Group trainable weights by learning rate and weight decay, and by whether they are among `matrices`, if given."""
     settings = config.optimizer
     made: dict[tuple[Any, ...], dict[str, Any]] = {}
     matched: set[int] = set()
@@ -138,7 +139,7 @@ def _groups(model: nn.Module, config: TrainConfig, matrices: set[int] | None = N
                 f"{asked.match!r} matches no trainable weight that an earlier group leaves",
                 f"some names are {', '.join(names[:3])}",
             )
-    # the sort is stable; the first group's learning rate is the one that is logged
+    # the sort is stable; the first group's learning rate is the logged one
     return [group for _, group in sorted(made.items(), key=lambda item: item[0][0])]
 
 
@@ -151,8 +152,9 @@ def _need_bitsandbytes(name: str, device: torch.device) -> None:
 
 
 def make_schedule(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:
-    """The learning rates by step (not by optimiser update): a linear warm-up from 0 to each group's own, then
-    `train.schedule`. wsd is warm-up, stable, decay (Hu et al., 2024, arXiv:2404.06395), with a linear decay."""
+    """Create the learning-rate schedule by step (not by optimiser update): a linear warm-up from 0 to each group's own
+    rate, then `train.schedule`. wsd is warm-up, stable, decay (Hu et al., 2024, arXiv:2404.06395), with a linear
+    decay."""
     names = {"constant": "constant_with_warmup", "wsd": "warmup_stable_decay"}
     decay = {"num_decay_steps": config.decay_steps, "decay_type": "linear"}
     return get_scheduler(
@@ -165,8 +167,8 @@ def make_schedule(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:
 
 
 def clip_gradients(accelerator: Accelerator, parameters: Iterable[Tensor], max_norm: float, whose: str) -> float:
-    """Scale the gradients down to `max_norm`, the 2-norm over all of them; returns the norm that they had. Every
-    process calls it. Raises FloatingPointError where it is not finite."""
+    """Scale the gradients down to `max_norm`, the 2-norm over all of them; return the norm before scaling. Every
+    process calls it. Raises FloatingPointError if the norm is not finite."""
     norm = float(accelerator.clip_grad_norm_(parameters, max_norm))
     if not math.isfinite(norm):
         raise FloatingPointError(

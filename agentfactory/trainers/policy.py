@@ -1,4 +1,4 @@
-"""The policy: one module that turns token ids into log-probabilities of chosen tokens."""
+"""The policy: a module that computes log-probabilities of chosen tokens from token ids."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -24,7 +24,7 @@ from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.layout import ids, resolve_batching
 from agentfactory.trainers.network import apply_options, load_network
 
-# Logits that exist at a time: 2**26 in float32 are 256 MiB, whatever the vocabulary's size.
+# Logits computed at a time: 2**26 in float32 are 256 MiB, whatever the vocabulary's size.
 LOGITS_PER_CHUNK = 2**26
 
 
@@ -32,12 +32,12 @@ class Policy(Backbone):
     """A causal language model that scores tokens.
 
     Backbone and head run inside `forward`, so that DDP and FSDP2 hooks, compile and LoRA see ordinary calls. The head
-    runs only where a token is scored, in chunks; log-softmax and entropy are computed in float32 (of a network
-    in float64, in float64).
+    runs only on tokens that are scored, in chunks. Log-softmax and entropy are computed in float32 (in float64 for a
+    network in float64).
     """
 
     def __init__(self, model: PreTrainedModel | PeftModel, dtype: torch.dtype, batching: Batching = "padded") -> None:
-        """`batching` is how rows are to be laid out for this network; see Backbone for the others."""
+        """`batching` is the layout of rows for this network; see Backbone for the others."""
         super().__init__(model, dtype)
         self.batching = batching
 
@@ -51,11 +51,11 @@ class Policy(Backbone):
         temperature: float = 1.0,
         entropy_gradient: bool = False,
     ) -> tuple[Float[Tensor, "targets"], Float[Tensor, "targets"]]:
-        """Log-probability of each label, and entropy in nats of the distribution it was drawn from (detached, unless
-        `entropy_gradient`).
+        """Returns the log-probability of each label, and the entropy in nats of the distribution it was drawn from
+        (detached, unless `entropy_gradient`).
 
-        `sources` are flat indices into batch x length: the position whose output predicts the label, which is the one
-        before the label's own in a plain row and the end of the shared prefix in a tree. `positions` and `ends`: see
+        `sources` are flat indices into batch x length: the position whose output predicts the label. In a plain row it
+        is the one before the label's own; in a tree it may be the end of the shared prefix. `positions` and `ends`: see
         `hidden`. Logits are divided by the sampling `temperature`.
         """
         if isinstance(self.model, PeftModel):
@@ -66,7 +66,8 @@ class Policy(Backbone):
             score = partial(self._score, temperature=temperature, entropy_gradient=entropy_gradient)
             if len(labels) <= size:
                 return score(hidden, labels)
-            # more than one chunk: recompute a chunk's logits in the backward pass, so that only one set exists
+            # with several chunks: recompute a chunk's logits in the backward pass, so that only one set exists at a
+            # time
             parts = [
                 checkpoint(score, hidden[i : i + size], labels[i : i + size], use_reentrant=False)
                 for i in range(0, len(labels), size)
@@ -93,11 +94,10 @@ class Policy(Backbone):
         return logprob, entropy
 
     def gather(self) -> dict[str, Float[Tensor, "..."]]:
-        """The weights that are trained, whole: the network's under their transformers names (tied ones once, in the
+        """Returns the trained weights, unsharded: the network's under their transformers names (tied ones once, in the
         policy's dtype), or the adapter's under their peft names. Sharded weights are gathered, so every process calls
-        this; only rank 0 gets them then, the others an empty dictionary. The tensors may share memory with the
-        policy's: use them before the next update.
-        """
+        this; then only rank 0 gets them, the others an empty dictionary. The tensors may share memory with the
+        policy's: use them before the next update."""
         if isinstance(self.model, PeftModel):
             trained = ((name, value) for name, value in self.model.named_parameters() if value.requires_grad)
             state = _whole((name, value) for name, value in trained if f".{POLICY_ADAPTER}." in name)
@@ -105,11 +105,11 @@ class Policy(Backbone):
         return _whole(_untied(self.network), self.dtype)
 
     def save_adapter(self, folder: Path, state: dict[str, Tensor]) -> Path:
-        """Writes a gathered adapter to `folder` in peft's format and returns the file of its weights."""
+        """Writes a gathered adapter to `folder` in peft's format, and returns the file of its weights."""
         assert isinstance(self.model, PeftModel)
         folder.mkdir(parents=True, exist_ok=True)
         config = self.model.peft_config[POLICY_ADAPTER]
-        # what is read back is for use, not for training; the flag is part of peft's format
+        # the saved adapter is for inference, not for training; the flag is part of peft's format
         config.inference_mode = True
         config.save_pretrained(str(folder))
         config.inference_mode = False
@@ -119,7 +119,8 @@ class Policy(Backbone):
 
 
 def _whole(entries: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Detached, in `dtype` if they are floats; of sharded ones, rank 0 keeps what is gathered one by one."""
+    """Returns the tensors detached and whole, in `dtype` if they are floats. Sharded ones are gathered one by one, and
+    only rank 0 keeps them."""
     whole = {}
     for name, value in entries:
         sharded = isinstance(value, DTensor)
@@ -130,7 +131,7 @@ def _whole(entries: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = No
 
 
 def _untied(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """The entries of a state dictionary, without the second names of tied weights."""
+    """Yields the entries of a state dictionary, without the second names of tied weights."""
     seen: set[int] = set()
     for name, value in network.state_dict(keep_vars=True).items():
         if id(value) not in seen:
@@ -139,10 +140,10 @@ def _untied(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu") -> Policy:
-    """The policy of a recipe, with trainable weights in float32, on `device` (under fsdp2 still on the CPU).
+    """Loads the policy of a recipe, with trainable weights in float32, on `device` (under fsdp2 still on the CPU).
 
-    With `model.lora`, the base is frozen and kept in the model's dtype, and the recipe's seed decides the adapter's
-    first weights. Raises ValueError where the model cannot be trained as asked.
+    With `model.lora`, the base is frozen and kept in the model's dtype, and the recipe's seed determines the adapter's
+    initial weights. Raises ValueError if the model cannot be trained as requested.
     """
     network = load_network(recipe, device)
     _check_head(network)
@@ -152,8 +153,8 @@ def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu") -> Poli
 def make_policy(
     recipe: TrainRecipe, network: PreTrainedModel, batching: Batching, device: torch.device | str = "cpu"
 ) -> Policy:
-    """The policy that a network becomes: the recipe's options, its adapter if it has one. No weight of the network is
-    read, so it may be one without any, such as agentfactory.placement.trainer_memory plans with."""
+    """Makes a policy from a network: applies the recipe's options and adds its adapter, if any. Reads no weight of the
+    network, so it may have none, as in agentfactory.placement.trainer_memory."""
     config = recipe.model
     dtype: torch.dtype = getattr(torch, config.dtype)
     apply_options(network, recipe.train, device)
@@ -177,9 +178,10 @@ def make_policy(
 
 @torch.no_grad()
 def _check_head(network: PreTrainedModel) -> None:
-    """The policy calls backbone and head itself; some networks do more to their logits (scale them, say).
+    """Checks that the policy may call backbone and head itself; some networks process their logits further (scale them,
+    for example).
 
-    Compares one short forward pass with the network's own and raises ValueError where they differ.
+    Compares one short forward pass with the network's own, and raises ValueError if they differ.
     """
     network.eval()
     tokens = ids(network, list(range(8)))[None]

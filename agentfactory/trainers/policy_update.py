@@ -1,4 +1,4 @@
-"""One step of reinforcement learning on a batch: the optimiser updates of policy and critic, and what they report."""
+"""One step of reinforcement learning on a batch: the optimiser updates of policy and critic, and their metrics."""
 
 from dataclasses import dataclass
 
@@ -14,20 +14,20 @@ from agentfactory.trainers.mismatch import mismatch_kl, mismatch_weights
 
 @dataclass(frozen=True)
 class PolicyUpdate:
-    """What the updates on one batch left."""
+    """The result of the updates on one batch."""
 
     updates: list[Update]
     proximal: list[Tensor]
-    """The trainer's log-probabilities before the first update, along the targets of each micro-batch; empty where only
-    the critic learned."""
+    """The trainer's log-probabilities before the first update, along the targets of each micro-batch; empty if only the
+    critic learned."""
 
 
 def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_only: bool = False) -> PolicyUpdate:
-    """`updates_per_batch` optimiser updates, each on the whole batch (PPO's epochs).
+    """Performs `updates_per_batch` optimiser updates, each on the whole batch (PPO's epochs).
 
-    The proximal log-probabilities are those of the first update's own forward pass, since all its micro-batches see
-    the weights from before the update: they cost no pass of their own. The mismatch correction weighs the policy term
-    by proximal over behaviour, and is the same in all updates.
+    The proximal log-probabilities come from the first update's own forward pass, since all its micro-batches see the
+    weights from before the update: they need no separate pass. The mismatch correction weights the policy term by
+    proximal over behaviour, and is the same in all updates.
     """
     train = recipe.train
     config = train.loss
@@ -39,7 +39,7 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
             proximal.append(logprob.detach())
         streams = part.streams
         weight = streams["weight"]
-        # real tokens weigh more than 0; those that keep a process in step do not count
+        # real tokens have weights above 0; tokens that only keep a process in step do not count
         real = weight > 0
         gap = torch.where(real, proximal[index] - streams["behaviour"], 0.0)
         terms, clipped = policy_loss(
@@ -89,7 +89,7 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
 
 
 def update_metrics(updates: list[Update], batch: Batch) -> dict[str, float]:
-    """Means over a step's updates; entropy and mismatch are those before the first."""
+    """Returns means over a step's updates; entropy and mismatch are those before the first."""
     count, first = len(updates), updates[0]
 
     def mean(name: str) -> float:

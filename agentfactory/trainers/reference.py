@@ -1,4 +1,4 @@
-"""The reference: the model that training began with, which KL terms hold the policy close to."""
+"""The reference: the model that training began with, to which KL terms keep the policy close."""
 
 import torch
 from accelerate import Accelerator
@@ -15,16 +15,16 @@ from agentfactory.trainers.policy import Policy
 
 
 class Reference:
-    """Scores tokens by the first weights, with the policy's own code: at the start the two are equal."""
+    """Scores tokens with the initial weights, using the policy's own code: at the start the two are equal."""
 
     def __init__(self, accelerator: Accelerator, frozen: Policy | None) -> None:
-        """`frozen` is None where the base of the policy's adapter is the reference."""
+        """`frozen` is None if the base of the policy's adapter is the reference."""
         self._accelerator = accelerator
         self._frozen = frozen
 
     @property
     def network(self) -> nn.Module | None:
-        """Its own network; None where that is the policy's base."""
+        """The reference's separate network; None if it is the policy's base."""
         return self._frozen
 
     @torch.no_grad()
@@ -38,9 +38,9 @@ class Reference:
         ends: Int[Tensor, "1 length"] | None = None,
         temperature: float = 1.0,
     ) -> Float[Tensor, "targets"]:
-        """Log-probability of each label: see `Policy.forward`. `model` is what accelerate prepared, whose base is used
-        where an adapter is trained; its adapters and what is trained in it stay as they are. Every process calls it.
-        """
+        """Returns the log-probability of each label: see `Policy.forward`. `model` is the model that accelerate
+        prepared, whose base is used if an adapter is trained; its adapters and its trainable weights are unchanged.
+        Every process calls it."""
         inputs = (ids, sources, labels, positions, ends, temperature)
         if self._frozen is not None:
             return self._frozen(*inputs)[0]
@@ -53,8 +53,8 @@ class Reference:
 
 
 def make_reference(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> Reference:
-    """The reference of a recipe: the base of the policy's adapter, else a frozen copy from `model.path` in the model's
-    dtype, which fsdp2 shards like the policy."""
+    """Creates the reference of a recipe: the base of the policy's adapter, or a frozen copy from `model.path` in the
+    model's dtype, which fsdp2 shards like the policy."""
     if isinstance(policy.model, PeftModel):
         return Reference(accelerator, None)
     network = load_network(recipe, accelerator.device, policy.dtype)
@@ -62,7 +62,7 @@ def make_reference(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator
     network.requires_grad_(False)
     frozen = Policy(network, policy.dtype).eval()
     if recipe.train.strategy == "fsdp2":
-        # not left whole after a forward pass, as a root would be: there is no backward pass to free it
+        # reshard after the forward pass, unlike a root: there is no backward pass that would free it
         for unit in (*decoder_layers(network), frozen):
             fully_shard(unit, reshard_after_forward=True)
     return Reference(accelerator, frozen)

@@ -1,17 +1,16 @@
-"""Reinforcement learning from groups of chains: the loop, whatever the algorithm.
+"""Reinforcement learning from groups of chains: the training loop, for every algorithm.
 
-Every process runs the same steps. In each of them
+Every process runs the same steps. Each step has these parts:
 
     collect   GroupSource gives rank 0 a batch of groups: the rollout worker's, or saved ones
-    credit    Credit makes their rewards an advantage and a weight per sampled token; Learner scores the rows before,
-              where the algorithm needs a reference, a critic or entropies
+    credit    Credit computes an advantage and a weight per sampled token; Learner first scores the rows,
+              if the algorithm needs a reference, a critic or entropies
     update    Learner deals the rows to all processes (a Batch of micro-batches) and update_policy learns from them
-    publish   WeightSync brings rank 0's gathered weights into the servers, the Canary proves it, and the worker is told
-    record    metrics, what each token was credited with, and the TrainState; then an evaluation and a checkpoint where
-              they are due
+    publish   WeightSync loads rank 0's gathered weights into the servers, the Canary proves it, and the worker is told
+    record    metrics, the credit of each token, and the TrainState; then an evaluation and a checkpoint if due
 
-`Turns` surrounds what computes with the policy, for a trainer that shares its device with the server; `Stop` ends the
-run between two steps.
+`Turns` encloses everything that computes with the policy, for a trainer that shares its device with the server. `Stop`
+ends the run between two steps.
 """
 
 import logging
@@ -48,29 +47,29 @@ logger = logging.getLogger(__name__)
 Log = Callable[[dict[str, Any]], None]
 
 Note = Callable[[int, list[Group], list[str]], None]
-"""(step, its groups, what their tokens were credited with: the JSON of each group, or nothing) -> None."""
+"""(step, its groups, the credit of their tokens as JSON per group, or nothing) -> None."""
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a training run leaves behind; checkpoint and figures are known on rank 0 only."""
+    """The result of a training run; checkpoint and metrics are known on rank 0 only."""
 
     steps: int
     seconds: float
-    """Time in training steps, waiting for groups included; without evaluation and checkpoints."""
+    """Time in training steps, including waiting for groups, without evaluation and checkpoints."""
     checkpoint: Path | None
     before: dict[str, float]
-    """Evaluation of the first weights."""
+    """Evaluation of the initial weights."""
     after: dict[str, float]
     """Evaluation of the last weights."""
     evaluated: int | None
-    """The step that `after` is of."""
+    """The step that `after` belongs to."""
     stopped: Signals | Symptom | None
-    """What ended it before its last step."""
+    """The reason for stopping before the last step."""
 
     @classmethod
     def of(cls, checkpoints: Checkpoints, stop: Stop) -> "TrainResult":
-        """The result of a loop that has ended."""
+        """Create the result of a loop that has ended."""
         line = checkpoints.train_state
         return cls(line.step, line.seconds, checkpoints.path, line.before, line.after, line.evaluated, stop.agreed_on)
 
@@ -91,10 +90,10 @@ def train_rl(
     """Runs steps up to `recipe.train.steps`; each takes a batch of groups, updates the policy, and publishes its new
     weights.
 
-    Every process calls it. `source`, `sync`, `log` and `note` are used on rank 0 only; `source` is None elsewhere,
-    `sync` is None where no server is to be updated; `canary` proves what `sync` has pushed, and is given to all.
-    `checkpoints` says where the run goes on from; `stop` ends it after the present step; `turns` has the trainer's
-    device for a server meanwhile. Version 0 are the first weights; step k ends with version k.
+    Every process calls it. `source`, `sync`, `log` and `note` are used on rank 0 only; `source` is None elsewhere.
+    `sync` is None if no server is to be updated. `canary` proves what `sync` has pushed, and is passed to all
+    processes. `checkpoints` contains the state to continue from. `stop` ends the run after the present step. `turns`
+    gives the trainer's device to a server between turns. Version 0 is the initial weights; step k ends with version k.
     """
     stop, turns = stop or Stop(), turns or Turns()
     with turns.training():
@@ -113,7 +112,7 @@ def train_rl(
 
 @dataclass(frozen=True)
 class _Learned:
-    """What a step has learned from its rows."""
+    """What a step learned from its rows."""
 
     credited: Credited
     batch: Batch
@@ -121,7 +120,7 @@ class _Learned:
     proximal: list[list[float]]
     """Per row, the trainer's log-probabilities of its targets before the update (rank 0)."""
     expected: Scores | None
-    """What the canary's contexts have by the new weights."""
+    """The scores of the canary's contexts with the new weights."""
     learning_rate: float
     seconds: float
 
@@ -159,14 +158,14 @@ class _Loop:
         self.versions = WeightVersions(adapters=recipe.model.lora is not None, numbers=self.state.labels)
 
     def begin(self, expected: Scores | None) -> None:
-        """Publish and evaluate the weights that the run goes on from."""
+        """Publish and evaluate the weights that the run continues from."""
         synced = {**self.publish(self.state.step, expected), **self.turns.take_seconds()}
         if synced and self.state.step == 0:
             self.log({"step": 0, "version": 0, **synced})
         self.evaluate(self.state.step)
 
     def step(self, step: int) -> bool:
-        """One step; False where the run is to stop before it."""
+        """Run one step. Return False if the run is to stop before it."""
         started = time.perf_counter()
         groups = self.collect()
         if self.stop.agreed(self.accelerator):
@@ -178,7 +177,7 @@ class _Loop:
             learned = self.update(step, credit)
         synced = self.publish(step, learned.expected)
         if self.note is not None and self.accelerator.is_main_process:
-            # meanwhile chains run on the new weights
+            # meanwhile, chains run on the new weights
             told = credit.lines(step, learned.credited.rows, learned.proximal) if self.recipe.track.credit else []
             self.note(step, groups, told)
         seconds = time.perf_counter() - started
@@ -194,15 +193,15 @@ class _Loop:
     # ---- the parts
 
     def collect(self) -> list[Group]:
-        """The step's groups; none on other ranks than 0, and where the run is to stop."""
+        """Return the step's groups; none on ranks other than 0, or if the run is to stop."""
         source, wanted = self.source, self.recipe.train.batch_size
         if source is None or self.stop.asked:
             return []
         return self.stop.wait_for(lambda: source.next_batch(wanted)) or []
 
     def check_ages(self, step: int, groups: list[Group]) -> Counter[int]:
-        """How many tokens are how many versions old. Raises ValueError where one is older than it may be."""
-        # the groups of saved files have the versions of another run
+        """Count tokens by how many versions old they are. Raises ValueError if one is older than allowed."""
+        # groups in saved files have the versions of another run
         ages = self.versions.ages(groups, step - 1) if self.sync else Counter[int]()
         most = self.recipe.rollout.max_staleness
         if max(ages, default=0) > most:
@@ -212,7 +211,7 @@ class _Loop:
         return ages
 
     def credit(self, step: int, groups: list[Group]) -> Credit:
-        """The chains to learn from. Raises ValueError where there is none."""
+        """Return the credit of the groups' chains. Raises ValueError if none of them can be trained."""
         credit = Credit(groups, self.recipe)
         if self.accelerator.is_main_process and not credit.rows:
             outcomes = sorted({t.outcome.value for group in groups for t in group.trajectories})
@@ -236,12 +235,12 @@ class _Loop:
         return _Learned(credited, batch, done.updates, proximal, expected, learning_rate, seconds)
 
     def canary_scores(self) -> Scores | None:
-        """What the canary's contexts have by the present weights; every process calls it."""
+        """Return the scores of the canary's contexts with the present weights; every process calls it."""
         return self.canary.trainer_scores(self.learner.policy, self.learner.policy_forward) if self.canary else None
 
     def publish(self, version: int, expected: Scores | None) -> dict[str, float]:
-        """Bring the weights into the servers; returns what that took, nothing where it was not done. Every process
-        calls it."""
+        """Push the weights to the servers. Return metrics of the sync; empty if it was not done. Every process calls
+        it."""
         state = self.learner.policy.gather()
         sync, source = self.sync, self.source
         if sync is None or source is None:
@@ -296,7 +295,7 @@ class _Loop:
         self.log(self.state.metrics)
 
     def evaluate(self, step: int) -> bool:
-        """Evaluate where it is due and was not done; whether the step is one to evaluate."""
+        """Evaluate if an evaluation is due and not yet done; return whether one is due at this step."""
         every, source = self.recipe.eval.every, self.source
         due = step in (0, self.recipe.train.steps) or (every > 0 and step % every == 0)
         if source is None or not due or self.state.evaluated == step:
@@ -310,12 +309,12 @@ class _Loop:
         return True
 
     def save(self, only_best: bool = False) -> None:
-        """Write a checkpoint; the worker may then forget the groups that it holds."""
+        """Write a checkpoint; the worker may then forget the groups that it includes."""
         self.checkpoints.save(self.learner, only_best)
         if self.source:
             self.source.acknowledge(self.state.take_groups())
 
     def save_what_is_left(self) -> None:
-        """The steps since the last checkpoint: a signal may have come between two."""
+        """Save the steps since the last checkpoint, for example after a signal between two checkpoints."""
         if self.state.step > self.checkpoints.saved_step:
             self.save()

@@ -1,4 +1,4 @@
-"""HTTP to an inference server's control routes, from the trainer: rare, blocking calls with JSON in and out."""
+"""HTTP client for an inference server's control routes: rare, blocking calls from the trainer, with JSON in and out."""
 
 import http.client
 import json
@@ -12,29 +12,29 @@ from agentfactory.tools.errors import SettingError
 
 
 class SyncError(Exception):
-    """The server did not take new weights, or did not prove that it has them. It stops the run."""
+    """The server did not accept new weights, or did not prove that it has them. This stops the run."""
 
 
 class ServerGoneError(SyncError):
-    """Nothing answers at the server's address; another server, or the same one started again, may do its work."""
+    """Nothing answers at the server's address. Another server, or the same one after a restart, may take its place."""
 
 
 SLEEP_ROUTES = ("/sleep", "/wake_up", "/is_sleeping")
-"""What a server needs to be sent to sleep."""
+"""Routes that a server needs for sleeping."""
 
 
 class ServerControl:
-    """One inference server. The standard library's client is enough here: a handful of calls per step, and it heeds
-    no proxy variables, which would break loopback addresses."""
+    """One inference server. The standard library's client is enough here: there are only a few calls per step, and it
+    ignores proxy variables, which would break loopback addresses."""
 
     def __init__(self, url: str, api_key_env: str | None = None, timeout_seconds: float = 600.0) -> None:
-        """`url` such as http://127.0.0.1:8000; `api_key_env` names the environment variable that holds the key."""
+        """`url` such as http://127.0.0.1:8000; `api_key_env` names the environment variable that contains the key."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise SettingError("server.url", f"{url!r} is not an address", "write it as http://127.0.0.1:8000")
         self.url = url.rstrip("/")
         self.asleep = False
-        """Whether it was sent to sleep from here, and is not awake as a whole: nothing runs on it."""
+        """Whether this object sent the server to sleep and it is not fully awake: nothing runs on it."""
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._host, self._port, self._prefix = parts.hostname, parts.port, parts.path.rstrip("/")
         self._timeout = timeout_seconds
@@ -45,25 +45,27 @@ class ServerControl:
             self._headers["Authorization"] = f"Bearer {os.environ[api_key_env]}"
 
     def get(self, path: str) -> dict[str, Any]:
-        """The JSON object that `path` answers. Raises SyncError with the server's words, ServerGoneError where
-        nothing answers."""
+        """Returns the JSON object at `path`. Raises SyncError with the server's message, and ServerGoneError if nothing
+        answers."""
         return self._request("GET", path, None)
 
     def require(self, routes: Sequence[str]) -> None:
-        """Raises SyncError unless the server describes all of `routes`; it names the switch that turns them on."""
+        """Raises SyncError unless the server describes all of `routes`; the message names the switch that enables
+        them."""
         problem = missing_routes(self.url, list(self.get("/openapi.json").get("paths", {})), routes)
         if problem:
             raise SyncError("; ".join(problem))
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Posts JSON; returns the answer if it is a JSON object, else {}. Raises SyncError with the server's words."""
+        """Posts JSON; returns the answer if it is a JSON object, else {}. Raises SyncError with the server's
+        message."""
         return self._request("POST", path, body)
 
     def sleep(self) -> None:
-        """Sends the server to sleep at level 1: its weights go to the host's memory, its caches are dropped, and
-        requests in flight are aborted. One that sleeps already goes on sleeping.
+        """Sends the server to sleep at level 1: its weights move to host memory, its caches are dropped, and running
+        requests are aborted. A server that sleeps already stays asleep.
 
-        Raises SyncError where it refuses or stays awake.
+        Raises SyncError if it refuses or stays awake.
         """
         fix = (
             "start the server by `agentfactory train` or `agentfactory serve` with placement.mode=time_share (vLLM: "
@@ -80,9 +82,9 @@ class ServerControl:
         self.asleep = True
 
     def wake_up(self, part: Literal["weights", "kv_cache"]) -> None:
-        """Wakes one part of a server that sleeps: the weights, then the cache, with which it goes on by itself.
+        """Wakes one part of a sleeping server: the weights, then the cache, after which it resumes automatically.
 
-        Raises SyncError where it refuses, or is told to wake its cache and sleeps on.
+        Raises SyncError if it refuses, or stays asleep after its cache was woken.
         """
         fix = (
             "it needs the memory that it had: end what else uses its device, or give it less "
@@ -103,7 +105,7 @@ class ServerControl:
             self.asleep = False
 
     def is_sleeping(self) -> bool:
-        """What the server says."""
+        """Returns the server's own answer."""
         return self.get("/is_sleeping").get("is_sleeping") is True
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
@@ -122,7 +124,7 @@ class ServerControl:
             raise ServerGoneError(f"{method} {self.url}{path} answered {response.status}: {text[:500]}")
         if response.status != 200:
             raise SyncError(f"{method} {self.url}{path} answered {response.status}: {text[:500]}")
-        # vLLM answers some of its routes with plain words or nothing
+        # vLLM answers some of its routes with plain text or nothing
         try:
             answer = json.loads(text)
         except json.JSONDecodeError:

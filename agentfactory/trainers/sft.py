@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on conversations or on saved rows: the loop."""
+"""Supervised fine-tuning on conversations or saved rows: the training loop."""
 
 import itertools
 import random
@@ -23,10 +23,10 @@ from agentfactory.trainers.stopping import Stop
 
 
 def conversation_rows(tasks: list[dict[str, Any]], renderer: Renderer) -> list[Row]:
-    """One row per conversation: `messages`, and `tools` in the OpenAI shape if the assistant has any. A message's
-    `weight` is the loss weight of its tokens, by default 1 for what the assistant wrote and 0 elsewhere.
+    """Returns one row per conversation: `messages`, and `tools` in the OpenAI format if the assistant has any. A
+    message's `weight` is the loss weight of its tokens, by default 1 for assistant messages and 0 for others.
 
-    Raises ValueError that names the row which is no such conversation.
+    Raises ValueError that names the row if it is not such a conversation.
     """
     rows = []
     for number, task in enumerate(tasks, 1):
@@ -43,8 +43,8 @@ def conversation_rows(tasks: list[dict[str, Any]], renderer: Renderer) -> list[R
 
 
 def saved_rows(path: Path, min_reward: float | None = None) -> list[Row]:
-    """The rows of all chains of a trajectories file that did not fail, and that have at least `min_reward`, if given
-    (rejection sampling). Raises ValueError where none is left."""
+    """Returns the rows of all chains of a trajectories file that did not fail and have at least `min_reward`, if given
+    (rejection sampling). Raises ValueError if none is left."""
     if not path.exists():
         raise SettingError("train.from_trajectories", f"{path} does not exist", "name a file or folder of saved groups")
     ended = [c for group in read_groups(path) for c in group.trajectories if not c.outcome.failed]
@@ -66,8 +66,8 @@ def train_sft(
     log: Log,
     stop: Stop | None = None,
 ) -> TrainResult:
-    """Runs steps up to `recipe.train.steps`, each of `batch_size` rows, in shuffled epochs, on the weighted likelihood
-    of their tokens; the loss is a mean over the weights of the step's tokens.
+    """Runs steps up to `recipe.train.steps`, each of `batch_size` rows, in shuffled epochs. The loss is the weighted
+    negative log-likelihood of the rows' tokens, as a mean over the weights of the step's tokens.
 
     Every process calls it; only rank 0's `rows` and `log` are used. `checkpoints` and `stop` as in `train_rl`.
     """
@@ -112,7 +112,7 @@ def _weighted_likelihood(index: int, part: MicroBatch, logprob: Targets, entropy
 
 
 def _shuffled(rows: list[Row], seed: int) -> Iterator[TrainingRow]:
-    """Endless epochs, each its own shuffle that depends on (seed, epoch) alone."""
+    """Yields endless epochs, each with its own shuffle that depends only on (seed, epoch)."""
     examples = [example for example in map(training_row, rows) if example is not None]
     if not examples:
         raise SettingError("data.path", f"none of its {len(rows)} rows has a token with a loss weight", "name others")

@@ -1,4 +1,4 @@
-"""Where scored groups come from: the rollout worker (rollout's delivery.WorkerProcess), or files of saved groups."""
+"""Sources of scored groups: the rollout worker (rollout's delivery.WorkerProcess), or files of saved groups."""
 
 from pathlib import Path
 from typing import Protocol
@@ -8,31 +8,31 @@ from agentfactory.tools.errors import SettingError
 
 
 class GroupSource(Protocol):
-    """What the loop asks of a source. Only rank 0 has one; its opener closes it."""
+    """The interface of a source for the training loop. Only rank 0 has a source; the code that opens it closes it."""
 
     def next_batch(self, groups: int) -> list[Group]:
-        """The next groups to train on; waits for them."""
+        """Return the next groups to train on; waits for them."""
 
     def published(self, version: int, model: str) -> None:
-        """Weights of this version are live: new turns ask the server for `model`. The first call is the version that
-        the run begins with."""
+        """Note that weights of this version are live: new turns ask the server for `model`. The first call has the
+        version that the run begins with."""
 
     def figures(self) -> dict[str, float]:
-        """What was counted while the last batch was made, by metric name."""
+        """Return the counts made while the last batch was produced, by metric name."""
 
     def acknowledge(self, group_ids: list[str]) -> None:
-        """A durable checkpoint holds what these groups taught."""
+        """Note that a durable checkpoint includes the training on these groups."""
 
     def evaluate(self) -> dict[str, float]:
-        """Metrics of the published weights on held-out tasks; empty if there are none."""
+        """Return metrics of the published weights on held-out tasks; empty if there are none."""
 
 
 class SavedGroups:
-    """Groups from trajectories files, in their order, each once: training without worker or server."""
+    """Groups from trajectories files, in order, each once: for training without a worker or server."""
 
     def __init__(self, path: Path, needed: int, skip: int = 0) -> None:
-        """`skip` groups were trained already, of `needed` in all. Raises ValueError where `path` holds fewer, or a line
-        that is no group."""
+        """`skip` groups were already trained, of `needed` in all. Raises ValueError if `path` contains fewer, or a line
+        that is not a group."""
         if not path.exists():
             raise SettingError(
                 "train.from_trajectories", f"{path} does not exist", "name a file or folder of saved groups"
@@ -46,19 +46,19 @@ class SavedGroups:
             next(self._groups)
 
     def next_batch(self, groups: int) -> list[Group]:
-        """The next groups of the file."""
+        """Return the next groups of the file."""
         return [next(self._groups) for _ in range(groups)]
 
     def published(self, version: int, model: str) -> None:
-        """Saved groups do not depend on the weights."""
+        """Do nothing: saved groups do not depend on the weights."""
 
     def figures(self) -> dict[str, float]:
-        """Nothing is counted."""
+        """Return nothing: there are no counts."""
         return {}
 
     def acknowledge(self, group_ids: list[str]) -> None:
-        """The files stay as they are."""
+        """Do nothing: the files do not change."""
 
     def evaluate(self) -> dict[str, float]:
-        """Nothing generates, so nothing can be evaluated."""
+        """Return nothing: evaluation needs generation."""
         return {}

@@ -1,4 +1,4 @@
-"""Ending a run early and in order: rank 0 hears a signal or is asked to, and all ranks stop between the same two
+"""Ends a run early in an orderly way: rank 0 gets a signal or a request, and all ranks stop between the same two
 steps."""
 
 import os
@@ -25,16 +25,16 @@ class _WaitCutShort(Exception):
 
 
 class Stop:
-    """Whether the run is to end early: by SIGTERM or Ctrl-C, or because of a symptom (`train.stop_when`). A signal
-    never cuts an update or a checkpoint short, but it cuts waits; before the first step it ends the process. A second
-    one ends it in any case.
+    """Decides whether the run ends early: after SIGTERM or Ctrl-C, or because of a symptom (`train.stop_when`). A
+    signal never interrupts an update or a checkpoint, but it interrupts waits; before the first step it ends the
+    process. A second signal ends the process in any case.
 
-    Without `listen` no signal stops it.
+    Without `listen`, signals have no effect here.
     """
 
     def __init__(self) -> None:
         self.agreed_on: signal.Signals | Symptom | None = None
-        """What all ranks have agreed to stop for."""
+        """The reason for stopping that all ranks have agreed on."""
         self._asked: Symptom | None = None
         self._heard: signal.Signals | None = None
         self._listens = False
@@ -45,12 +45,12 @@ class Stop:
 
     @property
     def heard(self) -> bool:
-        """Whether a signal has come to this process, agreed on or not."""
+        """Whether this process has received a signal, agreed on or not."""
         return self._heard is not None
 
     def listen(self, accelerator: Accelerator, on_signal: Callable[[], None]) -> None:
-        """Rank 0 hears signals from now on, and calls `on_signal` when it will stop for one; the other ranks end when
-        rank 0 is gone. Every process calls it."""
+        """Make rank 0 handle signals from now on, and call `on_signal` when it will stop for one; the other ranks end
+        when rank 0 is gone. Every process calls it."""
         self._listens, self._on_signal = True, on_signal
         if accelerator.is_main_process:
             for number in SIGNALS:
@@ -63,7 +63,7 @@ class Stop:
 
     @property
     def asked(self) -> bool:
-        """Whether it will stop after the present step for a symptom."""
+        """Whether the run will stop after the present step because of a symptom."""
         return self._asked is not None
 
     def ask(self, symptom: Symptom) -> None:
@@ -71,8 +71,8 @@ class Stop:
         self._asked = self._asked or symptom
 
     def wait_for(self, call: Callable[[], Result]) -> Result | None:
-        """What `call` returns; None where a signal has come, or comes meanwhile. For calls that wait for
-        others, and that nothing depends on once the run stops."""
+        """Return the result of `call`, or None if a signal has arrived or arrives meanwhile. For calls that wait for
+        other processes and whose result does not matter once the run stops."""
         try:
             self._waiting = True
             try:
@@ -83,7 +83,7 @@ class Stop:
             return None
 
     def agreed(self, accelerator: Accelerator) -> bool:
-        """Rank 0's decision, in all ranks: every process calls it at the start of each step."""
+        """Return rank 0's decision in all ranks; every process calls it at the start of each step."""
         if self._listens and not self._stepping and not accelerator.is_main_process:
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
@@ -95,14 +95,14 @@ class Stop:
         return self.agreed_on is not None
 
     def end(self, accelerator: Accelerator) -> None:
-        """The run is over: the ranks may leave one after another. Every process calls it."""
+        """End the run, so that the ranks may exit one after another. Every process calls it."""
         if self._follows is not None:
             self._follows.set()
         accelerator.wait_for_everyone()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self._heard is not None:
-            # somebody is out of patience; what is half written has no name yet
+            # the user is impatient; a half-written checkpoint does not have its final name yet
             os._exit(128 + number)
         if not self._stepping:
             sys.exit(128 + number)

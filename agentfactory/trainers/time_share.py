@@ -1,4 +1,4 @@
-"""Who has the device when: one GPU that trainer and server use in turns (`placement.mode: time_share`)."""
+"""Gives one GPU to trainer and server in turns (`placement.mode: time_share`)."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,33 +16,33 @@ from agentfactory.trainers.sync.protocol import SyncReport, WeightSync
 from agentfactory.trainers.sync.retrying import retry_until_answered
 
 _LEAST_FREED = 2**20
-"""Bytes that a server frees at least when it goes to sleep."""
+"""Minimum number of bytes that a server frees when it goes to sleep."""
 
 
 class Turns:
-    """The loop's view: what it computes with the policy's weights, it computes within `training`. Here trainer and
-    server have devices, or shares of one, of their own, and nothing is to be done."""
+    """The training loop's interface: everything that computes with the policy's weights runs within `training`. In this
+    class trainer and server have separate devices, or separate shares of one, and nothing needs to be done."""
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """The trainer's turn."""
+        """Hold the device for the trainer's turn."""
         yield
 
     def share(self, learner: Learner) -> None:
-        """`learner` was made in the present turn: at its end it leaves the device."""
+        """Register `learner`, which was created in the present turn and leaves the device at its end."""
 
     def take_seconds(self) -> dict[str, float]:
-        """What changing turns has taken since the last call, by metric name."""
+        """Return the seconds spent on changing turns since the last call, by metric name."""
         return {}
 
 
 class TimeShare(Turns):
     """The server sleeps while the trainer has the device, and the trainer is offloaded while the server has it.
 
-    `training` sends the server to sleep and brings the learner in; at its end the learner is offloaded, and the server
-    sleeps on: `waking` wakes it around the update of its weights, which is then proven as ever. A turn that ends by an
-    error offloads nothing. A run that is stopped within a turn leaves its server asleep; the next attempt finds it so.
-    On a CPU the trainer's tensors are where they would be offloaded, so only the order is kept.
+    `training` sends the server to sleep and moves the learner to the device. At its end the learner is offloaded, and
+    the server stays asleep: `waking` wakes it around the update of its weights, which is then proven as usual. A turn
+    that ends with an error offloads nothing. A run that is stopped within a turn leaves its server asleep, and the next
+    attempt finds it so. On a CPU the trainer's tensors are already in host memory, so only the order is kept.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class TimeShare(Turns):
         stop: Stop | None = None,
         moves: bool | None = None,
     ) -> None:
-        """`device` is the trainer's. A server that does not answer when it is to sleep is waited for, for
-        `retry_seconds` or until `stop` hears a signal. `moves`: whether the learner is copied from and to the device
-        (default: unless that is the CPU)."""
+        """`device` is the trainer's. If the server does not answer when it is to sleep, wait for `retry_seconds` or
+        until `stop` receives a signal. `moves`: whether the learner is copied to and from the device (default: unless
+        it is the CPU)."""
         self._server = server
         self._device = device
         self._retry_seconds = retry_seconds
@@ -66,7 +66,7 @@ class TimeShare(Turns):
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """See Turns. Raises SyncError where the server does not sleep, ServerGoneError where it is gone for good."""
+        """See Turns. Raises SyncError if the server does not sleep, ServerGoneError if it does not come back."""
         with self._timed("seconds/sleep"):
             retry_until_answered(
                 self._send_to_sleep, "the trainer's turn", self._retry_seconds, lambda: self._stop.heard
@@ -84,7 +84,7 @@ class TimeShare(Turns):
         self._offload = Offload(learner) if self._moves else None
 
     def waking(self, sync: WeightSync) -> WeightSync:
-        """`sync` into the server that this one sends to sleep."""
+        """Wrap `sync`, so that it wakes the server that this object sends to sleep."""
         return _WakingSync(sync, self._server, self._timed)
 
     def take_seconds(self) -> dict[str, float]:
@@ -94,7 +94,7 @@ class TimeShare(Turns):
 
     def _send_to_sleep(self) -> None:
         before = free_memory(self._device)
-        # one that an earlier attempt has left asleep frees nothing more
+        # a server that an earlier attempt left asleep frees nothing more
         first = before is not None and self._offload is None and not self._server.is_sleeping()
         self._server.sleep()
         freed = (free_memory(self._device) or 0) - (before or 0)
@@ -113,7 +113,7 @@ class TimeShare(Turns):
 
 
 class _WakingSync:
-    """A WeightSync into a server that sleeps: its weights are awake while they are updated, its cache afterwards."""
+    """A WeightSync to a sleeping server: its weights are woken before their update, its cache afterwards."""
 
     def __init__(self, sync: WeightSync, server: ServerControl, timed: Callable[[str], AbstractContextManager[None]]):
         self._sync = sync
@@ -121,9 +121,9 @@ class _WakingSync:
         self._timed = timed
 
     def push(self, version: int, policy: Policy, state: dict[str, Tensor]) -> SyncReport:
-        """See WeightSync. Raises SyncError too where the server does not wake up."""
+        """See WeightSync. Also raises SyncError if the server does not wake up."""
         if not self._server.asleep:
-            # the same version again, after the canary had found nobody
+            # the same version again, after the canary had found no server
             return self._sync.push(version, policy, state)
         with self._timed("seconds/wake"):
             self._server.wake_up("weights")
@@ -142,5 +142,5 @@ class _WakingSync:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that no process uses of a GPU; None of other devices."""
+    """Return the bytes of a GPU that no process uses; None for other devices."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None

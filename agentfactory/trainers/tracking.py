@@ -1,5 +1,5 @@
-"""Experiment trackers beside metrics.jsonl, through accelerate's classes for them: the same numbers under the same
-names, the recipe, and a few chains per step as a table."""
+"""Experiment trackers in addition to metrics.jsonl, through accelerate's tracker classes: the same metrics under the
+same names, the recipe, and a table with a few chains per step."""
 
 import base64
 import importlib
@@ -27,17 +27,17 @@ from agentfactory.trainers.config import TrackConfig
 logger = logging.getLogger(__name__)
 
 RUNS = "tracking.json"
-"""In the run folder: how the trackers call the run, so that a resumed one goes on in the same."""
+"""File in the run folder with the trackers' names for the run, so that a resumed run continues there."""
 
 TABLE = "trajectories"
 COLUMNS = ("step", "group", "chain", "reward", "outcome", "turns", "conversation")
 MOST_CHARACTERS = 20_000
-"""Of a conversation in a table."""
+"""Maximum length of a conversation in a table."""
 MOST_IMAGES = 3
-"""Of a chain in a table: the last ones."""
+"""Maximum number of a chain's images in a table: the last ones."""
 
 _UNNAMED = re.compile(r"[^\w\-. :/]", re.ASCII)
-"""What mlflow takes in no name; a reward's part may be called so."""
+"""Characters that mlflow does not accept in names; a part of a reward's name may contain them."""
 
 
 _VARIABLE = re.compile(r"\$\{\w+\}")
@@ -45,20 +45,20 @@ _HIDDEN = "(not shown)"
 
 
 class TrackingError(Exception):
-    """A tracker does not start; the message says which, why, and what to do."""
+    """A tracker does not start; the message says which one, why, and how to fix it."""
 
 
 class Tracking:
-    """The trackers of one run; rank 0 has them. A context manager, which ends their runs with this one.
+    """The trackers of one run, on rank 0. A context manager, which ends their runs with this one.
 
-    The run goes on where a tracker fails on the way: what it was to get is in metrics.jsonl, and a warning says so.
+    If a tracker fails during the run, the run continues with a warning: the tracker's data is in metrics.jsonl.
     """
 
     def __init__(self, config: TrackConfig, name: str, folder: Path, recipe: dict[str, Any], done: int = 0) -> None:
-        """Start the trackers, on the run called `name` in `folder`; `recipe` is what they show as its configuration.
-        `done` steps are kept of an earlier attempt.
+        """Start the trackers, for the run called `name` in `folder`; they show `recipe` as its configuration. `done`
+        steps are kept from an earlier attempt.
 
-        Raises TrackingError where one does not start.
+        Raises TrackingError if a tracker does not start.
         """
         self._config = config
         self._folder = folder
@@ -68,24 +68,24 @@ class Tracking:
         self._runs.setdefault("key", secrets.token_hex(4))
         self._trackers: dict[str, GeneralTracker] = {}
         for tracker in config.trackers:
-            # a part of the command's output is for machines
+            # part of the command's output is for machines
             with redirect_stdout(sys.stderr):
                 try:
                     self._trackers[tracker] = self._start(tracker, f"{name}-{self._runs['key']}")
-                # their own errors, and those of their servers, have nothing in common
+                # their own errors and those of their servers have no common base class
                 except Exception as error:
                     self._end(failed=True)
                     raise TrackingError(
                         f"track.trackers: {tracker} does not start: {error}; fix: see docs/tracking.md for what it "
                         f"needs, or leave it out: metrics.jsonl has the same numbers"
                     ) from error
-            # at once: an attempt in which the next one does not start leaves a run to go on with
+            # immediately: if the next tracker does not start, a later attempt can continue this one's run
             (folder / RUNS).write_text(json.dumps(self._runs) + "\n", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """What was appended to metrics.jsonl."""
+        """Log a record that was appended to metrics.jsonl."""
         step = int(metrics["step"])
-        # the others have a place of their own for the step
+        # the other trackers have a separate field for the step
         numbers = {name: value for name, value in metrics.items() if name != "step"}
         for tracker, running in self._trackers.items():
             if tracker == "wandb":
@@ -96,7 +96,7 @@ class Tracking:
                 self._try(tracker, running.log, numbers, step=step)
 
     def note_groups(self, step: int, groups: Sequence[Group]) -> None:
-        """The groups of a step: some of their chains go into the tables."""
+        """Add some chains of a step's groups to the tables."""
         chains = chosen(groups, self._config.trajectories)
         for tracker, running in self._trackers.items():
             if chains and tracker != "tensorboard":
@@ -124,7 +124,7 @@ class Tracking:
         make = LOGGER_TYPE_TO_CLASS[tracker]
         project, folder, known = self._config.project, self._folder, self._runs.get(tracker)
         if tracker == "tensorboard":
-            # what an earlier attempt wrote of the steps that come again is left out by its readers
+            # readers ignore what an earlier attempt wrote for steps that are run again
             running = make(project, str(folder / "tensorboard"), purge_step=self._done + 1 if known else None)
             running.start()
             recipe = yaml.safe_dump(self._recipe, sort_keys=False, allow_unicode=True)
@@ -135,15 +135,15 @@ class Tracking:
                 project,
                 id=self._runs["key"],
                 name=name,
-                # with it, a run that is new would wait for the server too
+                # with "allow", a new run would also wait for the server
                 resume="allow" if known else None,
                 dir=str(folder),
                 config=self._recipe,
-                # what goes through the terminal is the command's
+                # the terminal's output belongs to the command
                 settings=wandb.Settings(console="off"),
             )
             running.start()
-            # not wandb's own step, which cannot go back: a resumed run trains some steps again
+            # not wandb's own step, which cannot decrease: a resumed run trains some steps again
             running.tracker.define_metric("*", step_metric="step")
         elif tracker == "trackio":
             running = make(project, name=name, resume="allow", config=self._recipe)
@@ -152,7 +152,7 @@ class Tracking:
             running = make(project, run_name=name, run_id=known)
             running.start()
             if known is None:
-                # its parameters are for good
+                # its parameters cannot be changed later
                 running.store_init_configuration(_leaves(self._recipe))
         self._runs[tracker] = running.tracker.info.run_id if tracker == "mlflow" else name
         return running
@@ -160,24 +160,24 @@ class Tracking:
     def _try(self, tracker: str, what: Callable[..., Any], *arguments: Any, **named: Any) -> None:
         try:
             what(*arguments, **named)
-        # a server that is away, a disk that is full: days of training do not hang on it
+        # an unreachable server or a full disk must not end days of training
         except Exception as error:
             logger.warning("%s did not take what it was given, which metrics.jsonl has: %s", tracker, error)
 
 
 def chosen(groups: Sequence[Group], count: int) -> list[tuple[Group, Trajectory]]:
-    """At most `count` chains of those that have a reward, evenly from the lowest to the highest."""
+    """Choose at most `count` of the chains that have a reward, evenly from the lowest to the highest."""
     chains = [(group, chain) for group in groups for chain in group.trajectories if chain.reward is not None]
     chains.sort(key=lambda pair: pair[1].reward or 0.0)
     if count >= len(chains):
         return chains
     places = [round(number * (len(chains) - 1) / max(count - 1, 1)) for number in range(count)]
-    # of one alone, the best says more than the worst
+    # with only one, the best is more informative than the worst
     return [chains[place] for place in places] if count != 1 else chains[-1:]
 
 
 def conversation(messages: Sequence[Message]) -> str:
-    """A chain's messages as text, each under the name of who speaks; a long one lacks its middle."""
+    """Return a chain's messages as text, each under its role; long conversations are cut in the middle."""
     said = []
     for message in messages:
         calls = [call["function"] for call in message.get("tool_calls") or []]
@@ -200,7 +200,7 @@ def _cells(step: int, group: Group, chain: Trajectory) -> list[Any]:
 
 
 def _images(chain: Trajectory) -> list[Image.Image]:
-    """The last images that the chain holds; those elsewhere on the web are not fetched."""
+    """Return a chain's last images; remote images are not fetched."""
     parts = [part for m in chain.messages if isinstance(m.get("content"), list) for part in m["content"]]
     urls = [part["image_url"]["url"] for part in parts if part.get("type") == "image_url"]
     held = [url.partition(",")[2] for url in urls if url.startswith("data:image/")]
@@ -215,7 +215,7 @@ def _log_table(running: GeneralTracker, tracker: str, step: int, chains: Sequenc
         module.log_table(data=table, artifact_file=f"{TABLE}.json")
         return
     images = [_images(chain) for _, chain in chains]
-    # a cell of wandb's tables holds one image
+    # a cell of wandb's tables contains one image
     most = max(map(len, images))
     columns = [*COLUMNS, *(f"image_{number}" for number in range(1, most + 1))]
     shown = [[module.Image(image) for image in own] + [None] * (most - len(own)) for own in images]
@@ -235,8 +235,8 @@ def _mlflow_failed() -> None:
 
 
 def _without_secrets(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The recipe, as people elsewhere may see it: what is written out among the variables and headers of tool servers,
-    or in the query of an address, may be a key; `${NAME}` alone is none."""
+    """Remove possible keys from the recipe before it is shown elsewhere: literal values among the variables and headers
+    of tool servers, and the queries of addresses. A plain `${NAME}` is not secret."""
     servers = {}
     for server, section in (recipe.get("mcp_servers") or {}).items():
         kept = dict(section)
@@ -250,7 +250,7 @@ def _without_secrets(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_query(url: str) -> str:
-    """An address without its query, nor a user's name and password."""
+    """Return an address without its query, and without a user's name and password."""
     try:
         parts = urlsplit(url)
     except ValueError:  # a variable in the place of an IPv6 address

@@ -1,4 +1,4 @@
-"""What led to a run's weights: steps, the groups that were trained, published versions. A checkpoint carries it."""
+"""The history of a run's weights: steps, trained groups, published versions. Part of every checkpoint."""
 
 import re
 from collections.abc import Iterable
@@ -13,35 +13,35 @@ class TrainState:
     """The history of the weights, over all processes and attempts of a run."""
 
     step: int = 0
-    """Steps finished; also the version of the weights."""
+    """Number of finished steps; also the version of the weights."""
     seconds: float = 0.0
-    """Time in these steps."""
+    """Time spent in these steps."""
     trained: set[str] = field(default_factory=set)
     """Ids of all groups that were trained (rank 0)."""
     groups: list[str] = field(default_factory=list)
-    """Those of them that no checkpoint held before."""
+    """Ids of trained groups that no earlier checkpoint includes."""
     labels: dict[str, int] = field(default_factory=dict)
-    """What servers call the versions; see agentfactory.rollout.weight_versions.WeightVersions."""
+    """The servers' labels of the versions; see agentfactory.rollout.weight_versions.WeightVersions."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """Figures of the last step."""
+    """Metrics of the last step."""
     before: dict[str, float] = field(default_factory=dict)
-    """Evaluation of the first weights."""
+    """Evaluation of the initial weights."""
     after: dict[str, float] = field(default_factory=dict)
     """The latest evaluation."""
     evaluated: int | None = None
     """The step of the latest evaluation."""
     best: float | None = None
-    """The best figure of an evaluation, by `train.keep_best`, since the first step."""
+    """The highest value in an evaluation of the metric that `train.keep_best` names, since the first step."""
 
     def finish(self, step: int, groups: list[str], seconds: float) -> None:
-        """`step` is done, and has trained `groups`."""
+        """Note that `step` is finished and has trained `groups`."""
         self.step = step
         self.seconds += seconds
         self.groups += groups
         self.trained.update(groups)
 
     def note_evaluation(self, step: int, figures: dict[str, float]) -> None:
-        """The weights of `step` were evaluated."""
+        """Note an evaluation of the weights of `step`."""
         self.evaluated = step
         self.after = figures
         if step == 0:
@@ -49,23 +49,24 @@ class TrainState:
         self.metrics |= figures
 
     def take_groups(self) -> list[str]:
-        """The groups that a checkpoint has just made durable, once."""
+        """Return the groups that a checkpoint has just made durable, once."""
         groups, self.groups = self.groups, []
         return groups
 
     def to_json(self) -> dict[str, Any]:
-        """For `trainer_state.json`."""
+        """Return the data for `trainer_state.json`."""
         return {**asdict(self), "trained": compact(self.trained), "version": self.step}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "TrainState":
-        """The inverse of `to_json`; other keys are passed over. The groups are those of an earlier checkpoint."""
+        """The inverse of `to_json`; ignores other keys. The groups are those of an earlier checkpoint."""
         known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
         return cls(**{**known, "trained": set(expand(data["trained"])), "groups": []})
 
 
 def compact(ids: Iterable[str]) -> list[list[str]]:
-    """Ids as ranges [first, last]: those that differ in a number at their end, which counts up without a gap."""
+    """Compact ids to ranges [first, last] of ids that differ only in a number at their end, which increases without a
+    gap."""
     ranges: list[list[str]] = []
     after: str | None = None
     for prefix, digits in sorted(map(_split, ids), key=lambda parts: (parts[0], len(parts[1]), parts[1])):
@@ -92,6 +93,6 @@ def expand(ranges: list[list[str]]) -> list[str]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """`name` without and with the number at its end."""
+    """Split `name` into the part before the number at its end, and the number."""
     match = _NUMBERED.fullmatch(name)
     return (match[1], match[2]) if match else (name, "")

@@ -1,8 +1,8 @@
-"""Token trees: rows that begin alike, with every shared token once; and how trees are shared out.
+"""Token trees: rows with a common beginning share its tokens, which are stored once; and the distribution of trees.
 
-A tree lists its tokens in preorder: each stands before its descendants, and those stand together. So token i sees
-token j, which is an ancestor of i or i itself, where j <= i < ends[j]: one number per token says who sees whom. Trees
-(a lone row is one too) can stand end to end in one line, and this stays true.
+A tree lists its tokens in preorder: each token precedes its descendants, which are contiguous. So token i sees token j,
+which is an ancestor of i or i itself, where j <= i < ends[j]: one number per token says which tokens see each other.
+Trees (a single row is also a tree) can be placed end to end in one line, and this remains true.
 """
 
 import heapq
@@ -17,19 +17,19 @@ from jaxtyping import Float, Int
 Ids = Int[np.ndarray, "tokens"]
 
 PAIRS_PER_TOKEN = 2048
-"""So many pairs of tokens that see each other cost as much as all else that a network does for one token: about 1,000
-were measured at hidden size 256, and more are expected of larger ones."""
+"""Number of pairs of tokens that see each other and together cost as much as all other work of a network for one token:
+about 1,000 were measured at hidden size 256, and more are expected for larger sizes."""
 PASS_TOKENS = 256
-"""A further micro-batch costs as much as so many tokens, beyond its own."""
+"""Additional cost of a further micro-batch, in tokens."""
 BRANCH_TOKENS = 16
-"""A branch costs as much as so many tokens, beyond its own: its attention is computed by itself."""
+"""Additional cost of a branch, in tokens: its attention is computed separately."""
 RUN_LENGTH = 256
-"""Attention takes at most so many tokens of a branch at a time: half of the pairs among them are computed in vain."""
+"""Maximum number of a branch's tokens per attention call: half of the pairs among them are computed in vain."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Rows merged along what they have in common."""
+    """Rows merged along common prefixes."""
 
     ids: Ids
     positions: Ids
@@ -37,11 +37,11 @@ class Tree:
     ends: Ids
     """Place in the tree of the token's last descendant, plus one."""
     paths: dict[int, Ids]
-    """Number of a row -> where its tokens stand in the tree."""
+    """Number of a row -> places of its tokens in the tree."""
 
     @property
     def plain(self) -> bool:
-        """Whether it does not branch: it is its longest row."""
+        """Whether it does not branch, so that it equals its longest row."""
         return int(self.positions[-1]) == len(self.ids) - 1
 
     @property
@@ -51,14 +51,14 @@ class Tree:
 
 
 def grow(rows: Iterable[tuple[int, Ids]]) -> Tree:
-    """The tree of (number, row) pairs, which come in lexicographic order of the rows."""
+    """Return the tree of (number, row) pairs, which must be in lexicographic order of the rows."""
     paths: dict[int, Ids] = {}
     ids, positions, closed = [], [], []
     path = last = np.empty(0, dtype=np.int64)
     count = 0
     for number, row in rows:
         shared = _shared(last, row)
-        # what the last row has beyond that has got all its descendants
+        # all descendants of the last row's remaining tokens are now known
         closed.append((path[shared:], count))
         path = np.concatenate([path[:shared], np.arange(count, count + len(row) - shared)])
         ids.append(row[shared:])
@@ -72,25 +72,25 @@ def grow(rows: Iterable[tuple[int, Ids]]) -> Tree:
 
 
 def _shared(one: Ids, other: Ids) -> int:
-    """Number of tokens with which both begin."""
+    """Return the number of tokens in the common prefix."""
     length = min(len(one), len(other))
     differ = one[:length] != other[:length]
     return int(differ.argmax()) if differ.any() else length
 
 
 def merge(rows: list[Ids], token_budget: int, processes: int = 1) -> list[Tree]:
-    """Trees of at most `token_budget` tokens that hold all rows, at the least estimated cost.
+    """Return trees of at most `token_budget` tokens that contain all rows, at the least estimated cost.
 
-    In lexicographic order a row shares most with its neighbours, so trees are ranges of that order; what the rows of
-    two trees share is computed in both. A longer row is in a tree with none but its own prefixes. With several
-    `processes`, trees are cut smaller where the busiest process ends sooner with that.
+    In lexicographic order a row shares most with its neighbours, so trees are ranges of that order; tokens that rows of
+    two trees share are computed in both. A longer row is in a tree with only its own prefixes. With several
+    `processes`, trees are cut smaller if the busiest process then finishes sooner.
     """
-    # by bytes: tokens may come in any order, as long as it is the same one everywhere
+    # by bytes: any order of tokens works if it is the same everywhere
     order = sorted(range(len(rows)), key=lambda number: rows[number].tobytes())
     lengths = np.array([len(rows[number]) for number in order])
     shared = np.array([0] + [_shared(rows[one], rows[other]) for one, other in pairwise(order)])
     roots = np.append(np.flatnonzero(shared == 0), len(rows))
-    # of the tree of rows start..i: what it has is what i has, less what start has, plus start's row
+    # for the tree of rows start..i: the value at i minus the value at start, plus start's row
     tokens = (lengths - shared).cumsum()
     forked = np.append(False, shared[1:] < lengths[:-1])
     forks = forked.cumsum()
@@ -118,18 +118,19 @@ def merge(rows: list[Ids], token_budget: int, processes: int = 1) -> list[Tree]:
 
 
 def _work(lengths: Ids) -> Float[np.ndarray, "rows"]:
-    """Estimated cost of rows alone, in tokens."""
+    """Return the estimated cost of rows alone, in tokens."""
     return lengths + lengths * (lengths - 1) / 2 / PAIRS_PER_TOKEN
 
 
 def _fork(lengths: Ids) -> Float[np.ndarray, "rows"]:
-    """What it costs more that branches of these lengths stand apart from what they share, in tokens."""
+    """Return the additional cost, in tokens, of branches of these lengths, because they are separate from what they
+    share."""
     return BRANCH_TOKENS + lengths * np.minimum(lengths, RUN_LENGTH) / 2 / PAIRS_PER_TOKEN
 
 
 def deal(work: list[float], processes: int) -> list[list[int]]:
-    """Which of the pieces of `work` each process does: the most expensive first, each to the process with the least
-    so far (Graham, 1969, "Bounds on multiprocessing timing anomalies")."""
+    """Assign the pieces of `work` to processes: the most expensive first, each to the process with the least work so
+    far (Graham, 1969, "Bounds on multiprocessing timing anomalies")."""
     shares: list[list[int]] = [[] for _ in range(processes)]
     loads = [(0.0, rank) for rank in range(processes)]
     for piece in sorted(range(len(work)), key=work.__getitem__, reverse=True):
@@ -140,8 +141,8 @@ def deal(work: list[float], processes: int) -> list[list[int]]:
 
 
 def fill(trees: list[Tree], token_budget: int) -> list[list[Tree]]:
-    """Trees for lines of at most `token_budget` tokens, the longest first, each where it leaves the least room (best
-    fit). A longer one gets a line of its own."""
+    """Distribute trees to lines of at most `token_budget` tokens, the longest first, each to the line where it leaves
+    the least room (best fit). A longer tree gets a separate line."""
     lines: list[list[Tree]] = []
     free: list[tuple[int, int]] = []
     for tree in sorted(trees, key=lambda tree: len(tree.ids), reverse=True):
@@ -157,8 +158,8 @@ def fill(trees: list[Tree], token_budget: int) -> list[list[Tree]]:
 
 
 def stack(trees: list[Tree], token_budget: int) -> list[list[Tree]]:
-    """Trees for blocks of one line each, all padded to the longest, of at most `token_budget` tokens: at the least
-    estimated cost. A longer one gets a block of its own."""
+    """Distribute trees to blocks of one line each, all padded to the longest, of at most `token_budget` tokens, at the
+    least estimated cost. A longer tree gets a separate block."""
     ordered = sorted(trees, key=lambda tree: len(tree.ids), reverse=True)
     lengths = np.array([len(tree.ids) for tree in ordered])
     work = _work(lengths)
@@ -172,8 +173,8 @@ def stack(trees: list[Tree], token_budget: int) -> list[list[Tree]]:
 
 
 def _partition(count: int, costs: Callable[[int], np.ndarray]) -> list[tuple[int, int]]:
-    """Cuts 0..count into ranges [start, end) so that the sum of their costs is least, where `costs(start)` are those of
-    the ranges [start, start + 1), [start, start + 2), ..., as far as they are allowed."""
+    """Cut 0..count into ranges [start, end) with the least sum of costs, where `costs(start)` are the costs of the
+    ranges [start, start + 1), [start, start + 2), ..., as far as they are allowed."""
     best = np.full(count + 1, np.inf)
     best[0] = 0.0
     starts = np.zeros(count + 1, dtype=np.int64)

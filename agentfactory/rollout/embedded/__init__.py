@@ -1,1 +1,2 @@
-"""The embedded engine: continuous batching over one preallocated KV cache, for a CPU or one GPU, with vLLM's routes."""
+"""The embedded engine: continuous batching over one preallocated KV cache, for a CPU or one GPU, behind vLLM's
+routes."""

@@ -39,7 +39,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet, so that a taken port is known before the model is loaded."""
+    """Bind a socket without listening, so that a taken port is detected before the model is loaded."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)

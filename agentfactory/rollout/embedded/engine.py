@@ -3,7 +3,7 @@
 Every step flattens the new tokens of all running requests (one per decoding request, many per new prompt) into one row
 of shape [1, tokens]. The model's linear layers see only that row; attention is replaced by `Engine._attend`, which
 writes keys and values into the cache and lets each request attend to its own slot. A slot keeps its tokens after its
-request has ended: the next request that begins with them computes only what follows.
+request has ended: the next request that begins with them computes only the rest.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from agentfactory.rollout.embedded.lora import Adapter, AdapterLayers, Segment, 
 from agentfactory.rollout.embedded.plan import Plan, Planner
 from agentfactory.rollout.embedded.sampling import sample
 
-PREFILL_TOKENS = 2048  # new prompt tokens per step: bounds how long decoding requests wait for others' prompts
+PREFILL_TOKENS = 2048  # new prompt tokens per step: bounds how long decoding requests wait for prompts
 MASK_ELEMENTS = 2**23  # queries x keys of one prefill chunk: bounds the memory of its attention mask
 SHARE_TOKENS = 16  # a request waits a step for a prompt being computed when that spares it more tokens than this
 _engines = itertools.count()
@@ -38,18 +38,18 @@ logger = logging.getLogger(__name__)
 
 
 class UnsupportedModel(ValueError):
-    """The model needs something that this engine does not do; the text says what."""
+    """The engine does not support something that the model needs; the message says what."""
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One sequence to continue: what was asked, and what has been sampled so far.
+    """One sequence to continue: the request, and what has been sampled so far.
 
-    `temperature` 0 is greedy. `logprobs` are those of the sampled tokens, natural logarithm, after temperature (at
-    temperature 0 those of the unscaled distribution); `candidate_logprobs` holds for each sampled token those that
-    `candidates` had in its place. `fresh` computes the prompt anew, whatever the cache holds; with a `cache_salt` it
-    takes only what requests with the same one left there. `versions` lists (label, index of its first token).
-    `on_finish` is called once, when `finish_reason` ("stop", "length", "abort" or "error") is set.
+    `temperature` 0 is greedy. `logprobs` are the natural log-probabilities of the sampled tokens after temperature (at
+    temperature 0, those of the unscaled distribution). `candidate_logprobs` contains, for each sampled token, the
+    log-probabilities of `candidates` at its position. `fresh` recomputes the prompt even if it is cached; with a
+    `cache_salt`, a request reuses only the cache of requests with the same salt. `versions` lists (label, index of its
+    first token). `on_finish` is called once, when `finish_reason` ("stop", "length", "abort" or "error") is set.
     """
 
     prompt: np.ndarray
@@ -71,11 +71,11 @@ class Request:
 
 
 class Engine:
-    """Decodes requests with `model`; the caller drives it: `add`, then `step` while `busy`.
+    """Decodes requests with `model`. The caller drives it: `add`, then `step` while `busy`.
 
-    `max_model_len` tokens (prompt and sampled) per sequence and `max_num_seqs` sequences at a time fix the size of the
-    cache. `static_decode`: steps without new prompts have fixed shapes, on a GPU as CUDA graphs; null is on a GPU only.
-    Raises UnsupportedModel when the model cannot be decoded exactly this way. Not thread-safe.
+    The cache size is fixed by `max_model_len` tokens (prompt and sampled) per sequence and `max_num_seqs` sequences at
+    a time. `static_decode`: steps without new prompts have fixed shapes, and on a GPU run as CUDA graphs; null enables
+    it only on a GPU. Raises UnsupportedModel if the model cannot be decoded exactly this way. Not thread-safe.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class Engine:
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = getattr(config, "num_key_value_heads", None) or self._heads
         self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self._heads
-        self._length = -(-max_model_len // 16) * 16  # aligned keys, as GPU attention kernels want them
+        self._length = -(-max_model_len // 16) * 16  # key lengths aligned for GPU attention kernels
         self.cache_shape = (config.num_hidden_layers, 2, max_num_seqs, self._kv_heads, self._length, self._head_dim)
-        # Per slot: its token ids, how many are known and how many of those have keys and values in the cache, the
-        # hash of the adapter that computed them and the salt that shuts others out, the last use, and whether a request
-        # holds it.
+        # Per slot: its token ids, the number of known ids and of those with keys and values in the cache, the hash of
+        # the adapter and cache salt that computed them, the time of the last use, and whether a request occupies the
+        # slot.
         self._ids = np.zeros((max_num_seqs, self._length), np.int64)
         self._known = np.zeros(max_num_seqs, np.int64)
         self._computed = np.zeros(max_num_seqs, np.int64)
@@ -150,11 +150,11 @@ class Engine:
         return self.running + self.waiting
 
     def add(self, request: Request) -> None:
-        """Queue a request. The caller has checked 0 < len(prompt) < max_model_len and the ids."""
+        """Queue a request. The caller must have checked the ids and 0 < len(prompt) < max_model_len."""
         self.waiting.append(request)
 
     def abort(self, request: Request) -> None:
-        """End a request with what it has; one that has ended already is left alone."""
+        """End a request with the tokens sampled so far; does nothing if it has already ended."""
         if request in self.waiting:
             self.waiting.remove(request)
         elif request in self.running:
@@ -170,14 +170,14 @@ class Engine:
         self._used[request.slot] = self._clock
         self._held[request.slot] = False
         if request.finish_reason == "error" and self.cache is not None:
-            # what is not a number would spoil the slot's next sequence, whose masked places it stands in
+            # a NaN would spoil the slot's next sequence, which reads the NaN's position masked
             self.cache[:, :, request.slot] = 0
             self._known[request.slot] = self._computed[request.slot] = 0
 
     # ---- cache
 
     def allocate_cache(self) -> None:
-        """Take the cache's memory; slots are empty afterwards. Raises MemoryError where there is too little."""
+        """Allocate the cache, with empty slots. Raises MemoryError if there is too little memory."""
         self._forget(np.ones_like(self._held))
         gib = np.prod(self.cache_shape) * self.model.dtype.itemsize / 2**30
         cuda = self.device.type == "cuda"
@@ -196,10 +196,10 @@ class Engine:
         self._rows = [[kv.view(-1, self._head_dim) for kv in layer] for layer in self.cache]
 
     def sleep(self) -> None:
-        """Give back the memory of the cache, and on a GPU that of weights and adapters, which go to the host's.
+        """Free the memory of the cache; on a GPU, also move weights and adapters to host memory.
 
-        Running requests compute their cache again once it is awake. Raises MemoryError where the host has no room;
-        all is as it was then.
+        Running requests recompute their cache after waking. Raises MemoryError if the host lacks room; the engine is
+        then unchanged.
         """
         if self.device.type == "cuda" and not self._evicted:
             self._weights = self._weights or Evictable([*self.model.parameters(), *self.model.buffers()], pin=True)
@@ -218,7 +218,8 @@ class Engine:
         self._give_back()
 
     def wake(self, weights: bool, cache: bool) -> None:
-        """Undo `sleep`, as far as it is asked. Raises MemoryError where there is too little; all is as it was then."""
+        """Undo `sleep` for the given parts. Raises MemoryError if there is too little memory; the engine is then
+        unchanged."""
         restored: list[Evictable] = []
         try:
             for evictable in self._evicted if weights else []:
@@ -235,14 +236,14 @@ class Engine:
             self._evicted = []
 
     def _give_back(self) -> None:
-        """What is free and kept for later goes to the system, and to other processes on the GPU."""
+        """Return cached free memory to the system, and to other processes on the GPU."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         give_back_freed()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all keys and values. With requests running it does nothing and returns False, unless they are to
-        compute theirs again from their tokens, with the present weights, in the next steps."""
+        """Forget all keys and values. While requests run, do nothing and return False, unless `reset_running_requests`
+        makes them recompute their keys and values from their tokens with the present weights in the next steps."""
         if self.running and not reset_running_requests:
             return False
         self._forget(np.ones_like(self._held))
@@ -255,7 +256,7 @@ class Engine:
     # ---- admission
 
     def _admit(self) -> None:
-        """Give waiting requests a slot, first come first served, except those that a running prompt will spare work."""
+        """Give waiting requests a slot in order of arrival, skipping those that a running prompt will save work."""
         free = len(self._held) - len(self.running)
         kept: list[Request] = []
         for index, request in enumerate(self.waiting):
@@ -270,10 +271,11 @@ class Engine:
         self.waiting = kept
 
     def _place(self, request: Request) -> bool:
-        """Find the slot in which `request` has least to compute; False when it should wait for a shared prompt."""
+        """Find the slot in which `request` has the least to compute. Return False if it should wait for a shared
+        prompt."""
         prompt, size = request.prompt, len(request.prompt)
         shared_by = hash((request.adapter.serial if request.adapter else 0, request.cache_salt))
-        same = self._ids[:, : size - 1] == prompt[:-1]  # the last token is always computed: its logits are needed
+        same = self._ids[:, : size - 1] == prompt[:-1]  # always compute the last token: its logits are needed
         shared = np.where(same.all(1), size - 1, same.argmin(1) if size > 1 else 0)
         sharing = (self._shared_by == shared_by) & (not request.fresh)
         shared = np.where(sharing, np.minimum(shared, self._known), 0)
@@ -281,7 +283,7 @@ class Engine:
         best = int(usable.argmax())
         if (shared[self._held] > usable[best] + SHARE_TOKENS).any():
             return False
-        # Continue in place where nothing is lost; else copy the shared prefix to the slot that was idle longest.
+        # Continue in place if that loses nothing; otherwise copy the shared prefix to the slot that was idle longest.
         extends = ~self._held & (usable == self._computed) & (usable == usable[best])
         slot = int(extends.argmax()) if usable[best] and extends.any() else self._oldest_idle()
         prefix = int(usable[best])
@@ -301,7 +303,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Compute up to PREFILL_TOKENS new prompt tokens and one more token of every decoding request."""
+        """Compute up to PREFILL_TOKENS new prompt tokens, and one more token of every decoding request."""
         self._admit()
         if not self.running:
             return
@@ -335,7 +337,7 @@ class Engine:
                 tensor(position),
                 keep=tensor(after[sampled] - 1),
             )
-            self._plan = None  # its masks would stay beside the sampler's memory, and beside the next step's masks
+            self._plan = None  # frees its masks before the sampler and the next step need memory
         self._computed[slots] = end
         if len(sampled):
             self._extend([requests[i] for i in sampled], slots[sampled], logits)
@@ -343,7 +345,7 @@ class Engine:
     def _forward(
         self, plan: Plan, segments: list[Segment], ids: Tensor, position: Tensor, keep: Tensor | None = None
     ) -> Float[Tensor, "n vocabulary"]:
-        """Logits of the step's tokens, or of those at the indices `keep`."""
+        """Return the logits of the step's tokens, or of those at the indices `keep`."""
         self._plan, self.adapters.segments = plan, segments
         logits: Tensor = self.model(
             input_ids=ids[None],
@@ -363,7 +365,7 @@ class Engine:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """The function that the model's attention modules call, by transformers' attention interface."""
+        """Attention function that the model's attention modules call through transformers' attention interface."""
         for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
             if kwargs.get(name) is not None:
                 raise UnsupportedModel(f"attention with {name}; only plain full attention is supported")
@@ -373,7 +375,7 @@ class Engine:
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Write keys and values [1, kv_heads, tokens, head_dim]; attend with query [1, heads, tokens, head_dim].
 
-        Returns [1, tokens, heads, head_dim]. The query heads that share a key head become further queries of it, so
+        Returns [1, tokens, heads, head_dim]. Query heads that share a key head are treated as further queries of it, so
         that keys and values are never repeated.
         """
         assert self._plan is not None
@@ -391,7 +393,7 @@ class Engine:
                 keys, values = self.cache[layer, :, :, :, : group.keys].index_select(1, group.slots)
             n = keys.shape[0]
             if group.queries == 1 and q.dtype == torch.float32:
-                # plain products: over two threads twice as fast as the fused kernel, which splits work by query blocks
+                # plain products: on two threads twice as fast as the fused kernel, which splits work by query blocks
                 scores = torch.bmm(q.reshape(n * kv, ratio, dim) * scaling, keys.flatten(0, 1).transpose(1, 2))
                 scores.view(n, kv, ratio, group.keys).add_(group.mask)
                 o = torch.bmm(torch.softmax(scores, -1), values.flatten(0, 1)).view(n, self._heads, dim)
@@ -409,7 +411,7 @@ class Engine:
     # ---- sampling
 
     def _extend(self, requests: list[Request], slots: np.ndarray, logits: Float[Tensor, "n vocabulary"]) -> None:
-        """Sample the next token of each request and end those that are complete."""
+        """Sample the next token of each request, and end the requests that are complete."""
         tokens, distribution = sample(logits, requests)
         logprobs = distribution.gather(1, torch.tensor(tokens, device=distribution.device)[:, None])[:, 0].tolist()
         self._ids[slots, self._known[slots]] = tokens
@@ -441,7 +443,7 @@ class Engine:
     # ---- proof
 
     def _prove(self) -> None:
-        """Decode a few tokens and compare with the model's own attention: an unknown ingredient must not pass."""
+        """Decode a few tokens and compare with the model's own attention, to reject unknown model features."""
         vocabulary, length = self.vocab_size, min(24, self.max_model_len)
         prompt = np.arange(1, length // 2 + 1) * 7 % vocabulary
         request = Request(prompt, max_tokens=length - len(prompt), on_finish=lambda r: None, temperature=0.0)
@@ -463,7 +465,7 @@ class Engine:
             )
 
     def _prove_static(self) -> None:
-        """The same by static steps. What cannot be captured is decoded without, which is said."""
+        """Run the same comparison with static steps. If they cannot be captured, warn and decode without them."""
         try:
             self._prove()
         except (RuntimeError, UnsupportedModel) as error:

@@ -1,4 +1,4 @@
-"""Memory of tensors that is given back to the device and taken again, while the tensors stay the same objects."""
+"""Moves tensors between device and host memory while the tensor objects stay the same."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -8,15 +8,15 @@ from torch import Tensor, UntypedStorage
 
 
 class Evictable:
-    """Tensors on one device whose contents can wait in the memory of the host.
+    """Tensors on one device whose contents can be moved to host memory.
 
-    What points to them stays valid: tied weights, views, modules. Their addresses change: a CUDA graph that reads them
-    must be captured again. The host's copy is kept, so that what has not changed since is only dropped the next time;
-    torch counts in-place changes (those through `.data` it does not see).
+    References to them stay valid: tied weights, views, modules. Their addresses change, so a CUDA graph that reads them
+    must be captured again. The host copy is kept, so that the next eviction copies only what has changed since. torch's
+    count of in-place changes decides this; it does not include changes through `.data`.
     """
 
     def __init__(self, tensors: Iterable[Tensor], *, pin: bool) -> None:
-        """`pin`: lock the host's copy in memory, from which a GPU reads several times as fast."""
+        """`pin`: page-lock the host copy, which a GPU reads several times as fast."""
         groups: dict[int, list[Tensor]] = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -32,9 +32,9 @@ class Evictable:
         """Bytes of all tensors."""
 
     def evict(self) -> None:
-        """Copy to the host what has changed, and give the memory back to torch's allocator.
+        """Copy what has changed to the host, and return the memory to torch's allocator.
 
-        Raises MemoryError where the host has no room for the copy; nothing has changed then.
+        Raises MemoryError if the host has no room for the copy; nothing has changed then.
         """
         if self._host is None:
             self._host = _host_memory(self.nbytes, self._pin)
@@ -48,7 +48,8 @@ class Evictable:
             storage.resize_(0)
 
     def restore(self) -> None:
-        """Take memory again and fill it. Raises MemoryError where there is too little; nothing has changed then."""
+        """Allocate the memory again and fill it. Raises MemoryError if there is too little; nothing has changed
+        then."""
         taken: list[UntypedStorage] = []
         for storage, size in zip(self._storages, self._sizes, strict=True):
             try:
@@ -63,7 +64,7 @@ class Evictable:
         self._wait()
 
     def _pieces(self) -> list[Tensor]:
-        """The host's bytes of each storage."""
+        """Return the host's bytes of each storage."""
         assert self._host is not None
         return list(self._host.split(self._sizes)) if self._sizes else []
 
@@ -73,7 +74,7 @@ class Evictable:
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:
-    """A storage's bytes as a tensor, with a count of changes of its own."""
+    """Return a storage's bytes as a tensor with its own change counter."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -83,11 +84,11 @@ def _host_memory(size: int, pin: bool) -> Tensor:
     except RuntimeError as error:  # what torch's allocators raise
         raise MemoryError(f"{size / 2**30:.1f} GiB of the host's memory are needed for a copy: {error}") from error
     if pin and size:
-        # torch's own pinned memory comes in powers of two: up to twice of what is asked for
+        # torch's own pinned memory is allocated in powers of two: up to twice the requested size
         try:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
         except torch.cuda.CudaError as error:
-            with suppress(RuntimeError):  # CUDA keeps it as its last error, which the next kernel raises as its own
+            with suppress(RuntimeError):  # CUDA keeps the error as its last one, which the next kernel would raise
                 torch.zeros(1, device="cuda")
             raise MemoryError(f"{size / 2**30:.1f} GiB of the host's memory cannot be page-locked: {error}") from error
     return memory

@@ -1,4 +1,4 @@
-"""A body of vLLM's generate route and its answer: from JSON to the engine's request, and from what it sampled back."""
+"""Request and answer of vLLM's generate route: from JSON to the engine's request, and from its samples back to JSON."""
 
 import random
 import uuid
@@ -12,7 +12,7 @@ from agentfactory.rollout.embedded.lora import Adapter
 
 Json = dict[str, Any]
 
-# Sampling parameters that are understood, and those that are accepted only at the value that changes nothing.
+# Supported sampling parameters, and those that are accepted only with the value that has no effect.
 _SAMPLING = {
     *("temperature", "max_tokens", "logprobs", "stop_token_ids", "ignore_eos", "seed"),
     *("logprob_token_ids", "skip_reading_prefix_cache"),
@@ -47,7 +47,8 @@ def make_request(
     eos_token_ids: frozenset[int],
     on_finish: Callable[[Request], None],
 ) -> Request:
-    """The request for `engine`. Raises ApiError where the body asks for what the engine does not do."""
+    """Create the request for `engine`. Raises ApiError if the body asks for something that the engine does not
+    support."""
     if unknown := body.keys() - _REQUEST:
         raise ApiError(400, f"{min(unknown)}: not supported by the embedded engine")
     if body.get("stream"):
@@ -106,7 +107,7 @@ def make_request(
 
 
 def answer(body: Json, request: Request, eos_token_ids: frozenset[int]) -> Json:
-    """The answer to `body`, whose `request` has ended."""
+    """Create the answer to `body`, whose `request` has ended."""
     tokens = request.tokens
     logprobs = None
     if body["sampling_params"].get("logprobs") is not None:
@@ -134,7 +135,7 @@ def answer(body: Json, request: Request, eos_token_ids: frozenset[int]) -> Json:
 
 
 def _top_logprobs(sampled: Json, candidates: list[int], logprobs: list[float]) -> list[Json]:
-    """The candidates as vLLM lists them: after the sampled token, each once, no more than were asked for."""
+    """List the candidates as vLLM does: after the sampled token, each once, no more than requested."""
     listed = {sampled["token_id"]: sampled["logprob"], **dict(zip(candidates, logprobs, strict=True))}
     return [{"token_id": token, "logprob": logprob} for token, logprob in listed.items()][: len(candidates)]
 
@@ -144,7 +145,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _token_ids(value: Any, name: str) -> np.ndarray:
-    """A JSON list as int64; raises ApiError unless it holds integers only."""
+    """Convert a JSON list to int64. Raises ApiError unless it contains only integers."""
     if isinstance(value, list):
         if not value:
             return np.empty(0, np.int64)

@@ -1,8 +1,8 @@
-"""Decoding steps of a few fixed shapes, on tensors that stay where they are: on a GPU each shape is captured once, as a
-CUDA graph, and then replayed, so that a step costs one launch in place of a thousand.
+"""Decoding steps with a few fixed shapes on tensors at fixed addresses. On a GPU each shape is captured once as a CUDA
+graph and then replayed, so that a step costs one launch instead of a thousand.
 
-A step computes one token in each of its slots. Those that no request holds compute one that nobody reads, into the
-first place of the slot that is not in use; there is always one, because a sequence's last token is never computed.
+A step computes one token in each of its slots. Slots without a request compute an unused token, which is written to the
+first unused place of the slot; there is always one, because a sequence's last token is never computed.
 
 Capturing and replaying are untested on a GPU so far; the steps themselves are tested on the CPU.
 """
@@ -20,17 +20,18 @@ from agentfactory.rollout.embedded.lora import Adapter, Factors, Segment
 from agentfactory.rollout.embedded.plan import Group, Plan, Planner
 
 SLOTS, KEYS = 8, 256
-"""Smallest steps by which counts of slots and keys are rounded up; above four of them there are two per octave."""
+"""Smallest increments to which the numbers of slots and keys are rounded up; above four increments there are two sizes
+per octave."""
 MAX_GRAPHS = 64
-"""Graphs held; the one used longest ago makes room."""
+"""Maximum number of graphs; a new one replaces the least recently used."""
 
 Forward = Callable[[Plan, list[Segment], Tensor, Tensor], Float[Tensor, "tokens vocabulary"]]
-"""Logits of a step from its plan, its adapters, token ids [tokens] and positions [tokens]."""
+"""Returns a step's logits from its plan, its adapters, token ids [tokens] and positions [tokens]."""
 
 
 class Shape(NamedTuple):
-    """What a captured step cannot change: slots and keys, whether the slots are the first ones or copied out,
-    where the factors of its adapters lie, and whether each token has its own adapter or none."""
+    """The fixed properties of a captured step: slots and keys, whether the slots are the first ones or copied out,
+    where its adapters' factors are stored, and whether tokens have different adapters or none."""
 
     slots: int
     keys: int
@@ -40,14 +41,14 @@ class Shape(NamedTuple):
 
 
 class StaticStep:
-    """A step of one shape. `inputs` [4, slots] are ids, positions, slots and adapters (0 is none) of its tokens."""
+    """A step of one shape. `inputs` [4, slots] are the ids, positions, slots and adapters (0 is none) of its tokens."""
 
     def __init__(self, forward: Forward, planner: Planner, shape: Shape, factors: Sequence[Factors]) -> None:
         self._forward, self._planner, self._shape, self._factors = forward, planner, shape, list(factors)
         self.inputs = torch.zeros(4, shape.slots, dtype=torch.int64, device=planner.device)
 
     def run(self) -> Float[Tensor, "slots vocabulary"]:
-        """The logits, without a value that the host has to read."""
+        """Return the logits without a host read."""
         shape, planner = self._shape, self._planner
         ids, position, slots, owner = self.inputs
         heads = torch.arange(planner.kv_heads, device=planner.device)
@@ -71,21 +72,21 @@ class StaticStep:
 
 
 class StaticDecoder:
-    """Decodes one token per request by static steps; captured ones where `capture`, else run as they are."""
+    """Decodes one token per request with static steps, captured if `capture` is set, else run directly."""
 
     def __init__(self, forward: Forward, planner: Planner, slots: int, *, capture: bool) -> None:
-        """`slots` is how many the cache has."""
+        """`slots` is the number of slots in the cache."""
         self._forward, self._planner, self._slots, self._capture = forward, planner, slots, capture
         self._steps: OrderedDict[Shape, tuple[StaticStep, torch.cuda.CUDAGraph | None]] = OrderedDict()
         self._logits: Tensor | None = None
 
     @property
     def shapes(self) -> list[Shape]:
-        """Those that are held."""
+        """The shapes that are currently stored."""
         return list(self._steps)
 
     def clear(self) -> None:
-        """Drop all graphs and their memory: what they read and write is about to move."""
+        """Drop all graphs and their memory, because the tensors that they read and write are about to move."""
         self._steps.clear()
         self._logits = None
 
@@ -97,8 +98,8 @@ class StaticDecoder:
         adapters: Sequence[Adapter | None],
         computed: np.ndarray,
     ) -> Float[Tensor, "requests vocabulary"]:
-        """Logits of the requests in `slots`, whose tokens `ids` come at `position`; `computed` [all slots] is how many
-        places of each slot are in use."""
+        """Return the logits of the requests in `slots`, whose tokens `ids` come at `position`; `computed` [all slots]
+        is the number of places in use in each slot."""
         whole = _rounded(int(slots.max()) + 1, SLOTS, self._slots)
         viewed = whole <= 2 * len(slots)
         count = whole if viewed else _rounded(len(slots), SLOTS, self._slots)
@@ -138,18 +139,18 @@ class StaticDecoder:
         return self._logits[: shape.slots]
 
     def _captured(self, step: StaticStep) -> torch.cuda.CUDAGraph:
-        """A graph that writes the step's logits to `_logits`. Steps may run more than once: they write what they wrote
-        before."""
+        """Capture a graph that writes the step's logits to `_logits`. Steps may run more than once: they write the same
+        values again."""
         device = self._planner.device
         stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            logits = step.run()  # libraries take their workspaces at the first call, which a capture must not see
+            logits = step.run()  # libraries allocate their workspaces at the first call, which must precede the capture
         current.wait_stream(stream)
         if self._logits is None:
             self._logits = torch.empty(self._slots, logits.shape[1], dtype=logits.dtype, device=device)
         graph = torch.cuda.CUDAGraph()
-        # one after the other they can use the same memory
+        # graphs run one after another, so they can share memory
         others = [other for _, other in self._steps.values() if other is not None]
         with torch.cuda.graph(graph, pool=others[0].pool() if others else None):
             self._logits[: logits.shape[0]].copy_(step.run())
@@ -157,6 +158,6 @@ class StaticDecoder:
 
 
 def _rounded(number: int, least: int, most: int) -> int:
-    """`number` or a little more, such that there are few different ones."""
+    """Round `number` up so that few different values occur."""
     step = max(least, 2 ** (int(np.ceil(np.log2(number))) - 2))
     return min(-(-number // step) * step, most)

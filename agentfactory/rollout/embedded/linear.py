@@ -1,27 +1,28 @@
-"""Linear layers in float32 on the CPU by oneDNN, which runs twice as fast as torch's default MKL on AMD processors."""
+"""Linear layers in float32 on the CPU with oneDNN, which is twice as fast as torch's default MKL on AMD processors."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# oneDNN compiles a kernel per shape (0.4 ms) and keeps 1024 of them: batches are padded to a multiple of ROWS, so that
-# there are few shapes. Below MULTIPLICATIONS its longer call costs more than it saves. Measured on an EPYC 9004.
+# oneDNN compiles a kernel per shape (0.4 ms) and keeps 1024 of them: batches are padded to a multiple of ROWS to limit
+# the number of shapes. Below MULTIPLICATIONS, its slower call costs more than it saves. Measured on an EPYC 9004.
 ROWS = 32
 MULTIPLICATIONS = 2**20
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Let the model's float32 `nn.Linear` modules on a CPU with AVX-512 compute by oneDNN; elsewhere do nothing.
+    """Use oneDNN for the model's float32 `nn.Linear` modules on a CPU with AVX-512; elsewhere do nothing.
 
     Their inputs must be [1, rows, features] or [rows, features], without gradients. Weights may change in place. A
-    second copy of them is kept, in the order that oneDNN reads.
+    second copy of the weights is kept in oneDNN's layout.
     """
     for module in onednn_modules(model):
         module.forward = _PackedLinear(module)  # type: ignore[assignment, method-assign]
 
 
 def onednn_modules(model: nn.Module, device: str = "cpu") -> list[nn.Linear]:
-    """The modules that `use_onednn` is for; `device` is where the weights are, such as meta before there are any."""
+    """Return the modules that `use_onednn` applies to. `device` is where the weights are; it may be meta before any
+    exist."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
         return []
     return [
@@ -32,14 +33,14 @@ def onednn_modules(model: nn.Module, device: str = "cpu") -> list[nn.Linear]:
 
 
 def drop_packed(model: nn.Module) -> None:
-    """Free the second copies; each is made again when it is next needed."""
+    """Free the second copies; each is created again when it is next needed."""
     for module in model.modules():
         if isinstance(module.forward, _PackedLinear):
             module.forward.drop()
 
 
 class _PackedLinear:
-    """The forward of one linear module, by the operators behind torch.compile's CPU back end."""
+    """The forward pass of one linear module, using the operators of torch.compile's CPU back end."""
 
     def __init__(self, module: nn.Linear) -> None:
         self._weight = module.weight
@@ -54,7 +55,7 @@ class _PackedLinear:
         rows = x.shape[-2]
         if rows * self._weight.numel() < MULTIPLICATIONS:
             return F.linear(x, self._weight, self._bias)
-        # torch counts in-place changes of a tensor: a weight update makes a new packed copy
+        # torch counts in-place changes of a tensor: after a weight update a new packed copy is made
         if self._version != self._weight._version:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight, ROWS)
             self._version = self._weight._version

@@ -1,4 +1,4 @@
-"""Several LoRA adapters on one model, unmerged: each acts on its own tokens of the flattened batch."""
+"""Several unmerged LoRA adapters on one model: each applies to its own tokens of the flattened batch."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 # Fields of adapter_config.json that do not change the forward pass, or that are read below. Any other field must be
-# empty: what peft adds later is refused, not ignored.
+# empty: fields that peft adds later are refused, not ignored.
 _KNOWN_FIELDS = {
     *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
     *("r", "lora_alpha", "use_rslora", "lora_dropout", "target_modules", "exclude_modules", "inference_mode"),
@@ -31,11 +31,11 @@ Factors = dict[str, tuple[Tensor, Tensor]]
 
 
 class AdapterError(ValueError):
-    """An adapter folder that cannot be served; the text says why."""
+    """An adapter folder cannot be served; the message gives the reason."""
 
 
 class Adapter:
-    """A loaded adapter; `serial` tells apart two that had the same name one after the other."""
+    """A loaded adapter; `serial` distinguishes two adapters that were loaded under the same name."""
 
     def __init__(self, name: str, path: str, factors: Factors) -> None:
         self.name, self.path, self.factors = name, path, factors
@@ -43,7 +43,7 @@ class Adapter:
 
 
 class Segment(NamedTuple):
-    """The tokens `begin` to `end` of a step are an adapter's, but not those where `others` [tokens, 1] holds."""
+    """The tokens `begin` to `end` of a step, which use an adapter except where `others` [tokens, 1] is true."""
 
     factors: Factors
     begin: int
@@ -54,19 +54,19 @@ class Segment(NamedTuple):
 class AdapterLayers:
     """Adds the adapters' products to the outputs of the model's linear modules.
 
-    `segments` are those of the step that is about to run; tokens of none see the bare model.
+    `segments` are those of the step that is about to run; tokens outside them use the base model alone.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.segments: list[Segment] = []
-        # memory of factors, and whose it is: who comes takes the place of who has gone, so that CUDA graphs that read
-        # it stay right from one version of an adapter to the next
+        # memory of factors, and the adapter that uses it: a new adapter takes the place of a deleted one, so that CUDA
+        # graphs that read the memory stay valid from one version of an adapter to the next
         self._places: list[tuple[Factors, weakref.ref[Adapter]]] = []
         self._linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        # its input is one row per sampled token, not per token of the step
+        # the head's input is one row per sampled token, not per token of the step
         self._head = next((n for n, m in self._linear.items() if m is model.get_output_embeddings()), None)
         self._hooked: set[str] = set()
-        self._device = model.device  # not that of the weights, which may be asleep on the CPU
+        self._device = model.device  # not the device of the weights, which may be asleep on the CPU
 
     def load(self, name: str, path: str) -> Adapter:
         """Read a peft folder (adapter_config.json, adapter_model.safetensors). Raises AdapterError."""
@@ -105,7 +105,7 @@ class AdapterLayers:
         return self._settle(Adapter(name, path, factors))
 
     def _settle(self, adapter: Adapter) -> Adapter:
-        """Give it the place of one that nobody holds any more and that was like it, or a new one."""
+        """Give the adapter the memory of a deleted adapter of the same shapes, or new memory."""
         empty = [(factors, owner) for factors, owner in self._places if owner() is None]
         self._places = [(factors, owner) for factors, owner in self._places if owner() is not None]
         for factors, _ in empty:
@@ -119,7 +119,7 @@ class AdapterLayers:
         return adapter
 
     def tensors(self) -> list[Tensor]:
-        """The factors that have memory."""
+        """Return the factors that have memory."""
         return [factor for factors, _ in self._places for pair in factors.values() for factor in pair]
 
     def _hook(self, name: str) -> None:
@@ -127,7 +127,7 @@ class AdapterLayers:
             for factors, begin, end, others in self.segments:
                 if pair := factors.get(name):
                     product = (args[0][:, begin:end] @ pair[0]) @ pair[1]
-                    # filled, not multiplied: one adapter's NaN is none of the others' business
+                    # fill, do not multiply: a NaN of one adapter must not reach the others' tokens
                     output[:, begin:end] += product if others is None else product.masked_fill_(others, 0)
 
         self._linear[name].register_forward_hook(add_products)
@@ -135,14 +135,14 @@ class AdapterLayers:
 
 
 def _places(factors: Factors) -> dict[str, list[tuple[torch.Size, int]]]:
-    """Shapes and bytes, of which there are none while the factors are evicted."""
+    """Return shapes and bytes; the bytes are 0 while the factors are evicted."""
     return {
         name: [(factor.shape, factor.untyped_storage().nbytes()) for factor in pair] for name, pair in factors.items()
     }
 
 
 def segments(adapters: Sequence[Adapter | None], after: np.ndarray) -> list[Segment]:
-    """Those of requests sorted by adapter, whose tokens end at `after`."""
+    """Return the segments of requests sorted by adapter, whose tokens end at `after`."""
     made, begin = [], 0
     for index, adapter in enumerate(adapters):
         if index + 1 == len(adapters) or adapters[index + 1] is not adapter:
@@ -153,7 +153,7 @@ def segments(adapters: Sequence[Adapter | None], after: np.ndarray) -> list[Segm
 
 
 def _check_config(config: dict[str, Any]) -> None:
-    """Refuse everything but plain LoRA and rsLoRA."""
+    """Raise AdapterError for anything but plain LoRA and rsLoRA."""
     if config.get("peft_type") != "LORA":
         raise AdapterError(f"peft_type: {config.get('peft_type')}; only LORA is supported")
     if config.get("bias", "none") != "none":

@@ -1,4 +1,4 @@
-"""Where the tokens of one step lie in the cache, and which of them attend together."""
+"""Plans one step: where its tokens are in the cache, and which of them attend together."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from torch import Tensor
 class Group(NamedTuple):
     """Requests of one step whose queries are padded to one length and attend together.
 
-    `gather` [n * queries] indexes the step's tokens; `tokens` [count] are those tokens and `pick` [count] where their
-    results are among the n * queries. None means: all, in order. Either the slots `first` to `end` are viewed in
+    `gather` [n * queries] indexes the step's tokens; `tokens` [count] are those tokens and `pick` [count] the positions
+    of their results among the n * queries. None means: all, in order. Either the slots `first` to `end` are viewed in
     place, or `slots` are copied out.
     """
 
@@ -30,7 +30,7 @@ class Group(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What attention needs to know about the running step; `rows` are the cache rows that its tokens fill."""
+    """The input of attention for the running step; `rows` are the cache rows that its tokens fill."""
 
     rows: Tensor
     groups: list[Group]
@@ -47,25 +47,27 @@ class Planner:
     device: torch.device
 
     def plan(self, slots: np.ndarray, start: np.ndarray, count: np.ndarray, position: np.ndarray) -> Plan:
-        """Per request its slot, and that its tokens `start` to `start + count` are new; `position` of every token."""
+        """Plan a step from the slot of each request, its new tokens `start` to `start + count`, and the `position` of
+        every token."""
         slot_of = np.repeat(slots, count)
         rows = (slot_of[:, None] * self.kv_heads + np.arange(self.kv_heads)) * self.length + position[:, None]
         return Plan(self.tensor(rows.ravel()), list(self._groups(slots, start, count, position)))
 
     def tensor(self, array: np.ndarray) -> Tensor:
-        """On the device."""
+        """Copy an array to the device."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
     def mask(self, visible: Tensor, keys: int, times: int = 1) -> Float[Tensor, "n 1 rows keys"]:
-        """`visible` [n, queries] are positions: a query sees the keys up to its own. The queries come `times` times."""
+        """Return the attention mask: `visible` [n, queries] are positions, and a query sees the keys up to its own. The
+        queries are repeated `times` times."""
         n, queries = visible.shape
         blocked = torch.arange(keys, device=self.device) > visible[:, None, :, None]
         mask = torch.zeros(n, times, queries, keys, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(blocked, float("-inf")).view(n, 1, times * queries, keys)
 
     def _groups(self, slots: np.ndarray, start: np.ndarray, count: np.ndarray, position: np.ndarray) -> Iterator[Group]:
-        """Requests with like numbers of new tokens together, split by these and by length where padding would double
-        the work."""
+        """Group requests with similar numbers of new tokens, and split groups by this number and by length if padding
+        would double the work."""
         offset, end = count.cumsum() - count, start + count
         width = np.where(count == 1, 0, np.ceil(np.log2(np.maximum(count, 32))))
         short = (count > 1) & (count <= 32)
@@ -87,7 +89,7 @@ class Planner:
         queries = int(count.max())
         keys = min(self.length, -(-int(end.max()) // 16) * 16)
         first, last = int(slots.min()), int(slots.max()) + 1
-        # reading a few idle slots is cheaper than copying the busy ones; they and padded queries together at most
+        # reading a few idle slots is cheaper than copying the busy ones; together with padded queries they at most
         # double the mask
         viewed = (last - first) * queries <= 2 * int(count.sum())
         place = slots - first if viewed else np.arange(len(slots))
@@ -103,7 +105,7 @@ class Planner:
         return Group(
             queries=queries,
             keys=keys,
-            # the heads that share a key head are further queries of it; a single query's mask is broadcast to them
+            # heads that share a key head are further queries of it; the mask of a single query is broadcast to them
             mask=self.mask(self.tensor(position[gather]), keys, self.heads // self.kv_heads if queries > 1 else 1),
             gather=None if whole else self.tensor(gather.ravel()),
             tokens=None if whole else self.tensor(tokens),

@@ -1,7 +1,7 @@
-"""Fake quantisation: weights rounded to what few bits can hold, and computed with as before.
+"""Fake quantisation: rounds weights to values that few bits can represent, and computes with them as before.
 
-It shows what a quantised server does to learning, on any machine: it saves no memory and no time. Rounding is to
-nearest, without the calibration of AWQ or GPTQ, so that it errs more than their checkpoints do.
+It shows how a quantised server affects learning, on any machine; it saves neither memory nor time. Weights are rounded
+to nearest, without the calibration of AWQ or GPTQ, so the error is larger than in their checkpoints.
 """
 
 from collections.abc import Awaitable, Callable
@@ -18,25 +18,25 @@ from agentfactory.rollout.embedded.engine import UnsupportedModel
 Quantization = Literal["int8", "int4"]
 
 GROUP = 128
-"""Neighbouring inputs that share scale and zero point in int4, as in most AWQ and GPTQ checkpoints."""
+"""Number of neighbouring inputs that share scale and zero point in int4, as in most AWQ and GPTQ checkpoints."""
 
 FULL_WEIGHTS = frozenset(
     {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"}
 )
-"""The routes by which full weights would come."""
+"""The routes that transfer full weights."""
 
 Dispatch = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 @torch.no_grad()
 def quantize(model: PreTrainedModel, kind: Quantization) -> None:
-    """Round the weights of all linear modules below the head, in place; embeddings, norms, biases and the head stay, as
-    vLLM's quantised checkpoints have them.
+    """Round the weights of all linear modules below the head in place. Embeddings, norms, biases and the head stay
+    unchanged, as in vLLM's quantised checkpoints.
 
-    int8: symmetric, one scale per output channel. int4: asymmetric (16 levels from the least weight to the largest, 0
-    among them), per group of GROUP inputs of an output channel, or fewer where its inputs end. Adapters act on top, and
-    are not rounded. Raises UnsupportedModel where other modules than linear ones multiply by matrices: they would be
-    left as they are.
+    int8: symmetric, one scale per output channel. int4: asymmetric (16 levels from the smallest weight to the largest,
+    including 0), per group of GROUP inputs of an output channel, or fewer at the end. Adapters are added on top and are
+    not rounded. Raises UnsupportedModel if modules other than linear ones multiply by matrices: they would not be
+    rounded.
     """
     head = model.get_output_embeddings()
     kept = {
@@ -57,13 +57,13 @@ def _embeddings(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _symmetric(weight: Float[Tensor, "out group"]) -> Float[Tensor, "out group"]:
-    """255 levels, -127 to 127 times the scale."""
+    """Round to 255 levels, -127 to 127 times the scale."""
     scale = _nonzero(weight.abs().amax(1, keepdim=True) / 127)
     return (weight / scale).round() * scale
 
 
 def _asymmetric(weight: Float[Tensor, "out group"]) -> Float[Tensor, "out group"]:
-    """16 levels, 0 to 15 less the zero point, times the scale."""
+    """Round to 16 levels, (0 to 15 minus the zero point) times the scale."""
     low, high = weight.amin(1, keepdim=True).clamp(max=0), weight.amax(1, keepdim=True).clamp(min=0)
     scale = _nonzero((high - low) / 15)
     zero = (-low / scale).round()
@@ -71,13 +71,13 @@ def _asymmetric(weight: Float[Tensor, "out group"]) -> Float[Tensor, "out group"
 
 
 def _nonzero(scale: Tensor) -> Tensor:
-    """Weights that are all 0 stay so."""
+    """Replace scales of 0, so that weights that are all 0 stay 0."""
     return scale.where(scale > 0, 1.0)
 
 
 def adapters_only(dispatch: Dispatch, kind: Quantization) -> Dispatch:
-    """`dispatch`, with full weights refused: rounded again they would not be the trainer's, and no checksum could prove
-    them."""
+    """Wrap `dispatch` so that it refuses full weights: after rounding they would differ from the trainer's, and no
+    checksum could prove them."""
 
     async def guarded(request: web.BaseRequest) -> web.StreamResponse:
         if request.path not in FULL_WEIGHTS:

@@ -1,4 +1,4 @@
-"""One token per row of logits."""
+"""Samples one token per row of logits."""
 
 from collections.abc import Sequence
 from random import Random
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Sampling(Protocol):
-    """What decides a row's token."""
+    """Parameters that determine the sampled token of a row."""
 
     temperature: float
     generator: Random
@@ -19,8 +19,8 @@ class Sampling(Protocol):
 def sample(
     logits: Float[Tensor, "n vocabulary"], requests: Sequence[Sampling]
 ) -> tuple[list[int], Float[Tensor, "n vocabulary"]]:
-    """One token per row, and the log-probabilities of all: inverse of the cumulative distribution at one uniform per
-    token, from the request's own generator, so that a result does not depend on what else was in the batch."""
+    """Return one token per row, and all log-probabilities. Inverts the cumulative distribution at one uniform number
+    per token, drawn from the request's own generator, so that a result does not depend on the rest of the batch."""
     temperature = [r.temperature for r in requests]
     scaled = logits.float()
     if any(t not in (0.0, 1.0) for t in temperature):

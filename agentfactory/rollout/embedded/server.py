@@ -1,4 +1,4 @@
-"""The embedded engine behind vLLM's routes, on aiohttp: one thread, engine steps inline in the event loop."""
+"""The embedded engine behind vLLM's routes, on aiohttp: one thread that runs the engine's steps in the event loop."""
 
 import asyncio
 import hmac
@@ -17,7 +17,7 @@ from agentfactory.rollout.embedded.weights import WeightsError, WeightUpdate, ch
 
 Handler = Callable[["Server", web.BaseRequest], Awaitable[Json | str]]
 
-# Turns of the event loop after each step: sockets are read, requests parsed, answers written.
+# Turns of the event loop after each step, in which sockets are read, requests parsed and answers written.
 LOOP_TURNS = 4
 
 
@@ -40,10 +40,10 @@ class Server:
         self.adapters: dict[str, Adapter] = {}
         self._authorization = f"Bearer {api_key}".encode() if api_key else None
         self._device = engine.device
-        self._asleep: set[str] = set()  # of "weights", "kv_cache"
+        self._asleep: set[str] = set()  # subset of "weights", "kv_cache"
         self._frozen = False  # paused with requests kept: no steps
         self._update: WeightUpdate | None = None  # from start_weight_update to finish_weight_update: no steps
-        self._open = asyncio.Event()  # new requests pass; closed while paused
+        self._open = asyncio.Event()  # set unless paused: new requests may pass
         self._open.set()
         self._work = asyncio.Event()
         self._in_flight: set[asyncio.Future[None]] = set()
@@ -51,7 +51,7 @@ class Server:
     # ---- the loop
 
     async def run_engine(self) -> None:
-        """Step while there is work, for ever."""
+        """Run steps while there is work; never returns."""
         while True:
             if self._frozen or self._update or self._asleep or not self.engine.busy:
                 self._work.clear()
@@ -95,7 +95,7 @@ class Server:
         self._work.set()
         try:
             await finished
-        except asyncio.CancelledError:  # the client has gone
+        except asyncio.CancelledError:  # the client has disconnected
             self.engine.abort(request)
             raise
         finally:
@@ -105,7 +105,7 @@ class Server:
         return answer(body, request, self.eos_token_ids)
 
     def _adapter(self, body: Json) -> Adapter | None:
-        """The adapter that a generate body names; None for the base model."""
+        """Return the adapter named in the body of a generate request; None for the base model."""
         name = body.get("model") or self.served_model_name
         if name == self.served_model_name:
             return None
@@ -116,7 +116,7 @@ class Server:
     # ---- pausing
 
     async def pause(self, http: web.BaseRequest) -> Json:
-        """Hold new requests back; those in flight are ended (abort), completed (wait) or frozen (keep)."""
+        """Block new requests; running ones are ended (abort), completed (wait) or frozen (keep)."""
         await self._pause(http.query.get("mode", "abort"))
         return {"status": "paused"}
 
@@ -149,15 +149,15 @@ class Server:
     # ---- weights
 
     async def init_weight_transfer_engine(self, http: web.BaseRequest) -> Json:
-        """Nothing is arranged; the answer says whose memory can be shared, as keys of the ipc backend's handles."""
+        """Return the devices with shareable memory, as keys of the ipc backend's handles; nothing is initialised."""
         if (await _body(http)).get("init_info") not in (None, {}, {"packed": True}):
             raise ApiError(400, 'init_info: the file backend takes {}, the ipc backend {"packed": true}')
         memory = dict.fromkeys([memory_key(self._device), CPU])
         return {"message": "Weight transfer initialized", "memory": list(memory)}
 
     async def start_weight_update(self, http: web.BaseRequest) -> Json:
-        """No step runs until finish_weight_update. Requests in flight must have been paused, the weights be awake. An
-        update that is under way begins anew: all weights have to be brought again."""
+        """Stop running steps until finish_weight_update. Running requests must be paused and the weights awake. An
+        update in progress starts over: all weights must be sent again."""
         if self.engine.busy and not self._frozen:
             raise ApiError(409, "requests are running; POST /pause first")
         if "weights" in self._asleep:
@@ -177,7 +177,8 @@ class Server:
         return {"message": "Weights updated"}
 
     async def finish_weight_update(self, http: web.BaseRequest) -> Json:
-        """Without a `weight_version` the update is given up, which is refused once any weight has been overwritten."""
+        """Finish an update. Without a `weight_version` the update is cancelled; this is refused if any weight has been
+        overwritten."""
         version = (await _body(http)).get("weight_version")
         update = self._need_update()
         if version is not None:
@@ -224,14 +225,14 @@ class Server:
         return {"success": self.engine.reset_prefix_cache(running)}
 
     async def sleep(self, http: web.BaseRequest) -> Json:
-        """Level 1: give back the cache's memory and, on a GPU, that of weights and adapters, which wait in the host's;
-        what has been woken since sleeps again. With requests in flight `mode` must say what becomes of them, as in
-        /pause; kept ones compute their cache again after /wake_up."""
+        """Free the cache's memory and, on a GPU, move weights and adapters to host memory (level 1); parts that were
+        woken since sleep again. If requests are running, `mode` must say what happens to them, as in /pause; kept
+        requests recompute their cache after /wake_up."""
         if http.query.get("level", "1") != "1":
             raise ApiError(400, f"level: {http.query['level']!r} is not supported by the embedded engine; only 1 is")
         if self._update and not self._update.overwritten:
             raise ApiError(409, "a weight update is under way; POST /finish_weight_update first")
-        # one whose sender died within it may sleep: the next update has to bring all weights
+        # the server may sleep during an update whose sender died: the next update must send all weights
         if self._asleep != {"weights", "kv_cache"}:
             was_open, was_frozen = self._open.is_set(), self._frozen
             if self.engine.busy and "mode" not in http.query:
@@ -251,7 +252,7 @@ class Server:
         return {"status": "sleeping", "level": 1}
 
     async def wake_up(self, http: web.BaseRequest) -> Json:
-        """Undo /sleep, all or the parts named by `tags` (weights, kv_cache)."""
+        """Undo /sleep, completely or for the parts named by `tags` (weights, kv_cache)."""
         tags = set(http.query.getall("tags", [])) or {"weights", "kv_cache"}
         if unknown := tags - {"weights", "kv_cache"}:
             raise ApiError(400, f"tags: {min(unknown)!r} is not one of weights, kv_cache")
@@ -315,7 +316,7 @@ class Server:
         return {"message": f"Success: LoRA adapter '{name}' added successfully."}
 
     async def unload_lora_adapter(self, http: web.BaseRequest) -> Json:
-        """Forget the name at once, as vLLM does; requests in flight finish with the adapter they began with."""
+        """Forget the name at once, as vLLM does; running requests finish with the adapter that they started with."""
         name = (await _body(http)).get("lora_name")
         if name not in self.adapters:
             raise ApiError(404, f"The lora adapter '{name}' cannot be found.")
@@ -364,7 +365,7 @@ def _answer(body: Json | str, status: int = 200) -> web.Response:
 
 
 def _finish(finished: "asyncio.Future[None]", request: Request) -> None:
-    if not finished.done():  # done: its client has gone
+    if not finished.done():  # done: the client has disconnected
         finished.set_result(None)
 
 

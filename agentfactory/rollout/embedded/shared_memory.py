@@ -1,8 +1,8 @@
-"""Memory that the sender of weights shares with this process: a GPU's by CUDA IPC, a machine's by name.
+"""Memory that the sender of weights shares with this process: a GPU's through CUDA IPC, the machine's by name.
 
-A handle is pickled and base64-encoded, as vLLM 0.32's `ipc` backend has it: {UUID of a GPU: what
-`torch.multiprocessing.reductions.reduce_tensor` gives for a buffer of bytes}. Beside that, {"cpu": (name, bytes)} is
-a block of `multiprocessing.shared_memory`.
+A handle is pickled and base64-encoded, as in vLLM 0.32's `ipc` backend: {UUID of a GPU: result of
+`torch.multiprocessing.reductions.reduce_tensor` for a buffer of bytes}. In addition, {"cpu": (name, bytes)} is a block
+of `multiprocessing.shared_memory`.
 """
 
 import base64
@@ -20,34 +20,34 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 CPU = "cpu"
-"""Key of a handle to memory of the machine."""
+"""Key of handles to the machine's own memory."""
 
 _DEVICE_ARGUMENT = 6
-"""Place of the device's number in what `reduce_tensor` gives: a number of the sender's own."""
+"""Index of the device number in the result of `reduce_tensor`; the number is valid only for the sender."""
 
 
 class SharedMemoryError(ValueError):
-    """A handle that cannot be opened here."""
+    """A handle cannot be opened here."""
 
 
 def memory_key(device: torch.device) -> str:
-    """The key of handles to a device's memory: a GPU's UUID, or "cpu"."""
+    """Return the key of handles to a device's memory: a GPU's UUID, or "cpu"."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else CPU
 
 
 class SharedBuffer:
-    """The sender's buffer, mapped once for all parts of an update: torch counts one release for each sending of a
-    handle, and the sender writes one part after the other into the same buffer. CUDA: untested on a GPU."""
+    """The sender's buffer, mapped once for all parts of an update: torch counts one release for each time a handle is
+    sent, and the sender writes the parts one after the other into the same buffer. CUDA: untested on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        """`device` is the one that the model is on."""
+        """`device` is the model's device."""
         self._device = device
         self._handle: Any = None
         self._block: SharedMemory | None = None
         self._bytes: Tensor | None = None
 
     def open(self, pickled: str) -> UInt8[Tensor, "bytes"]:
-        """The buffer behind a handle; it is the sender's memory, not a copy. Raises SharedMemoryError."""
+        """Open the buffer behind a handle; it is the sender's memory, not a copy. Raises SharedMemoryError."""
         handles = _read(pickled)
         key = next((key for key in (memory_key(self._device), CPU) if key in handles), None)
         if key is None:
@@ -68,7 +68,7 @@ class SharedBuffer:
         return self._bytes
 
     def close(self) -> None:
-        """Let go of the buffer, which is the sender's again."""
+        """Release the buffer to the sender."""
         self._handle = self._bytes = None
         if self._block is not None:
             self._block.close()
@@ -97,7 +97,7 @@ def _open_block(handle: Any) -> tuple[SharedMemory, Tensor]:
 def _attach(name: str) -> SharedMemory:
     if sys.version_info >= (3, 13):
         return SharedMemory(name, track=False)
-    # before 3.13 Python takes the block for this process's own, and would remove it when this process ends
+    # before 3.13 Python treats the block as this process's own, and would remove it when this process ends
     register, resource_tracker.register = resource_tracker.register, lambda *_: None
     try:
         return SharedMemory(name)
@@ -106,7 +106,7 @@ def _attach(name: str) -> SharedMemory:
 
 
 class _Handles(pickle.Unpickler):
-    """Pickle runs what it is told to; of a handle it need know only these."""
+    """Unpickles only what handles contain: plain pickle would run arbitrary code."""
 
     _KNOWN = {
         ("torch", "Tensor"): torch.Tensor,

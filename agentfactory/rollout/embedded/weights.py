@@ -1,4 +1,4 @@
-"""Full weights of a model in place: from a safetensors file or from shared memory, and their checksums."""
+"""Updates a model's full weights in place, from a safetensors file or shared memory, and computes their checksums."""
 
 import hashlib
 import math
@@ -13,30 +13,32 @@ from torch import Tensor, nn
 from agentfactory.rollout.embedded.shared_memory import SharedBuffer, SharedMemoryError
 
 _PACKED = ("names", "dtype_names", "shapes", "tensor_sizes")
-"""Lists of one part that comes through shared memory, with an entry per tensor."""
+"""Lists that describe one part sent through shared memory, with an entry per tensor."""
 
 
 class WeightsError(ValueError):
-    """Weights that do not fit the model, or cannot be read, or are not all that it has."""
+    """Weights that do not fit the model, cannot be read, or are incomplete."""
 
 
 class WeightUpdate:
-    """One update of all weights: from a file, or in parts through memory that the sender shares."""
+    """One update of all weights: from a file, or in parts through shared memory."""
 
     def __init__(self, model: nn.Module, overwritten: bool = False) -> None:
-        """`model` is on its device until the update ends; `overwritten` where one before it was not completed."""
+        """`model` must stay on its device until the update ends; set `overwritten` if an earlier update was not
+        completed."""
         self.overwritten = overwritten
-        """Whether weights have been overwritten: the model is then no version, until an update has brought them all."""
+        """Whether weights have been overwritten. The model then matches no version until an update has replaced all of
+        them."""
         self._state = model.state_dict()
         self._tied = _tied(self._state)
         self._given: set[str] = set()
         self._buffer = SharedBuffer(next(model.parameters()).device)
 
     def load(self, info: Any) -> None:
-        """Takes {"path": FILE}, a safetensors file of all weights, or one part as vLLM's `ipc` backend has it when it
-        is packed: lists `names`, `dtype_names`, `shapes` (of numbers) and `tensor_sizes` (in bytes), and the handle of
-        the buffer that holds these tensors one after the other, as `ipc_handles_pickled`. Names are those of
-        `model.state_dict()`; one of tied tensors is enough, and each is converted to the model's dtype.
+        """Load weights from {"path": FILE}, a safetensors file of all weights, or from one packed part as in vLLM's
+        `ipc` backend: lists `names`, `dtype_names`, `shapes` (of numbers) and `tensor_sizes` (in bytes), and
+        `ipc_handles_pickled`, the handle of the buffer that contains these tensors one after the other. Names are those
+        of `model.state_dict()`; one name of tied tensors is enough. Each tensor is converted to the model's dtype.
 
         A file or part is checked before any of it is copied into the model. Raises WeightsError.
         """
@@ -52,14 +54,14 @@ class WeightUpdate:
                 )
 
     def check_whole(self) -> None:
-        """Raises WeightsError unless every weight was brought."""
+        """Raise WeightsError unless every weight was loaded."""
         if not self._given:
             raise WeightsError("no weights were updated; POST /update_weights first")
         if missing := [names[0] for names in self._tied if not self._given.intersection(names)]:
             raise WeightsError(f"the update lacks the tensor {_some(missing)}")
 
     def close(self) -> None:
-        """Lets go of the sender's memory."""
+        """Release the sender's memory."""
         self._buffer.close()
 
     def _load_file(self, path: str) -> None:
@@ -111,12 +113,12 @@ class WeightUpdate:
             for name, value in part.items():
                 self._state[name].copy_(value)
         if buffer.is_cuda:
-            # the sender overwrites the buffer once it is answered
+            # the sender overwrites the buffer after the answer
             torch.cuda.synchronize(buffer.device)
         self._given |= part.keys()
 
     def _unpacked(self, rest: Tensor, name: Any, dtype_name: Any, shape: Any, size: Any) -> Tensor:
-        """The tensor at the beginning of `rest`, as the model keeps it."""
+        """Return the tensor at the beginning of `rest`, with the model's dtype."""
         if name not in self._state:
             raise WeightsError(f"update_info: the model has no tensor {name}")
         needed = self._state[name].shape
@@ -131,7 +133,7 @@ class WeightUpdate:
                 f"{len(rest)} are left of the buffer"
             )
         flat = rest[:size]
-        # a tensor that follows one of a smaller dtype may begin anywhere
+        # a tensor that follows one of a smaller dtype may be unaligned
         aligned = flat.clone() if flat.data_ptr() % dtype.itemsize else flat
         return aligned.view(dtype).view(shape).to(self._state[name])
 
@@ -146,7 +148,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _tied(state: Mapping[str, Tensor]) -> list[list[str]]:
-    """Names of one tensor each; most have one."""
+    """Return groups of names, one group per tensor; most contain one name."""
     names: dict[int, list[str]] = {}
     for name, tensor in state.items():
         names.setdefault(tensor.data_ptr(), []).append(name)

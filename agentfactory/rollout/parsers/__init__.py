@@ -1,4 +1,4 @@
-"""Tool-call formats: how a model writes its calls, read out of its text and written again."""
+"""Tool-call formats: parse the calls that a model writes in its text, and write calls as text."""
 
 from pathlib import Path
 
@@ -21,8 +21,8 @@ PARSERS = {
 
 
 def load_parser(reference: str, base: Path = Path()) -> Parser:
-    """The parser that `rollout.parser` names: one of PARSERS, or `FILE.py:NAME` of a Parser class, the path relative to
-    `base`. Raises SettingError where there is none."""
+    """Load the parser that `rollout.parser` names: one of PARSERS, or `FILE.py:NAME` of a Parser class, the path
+    relative to `base`. Raises SettingError if there is none."""
     try:
         parser = load_object(reference, base, PARSERS)
     except UserCodeError as error:

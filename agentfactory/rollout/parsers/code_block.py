@@ -1,4 +1,4 @@
-"""Code as action (Wang et al., 2024, arXiv:2402.01030): a turn's Python blocks are run by the recipe's code tool."""
+"""Code as action (Wang et al., 2024, arXiv:2402.01030): the recipe's code tool runs a turn's Python blocks."""
 
 import re
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ _FENCE = re.compile(r"^[ \t]*+(`{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.MULTILINE)
 class CodeBlock(Parser):
     """A block that begins with a line of three backquotes and `python`, and ends with a line of three backquotes.
 
-    Several blocks of one turn are run as one program, in their order. A turn without one is the last word.
+    Several blocks in one turn run as one program, in their order. A turn without a block is the final answer.
     """
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser. Blocks of other languages are words."""
+        """See Parser. Blocks in other languages are ordinary text."""
         outside: list[str] = []
         blocks: list[str] = []
         position = 0
@@ -40,7 +40,7 @@ class CodeBlock(Parser):
         return Reading(words, [(_code_tool(specs), {CODE: "\n\n".join(blocks)})] if blocks else [])
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser. Raises ValueError for other calls than one of the code tool."""
+        """See Parser. Raises ValueError for anything but one call of the code tool."""
         name = _code_tool(specs)
         if len(calls) != 1 or calls[0][0] != name or list(calls[0][1]) != [CODE]:
             raise ValueError(f"code_block has one call of {name}({CODE}) a turn, not {list(calls)}")
@@ -51,7 +51,7 @@ class CodeBlock(Parser):
         return "To run code, write\n```python\nprint(6 * 7)\n```"
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        """See Parser. Raises ValueError where no tool runs code."""
+        """See Parser. Raises ValueError if no tool runs code."""
         if not specs:
             return None
         name = _code_tool(specs)
@@ -62,12 +62,12 @@ class CodeBlock(Parser):
         )
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        """See Parser: `Output:` and what the code gave."""
+        """See Parser: `Output:` and the code's output."""
         return [tell([("Output:\n", result, "") for result in results])]
 
 
 def _code_tool(specs: Sequence[ToolSpec]) -> str:
-    """The tool that runs code: the only one with a parameter `code` that needs no other."""
+    """Return the tool that runs code: the only one with a parameter `code` and no other required parameter."""
     fit = [s.name for s in specs if CODE in parameters(s) and set(s.parameters.get("required") or []) <= {CODE}]
     if specs and len(fit) != 1:
         among = f"{', '.join(fit) if fit else 'none'} among {', '.join(spec.name for spec in specs)}"

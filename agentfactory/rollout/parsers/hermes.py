@@ -14,7 +14,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class Hermes(NativeParser):
-    """`<tool_call>{"name": "search", "arguments": {"query": "rain"}}</tool_call>`, as often as there are calls."""
+    """`<tool_call>{"name": "search", "arguments": {"query": "rain"}}</tool_call>`, once per call."""
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
         """See Parser."""
@@ -44,7 +44,7 @@ class Hermes(NativeParser):
 
 
 def _read_call(text: str, position: int) -> tuple[Call, int]:
-    """A call, and the position after its closing tag. Raises ValueError in words for the model."""
+    """Return a call, and the position after its closing tag. Raises ValueError with a message for the model."""
     value, end = read_json(text, skip_space(text, position))
     end = skip_space(text, end)
     if not text.startswith(CLOSE, end):
@@ -53,7 +53,7 @@ def _read_call(text: str, position: int) -> tuple[Call, int]:
 
 
 def read_call_object(call: object, *keys: str) -> Call:
-    """A call out of a JSON object that has its arguments under one of `keys`. Raises ValueError in words for the
+    """Read a call from a JSON object with its arguments under one of `keys`. Raises ValueError with a message for the
     model."""
     if not isinstance(call, dict):
         raise ValueError(f"expected a JSON object, not {KINDS[type(call)]}")
@@ -64,7 +64,7 @@ def read_call_object(call: object, *keys: str) -> Call:
     if key not in call and len(call) > 1:
         others = ", ".join(json.dumps(other) for other in call if other != "name")
         raise ValueError(f'"{key}" is missing, but there is {others}')
-    # a tool without parameters needs no arguments; where the tool has required ones, its own check says so
+    # a tool without parameters needs no arguments; if a required argument is missing, the tool's own check reports it
     arguments = call.get(key, {})
     if not isinstance(arguments, dict):
         raise ValueError(f'"{key}" must be a JSON object, not {KINDS[type(arguments)]}')

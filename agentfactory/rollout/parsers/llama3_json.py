@@ -1,6 +1,6 @@
-"""Llama 3's JSON: a turn that is `{"name": ..., "parameters": {...}}` and nothing else.
+"""Llama 3's JSON: a turn that consists only of `{"name": ..., "parameters": {...}}`.
 
-The chat templates of Llama 3.1 and later write one call a turn. Several, with semicolons between them, are read too.
+The chat templates of Llama 3.1 and later write one call per turn. Several calls separated by semicolons are read too.
 """
 
 import json
@@ -22,7 +22,7 @@ class Llama3Json(NativeParser):
     """`{"name": "search", "parameters": {"query": "rain"}}`."""
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser. JSON that is no call is an answer."""
+        """See Parser. JSON that is not a call is an answer."""
         words = text.strip()
         tagged = words.startswith(TAG)
         if not tagged and not words.startswith("{"):

@@ -1,4 +1,4 @@
-"""What every tool-call format has: reading the calls of a turn, writing calls, telling of tools and results."""
+"""The interface of tool-call formats: read a turn's calls, write calls, and describe tools and results to the model."""
 
 import json
 from collections.abc import Sequence
@@ -11,19 +11,19 @@ Arguments = dict[str, Any]
 Call = tuple[str, Arguments]
 """A call's name and arguments."""
 MAX_REASON = 300
-"""Characters of what a malformed turn is told at most, the right form aside."""
+"""Maximum length of a parse error shown to the model, in characters, without the sentence on the correct form."""
 
 
 class FormatError(ValueError):
-    """A turn is not in the format. The text says, in words for the model, what is wrong with it."""
+    """A turn is not in the format. The message, written for the model, says what is wrong."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What stands in a turn: the words outside the calls, the calls, and the final answer where the format marks one.
+    """The contents of a turn: the text outside the calls, the calls, and the final answer if the format marks one.
 
-    `error` says, in words for the model, what is wrong with the turn. Then `calls` is empty and `content` the whole
-    text: a turn is executed as a whole or not at all.
+    `error`, written for the model, says what is wrong with the turn. `calls` is then empty and `content` is the whole
+    text: a turn is executed completely or not at all.
     """
 
     content: str
@@ -35,27 +35,28 @@ class Reading:
 class Parser:
     """A tool-call format in plain text: the chat template is rendered without tools.
 
-    A parser of one's own has `read` and `write`. It holds no state: one object serves all chains.
+    A custom parser implements `read` and `write`. It must not hold state: one object serves all chains.
     """
 
     native: ClassVar[bool] = False
-    """Whether the chat template shows the tools and writes calls and results, and `read` reads its format."""
+    """Whether the chat template shows the tools and writes calls and results; `read` then parses the template's
+    format."""
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """Read a turn. Raises FormatError where it is not in the format, and nothing else whatever the text; takes
-        time linear in its length."""
+        """Read a turn in time linear in its length. Whatever the text, the only error to raise is FormatError, if the
+        turn is not in the format."""
         raise NotImplementedError(f"{type(self).__name__} has to define read(text, specs)")
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """The text of calls: what `read` reads as them. Raises ValueError where the format cannot express them."""
+        """Write calls as text that `read` parses back. Raises ValueError if the format cannot express them."""
         raise NotImplementedError(f"{type(self).__name__} has to define write(calls, specs)")
 
     def write_answer(self, text: str) -> str:
-        """A final answer, as the format marks it."""
+        """Write a final answer as the format marks it."""
         return text
 
     def parse(self, text: str, specs: Sequence[ToolSpec] = ()) -> Reading:
-        """`read`, with a FormatError as the reading's error, followed by the right form."""
+        """Call `read`, and turn a FormatError into the reading's error, followed by the correct form."""
         try:
             return self.read(text, specs)
         except FormatError as error:
@@ -65,73 +66,74 @@ class Parser:
             return Reading(text.strip(), error=f"{reason}. {self.form(specs)}".strip())
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        """One sentence that shows how a call is written; it ends what a malformed turn is told."""
+        """Return one sentence that shows how to write a call; it ends the message about a malformed turn."""
         if not specs:
             return ""
         names = parameters(specs[0])
         return f"Write a call as\n{self.write([(specs[0].name, {name: '...' for name in names})], specs)}"
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        """What the model is told, in the system message, of the tools and how to call them. None: nothing.
+        """Return the system message's description of the tools and of how to call them; None for no description.
 
-        Raises ValueError where the format cannot call these tools.
+        Raises ValueError if the format cannot call these tools.
         """
         return f"{describe(specs)}\n\n{self.form(specs)}" if specs else None
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        """How results are told: one user message."""
+        """Return the results as one user message."""
         told = [(f"Result of {call.name}:\n", result, "") for call, result in zip(calls, results, strict=True)]
         return [tell(told)]
 
     def complaint(self, text: str) -> list[Message]:
-        """How a malformed turn is told."""
+        """Return the message about a malformed turn."""
         return [{"role": "user", "content": text}]
 
 
 class NativeParser(Parser):
-    """A tool-call format that the chat template knows: it shows the tools, and writes calls and results."""
+    """A tool-call format that the chat template supports: the template shows the tools, and writes calls and
+    results."""
 
     native = True
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        """None: the chat template tells of the tools."""
+        """Return None: the chat template describes the tools."""
         return None
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        """One tool message per call."""
+        """Return one tool message per call."""
         return [result.to_message(call) for call, result in zip(calls, results, strict=True)]
 
     def complaint(self, text: str) -> list[Message]:
-        """A tool message that answers no call."""
+        """Return a tool message that answers no call."""
         return [{"role": "tool", "content": text}]
 
 
 def parameters(spec: ToolSpec) -> dict[str, Any]:
-    """The schemas of a tool's parameters by name."""
+    """Return the schemas of a tool's parameters by name."""
     properties = spec.parameters.get("properties")
     return properties if isinstance(properties, dict) else {}
 
 
 def sole_parameter(spec: ToolSpec) -> str | None:
-    """The one parameter that a call may give without naming it: the only required one, or the only one."""
+    """Return the parameter that a call may give without naming it: the only required one, or the only one."""
     required = spec.parameters.get("required") or []
     names = list(required) if len(required) == 1 else list(parameters(spec))
     return names[0] if len(names) == 1 else None
 
 
 def find_spec(name: str, specs: Sequence[ToolSpec]) -> ToolSpec | None:
-    """The tool of that name."""
+    """Return the tool called `name`."""
     return next((spec for spec in specs if spec.name == name), None)
 
 
 def describe(specs: Sequence[ToolSpec]) -> str:
-    """The tools, one a paragraph: name, description, and the schema of the arguments."""
+    """Describe the tools, one per paragraph: name, description, and the schema of the arguments."""
     told = [f"{s.name}: {s.description}\nArguments: {json.dumps(s.parameters, ensure_ascii=False)}" for s in specs]
     return "You have these tools.\n\n" + "\n\n".join(told)
 
 
 def tell(told: Sequence[tuple[str, ToolResult, str]]) -> Message:
-    """One user message of several results, each between two texts. Images stay parts, in their places."""
+    """Join several results into one user message, each between two texts. Images remain parts, in their places."""
     message: Message = {"role": "user", "content": _join([(a, result.content, b) for a, result, b in told])}
     if info := {key: value for _, result, _ in told for key, value in result.info.items()}:
         message["info"] = info

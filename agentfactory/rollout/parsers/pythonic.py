@@ -1,8 +1,8 @@
 """Pythonic calls: `[search(query="rain", limit=3), look()]`.
 
-LFM2 and Llama 4 write them between tags of their own, where words may stand beside them; Llama 3.2 writes the bare list
-as the whole turn. Values are Python literals or JSON. They are read by a small grammar in linear time, because Python's
-own parser can exhaust time and stack on what a model writes.
+LFM2 and Llama 4 write them between tags, with other text allowed outside; Llama 3.2 writes the bare list as the whole
+turn. Values are Python literals or JSON. A small grammar reads them in linear time, because Python's own parser can
+exhaust time and stack on model output.
 """
 
 import math
@@ -32,7 +32,7 @@ class Pythonic(NativeParser):
     """`[search(query="rain")]`, or the same between `<|tool_call_start|>` and `<|tool_call_end|>`."""
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser. A bare list of calls is one only where it is the whole turn."""
+        """See Parser. A bare list counts as calls only if it is the whole turn."""
         tags = next((tags for tags in TAGS if tags[0] in text or tags[1] in text), None)
         if tags is None:
             words = text.strip()
@@ -73,7 +73,7 @@ class Pythonic(NativeParser):
 
 
 class _Reader:
-    """Reads one list of calls, from `position` on. Raises FormatError."""
+    """Reads one list of calls, starting at `position`. Raises FormatError."""
 
     def __init__(self, text: str, position: int) -> None:
         self.text = text
@@ -81,7 +81,7 @@ class _Reader:
         self.advance()
 
     def advance(self) -> None:
-        """Go on to the next token: `kind` is string, number, name, the mark itself, or empty where nothing fits."""
+        """Move to the next token: `kind` is string, number, name, the mark itself, or empty if nothing matches."""
         self.start = skip_space(self.text, self.end)
         found = _TOKEN.match(self.text, self.start)
         self.token = found[0] if found else ""
@@ -90,7 +90,7 @@ class _Reader:
         self.end = self.start + len(self.token)
 
     def take(self, kind: str) -> str:
-        """The token, which has to be of this kind; then goes on."""
+        """Return the current token, which must be of this kind, and move to the next."""
         token = self.token
         if self.kind != kind:
             found = repr(self.text[self.start : self.start + 20]) if self.start < len(self.text) else "the end"
@@ -100,7 +100,7 @@ class _Reader:
         return token
 
     def calls(self) -> tuple[list[Call], int]:
-        """The calls, and where the list ends."""
+        """Return the calls, and the position where the list ends."""
         self.take("[")
         calls: list[Call] = []
         while self.kind != "]" or not calls:
@@ -185,7 +185,7 @@ def _unquote(token: str) -> str:
     try:
         if not raw and "\\" in text:
             text = _ESCAPE.sub(_unescape, text)
-        # two halves of a surrogate pair are one character
+        # two surrogate halves form one character
         return text.encode("utf-16", "surrogatepass").decode("utf-16")
     except (ValueError, OverflowError) as error:
         raise FormatError("Malformed tool call: a string has an escape that is no character") from error

@@ -1,6 +1,7 @@
 """Qwen3-Coder's XML: `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`.
 
-Qwen3-Coder, Qwen3.5 and later, and Nemotron 3 write it. Values have no quotes and no types: those are the schema's.
+Qwen3-Coder, Qwen3.5 and later, and Nemotron 3 write it. Values have no quotes and no types; the schema determines the
+types.
 """
 
 import re
@@ -21,7 +22,7 @@ from agentfactory.tools.messages import ToolSpec
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-# a closing tag inside a value, as in code that speaks of XML, is not followed by what follows a value
+# a closing tag inside a value, as in code that contains XML, is not followed by what follows a value
 _VALUE_END = re.compile(rf"\n?{PARAMETER_END}(?=\s*(?:{PARAMETER}|{FUNCTION_END}))")
 _NAME = re.compile(r"([^<>\n]+)>")
 

@@ -1,4 +1,4 @@
-"""ReAct (Yao et al., 2022, arXiv:2210.03629): `Thought:`, `Action:`, `Action Input:`, at last `Final Answer:`."""
+"""ReAct (Yao et al., 2022, arXiv:2210.03629): `Thought:`, `Action:`, `Action Input:`, and finally `Final Answer:`."""
 
 import json
 import re
@@ -25,11 +25,11 @@ _ANSWER_FORM = "Thought: ...\nFinal Answer: the answer"
 
 
 class React(Parser):
-    """One action a turn: `Action: search` and `Action Input: {"query": "rain"}` on lines of their own."""
+    """One action per turn: `Action: search` and `Action Input: {"query": "rain"}` on separate lines."""
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser. An input that is no JSON object is the value of the tool's only parameter, or only required
-        one."""
+        """See Parser. An input that is not a JSON object is the value of the tool's only parameter, or its only
+        required one."""
         found = list(_LABEL.finditer(text))
         labels = [match[1] for match in found]
         bodies = [text[a.end() : b.start()].strip() for a, b in pairwise(found)]
@@ -42,7 +42,7 @@ class React(Parser):
         if "Final Answer" in labels:
             if "Action" in labels or "Action Input" in labels:
                 raise FormatError("The turn has an Action and a Final Answer: write one of them")
-            # an answer may have lines that look like a label
+            # an answer may contain lines that look like a label
             answer = text[found[labels.index("Final Answer")].end() :].strip()
             return Reading(content, answer=answer)
         acting = [label for label in labels if label != "Thought"]

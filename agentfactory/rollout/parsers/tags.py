@@ -1,5 +1,5 @@
 """Tags, as in Search-R1 (Jin et al., 2025, arXiv:2503.09516): `<search>query</search>` calls the tool search with its
-one argument; `<answer>...</answer>` is the final answer."""
+single argument; `<answer>...</answer>` is the final answer."""
 
 import json
 import re
@@ -25,10 +25,10 @@ ANSWER, RESULT = "answer", "information"
 
 
 class Tags(Parser):
-    """A tool's name is the tag. Its body is the one argument, or a JSON object of all of them."""
+    """Uses a tool's name as the tag. The body is the only argument, or a JSON object of all arguments."""
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser. Other tags than those of tools, of the answer and of results are words."""
+        """See Parser. Tags other than those of tools, the answer and results are ordinary text."""
         by_name = {spec.name: spec for spec in specs}
         names = "|".join(map(re.escape, sorted([*by_name, ANSWER, RESULT], key=len, reverse=True)))
         tag = re.compile(f"<(/?)({names})>")
@@ -74,7 +74,7 @@ class Tags(Parser):
         return f"Write {' or '.join(tags)}"
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        """See Parser. Raises ValueError for a tool whose name the format has for itself."""
+        """See Parser. Raises ValueError for a tool whose name the format reserves."""
         if taken := [spec.name for spec in specs if spec.name in (ANSWER, RESULT)]:
             raise SettingError(
                 "rollout.parser", f"tags has <{taken[0]}> for itself", f"give the tool {taken[0]} another name"
@@ -89,7 +89,7 @@ class Tags(Parser):
 
 
 def _body(arguments: Arguments, spec: ToolSpec | None) -> str:
-    """The only argument as it is, where that is read back; otherwise JSON, in which no closing tag stands."""
+    """Return the only argument unchanged, if it can be read back; otherwise JSON without closing tags."""
     if spec is not None and len(arguments) == 1:
         (value,) = arguments.values()
         try:
@@ -101,7 +101,7 @@ def _body(arguments: Arguments, spec: ToolSpec | None) -> str:
 
 
 def _arguments(body: str, spec: ToolSpec) -> Arguments:
-    """The arguments of a call with this body."""
+    """Parse the arguments of a call with this body."""
     known = parameters(spec)
     sole = sole_parameter(spec)
     body = body.strip()
@@ -112,7 +112,7 @@ def _arguments(body: str, spec: ToolSpec) -> Arguments:
         except ValueError as error:
             problem = str(error)
         else:
-            # an object that is no set of this tool's arguments is the one argument itself
+            # an object that does not match the tool's arguments is itself the single argument
             if end == len(body) and (sole is None or value.keys() <= known.keys()):
                 assert isinstance(value, dict)
                 return value

@@ -1,4 +1,4 @@
-"""Values of arguments: JSON that can be passed on, and text that becomes what a tool's schema asks for."""
+"""Values of arguments: strict JSON, and text converted to the types of a tool's schema."""
 
 import json
 import math
@@ -15,17 +15,17 @@ KINDS = {
     bool: "a boolean",
     type(None): "null",
 }
-"""Names of JSON's types, in words for the model."""
+"""JSON type -> its name in messages to the model."""
 MAX_DEPTH = 100
-"""How deeply arguments may be nested."""
+"""Maximum nesting depth of arguments."""
 _SPACE = re.compile(r"\s*")
 
 
 def read_json(text: str, position: int = 0) -> tuple[Any, int]:
-    """The JSON value at `position`, and where it ends. Raises ValueError, in words for the model, for what is not valid
-    or cannot be written again: numbers too large, halves of surrogate pairs."""
+    """Return the JSON value at `position`, and where it ends. Raises ValueError, with a message for the model, if it is
+    invalid or cannot be written again (numbers too large, surrogate halves)."""
     try:
-        # the JSON value says itself where it ends, so that a closing tag inside a string argument is only text
+        # the JSON value determines where it ends, so a closing tag inside a string argument is only text
         value, end = _DECODER.raw_decode(text, position)
         check_depth(value)
         json.dumps(value, ensure_ascii=False).encode()
@@ -41,7 +41,7 @@ def read_json(text: str, position: int = 0) -> tuple[Any, int]:
 
 
 def check_depth(value: Any) -> None:
-    """Raise RecursionError for what is nested so deeply that those who pass it on could fail at it."""
+    """Raise RecursionError if a value is nested so deeply that code which passes it on could fail."""
     layer = [value]
     for _ in range(MAX_DEPTH):
         layer = [v for x in layer if isinstance(x, list | dict) for v in (x.values() if isinstance(x, dict) else x)]
@@ -51,16 +51,16 @@ def check_depth(value: Any) -> None:
 
 
 def skip_space(text: str, position: int) -> int:
-    """The position of the next character that is no white space."""
+    """Return the position of the next character that is not white space."""
     found = _SPACE.match(text, position)
     return found.end() if found else position
 
 
 def convert(text: str, schema: Any, root: dict[str, Any]) -> Any:
-    """A value written as text, by the schema of its parameter; `root` is the schema that holds its definitions.
+    """Convert a value written as text by its parameter's schema; `root` is the schema that contains its definitions.
 
-    It is read as the first of the schema's types, in their order, that it can be, null before all; what cannot be
-    read as any of them stays text, and the tool says what is wrong with it. A schema that says nothing takes JSON.
+    The first of the schema's types that fits is used, in their order but null first. Text that fits none of them stays
+    text, and the tool reports the error. A schema without types takes JSON.
     """
     types = list(dict.fromkeys(_types(schema, root, 0)))
     plain = text.strip()
@@ -85,12 +85,12 @@ def convert(text: str, schema: Any, root: dict[str, Any]) -> Any:
 
 
 def write_value(value: Any) -> str:
-    """A value as the text that `convert` reads: strings as they are, all else as JSON."""
+    """Write a value as text that `convert` reads: strings unchanged, everything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _types(schema: Any, root: dict[str, Any], depth: int) -> Iterator[str]:
-    """The JSON types that a schema names, in its order."""
+    """Yield the JSON types that a schema names, in its order."""
     if not isinstance(schema, dict) or depth > 8:
         return
     named = schema.get("type")

@@ -14,13 +14,14 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize(text: str) -> str:
-    """SQuAD's: lower case, no ASCII punctuation, no articles, single spaces."""
+    """Normalise text as SQuAD does: lower case, no ASCII punctuation, no articles, single spaces."""
     text = text.lower().translate(_NO_PUNCTUATION)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def token_f1(prediction: str, answer: str) -> float:
-    """Harmonic mean of precision and recall of the normalised words; where either has none, whether both have none."""
+    """Return the harmonic mean of precision and recall of the normalised words; if either text has none, 1 if both have
+    none, else 0."""
     predicted, expected = normalize(prediction).split(), normalize(answer).split()
     if not predicted or not expected:
         return float(predicted == expected)
@@ -32,17 +33,17 @@ def token_f1(prediction: str, answer: str) -> float:
 @reward
 @dataclass(config=OPTIONS)
 class ExactMatch:
-    """1 where the normalised prediction is one of the row's normalised answers, else 0; metric `success`."""
+    """1 if the normalised prediction is one of the row's normalised answers, else 0; metric `success`."""
 
     field: str = "answer"
-    """Of the row: a text or number, or a list of them, each of which is right."""
+    """Field of the row: a text or number, or a list of accepted ones."""
     extract: Pattern | None = None
-    """What of the prediction counts, such as `<answer>(.*?)</answer>`: the first group of the last match."""
+    """The part of the prediction to compare, such as `<answer>(.*?)</answer>`: the first group of the last match."""
     extract_answer: Pattern | None = None
-    """What of the field counts, such as `#### (.*)`."""
+    """The part of the field to compare, such as `#### (.*)`."""
 
     def check(self, row: dict[str, Any]) -> None:
-        """Raises ValueError where the row has no answer."""
+        """Raise ValueError if the row has no answer."""
         accepted_answers(row, self.field, self.extract_answer)
 
     def __call__(self, prediction: str, **row: Any) -> dict[str, float]:
@@ -54,7 +55,7 @@ class ExactMatch:
 @reward
 @dataclass(config=OPTIONS)
 class F1:
-    """F1 of the words that prediction and answer share; of several answers the best. From 0 to 1."""
+    """F1 of the words that prediction and answer share, from 0 to 1; with several answers, the highest."""
 
     field: str = "answer"
     """As in exact_match."""
@@ -64,7 +65,7 @@ class F1:
     """As in exact_match."""
 
     def check(self, row: dict[str, Any]) -> None:
-        """Raises ValueError where the row has no answer."""
+        """Raise ValueError if the row has no answer."""
         accepted_answers(row, self.field, self.extract_answer)
 
     def __call__(self, prediction: str, **row: Any) -> float:

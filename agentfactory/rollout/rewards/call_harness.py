@@ -1,8 +1,8 @@
-"""Calls a solution's functions inside the sandbox; its source is sent there whole, so it imports the standard library
-alone.
+"""Calls a solution's functions inside the sandbox. Its source is sent there whole, so it imports only the standard
+library.
 
-What it prints are the solution's own claims, for the solution shares its process. They gain nothing by being forged:
-the expected outputs are not in the sandbox, and the verdict is given outside.
+Its output cannot be trusted, because the solution shares its process. Forging it gains nothing: the expected outputs
+are not in the sandbox, and they are compared outside.
 """
 
 import inspect
@@ -14,7 +14,8 @@ from typing import Any
 
 
 def comparable(value: Any) -> Any:
-    """`value` as JSON has it: tuples are lists, sets are sorted, keys are text. Raises TypeError for other objects."""
+    """Convert `value` to what JSON can express: tuples become lists, sets are sorted, keys are text. Raises TypeError
+    for other objects."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
@@ -27,9 +28,9 @@ def comparable(value: Any) -> Any:
 
 
 def run(code: str, calls: list[tuple[str, list[Any], dict[str, Any]]]) -> None:
-    """Print a line for each call, (name, arguments, named arguments): its number and what it returned, as JSON."""
+    """Print a line for each call (name, arguments, named arguments): its number and its result as JSON."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the solution prints is no reply
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the solution's own prints are not replies
     solution = sys.modules["solution"] = types.ModuleType("solution")
     exec(compile(code, "solution.py", "exec"), vars(solution))
     for number, (name, arguments, named) in enumerate(calls):
@@ -38,7 +39,7 @@ def run(code: str, calls: list[tuple[str, list[Any], dict[str, Any]]]) -> None:
             for part in name.split("."):
                 function = getattr(function() if inspect.isclass(function) else function, part)
             reply = json.dumps([number, comparable(function(*arguments, **named))])
-        except BaseException as error:  # also SystemExit: the other calls are still to be made
+        except BaseException as error:  # includes SystemExit: the remaining calls must still run
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
             continue
         print(reply, file=replies, flush=True)

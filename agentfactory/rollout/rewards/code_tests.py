@@ -1,4 +1,4 @@
-"""Programs that models write, put to tests: they run in the sandbox, and the verdict is given outside."""
+"""Tests programs that models write: the programs run in the sandbox, and their output is judged outside."""
 
 import ast
 import asyncio
@@ -20,7 +20,7 @@ from agentfactory.tools.sandbox import ScriptResult, run_script
 
 @plain_dataclass(frozen=True)
 class ProgramTest:
-    """What the program prints when it reads `input` on stdin."""
+    """A test of what the program prints when it reads `input` on stdin."""
 
     input: str
     output: str
@@ -28,7 +28,7 @@ class ProgramTest:
 
 @plain_dataclass(frozen=True)
 class CallTest:
-    """What a function, or a method as `Class.method`, returns."""
+    """A test of what a function, or a method as `Class.method`, returns."""
 
     function: str
     args: list[Any]
@@ -37,7 +37,7 @@ class CallTest:
 
 
 def code_of(prediction: str) -> str:
-    """The last block between ``` that is marked as Python or not at all; else all of the prediction."""
+    """Return the last block between ``` marked as Python or not marked at all; else the whole prediction."""
     code = prediction
     for block in prediction.split("```")[1::2]:
         label, newline, body = block.partition("\n")
@@ -47,10 +47,10 @@ def code_of(prediction: str) -> str:
 
 
 def read_tests(tests: Any) -> list[ProgramTest | CallTest]:
-    """Tests of a row: a list, or JSON of one, of {input, output}, of {function, args, kwargs, output}, or of assertions
-    such as `assert add(1, 2) == 3`.
+    """Read the tests of a row: a list, or JSON of one, of {input, output}, of {function, args, kwargs, output}, or of
+    assertions such as `assert add(1, 2) == 3`.
 
-    Raises ValueError, in words for whoever made the data, where one of them is none of these.
+    Raises ValueError, with a message for the author of the data, if a test has none of these forms.
     """
     if isinstance(tests, str):
         tests = json.loads(tests)
@@ -62,7 +62,7 @@ def read_tests(tests: Any) -> list[ProgramTest | CallTest]:
 def _read_test(test: Any) -> ProgramTest | CallTest:
     if isinstance(test, str):
         return _read_assertion(test)
-    # a column of a parquet file has all keys in all its rows
+    # in a parquet column, all rows have all keys
     given = {key: value for key, value in test.items() if value is not None} if isinstance(test, dict) else {}
     if given.keys() == {"input", "output"}:
         return ProgramTest(str(given["input"]), str(given["output"]))
@@ -87,28 +87,28 @@ def _read_assertion(text: str) -> CallTest:
 @reward
 @dataclass(config=OPTIONS)
 class CodeTests:
-    """1 where the program passes all tests, else 0; metrics `success` and `tests_passed`, a share.
+    """1 if the program passes all tests, else 0; metrics `success` and `tests_passed`, a share.
 
-    After a test that fails no further one is run, unless `partial`; after one that takes too long none in any case.
-    Raises ValueError where the row's tests are none.
+    Testing stops at the first failed test, unless `partial` is set; it always stops after a test that exceeds its time
+    limit. Raises ValueError if the row's tests are invalid.
     """
 
     field: str = "tests"
-    """Of the row: a list of tests, or JSON of one."""
+    """Field of the row: a list of tests, or JSON of one."""
     partial: bool = False
-    """The share of the tests that are passed is the reward."""
+    """Use the share of passed tests as the reward."""
     seconds: Annotated[float, Field(gt=0)] = 10.0
-    """Time limit of one program, and of all calls of functions together."""
+    """Time limit of one program, and of all function calls together."""
     memory_mb: Annotated[int, Field(gt=0)] = 256
-    """Memory of the sandbox."""
+    """Memory limit of the sandbox."""
     concurrency: Annotated[int, Field(gt=0)] = 4
-    """Sandboxes at a time; further verdicts wait, and their time limit runs."""
+    """Maximum number of sandboxes; further rewards wait, which counts towards their time limit."""
 
     def __post_init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def check(self, row: dict[str, Any]) -> None:
-        """Raises ValueError where the row has no tests."""
+        """Raise ValueError if the row has no tests."""
         self._tests(row)
 
     async def __call__(self, prediction: str, **row: Any) -> dict[str, float]:
@@ -133,9 +133,9 @@ class CodeTests:
             raise ValueError(f"cannot read the field {self.field!r}: {error}") from error
 
     async def _call(self, code: str, tests: list[CallTest]) -> tuple[int, bool]:
-        """How many tests are passed, and whether to go on."""
+        """Return the number of passed tests, and whether to continue."""
         calls = [(test.function, test.args, test.kwargs) for test in tests]
-        # the arguments are Python, not JSON, because functions tell tuples from lists
+        # the arguments are Python, not JSON, because functions distinguish tuples from lists
         program = (
             f"{inspect.getsource(call_harness)}\ninf, nan = float('inf'), float('nan')\nrun({code!r}, {calls!r})\n"
         )
@@ -146,7 +146,7 @@ class CodeTests:
         return passed, passed == len(tests) or (self.partial and not result.timed_out)
 
     async def _run(self, program: str, stdin: str = "") -> ScriptResult:
-        # a notebook runs one event loop after another
+        # a notebook runs several event loops in succession
         if self._loop is not asyncio.get_running_loop():
             self._loop = asyncio.get_running_loop()
             self._places = asyncio.Semaphore(self.concurrency)
@@ -155,7 +155,7 @@ class CodeTests:
 
 
 def _read_claims(stdout: str) -> dict[int, Any]:
-    """Number of a call -> what it returned; only what has the form."""
+    """Return call number -> result, for lines of the right form."""
     claims = {}
     for line in stdout.splitlines():
         try:
@@ -168,13 +168,13 @@ def _read_claims(stdout: str) -> dict[int, Any]:
 
 
 def same_text(printed: str, expected: str) -> bool:
-    """Whether the lines are the same, space at the ends of lines and empty lines at the end aside."""
+    """Return whether the lines are equal, ignoring space at the ends of lines and empty lines at the end."""
     lines, wanted = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, expected))
     return lines == wanted
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Whether two comparable values are equal; floats to a relative 1e-6 (or an absolute 1e-9)."""
+    """Return whether two comparable values are equal; floats to a relative 1e-6 (or an absolute 1e-9)."""
     if isinstance(expected, list):
         return isinstance(value, list) and len(value) == len(expected) and all(map(same_value, value, expected))
     if isinstance(expected, dict):

@@ -1,4 +1,4 @@
-"""`@reward`: marks what judges chains."""
+"""`@reward`: marks functions and classes that judge chains."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -18,24 +18,25 @@ def reward(given: Judge | None = None, *, group: bool = False) -> Judge | Callab
 
     - `prediction`, or `final_response`: text of the last assistant message
     - `trajectory`: the `Trajectory`
-    - `environment`: what the environment says of the chain, an `EnvironmentReward` or None
-    - any of the recipe entry's `options`, and any field of the task's row; `**row` takes all that are left of both
+    - `environment`: the environment's own reward for the chain, an `EnvironmentReward` or None
+    - any of the recipe entry's `options`, and any field of the task's row; `**row` takes the rest of both
 
     It returns a number (of Python, numpy or torch), or a dict with `reward` and further numbers, which become metrics
-    (`success` is one that progress and evaluation report, and that `rollout.curriculum` goes by).
+    (`success` is one that progress and evaluation report, and that `rollout.curriculum` uses).
 
-    `turn_rewards` in the dict is a list: what each assistant turn of the chain (`trajectory.turns` of them) earned by
-    itself. These are credited to their turns, beside `reward`, which is for the chain as a whole.
+    `turn_rewards` in the dict is a list with the separate reward of each assistant turn of the chain
+    (`trajectory.turns` of them). These are credited to their turns, in addition to `reward`, which is for the chain as
+    a whole.
 
-    `@reward(group=True)` marks one that judges the chains of a task together: it takes `predictions` and
-    `trajectories`, lists over the chains that have a reward (`trajectory.reward` is what they got so far), options and
-    fields, and returns a list with a number or dict for each chain, which is added to the chain's reward.
+    `@reward(group=True)` marks a function that judges the chains of a task together: it takes `predictions` and
+    `trajectories`, lists over the chains that have a reward (`trajectory.reward` is the reward so far), options and
+    fields. It returns a list with a number or dict for each chain, which is added to the chain's reward.
 
-    On a class: it is made once, with the entry's options as arguments, and its `__call__` is the reward. Where it has
-    them, `check(row)` is called with the first task before the run, and raises ValueError where it cannot judge such;
-    `close()` is called at the end.
+    A class is instantiated once, with the entry's options as arguments, and its `__call__` is the reward. Two optional
+    methods: `check(row)` is called with the first task before the run, and raises ValueError if it cannot judge such
+    rows; `close()` is called at the end.
 
-    Raises TypeError where a parameter cannot be filled by name.
+    Raises TypeError if a parameter cannot be filled by name.
     """
 
     def mark(judge: Judge) -> Judge:
@@ -48,7 +49,7 @@ def reward(given: Judge | None = None, *, group: bool = False) -> Judge | Callab
 
 
 def parameters_of(function: Callable[..., Any], name: str) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a reward. Raises TypeError where one cannot be filled by name."""
+    """Return the parameters of a reward. Raises TypeError if one cannot be filled by name."""
     parameters = inspect.signature(function).parameters
     for parameter in parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):

@@ -1,4 +1,4 @@
-"""A language model as the judge, behind an endpoint that speaks OpenAI's chat completions."""
+"""A language model as judge, behind an endpoint with OpenAI's chat completions API."""
 
 import asyncio
 import json
@@ -24,38 +24,39 @@ from agentfactory.tools.threads import run_in_thread
 _HEALS = frozenset({408, 429, 500, 502, 503, 504})
 _FIRST_PAUSE = 0.5
 _CHAIN = ("prediction", "conversation")
-"""What a prompt gets from the chain."""
+"""Prompt fields that are filled from the chain."""
 
 
 @reward
 @dataclass(config=OPTIONS)
 class Judge:
-    """The number in a model's answer to a prompt about the chain, scaled so that `worst` is 0 and `best` 1.
+    """The score in a model's answer to a prompt about the chain, scaled so that `worst` is 0 and `best` is 1.
 
-    Whatever goes wrong is an error of the reward, never a 0.
+    Every failure is an error of the reward, never a 0.
     """
 
     url: str
     """Base address, such as http://127.0.0.1:8000/v1."""
     model: str
-    """The endpoint's name of the model."""
+    """The model's name at the endpoint."""
     prompt: str
-    """What the judge is asked, with `{prediction}`, `{conversation}` (all messages and calls) and any field of the row;
-    braces that are to stand there are doubled."""
+    """The judge's prompt, with `{prediction}`, `{conversation}` (all messages and calls) and any field of the row;
+    double any literal braces."""
     system: str | None = None
     """System message for the judge."""
     pattern: Pattern = r"[Ss]core[\s:=*]*(-?\d+(?:\.\d+)?)"
-    """Where the judge's answer has its score: the first group of the last match."""
+    """Pattern that finds the score in the judge's answer: the first group of the last match."""
     worst: float = 0.0
-    """Score that is a reward of 0."""
+    """Score that corresponds to a reward of 0."""
     best: float = 1.0
-    """Score that is a reward of 1; one that is not between the two is an error."""
+    """Score that corresponds to a reward of 1. A score outside the range from worst to best is an error."""
     api_key_env: str | None = None
-    """Name of the environment variable that holds the API key."""
+    """Environment variable that contains the API key."""
     concurrency: Annotated[int, Field(gt=0)] = 16
-    """Requests at a time; further verdicts wait, and their time limit runs."""
+    """Maximum number of concurrent requests; further rewards wait, which counts towards their time limit."""
     retries: Annotated[int, Field(ge=0)] = 3
-    """How often is tried again what can heal: no connection, 408, 429, 5xx, an answer that is no completion."""
+    """Number of retries after recoverable failures: no connection, 408, 429, 5xx, an answer that is not a
+    completion."""
     parameters: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     """Further fields of the request, such as max_tokens."""
 
@@ -91,7 +92,7 @@ class Judge:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def check(self, row: dict[str, Any]) -> None:
-        """Raises ValueError where the row lacks a field of the prompt, or has what the chain gives."""
+        """Raise ValueError if the row lacks a field of the prompt, or has a field that the chain fills."""
         for name in _fields(self.prompt):
             if name not in _CHAIN:
                 field_of(row, name)
@@ -115,7 +116,7 @@ class Judge:
         return (score - self.worst) / (self.best - self.worst)
 
     async def _ask(self, request: dict[str, Any]) -> str:
-        """The judge's answer. Raises RewardError where there is none."""
+        """Return the judge's answer. Raises RewardError if there is none."""
         self._open()
         address = f"{self.url}/chat/completions"
         for attempt in range(self.retries + 1):
@@ -133,30 +134,30 @@ class Judge:
         raise RewardError(f"no verdict from {address}: {problem}")
 
     def _open(self) -> None:
-        # a notebook runs one event loop after another
+        # a notebook runs several event loops in succession
         if self._loop is not asyncio.get_running_loop():
             self._loop = asyncio.get_running_loop()
             headers = {} if self.api_key_env is None else {"Authorization": f"Bearer {os.environ[self.api_key_env]}"}
             self._places = asyncio.Semaphore(self.concurrency)
-            # proxies of the environment, because judges are often far away; the time limit is the entry's
+            # uses proxies from the environment, because judges are often remote; the time limit is the entry's
             self._session = aiohttp.ClientSession(
                 headers=headers, trust_env=True, timeout=aiohttp.ClientTimeout(total=None, sock_connect=30)
             )
 
     async def close(self) -> None:
-        """Close the connections; the next verdict opens new ones."""
+        """Close the connections; the next request opens new ones."""
         if self._loop is not None:
             await self._session.close()
             self._loop = None
 
 
 def _fields(prompt: str) -> list[str]:
-    """Names in braces. Raises ValueError where braces do not match."""
+    """Return the names in braces. Raises ValueError if braces do not match."""
     return [name for _, name, _, _ in Formatter().parse(prompt) if name is not None]
 
 
 def _content(answer: Any) -> str:
-    """Raises ValueError where the answer is no chat completion with a text."""
+    """Return the text of a chat completion. Raises ValueError if the answer is not a chat completion with a text."""
     try:
         content = answer["choices"][0]["message"]["content"]
     except (LookupError, TypeError):

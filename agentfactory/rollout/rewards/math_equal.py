@@ -1,4 +1,4 @@
-"""Equality of mathematical answers, by math-verify in processes that may be lost."""
+"""Equality of mathematical answers, checked by math-verify in processes that can be killed."""
 
 import json
 import subprocess
@@ -18,26 +18,26 @@ from agentfactory.tools.import_path import is_installed, own_python
 @reward
 @dataclass(config=OPTIONS)
 class MathEqual:
-    """1 where math-verify holds prediction and answer for equal, else 0; metrics `success` and `math_timeout`.
+    """1 if math-verify considers prediction and answer equal, else 0; metrics `success` and `math_timeout`.
 
-    A prediction on which sympy takes too long is not equal, as math-verify has it; the metric tells. An answer of the
-    data that cannot be read is an error of the reward.
+    A prediction on which sympy takes too long counts as not equal, as in math-verify, and sets `math_timeout`. If an
+    answer in the data cannot be read, this is an error of the reward.
     """
 
     field: str = "answer"
-    """Of the row: an expression alone (LaTeX with or without $, or a number), or a list of them, each of which is
-    right."""
+    """Field of the row: a bare expression (LaTeX with or without $, or a number), or a list of accepted ones."""
     extract: Pattern | None = None
-    """What of the prediction counts, such as `<answer>(.*?)</answer>`: the first group of the last match, which is an
-    expression alone. null: the last expression that math-verify finds."""
+    """The part of the prediction to compare, such as `<answer>(.*?)</answer>`: the first group of the last match, which
+    must be a bare expression. null: the last expression that math-verify finds."""
     extract_answer: Pattern | None = None
-    """What of the field counts, such as `#### (.*)` in GSM8K."""
+    """The part of the field to compare, such as `#### (.*)` in GSM8K."""
     strict: bool = False
-    """Let only count what the prediction marks as its answer, in LaTeX: \\boxed{...}, or after "the answer is"."""
+    """Accept only what the prediction marks as its answer in LaTeX: \\boxed{...}, or after "the answer is"."""
     seconds: Annotated[float, Field(gt=0)] = 5.0
     """Time limit of one comparison."""
     processes: Annotated[int, Field(gt=0)] = 2
-    """Processes that compare, of about 100 MB each; further verdicts wait, and their time limit runs."""
+    """Number of processes that compare, of about 100 MB each; further rewards wait, which counts towards their time
+    limit."""
 
     @model_validator(mode="after")
     def _can_work(self) -> "MathEqual":
@@ -52,7 +52,7 @@ class MathEqual:
         self._idle: list[_Process] = []
 
     def check(self, row: dict[str, Any]) -> None:
-        """Raises ValueError where the row has no answer."""
+        """Raise ValueError if the row has no answer."""
         accepted_answers(row, self.field, self.extract_answer)
 
     def __call__(self, prediction: str, **row: Any) -> dict[str, float]:
@@ -63,7 +63,7 @@ class MathEqual:
             "strict": self.strict,
             "seconds": self.seconds,
         }
-        # blocking, because it runs in a thread: no tie to one event loop
+        # blocking, because it runs in a thread, independently of any event loop
         with self._places:
             process = self._idle.pop() if self._idle else _Process()
             try:
@@ -76,17 +76,17 @@ class MathEqual:
         return {"reward": float(equal or False), "success": float(equal or False), "math_timeout": float(equal is None)}
 
     def close(self) -> None:
-        """End the processes; the next verdict starts new ones."""
+        """End the processes; the next comparison starts new ones."""
         while self._idle:
             self._idle.pop().end()
 
 
 class _Process:
-    """One `math_process`; `waits` tells whether it can take a request. Raises RewardError where it does not start."""
+    """One `math_process`; `waits` says whether it can take a request. Raises RewardError if it does not start."""
 
     def __init__(self) -> None:
         command = own_python("-m", "agentfactory.rollout.rewards.math_process")
-        # a session of its own, so that Ctrl-C in a terminal does not reach it
+        # a separate session, so that Ctrl-C in a terminal does not reach it
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -96,8 +96,8 @@ class _Process:
             raise RewardError("the process that compares did not start; what it said is in the log")
 
     def compare(self, request: dict[str, Any]) -> bool | None:
-        """Whether they are equal; None where the prediction took too long. Raises RewardError where no answer can be
-        read, or reading them takes too long."""
+        """Return whether they are equal; None if the prediction took too long. Raises RewardError if no answer can be
+        read, or if reading them takes too long."""
         self.waits = False
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -118,7 +118,7 @@ class _Process:
         return json.loads(line) if line else None
 
     def end(self) -> None:
-        """End it now."""
+        """Kill the process."""
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None

@@ -1,8 +1,8 @@
-"""The process in which `math_equal` compares: sympy can hang or eat memory on what a model writes.
+"""The process in which `math_equal` compares: sympy can hang or exhaust memory on model output.
 
-A line of JSON comes in on stdin: `prediction`, `answers`, `bare` (the prediction is an expression alone), `strict`,
-`seconds`. A line goes out when the answers are read (`answers`: how many could be), and one with the verdict (`equal`).
-A process that takes longer is ended by the kernel's alarm, and one whose parent is gone by the end of its stdin.
+It reads a line of JSON on stdin: `prediction`, `answers`, `bare` (the prediction is a bare expression), `strict`,
+`seconds`. It writes one line when the answers are read (`answers`: how many could be read), and one with the result
+(`equal`). The kernel's alarm ends a process that takes too long, and the end of stdin ends one whose parent is gone.
 """
 
 import json
@@ -19,7 +19,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 MEMORY_BYTES = 2 << 30
 _ENVIRONMENTS = ("$", "\\(", "\\[", "\\boxed")
 _ANYWHERE = (LatexExtractionConfig(), ExprExtractionConfig())
-# only what is marked as the answer, in sound LaTeX
+# only what is marked as the answer, in valid LaTeX
 _MARKED = (
     LatexExtractionConfig(
         normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
@@ -28,14 +28,14 @@ _MARKED = (
 
 
 def read_expression(text: str) -> list[Any]:
-    """What math-verify makes of an expression alone. Without a LaTeX environment around it, it would find in `x + 1`
-    only the 1."""
+    """Parse a bare expression with math-verify. Without a LaTeX environment around it, math-verify would find only the
+    1 in `x + 1`."""
     return read_text(text if any(mark in text for mark in _ENVIRONMENTS) else f"${text}$")
 
 
 def read_text(text: str, strict: bool = False) -> list[Any]:
-    """What math-verify finds in a text."""
-    # its own time limits need SIGALRM, which this process has for itself
+    """Return the expressions that math-verify finds in a text."""
+    # math-verify's own time limits need SIGALRM, which this process uses itself
     if strict:
         return list(parse(text, extraction_config=_MARKED, extraction_mode="first_match", parsing_timeout=None))
     return list(parse(text, extraction_config=_ANYWHERE, parsing_timeout=None))
@@ -43,11 +43,11 @@ def read_text(text: str, strict: bool = False) -> list[Any]:
 
 def main() -> None:
     """Answer requests until stdin ends."""
-    logging.disable()  # what cannot be read is part of the verdict
+    logging.disable()  # unreadable text is part of the result
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever else is printed is no reply
+    os.dup2(2, 1)  # other output is not a reply
     print(json.dumps({"ready": True}), file=replies)
     for line in sys.stdin:
         request = json.loads(line)

@@ -1,4 +1,4 @@
-"""One entry of the recipe's `rewards:`: how it is loaded, and how it is asked."""
+"""One entry of the recipe's `rewards:`: how it is loaded and called."""
 
 import asyncio
 import inspect
@@ -28,19 +28,19 @@ PREBUILT = {
     "length": "agentfactory.rollout.rewards.shape:Length",
     "judge": "agentfactory.rollout.rewards.judge:Judge",
 }
-"""The rewards that come with AgentFactory: name -> `package.module:NAME`; loaded when it is asked for."""
+"""The prebuilt rewards: name -> `package.module:NAME`, loaded on first use."""
 
 OFFERED = ("prediction", "final_response", "trajectory", "environment")
 GROUP_OFFERED = ("predictions", "trajectories")
 
 
 class RewardError(Exception):
-    """A reward raised, took too long, or could not judge: no verdict on the policy."""
+    """A reward raised, took too long, or could not judge; this says nothing about the policy."""
 
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """One reward as the recipe has it; `label` is the recipe's field."""
+    """One reward of the recipe; `label` is the recipe's field."""
 
     label: str
     name: str
@@ -57,11 +57,11 @@ class RewardSpec:
 
     @property
     def offered(self) -> tuple[str, ...]:
-        """The names that do not come from options or data."""
+        """The parameter names that are not filled from options or data."""
         return GROUP_OFFERED if self.group else OFFERED
 
     async def ask(self, offered: dict[str, Any], task: Task) -> Any:
-        """What the function returns. Raises RewardError where it raises or takes too long."""
+        """Call the function and return its result. Raises RewardError if it raises or takes too long."""
         given = {**task, **self.options, **offered}
         wanted = {
             name: value
@@ -82,14 +82,14 @@ class RewardSpec:
             raise RewardError(f"{self.name} raised {type(error).__name__}: {error}") from error
 
     def parse(self, verdict: Any, trajectory: Trajectory) -> EnvironmentReward:
-        """Raises TypeError or ValueError where the verdict is none of this chain."""
+        """Convert the function's result. Raises TypeError or ValueError if it is not valid for this chain."""
         parsed = EnvironmentReward.parse(verdict, self.name)
         check_turns(parsed, trajectory, self.name)
         return parsed
 
 
 def load_reward(given: Callable[..., Any] | RewardConfig | str, label: str, base: Path) -> RewardSpec:
-    """A callable, marked or not, or what a recipe names. Raises SettingError where it cannot work."""
+    """Load a callable, marked or not, or a reward that a recipe names. Raises SettingError if it cannot work."""
     if not isinstance(given, (RewardConfig, str)):
         name = getattr(given, "__name__", type(given).__name__)
         return _made(given, RewardConfig(reward=name), label, name)
@@ -104,7 +104,7 @@ def load_reward(given: Callable[..., Any] | RewardConfig | str, label: str, base
 
 
 def _made(given: Any, config: RewardConfig, label: str, name: str) -> RewardSpec:
-    """The entry of a function, or of a class, which is made with the options."""
+    """Create the entry of a function, or of a class, which is instantiated with the options."""
     options = config.options
     if inspect.isclass(given):
         given, options = _instance(given, options, label, name), {}
@@ -155,7 +155,7 @@ async def run(function: Callable[[], Any]) -> Any:
 
 
 def check_turns(scored: EnvironmentReward, trajectory: Trajectory, name: str) -> None:
-    """Raise ValueError where there are turn rewards for more or fewer turns than the chain has."""
+    """Raise ValueError if the number of turn rewards is not the chain's number of turns."""
     if scored.turn_rewards is not None and len(scored.turn_rewards) != trajectory.turns:
         raise ValueError(
             f"{name} gave {len(scored.turn_rewards)} turn_rewards, and the chain has {trajectory.turns} assistant turns"

@@ -1,4 +1,4 @@
-"""The recipe's rewards: checked against the data, asked, weighted and added up."""
+"""The recipe's rewards: checked against the data, called, weighted and added up."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def prediction_of(trajectory: Trajectory) -> str:
-    """Text of the last assistant message; never a tool's output. Empty when the model said nothing."""
+    """Return the text of the last assistant message, never a tool's output; empty if the model said nothing."""
     for message in reversed(trajectory.messages):
         if message["role"] == "assistant":
             return text_of(message.get("content") or "")
@@ -24,19 +24,19 @@ def prediction_of(trajectory: Trajectory) -> str:
 
 
 class Rewards:
-    """Several rewards, weighted and added up. Without any, the environment's own reward counts.
+    """Several rewards, weighted and added up. Without any, the environment's own reward is used.
 
-    Where there are several, the value of each, before its weight, is a metric of the chain: `reward/<name>`. Two
-    rewards may not give metrics of one name; one may replace a metric of the environment.
+    If there are several, the unweighted value of each is a metric of the chain: `reward/<name>`. Two rewards may not
+    produce metrics of the same name, but a reward may replace a metric of the environment.
 
-    As an async context manager it closes at its end what the rewards hold.
+    As an async context manager, it closes the rewards' resources on exit.
     """
 
     def __init__(self, rewards: Sequence[Callable[..., Any] | RewardConfig | str] = (), base: Path = Path()):
-        """Of Python callables, marked or not, each with weight 1; and of what a recipe has: prebuilt names and
-        `FILE.py:NAME` references, whose paths are relative to `base`, to what carries `@reward`.
+        """Create from Python callables, marked or not, each with weight 1, and from recipe entries: prebuilt names, and
+        `FILE.py:NAME` references to objects marked with `@reward`, whose paths are relative to `base`.
 
-        Raises SettingError where there is no such reward, its options are not those it takes, or two have one name.
+        Raises SettingError if a reward does not exist, does not accept its options, or shares its name with another.
         """
         self._entries = [load_reward(reward, f"rewards.{index}", base) for index, reward in enumerate(rewards)]
         self._giver_of_metric: dict[str, str] = {}
@@ -48,7 +48,7 @@ class Rewards:
 
     @classmethod
     def load(cls, rewards: Sequence[RewardConfig], base: Path) -> Self:
-        """Those of a recipe."""
+        """Load the rewards of a recipe."""
         return cls(rewards, base)
 
     @property
@@ -57,8 +57,8 @@ class Rewards:
         return any(entry.group for entry in self._entries)
 
     def check(self, task: Task) -> None:
-        """Raise SettingError where a reward wants a field that `task` does not have, or has under a name that rewards
-        know as something else."""
+        """Raise SettingError if a reward needs a field that `task` lacks, or if a field has a reserved parameter
+        name."""
         for entry in self._entries:
             for parameter in entry.parameters.values():
                 if parameter.name in entry.offered and parameter.name in task:
@@ -86,11 +86,11 @@ class Rewards:
     async def score(
         self, trajectory: Trajectory, task: Task, environment: EnvironmentReward | None
     ) -> EnvironmentReward:
-        """Weighted sum of the chain's rewards, those of each turn too, and their metrics. Group rewards are not in it;
-        where there are no others it is 0.
+        """Return the weighted sum of the chain's rewards and turn rewards, with their metrics. Group rewards are not
+        included; without other rewards the sum is 0.
 
-        Raises RewardError where a reward raises or takes too long, TypeError where what it returns is no reward,
-        ValueError where it gives turn rewards for more or fewer turns than the chain has, or another's metric.
+        Raises RewardError if a reward raises or takes too long; TypeError if its result is not a reward; ValueError if
+        the number of turn rewards differs from the chain's turns, or if two rewards give the same metric.
         """
         if not self._entries:
             if environment is None:
@@ -106,9 +106,9 @@ class Rewards:
         return total
 
     async def score_group(self, trajectories: Sequence[Trajectory], task: Task) -> None:
-        """Add the group rewards to the rewards and metrics of those of a task's chains that have a reward.
+        """Add the group rewards to the rewards and metrics of those chains of a task that have a reward.
 
-        Where a group reward fails, whichever way, these chains end as reward_error, and none has a reward.
+        If a group reward fails in any way, these chains end as reward_error, and none has a reward.
         """
         members = [trajectory for trajectory in trajectories if trajectory.reward is not None]
         if not members or not self.has_group_rewards:
@@ -126,7 +126,7 @@ class Rewards:
             member.metrics |= total.metrics
 
     async def _judge_together(self, members: list[Trajectory], task: Task) -> list[EnvironmentReward]:
-        """What each member has by now, and what the group rewards add to it."""
+        """Return each member's reward so far plus the group rewards."""
         offered = dict(zip(GROUP_OFFERED, ([prediction_of(member) for member in members], members), strict=True))
         totals = [EnvironmentReward(member.reward or 0.0, {}, member.turn_rewards) for member in members]
         for entry in self._entries:

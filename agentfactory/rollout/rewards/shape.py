@@ -1,4 +1,4 @@
-"""How an agent writes: the form of its messages, and their length."""
+"""Rewards for the form and the length of an agent's messages."""
 
 import re
 from typing import Annotated
@@ -15,15 +15,15 @@ from agentfactory.tools.messages import text_of
 @reward
 @dataclass(config=OPTIONS)
 class Format:
-    """The share of the messages that have the form: of the last assistant message 0 or 1."""
+    """The share of messages that have the required form; if only the last assistant message is checked, 0 or 1."""
 
     pattern: Pattern | None = None
-    """Regular expression that all of the message matches, space around it aside."""
+    """Regular expression that must match the whole message, ignoring space around it."""
     tags: tuple[str, ...] = ()
-    """Names such as think, answer: the message opens and closes each once, one after the other; other text may stand
-    around them."""
+    """Tag names such as think, answer: the message opens and closes each once, one after the other; other text may
+    surround them."""
     every_turn: bool = False
-    """Look at every assistant message. The calls that a chat template writes are no part of its text."""
+    """Check every assistant message. The calls that a chat template writes are not part of its text."""
 
     @model_validator(mode="after")
     def _one_form(self) -> "Format":
@@ -46,15 +46,15 @@ class Format:
 @reward
 @dataclass(config=OPTIONS)
 class Length:
-    """Soft punishment of long chains (DAPO, arXiv:2503.14476, equation 13): 0 up to `longest - buffer`, from there
-    falling to -1 at `longest`, and -1 beyond."""
+    """Soft penalty for long chains (DAPO, arXiv:2503.14476, equation 13): 0 up to `longest - buffer`, then falling to
+    -1 at `longest`, and -1 beyond."""
 
     longest: Annotated[int, Field(gt=0)]
-    """Length from which the punishment is whole."""
+    """Length at which the penalty reaches -1."""
     buffer: Annotated[int, Field(ge=0)] = 0
-    """Length over which it grows."""
+    """Length over which the penalty grows."""
     turns: bool = False
-    """Count assistant turns, not sampled tokens."""
+    """Count assistant turns instead of sampled tokens."""
 
     @model_validator(mode="after")
     def _buffer_fits(self) -> "Length":

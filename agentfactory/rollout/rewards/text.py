@@ -1,4 +1,4 @@
-"""Patterns on what models write, with a time limit: there are texts on which a harmless pattern takes for ever."""
+"""Regular expressions on model output, with a time limit: even a harmless pattern can take forever on some texts."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -8,10 +8,10 @@ import regex
 from pydantic import AfterValidator, ConfigDict
 
 SECONDS = 1.0
-"""For one match."""
+"""Time limit for one match."""
 
 OPTIONS = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-"""How prebuilt rewards check their options."""
+"""Pydantic settings for the options of prebuilt rewards."""
 
 
 def _compiles(pattern: str) -> str:
@@ -23,13 +23,13 @@ def _compiles(pattern: str) -> str:
 
 
 Pattern = Annotated[str, AfterValidator(_compiles)]
-"""A regular expression, in which `.` matches line ends too."""
+"""A regular expression, in which `.` also matches line ends."""
 
 
 def last_match(pattern: str, text: str) -> str | None:
-    """What the last match of `pattern` has in its first group, or as a whole where it has no group.
+    """Return the first group of the last match of `pattern`, or the whole match if it has no group.
 
-    Raises TimeoutError where the search takes too long. Other threads go on meanwhile, which `re` would not let them.
+    Raises TimeoutError if the search takes too long. Other threads keep running meanwhile, which `re` would prevent.
     """
     found = deque(regex.finditer(pattern, text, regex.DOTALL, timeout=SECONDS, concurrent=True), maxlen=1)
     if not found:
@@ -38,27 +38,29 @@ def last_match(pattern: str, text: str) -> str | None:
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Whether `pattern` matches all of `text`, space around it aside. Raises TimeoutError as above."""
+    """Return whether `pattern` matches all of `text`, ignoring space around it. Raises TimeoutError if that takes too
+    long."""
     found = regex.fullmatch(pattern, text.strip(), regex.DOTALL, timeout=SECONDS, concurrent=True)
     return found is not None
 
 
 def extracted(pattern: str | None, prediction: str) -> str:
-    """What of a prediction counts: all of it, or what `last_match` finds, which may be nothing."""
+    """Return the part of a prediction to compare: all of it, or the result of `last_match`, which may be empty."""
     return prediction if pattern is None else last_match(pattern, prediction) or ""
 
 
 def field_of(row: Mapping[str, Any], name: str) -> Any:
-    """The row's field. Raises ValueError, which says what there is, where it is missing."""
+    """Return the row's field. Raises ValueError with the available fields if it is missing."""
     if name not in row:
         raise ValueError(f"wants the field {name!r}, which the data does not have ({', '.join(row)})")
     return row[name]
 
 
 def accepted_answers(row: Mapping[str, Any], name: str, pattern: str | None = None) -> list[str]:
-    """The answers that a row's field accepts: one text or number, or a list of them; of each what `last_match` finds.
+    """Return the accepted answers in a row's field: one text or number, or a list of them, each reduced to
+    `last_match`.
 
-    Raises ValueError where there is none.
+    Raises ValueError if there is none.
     """
     answer = field_of(row, name)
     answers = list(answer) if isinstance(answer, Iterable) and not isinstance(answer, (str, dict)) else [answer]

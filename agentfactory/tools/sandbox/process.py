@@ -1,4 +1,4 @@
-"""Starts the process of a sandbox, off the event loop, and holds the ends of what it is reached by."""
+"""Starts the process of a sandbox, off the event loop, and holds its socket and files."""
 
 import fcntl
 import json
@@ -23,35 +23,35 @@ from agentfactory.tools.sandbox.settings import SandboxKind, SandboxSettings, Sa
 _WORKER, _REAPER = Path(__file__).with_name("worker.py"), Path(__file__).with_name("reaper.py")
 _PAGE = 4096
 _TOKEN = f"sandbox-of-{os.getpid()}-{secrets.token_hex(8)}"
-"""In the command line of each sandbox of this process: by it the reaper finds what is left."""
+"""Part of the command line of each sandbox of this process, by which the reaper finds leftovers."""
 
-# A child with --die-with-parent dies with the thread that started it, so that thread has to be there to the end; and
-# one is enough: a start takes some milliseconds.
+# A child with --die-with-parent dies with the thread that started it, so that thread must live until the end. One is
+# enough: a start takes some milliseconds.
 _starter = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
 _reapers: dict[int | None, "subprocess.Popen[bytes]"] = {}
-"""By the user of the sandboxes; each ends by itself when this process does."""
+"""By the user of the sandboxes; each ends automatically with this process."""
 
 
 @dataclass
 class SandboxProcess:
-    """A sandbox that was started; whether it runs shows in what its socket says first."""
+    """A sandbox that was started; its first message on the socket shows whether it runs."""
 
     kind: SandboxKind
     popen: "subprocess.Popen[bytes]"
     control: socket.socket
-    """Our end: datagrams, not blocking."""
+    """Our end: non-blocking datagrams."""
     outputs: list[int]
-    """Memory files in place of its stdout and stderr, of fixed size; their file offsets are shared with it."""
+    """Memory files of fixed size that replace its stdout and stderr; their file offsets are shared with it."""
     init: int | None = None
-    """Process number of the first process inside, as seen from here."""
+    """Process number of the first process inside, as seen from outside."""
     init_handle: int | None = None
     """Descriptor of that process."""
     folder: str | None = None
-    """Workspace of a sandbox of kind none, which is ours to remove."""
+    """Workspace of a sandbox of kind none, which we must remove."""
     _killed: bool = field(default=False, init=False)
 
     def said(self, output: int = 0, rewind: bool = False) -> str:
-        """What was written to an output; `rewind` lets the next text take its place."""
+        """Return what was written to an output; with `rewind` the next text replaces it."""
         descriptor = self.outputs[output]
         end = os.lseek(descriptor, 0, os.SEEK_CUR)
         text = os.pread(descriptor, min(end, os.fstat(descriptor).st_size), 0)
@@ -60,7 +60,7 @@ class SandboxProcess:
         return text.decode("utf-8", "replace")
 
     def kill(self) -> None:
-        """End it and everything in it, at once; to be called any number of times."""
+        """End it and everything in it immediately. May be called any number of times."""
         if self._killed:
             return
         self._killed = True
@@ -69,7 +69,7 @@ class SandboxProcess:
                 os.killpg(self.popen.pid, signal.SIGKILL)
             self.popen.kill()
         if self.init_handle is not None:
-            # it follows bwrap only once it is set up
+            # it follows bwrap only after its setup
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.init_handle, signal.SIGKILL)
             os.close(self.init_handle)
@@ -77,7 +77,7 @@ class SandboxProcess:
             _starter.submit(self._reap)
 
     def free(self) -> None:
-        """Kill it, and close our ends; nobody may be waiting at them."""
+        """Kill it, and close our ends; nothing may be waiting on them."""
         self.kill()
         self.control.close()
         while self.outputs:
@@ -96,7 +96,7 @@ def start(settings: SandboxSettings, output_bytes: list[int]) -> "Future[Sandbox
 
 def _start(settings: SandboxSettings, output_bytes: list[int]) -> SandboxProcess:
     bubblewrapped = settings.kind is SandboxKind.BUBBLEWRAP
-    # real root is exempt from limits of processes, and could read more: its sandboxes run as nobody
+    # real root is exempt from process limits, and could read more: its sandboxes run as nobody
     user = 65534 if bubblewrapped and os.geteuid() == 0 else None
     interpreter = find_interpreter(user)
     packages = package_paths(settings.packages, interpreter)
@@ -154,7 +154,7 @@ def _start(settings: SandboxSettings, output_bytes: list[int]) -> SandboxProcess
 
 
 def _options(control: socket.socket, folder: str, settings: SandboxSettings) -> list[str]:
-    """Arguments of worker.py."""
+    """Return the arguments of worker.py."""
     follow = "follow" if settings.kind is SandboxKind.NONE else "bwrap"
     limits = ",".join(f"{name}={value}" for name, value in settings.limits.items())
     return [str(control.fileno()), folder, str(settings.output_characters // 2), follow, limits, _TOKEN]
@@ -201,7 +201,7 @@ def _filter() -> bytes:
 
 
 def _bounded_file(size: int) -> int:
-    """A memory file that takes no more than `size` bytes, rounded up to pages, whatever is written to it."""
+    """Create a memory file limited to `size` bytes, rounded up to pages."""
     descriptor = os.memfd_create("output", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, -(-size // _PAGE) * _PAGE)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
@@ -216,7 +216,7 @@ def _filled_file(content: bytes) -> int:
 
 
 def _read_init(descriptor: int) -> int | None:
-    """The process number that bwrap tells; None when it ended without."""
+    """Return the process number that bwrap reports; None if it ended without one."""
     text = b""
     while piece := os.read(descriptor, 4096):
         text += piece

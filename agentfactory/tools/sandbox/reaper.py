@@ -1,16 +1,16 @@
-"""Ends what is left of a process's sandboxes when that process is gone.
+"""Ends leftover sandboxes of a process when that process is gone.
 
 Its argument is in their command lines, and its stdin closes with the process.
 
-bwrap's --die-with-parent has a gap: where bwrap is killed between its fork and the child's first step, the child waits
-for ever. This runs as the sandboxes' own user, given to Python as text, so it imports nothing of ours.
+bwrap's --die-with-parent has a gap: if bwrap is killed between its fork and the child's first step, the child waits
+forever. This runs as the sandboxes' own user and is passed to Python as text, so it imports nothing of ours.
 """
 
 import os
 import sys
 import time
 
-_SWEEPS, _PAUSE_SECONDS = 20, 0.1  # one that was being started shows up a little later
+_SWEEPS, _PAUSE_SECONDS = 20, 0.1  # a sandbox that was being started appears a little later
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def _end(pid: int, token: bytes) -> None:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             if token in file.read().split(b"\0"):
                 os.kill(pid, 9)
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # it has ended, or belongs to another user
         return
 
 

@@ -1,4 +1,4 @@
-"""`run_script`: one program in a fresh sandbox, for code tests whose verdict is computed outside."""
+"""`run_script`: one program in a fresh sandbox, for code tests that are judged outside."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,14 @@ _PROGRAM, _INPUT = "main.py", ".stdin"
 
 @dataclass(frozen=True)
 class ScriptResult:
-    """What a program did: all of it is its own word, for it could have printed anything."""
+    """The result of a program. None of it can be trusted: the program could have printed anything."""
 
     stdout: str
-    """Its first MiB."""
+    """The first MiB."""
     stderr: str
-    """Its first 64 KiB."""
+    """The first 64 KiB."""
     status: int
-    """Exit status; 128 and the signal's number when it was killed."""
+    """Exit status; 128 plus the signal's number if it was killed."""
     timed_out: bool
 
 
@@ -32,7 +32,7 @@ async def run_script(
     files: dict[str, bytes] | None = None,
     settings: SandboxSettings | None = None,
 ) -> ScriptResult:
-    """Run the program `code` in a sandbox of its own, with `files` (name -> content) beside it, for at most `seconds`.
+    """Run the program `code` in a fresh sandbox, with `files` (name -> content) in its folder, for at most `seconds`.
 
     Raises:
         SandboxUnavailable: there is no sandbox on this machine.

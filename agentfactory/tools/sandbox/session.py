@@ -1,4 +1,4 @@
-"""`Sandbox`: one sandboxed Python and its workspace, as seen from outside. Nothing that it says is trusted."""
+"""`Sandbox`: one sandboxed Python and its workspace, seen from outside. None of its answers is trusted."""
 
 import asyncio
 import os
@@ -21,10 +21,12 @@ from agentfactory.tools.sandbox.worker import DATA_BYTES
 _START_SECONDS = 60.0
 _FILE_SECONDS = 30.0
 _GRACE_SECONDS = 0.5
-"""Beyond a cell's time limit, in which Python code is interrupted and variables are kept; then all is killed."""
+"""Grace period after a cell's time limit, in which Python code is interrupted and keeps its variables; then everything
+is killed."""
 _WATCH_SECONDS = 0.1
 _MOST_FILES = 20_000
-"""Files and folders in a workspace: each takes about 1 KiB of the kernel's memory, which no size limit counts."""
+"""Maximum number of files and folders in a workspace: each takes about 1 KiB of the kernel's memory, which no size
+limit counts."""
 _STRAY_MESSAGES = 100
 _LARGEST_MESSAGE = 1 << 17
 _LONGEST_NAME = 100
@@ -36,13 +38,13 @@ class SandboxLost(ToolInfrastructureError):
 
 @dataclass(frozen=True)
 class CellResult:
-    """What a cell gave. `text` is what a notebook would show: output, value or traceback."""
+    """The result of a cell. `text` is what a notebook would show: output, value or traceback."""
 
     text: str
     error: str | None = None
     """Name of the exception; None if the cell ran to its end."""
     lost: str | None = None
-    """Why the sandbox was ended, and with it variables and files."""
+    """Why the sandbox was ended, which also removes variables and files."""
 
 
 class Sandbox:
@@ -57,12 +59,12 @@ class Sandbox:
 
     @classmethod
     def begin(cls, settings: SandboxSettings) -> "Future[SandboxProcess]":
-        """Start one in the background, from any thread; give the result to `ready`, or to `discard`."""
+        """Start one in the background, from any thread; pass the result to `ready`, or to `discard`."""
         return process.start(settings, [4 * settings.output_characters])
 
     @staticmethod
     def discard(starting: "Future[SandboxProcess]") -> None:
-        """End one that nobody waits for any more."""
+        """End one that is no longer needed."""
         if not starting.cancel():
             starting.add_done_callback(_kill)
 
@@ -71,8 +73,8 @@ class Sandbox:
         """Wait until the one that was begun answers.
 
         Raises:
-            SandboxUnavailable: it cannot be had on this machine.
-            ValueError: a package of the settings is not there.
+            SandboxUnavailable: this machine cannot run one.
+            ValueError: a package in the settings is not installed.
         """
         try:
             sandbox = cls(settings, await asyncio.wrap_future(starting))
@@ -92,7 +94,7 @@ class Sandbox:
         return self._fault is not None
 
     async def run(self, code: str, seconds: float) -> CellResult:
-        """Execute one cell, for at most `seconds` and half a second more."""
+        """Execute one cell, for at most `seconds` plus half a second."""
         if self._fault is not None:
             return CellResult("", "SandboxLost", self._fault)
         source = code.encode("utf-8", "replace")
@@ -114,7 +116,7 @@ class Sandbox:
             return self._result({name: data.decode("utf-8", "replace") for name, data in answer.items()})
 
     def _result(self, answer: dict[str, str]) -> CellResult:
-        """What a notebook shows, out of an answer that may hold anything."""
+        """Extract what a notebook shows from an answer that may contain anything."""
         head, tail = self._process.said(rewind=True), answer.get("tail", "")
         left_out = int(count) if re.fullmatch(r"\d{1,15}", count := answer.get("left_out", ""), re.ASCII) else 0
         for part in (answer.get("value"), answer.get("traceback")):
@@ -128,8 +130,8 @@ class Sandbox:
         """Put a file into the workspace, before any code has run.
 
         Raises:
-            ValueError: the name leads out of the workspace, or it is full.
-            SandboxLost: as it says.
+            ValueError: the name leads out of the workspace, or the workspace is full.
+            SandboxLost: the sandbox was ended.
         """
         if not is_inside(name):
             raise ValueError(f"files: {name!r} does not name a file of the workspace; give a relative path without ..")
@@ -142,13 +144,13 @@ class Sandbox:
                     raise ValueError(f"files: {name} cannot be written: {fault.decode(errors='replace')}")
 
     async def read(self, patterns: Sequence[str], largest: int) -> dict[str, bytes]:
-        """Regular files of the workspace whose name (a relative path) fits one of `patterns`, as of a shell.
+        """Return regular files of the workspace whose name (a relative path) matches one of the shell `patterns`.
 
-        Those with more than `largest` bytes, and what comes after that many in all, are left out; and those whose
+        Files larger than `largest` bytes are left out, as are files after a total of that many bytes, and files whose
         name begins with a dot.
 
         Raises:
-            SandboxLost: as it says.
+            SandboxLost: the sandbox was ended.
         """
         files: dict[str, bytearray] = {}
         name = ""
@@ -169,9 +171,10 @@ class Sandbox:
         return kept
 
     async def run_script(self, program: str, stdin: str, seconds: float) -> int | None:
-        """Let it become the program in the file `program`, which reads the file `stdin`: nothing else follows.
+        """Turn the process into the program in the file `program`, which reads the file `stdin`. This is its last
+        request.
 
-        Returns its exit status (128 and the signal's number if one killed it), or None after `seconds`.
+        Return its exit status (128 plus the signal's number if a signal killed it), or None after `seconds`.
         """
         request = b"\0".join((b"", b"script", program.encode(), stdin.encode()))
         try:
@@ -184,11 +187,11 @@ class Sandbox:
         return 128 - status if status < 0 else status
 
     def said(self, output: int) -> str:
-        """What is on its stdout (0) or stderr (1), before it is closed."""
+        """Return what is on its stdout (0) or stderr (1), before it is closed."""
         return self._process.said(output)
 
     def close(self, reason: str = "it was closed") -> None:
-        """End it, with all that runs in it; a request that is under way is lost. To be called any number of times."""
+        """End it, with everything that runs in it; a request in progress is lost. May be called any number of times."""
         self._fault = self._fault or reason
         self._closed = True
         if self._watch is not None:
@@ -199,7 +202,7 @@ class Sandbox:
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Keep our ends open within, also when `close` is called meanwhile."""
+        """Keep our ends open in this context, even if `close` is called meanwhile."""
         self._busy = True
         try:
             yield
@@ -243,10 +246,10 @@ class Sandbox:
         most: int = 64,
         room: int = 1 << 22,
     ) -> list[tuple[str, bytes]]:
-        """Send a request; names and data of the messages that answer it, without the last: `most` of them, of `room`
-        bytes together.
+        """Send a request; return names and data of the answering messages, without the last: at most `most` of them, of
+        `room` bytes together.
 
-        A message with another nonce was forged, or is late: it is passed over, and after a hundred all is over.
+        A message with another nonce was forged or is late and is ignored; after a hundred of them the sandbox is ended.
         """
         if self._fault is not None:
             raise SandboxLost(self._fault)
@@ -271,7 +274,7 @@ class Sandbox:
                     else:
                         answers.append((name.decode("utf-8", "replace"), told))
                         room -= len(told)
-                    await asyncio.sleep(0)  # messages that are always there would keep the loop from all else
+                    await asyncio.sleep(0)  # an endless stream of messages would keep the loop from all other work
         except TimeoutError:
             reason = f"it ran for more than {argument} s" if verb == "cell" else "it did not answer"
             raise SandboxLost(reason) from None
@@ -280,7 +283,7 @@ class Sandbox:
         raise SandboxLost("it flooded its own channel")
 
     async def _end(self) -> str:
-        """How it came that nothing more is heard."""
+        """Return why no more messages arrive."""
         if self._fault is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_GRACE_SECONDS):
@@ -307,7 +310,8 @@ class Sandbox:
 
 
 def bounded(head: str, left_out: int, tail: str, limit: int) -> str:
-    """`head` and `tail` in at most `limit` characters and a marker, which counts the `left_out` between them too."""
+    """Return `head` and `tail` in at most `limit` characters plus a marker, which also counts the `left_out` characters
+    between them."""
     if not left_out and len(head) + len(tail) <= limit:
         return head + tail
     half = limit // 2
@@ -319,7 +323,7 @@ def bounded(head: str, left_out: int, tail: str, limit: int) -> str:
 
 
 def is_inside(name: str) -> bool:
-    """Whether `name` is a path of a file below the workspace."""
+    """Return whether `name` is a path of a file below the workspace."""
     path = PurePosixPath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 

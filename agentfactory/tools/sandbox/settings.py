@@ -1,4 +1,4 @@
-"""What a sandbox may use, and the error for where there can be none."""
+"""The limits of a sandbox, and the error for machines that cannot run one."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,7 +7,7 @@ from agentfactory.tools.messages import ToolInfrastructureError
 
 
 class SandboxUnavailable(ToolInfrastructureError):
-    """No sandbox can be had on this machine: why, and what helps."""
+    """This machine cannot run a sandbox; the message says why, and what helps."""
 
     def __init__(self, problem: str, fix: str = "") -> None:
         super().__init__("; ".join(filter(None, (problem, fix))))
@@ -15,27 +15,27 @@ class SandboxUnavailable(ToolInfrastructureError):
 
 
 class SandboxKind(StrEnum):
-    """What stands between the code and the machine."""
+    """The isolation between the code and the machine."""
 
     BUBBLEWRAP = "bubblewrap"
-    """Namespaces, a filter of system calls, limits."""
+    """Namespaces, a system call filter, limits."""
     NONE = "none"
-    """Limits only: the code can read, write and reach whatever this process can."""
+    """Limits only: the code can read, write and reach everything that this process can."""
 
 
 @dataclass(frozen=True)
 class SandboxSettings:
-    """Limits of one sandbox, each checked when it is made."""
+    """Limits of one sandbox, checked on creation."""
 
     kind: SandboxKind = SandboxKind.BUBBLEWRAP
     memory_mb: int = 512
     """Address space of the process, in MiB."""
     disk_mb: int = 64
-    """All files of the workspace and of /tmp together, and each of them, in MiB. They lie in memory."""
+    """Total size of the workspace's and /tmp's files, and of each file, in MiB. The files are in memory."""
     output_characters: int = 10_000
     """Text of one cell that is kept: its beginning and its end."""
     packages: tuple[str, ...] = ()
-    """Distributions, of those installed here, that the code can import, with all that they require."""
+    """Installed distributions that the code can import, with everything that they require."""
 
     def __post_init__(self) -> None:
         bounds = {"memory_mb": (64, 1 << 20), "disk_mb": (1, 1 << 16), "output_characters": (200, 100_000)}
@@ -45,7 +45,7 @@ class SandboxSettings:
 
     @property
     def limits(self) -> dict[str, int]:
-        """Resource limits that the process inside takes on, by their names in `resource`."""
+        """Resource limits that the process inside sets, by their names in `resource`."""
         limits = {
             "RLIMIT_AS": self.memory_mb << 20,
             "RLIMIT_FSIZE": self.disk_mb << 20,

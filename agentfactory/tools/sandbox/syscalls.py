@@ -1,4 +1,4 @@
-"""Numbers of the system calls that the filter names, by machine: the kernel's own tables, cut down to what one Python
+"""Numbers of the system calls that the filter names, by machine: the kernel's own tables, reduced to what one Python
 process needs for files in its workspace, memory, threads, signals, time and pipes."""
 
 
@@ -7,7 +7,7 @@ def _table(text: str) -> dict[str, int]:
 
 
 SPECIAL = frozenset({"clone", "clone3", "fork", "vfork", "socket", "socketpair", "connect"})
-"""Calls of the tables that `seccomp.py` has a rule for; the others are allowed."""
+"""Calls in the tables for which `seccomp.py` has a rule; the others are allowed."""
 
 # asm/unistd_64.h
 X86_64 = _table("""

@@ -1,9 +1,9 @@
-"""What runs inside a sandbox: one Python that executes cells, or one script, for the process at the other end.
+"""The program inside a sandbox: one Python that executes cells, or one script, for the process at the other end.
 
-It is copied in as a file and imports nothing of ours; any Python from 3.8 on can run it. It imports little at all, for
-that is half of what a sandbox costs. Messages are datagrams, their fields separated by NUL: nonce, verb, argument, data
-come in; nonce, name, data go out, and the name `end` is the last. Whatever a cell does to this process, to its socket
-and to these classes, it only does to its own chain: the other end trusts nothing here.
+It is copied in as a file and imports nothing of ours; any Python from 3.8 on can run it. It imports as little as
+possible, because imports are half of a sandbox's cost. Messages are datagrams with fields separated by NUL: requests
+are nonce, verb, argument, data; answers are nonce, name, data, and the last has the name `end`. Whatever a cell does to
+this process, its socket and these classes affects only its own chain: the other end trusts nothing here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _Module = type(sys)
 
 
 class Output(io.TextIOBase):
-    """`sys.stdout` and `sys.stderr`: at once to the descriptor, up to `half` characters a cell, then only the tail."""
+    """`sys.stdout` and `sys.stderr`: write to the descriptor immediately, up to `half` characters per cell, then only
+    the tail."""
 
     encoding, errors = "utf-8", "backslashreplace"
 
@@ -44,7 +45,7 @@ class Output(io.TextIOBase):
             self.written += len(here)
             try:
                 os.write(1, here.encode("utf-8", "backslashreplace"))
-            except OSError:  # the descriptor is full: what went there by other ways comes first
+            except OSError:  # the descriptor is full: output that bypassed this object comes first
                 self.left_out += len(here)
         rest = len(text) - len(here)
         if rest:
@@ -92,7 +93,7 @@ class Interpreter:
         self._cells = 0
 
     def run(self, code: str, seconds: float) -> dict[str, str]:
-        """The answer to one cell: what is left of its output, the value of its last expression, its traceback."""
+        """Return the answer to one cell: the rest of its output, the value of its last expression, its traceback."""
         self._cells += 1
         self._output.begin()
         told = {}
@@ -126,7 +127,8 @@ class Interpreter:
 
 
 def _cut(text: str, half: int) -> str:
-    """At most `half` characters: the end of a long traceback or value says as much as its beginning."""
+    """Return at most `half` characters, from both ends: the end of a long traceback or value is as informative as its
+    beginning."""
     if len(text) <= half:
         return text
     quarter = half // 2
@@ -134,12 +136,12 @@ def _cut(text: str, half: int) -> str:
 
 
 def _explain(error: BaseException) -> str:
-    """The traceback from the first frame of the user's own code on."""
+    """Return the traceback, starting at the first frame of the user's own code."""
     import linecache
     import traceback
 
     for name, code in _own_code.items():
-        linecache.cache[name] = (len(code), None, code.splitlines(True), name)  # so that it shows the lines
+        linecache.cache[name] = (len(code), None, code.splitlines(True), name)  # makes the traceback show the lines
     outermost = traceback.TracebackException(type(error), error, error.__traceback__)
     report: traceback.TracebackException | None = outermost
     seen = set()
@@ -182,7 +184,7 @@ def _run_script(file: str, stdin: str) -> int:
 
 
 def _files(folder: str) -> list[str]:
-    """Regular files below `folder` that no name hides, as relative paths."""
+    """Return relative paths of the regular files below `folder` that are not hidden."""
     found = []
     for path, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -194,7 +196,7 @@ def _files(folder: str) -> list[str]:
 
 
 def _follow_parent() -> None:
-    """End when the thread that started this process does: bwrap sees to that, and without it this call."""
+    """End when the thread that started this process does: bwrap does that, and without bwrap this call."""
     import ctypes
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _signal.SIGKILL)
@@ -261,7 +263,7 @@ class Worker:
 
 
 def main() -> None:
-    """Take on the limits and serve: `worker.py SOCKET FOLDER HALF FOLLOW LIMITS TOKEN PATH...`."""
+    """Apply the limits and serve: `worker.py SOCKET FOLDER HALF FOLLOW LIMITS TOKEN PATH...`."""
     descriptor, folder, half, follow, limits, _, *path = sys.argv[1:]
     control = _socket.socket(fileno=int(descriptor))
     os.set_inheritable(int(descriptor), False)

@@ -1,1 +1,1 @@
-"""Weight sync: bringing each version of the policy into the inference servers, with proof that it arrived."""
+"""Weight sync: loads each version of the policy into the inference servers, with proof that it arrived."""

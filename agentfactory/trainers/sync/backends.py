@@ -1,7 +1,7 @@
-"""What each `sync.backend` needs of the recipe, the devices and the servers; told without torch.
+"""The requirements of each `sync.backend` on the recipe, the devices and the servers; does not need torch.
 
-The backends themselves are classes, one per file beside this one, or the user's own `FILE.py:NAME`: see WeightSync in
-protocol.py. Nothing else in AgentFactory asks for a backend by its name.
+The backends themselves are classes, one per file in this folder, or the user's own `FILE.py:NAME`: see WeightSync in
+protocol.py. Nothing else in AgentFactory depends on a backend's name.
 """
 
 import importlib
@@ -22,19 +22,19 @@ FULL_ROUTES = (
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to bring weights into the servers. A class of the user's own says the same by class attributes of these
-    names, as far as they differ from the defaults."""
+    """The properties of a sync backend. A user's own class declares them as class attributes of the same names, where
+    they differ from the defaults."""
 
     name: str
-    """What `sync.backend` calls it."""
+    """Its name in `sync.backend`."""
     adapters: bool = False
-    """Whether it brings adapters, and not all weights."""
+    """Whether it sends adapters instead of all weights."""
     routes: tuple[str, ...] = FULL_ROUTES
-    """Of the server, that it calls."""
+    """The server routes that it calls."""
     transfer: str | None = "file"
     """Backend of vLLM's --weight-transfer-config; None: the flag is left out."""
     engines: tuple[str, ...] = ("vllm", "embedded")
-    """Values of `server.engine` that it can serve."""
+    """Values of `server.engine` that it supports."""
     devices: Literal["any", "one", "apart"] = "any"
     """one: trainer and vLLM compute on one GPU; apart: on different ones."""
 
@@ -56,14 +56,14 @@ _CLASSES = {
 }
 
 INPUTS = ("servers", "folder", "run", "attempt", "keep", "keep_caches")
-"""What a backend's class can be made with, by name: the servers (ServerControl); a folder for files that travel; names
-of the run and of this attempt at it; how many versions of adapters turns may use at a time; whether the servers' caches
-outlive an update (rollout.inflight: keep)."""
+"""Arguments, by name, that a backend's class can take: the servers (ServerControl); a folder for files that it
+transfers; names of the run and of this attempt at it; how many adapter versions turns may use at a time; whether the
+servers' caches outlive an update (rollout.inflight: keep)."""
 
 
 def backend_of(recipe: TrainRecipe) -> Backend:
-    """The recipe's; of `auto`, what it stands for where nothing is known of devices. Raises SettingError where a class
-    of the user's own cannot be loaded."""
+    """Returns the recipe's backend; for `auto`, the choice that is made without information on devices. Raises
+    SettingError if a user's own class cannot be loaded."""
     name = _resolved(recipe)
     if name in BACKENDS:
         return BACKENDS[name]
@@ -73,7 +73,7 @@ def backend_of(recipe: TrainRecipe) -> Backend:
 
 
 def check_backend(recipe: TrainRecipe) -> None:
-    """Raise SettingError where the recipe's backend cannot bring what is trained into its servers."""
+    """Raises SettingError if the recipe's backend cannot transfer the trained weights to its servers."""
     backend, lora, engine = backend_of(recipe), recipe.model.lora, recipe.server.engine
     if backend.adapters and lora is None:
         problem, fix = f"got {backend.name!r}, but every weight is trained", "set model.lora.rank, or use file"
@@ -87,7 +87,7 @@ def check_backend(recipe: TrainRecipe) -> None:
 
 
 def load_backend(recipe: TrainRecipe) -> Callable[..., Any]:
-    """The class of the recipe's backend, to be called with INPUTS by name."""
+    """Returns the class of the recipe's backend, to be called with INPUTS by name."""
     return _load(recipe)
 
 
@@ -100,7 +100,7 @@ def _load(recipe: TrainRecipe) -> Extension:
     name = _resolved(recipe)
     if name not in BACKENDS:
         return load_extension("sync.backend", name, {}, INPUTS, recipe.sync)
-    # only now: it imports torch
+    # import it only now: it needs torch
     module, _, attribute = _CLASSES[name].partition(":")
     ours = {name: getattr(importlib.import_module(module), attribute)}
     return load_extension("sync.backend", name, ours, INPUTS, recipe.sync)

@@ -1,12 +1,13 @@
-"""The canary: a few fixed contexts whose next-token log-probabilities server and trainer compute at every version.
+"""The canary: a few fixed contexts whose next-token log-probabilities server and trainer compute for every version.
 
-Contents can be right where the server still computes with something else: a cache of older weights, a packed copy, an
-adapter that it lists and does not apply, a replica that nobody updated. The canary asks as rollouts do, by
-`/inference/v1/generate` and through the prefix cache, so it sees what they would get. vLLM's `prompt_logprobs` would
-not: such requests do not read the prefix cache. `logprob_token_ids` gives the log-probabilities of chosen tokens at
-the place of one sampled token.
+Even with the right weights, a server may compute with something else: a cache of older weights, a packed copy, an
+adapter that it lists and does not apply, a replica that was not updated. The canary sends the same requests as
+rollouts, to `/inference/v1/generate` and through the prefix cache, so it gets what they would get. vLLM's
+`prompt_logprobs` would not work: such requests do not read the prefix cache. `logprob_token_ids` returns the
+log-probabilities of chosen tokens at the position of one sampled token.
 
-What other requests have pushed out of a server's cache since the last version is stale no more, and not seen.
+Entries that other requests have evicted from a server's cache since the last version are no longer stale, and are not
+checked.
 """
 
 import logging
@@ -32,28 +33,28 @@ logger = logging.getLogger(__name__)
 CONTEXTS = 8
 CONTEXT_TOKENS = 144
 """More than a block of vLLM's prefix cache, which is 128 tokens on a CPU and 16 on a GPU: shorter contexts are never
-cached, so a stale cache would go unseen."""
+cached, so a stale cache would not be detected."""
 CANDIDATES = 16
-"""Tokens scored after each context; vLLM gives 20 at most."""
+"""Tokens scored after each context; vLLM returns at most 20."""
 _INVALID = -9999.0
-"""What vLLM sends for a log-probability that is not a number."""
+"""What vLLM sends for a log-probability that is NaN."""
 
 
 Forward = Callable[..., tuple[Tensor, Tensor]]
-"""Called as a Policy is."""
+"""Called like a Policy."""
 
 
 @dataclass(frozen=True)
 class CanaryRow:
-    """A context, and the tokens that are scored in the place after it."""
+    """A context, and the tokens that are scored at the position after it."""
 
     context: list[int]
     candidates: list[int]
 
 
 def canary_rows(vocabulary: Sequence[int], longest: int, seed: int = 0) -> list[CanaryRow]:
-    """The canary's rows: tokens of `vocabulary` drawn by `seed`, so that all processes have the same. A context has at
-    most `longest` tokens."""
+    """Returns the canary's rows: tokens of `vocabulary` drawn with `seed`, so that all processes have the same. A
+    context has at most `longest` tokens."""
     draw = random.Random(seed)
     length, count = min(CONTEXT_TOKENS, longest), min(CANDIDATES, len(vocabulary))
     return [CanaryRow(draw.choices(vocabulary, k=length), draw.sample(vocabulary, count)) for _ in range(CONTEXTS)]
@@ -61,8 +62,8 @@ def canary_rows(vocabulary: Sequence[int], longest: int, seed: int = 0) -> list[
 
 @torch.no_grad()
 def trainer_scores(policy: Policy, rows: Sequence[CanaryRow], forward: Forward | None = None) -> Scores:
-    """The trainer's log-probabilities of all candidates, row by row, at temperature 1. Where the policy is sharded,
-    every process calls it, with the `forward` that gathers its weights (default: the policy's own)."""
+    """Returns the trainer's log-probabilities of all candidates, row by row, at temperature 1. If the policy is
+    sharded, every process calls it, with the `forward` that gathers its weights (default: the policy's own)."""
     device = next(policy.parameters()).device
     contexts = [row.context for row in rows]
     length, count = len(contexts[0]), len(rows[0].candidates)
@@ -76,12 +77,12 @@ def trainer_scores(policy: Policy, rows: Sequence[CanaryRow], forward: Forward |
 
 
 def server_scores(server: ServerControl, rows: Sequence[CanaryRow], report: SyncReport, fresh: bool) -> Scores:
-    """The same of a server, with the weights of `report`; `fresh` keeps apart from all that other requests have cached,
-    by a salt of its own: so what they cached stays as it is, and a cache that is never dropped grows ever staler to
-    those who read it. Raises SyncError."""
+    """Returns a server's scores of the same rows, with the weights of `report`. `fresh` avoids everything that other
+    requests have cached by using a separate salt: their cached entries stay unchanged, and a cache that is never
+    dropped becomes ever more stale for requests that read it. Raises SyncError."""
 
     def score(row: CanaryRow) -> list[float]:
-        # vLLM puts the sampled token before the candidates and cuts what is too many: one is asked for twice
+        # vLLM puts the sampled token before the candidates and cuts the surplus, so one candidate is requested twice
         asked = [*row.candidates, row.candidates[0]]
         params = {"max_tokens": 1, "temperature": 1.0, "logprobs": len(asked), "logprob_token_ids": asked}
         body: dict[str, Any] = {"token_ids": row.context, "model": report.model, "sampling_params": params}
@@ -105,13 +106,13 @@ def server_scores(server: ServerControl, rows: Sequence[CanaryRow], report: Sync
 
 
 class Canary:
-    """Judges, version by version, whether each server's log-probabilities follow the trainer's. See Drift."""
+    """Checks for each version whether the log-probabilities of each server follow the trainer's. See Drift."""
 
     def __init__(
         self, servers: Sequence[ServerControl], rows: Sequence[CanaryRow], dtype: str, rounded: bool = False
     ) -> None:
-        """`servers` are empty in processes that only compute the trainer's scores; `dtype` is the policy's
-        (`model.dtype`); `rounded`: servers and trainer compute with other weights by design (see
+        """`servers` are empty in processes that only compute the trainer's scores. `dtype` is the policy's
+        (`model.dtype`). `rounded`: servers and trainer compute with different weights by design (see
         TrainRecipe.rounding)."""
         self.rows = list(rows)
         self._servers = servers
@@ -124,7 +125,7 @@ class Canary:
     def prove(self, report: SyncReport, trainer: Scores) -> dict[str, float]:
         """Scores the version of `report` on every server; `trainer` are the policy's scores of the same version.
 
-        Returns metrics: those of the server that proves least. Raises SyncError where a server does not serve what the
+        Returns the metrics of the server with the weakest proof. Raises SyncError if a server does not serve what the
         trainer has sent.
         """
         verdicts: list[Verdict] = []
@@ -139,7 +140,7 @@ class Canary:
         return {**metrics, "sync/canary_slope": min(slopes)} if slopes else metrics
 
     def prove_again(self, report: SyncReport, url: str) -> None:
-        """After WeightSync.restore: the server at `url` must score as it did before. Raises SyncError."""
+        """Checks the server at `url` after WeightSync.restore: it must score as before. Raises SyncError."""
         server = find(self._servers, url)
         drift = self._drifts[server.url]
         if drift.started:
@@ -149,7 +150,7 @@ class Canary:
     def _judge(self, server: ServerControl, report: SyncReport, trainer: Scores) -> Verdict:
         drift = self._drifts[server.url]
         if drift.started:
-            # what an earlier version left in the cache is met before this one fills it
+            # read what an earlier version left in the cache before this version fills it
             cached = server_scores(server, self.rows, report, fresh=False)
             fresh = server_scores(server, self.rows, report, fresh=True)
             verdict = drift.judge(cached, fresh, trainer)
@@ -175,9 +176,9 @@ def push_proven(
     state: dict[str, Tensor],
     scores: Scores | None,
 ) -> tuple[SyncReport, dict[str, float]]:
-    """Pushes a version and has the canary prove it; returns the canary's metrics too. `scores` are the trainer's.
+    """Pushes a version and proves it with the canary; also returns the canary's metrics. `scores` are the trainer's.
 
-    Servers that are gone when the canary asks get the version again, as soon as `sync` finds one.
+    If servers are gone when the canary checks them, the version is pushed again as soon as `sync` finds one.
     """
     while True:
         report = sync.push(version, policy, state)

@@ -1,4 +1,4 @@
-"""Proof of content: the weights that a server holds are, byte for byte, those of the trainer."""
+"""Proof of content: the weights on a server are, byte for byte, the trainer's."""
 
 import hashlib
 from pathlib import Path
@@ -10,8 +10,8 @@ from agentfactory.trainers.server_control import ServerControl, SyncError
 
 
 def prove_full_weights(server: ServerControl, label: str, state: dict[str, Tensor]) -> str:
-    """Raises SyncError unless the server says that it serves version `label` and its checksums are those of `state`;
-    returns the digest of these."""
+    """Raises SyncError unless the server reports that it serves version `label` and its checksums match `state`;
+    returns their digest."""
     echoed = server.get("/weight_info").get("weight_version")
     if echoed != label:
         raise SyncError(f"{server.url} says that it serves version {echoed!r} after taking version {label!r}")
@@ -19,24 +19,24 @@ def prove_full_weights(server: ServerControl, label: str, state: dict[str, Tenso
 
 
 def file_digest(file: Path) -> str:
-    """sha256 of a file, in hex."""
+    """Returns the sha256 of a file, in hex."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-# vLLM keeps these projections stacked along the output dimension, under one name
+# vLLM stacks these projections along the output dimension, under one name
 _STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _VOCABULARY_MULTIPLE = 64
 
 
 def check_content(state: dict[str, Tensor], checksums: dict[str, str]) -> str:
-    """Raises SyncError unless the server's checksums are those of `state`, weight by weight; returns the sha256 of
-    names and checksums, in hex.
+    """Raises SyncError unless the server's checksums match `state`, weight by weight; returns the sha256 of names and
+    checksums, in hex.
 
-    A checksum is the sha256 of a parameter's bytes in row-major order, as vLLM computes it; a server may put its
-    worker before a name ("dp0:pp0:pcp0:tp0:"), stack projections, list a tied head, and fill a vocabulary up to a
-    multiple of 64 with zeros. One server process holds whole weights.
+    A checksum is the sha256 of a parameter's bytes in row-major order, as vLLM computes it. A server may put its worker
+    before a name ("dp0:pp0:pcp0:tp0:"), stack projections, list a tied head, and pad a vocabulary to a multiple of 64
+    with zeros. One server process has whole weights.
     """
     unproven = set(state)
     for key, checksum in checksums.items():
@@ -60,13 +60,13 @@ def check_content(state: dict[str, Tensor], checksums: dict[str, str]) -> str:
 
 
 def _filling(name: str, tensors: list[Tensor]) -> Tensor:
-    """The zeros that a server may put below the rows of a vocabulary."""
+    """Returns the zeros that a server may add below the rows of a vocabulary."""
     rows = -tensors[0].shape[0] % _VOCABULARY_MULTIPLE if name in (_EMBEDDINGS, _HEAD) else 0
     return tensors[0].new_zeros((rows, *tensors[0].shape[1:]))
 
 
 def parameter_digest(parts: list[Tensor]) -> str:
-    """sha256 over the bytes of tensors, one after the other, in hex."""
+    """Returns the sha256 over the bytes of tensors, one after the other, in hex."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -1,15 +1,16 @@
-"""Drift: does the server's change of log-probability follow the trainer's? A pure state machine, one per server.
+"""Drift: checks whether changes of the server's log-probabilities follow the trainer's. A pure state machine, one per
+server.
 
-The same tokens are scored by server and trainer at every version. Both change from version to version; a server that
-has taken the trainer's weights changes as the trainer does, whatever they disagree about all the time. What a change
-can prove is bounded by the noise of scoring: below it nothing is said.
+Server and trainer score the same tokens at every version. The log-probabilities change from version to version. A
+server that has taken the trainer's weights changes as the trainer does, whatever their constant disagreement. Changes
+below the noise of scoring prove nothing.
 
-Server and trainer are compared over all tokens, and the server must go astray in no context: of several servers behind
-one address, one that stands still shows in the contexts that it answers for. Where they hold other weights by design
-(a quantised server, QLoRA), they are compared by medians over the contexts, to which three stale ones of eight do not
-show: most contexts follow all the same, but in one or two the rounding decides what the policy makes of them, and there
-their changes have little to do with each other. A server is compared with itself (its caches, its state before a
-restart) over all tokens.
+Server and trainer are compared over all tokens, and the server must not deviate in any context: if one of several
+servers behind an address was not updated, this shows in the contexts that it answers. If the two have different weights
+by design (a quantised server, QLoRA), medians over the contexts are compared: most contexts still follow, but in one or
+two the rounding dominates, and there the changes of server and trainer are almost unrelated. These medians do not
+detect three stale contexts of eight. A server is compared with itself (its caches, its state before a restart) over all
+tokens.
 """
 
 from dataclasses import dataclass
@@ -21,44 +22,45 @@ Scores = Float[np.ndarray, "tokens"]
 """Log-probabilities of the canary's tokens, context by context, in nats."""
 
 PROVABLE = 3.0
-"""A change says something once it exceeds this many times the noise."""
+"""A change proves something only if it exceeds this many times the noise."""
 SLOPES = (0.5, 1.5)
-"""The server's change over the trainer's must lie between these: 0 is a server that stands still, 1 follows."""
+"""Bounds for the server's change divided by the trainer's: 0 is a server that did not change, 1 follows exactly."""
 ASTRAY = 10.0
-"""A server must not differ from the trainer's change by more than this many times the noise, and half that change,
-also where the trainer's change alone proves nothing: it would serve weights that are no version's."""
+"""Even if the trainer's change alone proves nothing, the server must not differ from it by more than this many times
+the noise plus half of that change: otherwise it serves weights of no version."""
 LEAST_NOISE = {"float32": 1e-5, "bfloat16": 2.0**-9}
-"""By precision, since two passes may agree exactly by chance: the rounding of a logit of 1 in bfloat16; several of it
-in float32."""
+"""Minimum noise by precision, since two passes may agree exactly by chance: the rounding of a logit of 1 in bfloat16;
+several times that in float32."""
 MOST_NOISE = 1.0
-"""Beyond it, server and trainer do not hold the same model."""
+"""With more noise, server and trainer do not have the same model."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one version's scores prove. All figures in nats, root mean squares over tokens."""
+    """What one version's scores prove. All values are root mean squares over tokens, in nats."""
 
     provable: bool
     """Whether the trainer's change since the last proven version is large enough to prove anything."""
     drift: float
-    """The trainer's change since the last proven version; where weights are rounded, its median over the contexts."""
+    """The trainer's change since the last proven version; with rounded weights, its median over the contexts."""
     cache_gap: float
-    """How far the server's scores with its prefix cache are from those without, over all tokens."""
+    """Difference between the server's scores with and without its prefix cache, over all tokens."""
     slope: float | None = None
-    """Of the server's change over the trainer's, by least squares through the origin; where weights are rounded, its
-    median over the contexts. None where not provable."""
+    """Slope of the server's change over the trainer's, by least squares through the origin; with rounded weights, its
+    median over the contexts. None if not provable."""
     failure: str | None = None
-    """Why the server does not serve what the trainer has sent; None where nothing speaks against it."""
+    """Why the server does not serve what the trainer has sent; None if nothing indicates that."""
 
 
 class Drift:
-    """What was scored when: `start` once, then `judge` per version. Raises nothing: a verdict tells."""
+    """The history of scores: call `start` once, then `judge` per version. Raises nothing: failures are in the
+    verdict."""
 
     def __init__(self, dtype: str, contexts: int, rounded: bool = False) -> None:
-        """`dtype` is the precision of the scores' forward passes, a key of LEAST_NOISE; all scores hold equally many
-        tokens of each of `contexts`; `rounded`: server and trainer hold other weights by design."""
+        """`dtype` is the precision of the scores' forward passes, a key of LEAST_NOISE. All scores have the same number
+        of tokens for each of `contexts`. `rounded`: server and trainer have different weights by design."""
         self.noise = LEAST_NOISE[dtype]
-        """Difference of two scores of the same weights, as measured at the start."""
+        """Difference between two scores of the same weights, as measured at the start."""
         self._contexts = contexts
         self._rounded = rounded
         self._proven: tuple[Scores, Scores] | None = None
@@ -70,8 +72,8 @@ class Drift:
         return self._proven is not None
 
     def start(self, server: Scores, fresh: Scores, trainer: Scores) -> Verdict:
-        """The first version, in server and trainer: measures the noise. `fresh` are the server's scores without its
-        prefix cache, `server` those that read it."""
+        """Judge the first version on server and trainer, and measure the noise. `fresh` are the server's scores without
+        its prefix cache, `server` those that read it."""
         gap = _rms(server - fresh)
         self.noise = max(self._size(server - trainer), gap, self.noise)
         self._proven, self._latest = (server, trainer), server
@@ -82,7 +84,7 @@ class Drift:
         return Verdict(provable=False, drift=0.0, cache_gap=gap, failure=failure)
 
     def judge(self, server: Scores, fresh: Scores, trainer: Scores) -> Verdict:
-        """A later version. Where it is proven, later changes are counted from it."""
+        """Judge a later version. If it is proven, later changes are measured from it."""
         assert self._proven is not None
         gap = _rms(server - fresh)
         served, trained = server - self._proven[0], trainer - self._proven[1]
@@ -113,7 +115,7 @@ class Drift:
         return Verdict(provable, drift, gap, slope, failure)
 
     def judge_again(self, server: Scores) -> Verdict:
-        """The latest version once more, after the server was started again: it must score as it did before."""
+        """Judge the latest version again after the server was restarted: it must score as before."""
         assert self._latest is not None
         gap = _rms(server - self._latest)
         failure = None
@@ -125,21 +127,21 @@ class Drift:
         return float(np.median(self._sizes(values))) if self._rounded else _rms(values)
 
     def _sizes(self, values: Scores) -> Float[np.ndarray, "contexts"]:
-        """Root mean square over each context's tokens."""
+        """Return the root mean square over each context's tokens."""
         return np.sqrt(np.mean(np.square(values.reshape(self._contexts, -1)), axis=1))
 
     def _furthest(self, astray: Scores, trained: Scores) -> tuple[float, float]:
-        """How far the server is from the trainer, and the trainer's change: in the context where that is most beside
-        the trainer's change."""
+        """Return the server's distance from the trainer and the trainer's change, in the context where the distance
+        most exceeds half of the change."""
         if self._rounded:
             return self._size(astray), self._size(trained)
         far, moved = self._sizes(astray), self._sizes(trained)
-        worst = np.argmax(far - 0.5 * moved)  # of a figure that is no number, that one
+        worst = np.argmax(far - 0.5 * moved)  # NaN if there is one
         return float(far[worst]), float(moved[worst])
 
     def _slope(self, served: Scores, trained: Scores) -> float:
-        """Where weights are rounded, over the contexts in which the trainer's change is more than noise: at least half
-        of them."""
+        """Return the slope. With rounded weights, use the contexts in which the trainer's change is more than noise: at
+        least half of them."""
         if not self._rounded:
             return float(served @ trained / (trained @ trained))
         moved = self._sizes(trained) > self.noise

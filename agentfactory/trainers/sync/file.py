@@ -14,13 +14,13 @@ from agentfactory.trainers.sync.protocol import SyncReport, base_model, find, on
 
 
 class FileSync:
-    """Full weights, as a safetensors file that every server reads: for a CPU, or servers that share a disk.
+    """Sends full weights as a safetensors file that every server reads: for a CPU, or servers that share a disk.
 
     Proof: a server echoes the version, and its checksum of every weight equals ours.
     """
 
     def __init__(self, servers: list[ServerControl], folder: Path, keep_caches: bool = False) -> None:
-        """`folder` takes the file of the last version; servers must be able to read it under the same path.
+        """`folder` contains the file of the last version; servers must be able to read it under the same path.
         `keep_caches`: see update_full_weights."""
         self._servers = servers
         self._folder = folder
@@ -41,7 +41,7 @@ class FileSync:
         on_each(self._servers, lambda server: self._update(server, version, file, state))
         if self._last is not None and self._last[1] != file:
             shutil.rmtree(self._last[1].parent)
-        # kept until the next version is proven: a server that is started again needs it
+        # kept until the next version is proven: a restarted server needs it
         self._last = version, file
         return self._report(started)
 
@@ -62,7 +62,7 @@ class FileSync:
             self._last = None
 
     def _update(self, server: ServerControl, version: int, file: Path, state: dict[str, Tensor]) -> None:
-        # each time: one that was started again since the last version has not begun
+        # every time: a server that was restarted since the last version is not initialised
         _init(server)
 
         def transfer() -> None:

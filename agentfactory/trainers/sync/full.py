@@ -1,4 +1,4 @@
-"""The update of a server's full weights, whatever they travel by: pause, transfer, prove, resume."""
+"""Updates a server's full weights with any transport: pause, transfer, prove, resume."""
 
 from collections.abc import Callable
 
@@ -15,24 +15,24 @@ def update_full_weights(
     transfer: Callable[[], None],
     keep_caches: bool = False,
 ) -> str:
-    """Pauses all servers, lets `transfer` bring `state` into them, proves it in each, and resumes them. Returns the
-    digest of what is proven (see check_content).
+    """Pauses all servers, calls `transfer` to load `state` into them, proves it in each, and resumes them. Returns the
+    digest of the proven content (see check_content).
 
-    Running requests keep their tokens and go on under the new weights. Their caches are recomputed; with `keep_caches`
-    all caches stay, and requests must keep apart from those of older weights by their cache salt. Where a proof fails,
+    Running requests keep their tokens and continue with the new weights. Their caches are recomputed. With
+    `keep_caches` all caches stay, and requests must avoid those of older weights by their cache salt. If a proof fails,
     SyncError is raised and the servers stay paused: only proven weights generate. A server whose cache is asleep runs
-    nothing, and goes on by itself once that is awake: it is neither paused nor resumed.
+    nothing, and resumes automatically when the cache wakes: it is neither paused nor resumed.
     """
     for server in servers:
         if not server.asleep:
-            # vLLM would drop the caches here already, those of running requests too
+            # otherwise vLLM would drop the caches here, including those of running requests
             server.post("/pause?mode=keep&clear_cache=false")
         server.post("/start_weight_update")
     transfer()
     digest = ""
     for server in servers:
         server.post("/finish_weight_update", {"weight_version": label})
-        # answers 200 also when it did nothing: caches of the old weights would stay in use
+        # the server answers 200 even if it did nothing; caches of the old weights would then stay in use
         dropped = keep_caches or server.post("/reset_prefix_cache?reset_running_requests=true").get("success") is True
         if not dropped:
             raise SyncError(f"{server.url}/reset_prefix_cache did not drop the caches of the old weights")
@@ -44,7 +44,7 @@ def update_full_weights(
 
 
 def holds_full_weights(server: ServerControl, label: str, state: dict[str, Tensor]) -> bool:
-    """Whether a server proves to hold this version. One that is paused was left so by a failure."""
+    """Returns whether a server proves that it has this version. A paused server was left so by a failure."""
     if server.get("/is_paused").get("is_paused") is True:
         return False
     try:

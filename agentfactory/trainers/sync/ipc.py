@@ -21,18 +21,19 @@ from agentfactory.trainers.sync.full import holds_full_weights, update_full_weig
 from agentfactory.trainers.sync.protocol import SyncReport, base_model, find, on_each
 
 BUFFER_BYTES = 2**28
-"""Size of the shared buffer, unless one weight is larger. It exists while weights travel only, beside both models."""
+"""Size of the shared buffer, unless one weight is larger. It exists only during a transfer, in addition to both
+models."""
 
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 class Buffer:
-    """Memory that a server can open. Raises SyncError where there is too little of it."""
+    """Memory that a server can open. Raises SyncError if there is too little."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        """`capacity` bytes on `device`."""
+        """Allocates `capacity` bytes on `device`."""
         self.handles: dict[str, tuple[Any, ...]]
-        """What a server opens it by, under the key of the memory."""
+        """The data with which a server opens it, under the key of the memory."""
         self._block: SharedMemory | None = None
         self._bytes: Tensor
         if device.type == "cuda":
@@ -45,7 +46,7 @@ class Buffer:
             self.handles = {CPU: (self._block.name, capacity)}
 
     def fill(self, part: list[tuple[str, Tensor]]) -> None:
-        """Write tensors one after the other, wherever they are; returns when they can be read."""
+        """Writes tensors one after the other, from any device; returns when they can be read."""
         start = 0
         for _, value in part:
             flat = value.detach().contiguous().view(-1).view(torch.uint8)
@@ -55,7 +56,7 @@ class Buffer:
             torch.cuda.synchronize(self._bytes.device)
 
     def close(self) -> None:
-        """Give the memory back to the system: the server may be waiting for it."""
+        """Returns the memory to the system: the server may be waiting for it."""
         del self._bytes
         if self._block is not None:
             self._block.close()
@@ -66,12 +67,12 @@ class Buffer:
 
 
 class IpcSync:
-    """Full weights, part by part through memory that trainer and server share, as vLLM's `ipc` weight transfer engine
-    takes them in its packed mode: vLLM servers are started with `--weight-transfer-config '{"backend": "ipc"}'`.
+    """Sends full weights in parts through memory that trainer and server share, in the packed mode of vLLM's `ipc`
+    weight transfer engine: vLLM servers are started with `--weight-transfer-config '{"backend": "ipc"}'`.
 
-    A trainer on a GPU shares a buffer of this GPU (CUDA IPC, untested on a GPU), one on a CPU a block of
-    `multiprocessing.shared_memory`, which the embedded engine takes. The policy's weights may lie elsewhere than the
-    buffer: those of an offloaded trainer go from the CPU into a GPU's. Proof: a server echoes the version, and its
+    A trainer on a GPU shares a buffer of this GPU (CUDA IPC, untested on a GPU); a trainer on a CPU shares a block of
+    `multiprocessing.shared_memory`, which the embedded engine reads. The policy's weights may be on another device than
+    the buffer: those of an offloaded trainer go from the CPU to a GPU. Proof: a server echoes the version, and its
     checksum of every weight equals ours.
     """
 
@@ -82,8 +83,8 @@ class IpcSync:
         device: torch.device | None = None,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        """Raises SyncError where a server cannot open this process's memory. `device` is the buffer's, by default the
-        current GPU, where there is none the CPU; `keep_caches`: see update_full_weights."""
+        """Raises SyncError if a server cannot open this process's memory. `device` is the buffer's, by default the
+        current GPU, or the CPU if there is none. `keep_caches`: see update_full_weights."""
         self._servers = servers
         self._keep_caches = keep_caches
         self._buffer_bytes = buffer_bytes
@@ -91,7 +92,7 @@ class IpcSync:
         self._device = device or (torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"))
         self._model = base_model(servers)
         self._version = 0
-        # of the version that was pushed last, for a server that is started again: the policy's own move on
+        # copy of the last pushed version for a server that is restarted; the policy's own weights keep changing
         self._copy: dict[str, Tensor] = {}
         self._digest = ""
         for server in servers:
@@ -123,7 +124,7 @@ class IpcSync:
     def _init(self, server: ServerControl) -> None:
         answer = server.post("/init_weight_transfer_engine", {"init_info": {"packed": True}})
         own = memory_key(self._device)
-        readable = answer.get("memory")  # vLLM does not say; it reads its GPUs' memory
+        readable = answer.get("memory")  # vLLM does not report it; it reads its GPUs' memory
         if readable is None and own == CPU:
             raise SyncError(
                 f"sync.backend: ipc: {server.url} takes weights from a GPU's memory only, and the trainer has no GPU; "
@@ -136,19 +137,19 @@ class IpcSync:
             )
 
     def _update(self, server: ServerControl, state: dict[str, Tensor]) -> None:
-        # each time: one that was started again since the last version has not begun
+        # every time: a server that was restarted since the last version is not initialised
         self._init(server)
         largest = max(value.nbytes for value in state.values())
         total = sum(value.nbytes for value in state.values())
         capacity = max(largest, min(total, self._buffer_bytes))
-        # a buffer for each server: torch counts one opening for each handle
+        # one buffer per server: torch counts one opening for each handle
         with closing(Buffer(capacity, self._device)) as buffer:
             pickled = base64.b64encode(pickle.dumps(buffer.handles)).decode("ascii")
 
             def transfer() -> None:
                 for part in parts(state, capacity):
                     buffer.fill(part)
-                    # answers when it has copied the part
+                    # answers after it has copied the part
                     server.post(
                         "/update_weights", {"update_info": {**description(part), "ipc_handles_pickled": pickled}}
                     )
@@ -165,8 +166,8 @@ class IpcSync:
 
 
 def parts(state: dict[str, Tensor], capacity: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Weights in parts of at most `capacity` bytes, which none of them exceeds. Wide dtypes come first, so that each
-    tensor begins at a multiple of its own width."""
+    """Yields weights in parts of at most `capacity` bytes; no single weight may exceed it. Wide dtypes come first, so
+    that each tensor begins at a multiple of its own width."""
     part: list[tuple[str, Tensor]] = []
     size = 0
     for name, value in sorted(state.items(), key=lambda entry: -entry[1].itemsize):
@@ -180,7 +181,7 @@ def parts(state: dict[str, Tensor], capacity: int) -> Iterator[list[tuple[str, T
 
 
 def description(part: list[tuple[str, Tensor]]) -> dict[str, list[Any]]:
-    """What the receiver of a part needs to know beside the handle."""
+    """Returns what the receiver of a part needs to know in addition to the handle."""
     return {
         "names": [name for name, _ in part],
         "dtype_names": [str(value.dtype).removeprefix("torch.") for _, value in part],
@@ -190,7 +191,7 @@ def description(part: list[tuple[str, Tensor]]) -> dict[str, list[Any]]:
 
 
 def _check_shared_memory(capacity: int) -> None:
-    # a write beyond what there is kills the process by a signal; a container has 64 MiB by default
+    # a write beyond the available memory kills the process by a signal; a container has 64 MiB by default
     free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else capacity
     if free < capacity:
         raise SyncError(

@@ -1,4 +1,4 @@
-"""Sync by adapter files: megabytes, and nothing is paused."""
+"""Sync by adapter files: transfers megabytes, and pauses nothing."""
 
 import shutil
 import time
@@ -17,19 +17,20 @@ _WEIGHTS = "adapter_model.safetensors"
 
 
 class LoraSync:
-    """Adapter files, under a new name and path per version: a running turn keeps the adapter that it began with.
+    """Sends adapter files, under a new name and path per version: a running turn keeps the adapter that it began with.
 
-    No server tells the bytes of an adapter that it has loaded, so the proof ties the name to them step by step: the
-    name was free on the server before (what it answered to then was nothing), the server lists it afterwards with the
-    very path that was sent, the path carries the digest of the adapter's weights and was never used before, and the
-    file there still has this digest after loading. That the server computes with what it read is for the canary.
+    No server reports the bytes of an adapter that it has loaded, so the proof ties the name to them step by step: the
+    name was free on the server before (it answered to nothing), the server lists it afterwards with exactly the path
+    that was sent, the path contains the digest of the adapter's weights and was never used before, and the file at the
+    path still has this digest after loading. The canary checks that the server computes with what it read.
     """
 
     def __init__(self, servers: list[ServerControl], folder: Path, run: str, attempt: int, keep: int) -> None:
         """Adapters are called {run}-{attempt}-v{version}; a version that is pushed again gets -2, -3 and so on.
 
         Every server must be able to read `folder` under the same path. The `keep` newest stay loaded:
-        rollout.max_staleness + 2, so that no turn loses its adapter; a server must hold as many (server.max_loras).
+        rollout.max_staleness + 2, so that no turn loses its adapter; a server must have room for as many
+        (server.max_loras).
         """
         self._servers = servers
         self._folder = folder
@@ -50,8 +51,8 @@ class LoraSync:
         return self._report(started)
 
     def restore(self, url: str) -> SyncReport:
-        """See WeightSync. The server gets all adapters that are in use, under their names: one that was started again
-        has never used these."""
+        """See WeightSync. The server gets all adapters in use, under their existing names: a restarted server has never
+        used these."""
         started = time.perf_counter()
         self._complete(find(self._servers, url))
         return self._report(started)
@@ -66,7 +67,7 @@ class LoraSync:
         self._pushes[version] = self._pushes.get(version, 0) + 1
         again = f"-{self._pushes[version]}" if self._pushes[version] > 1 else ""
         name = f"{self._prefix}{version}{again}"
-        # written under a passing name: the final one carries the digest of what was written
+        # written under a temporary name: the final name contains the digest of what was written
         passing = (self._folder / f".{name}").resolve()
         digest = file_digest(policy.save_adapter(passing, state))
         path = passing.with_name(f"{name}-{digest[:16]}")
@@ -76,9 +77,9 @@ class LoraSync:
         self._unfinished = version
 
     def _complete(self, server: ServerControl) -> None:
-        """Loads what is in use and not loaded. A server that was away, or that an earlier attempt of the run has used,
-        may hold what is no more in use; one that has slept may list what it has lost (vLLM #53888), so it loads all
-        anew."""
+        """Loads adapters that are in use and not loaded, and unloads those that are no longer in use, which may remain
+        on a server that was away or that an earlier attempt of the run has used. A server that has slept may list
+        adapters that it has lost (vLLM #53888), so all are loaded again."""
         listed = _listed(server)
         for name, root in listed.items():
             ours = root is not None and Path(root).parent == self._folder.resolve()
@@ -99,7 +100,7 @@ class LoraSync:
 
 
 def _unload(server: ServerControl, name: str) -> None:
-    # a server that was started again has forgotten it
+    # a restarted server has forgotten it
     if name in _listed(server):
         server.post("/v1/unload_lora_adapter", {"lora_name": name})
 
@@ -125,5 +126,5 @@ def _load(server: ServerControl, name: str, path: Path) -> None:
 
 
 def _listed(server: ServerControl) -> dict[str, str | None]:
-    """The path of every model that a server lists, by name."""
+    """Returns the path of every model that a server lists, by name."""
     return {card["id"]: card.get("root") for card in server.get("/v1/models").get("data", [])}

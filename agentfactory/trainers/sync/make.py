@@ -1,4 +1,4 @@
-"""The backend that a recipe names, made for its servers."""
+"""Creates the backend that a recipe names, for its servers."""
 
 from pathlib import Path
 
@@ -11,9 +11,9 @@ from agentfactory.trainers.sync.protocol import WeightSync
 
 
 def make_sync(recipe: TrainRecipe, servers: list[ServerControl], folder: Path, run: str, attempt: int) -> WeightSync:
-    """The recipe's backend. `folder` is for files that travel; `run` and `attempt` name adapters, so that those of an
-    earlier attempt on the same server are never taken for this one's. Raises SyncError where it cannot work, and
-    SettingError where a class of the user's own is none of a backend."""
+    """Creates the recipe's backend. `folder` is for files that it transfers; `run` and `attempt` name adapters, so that
+    those of an earlier attempt on the same server are never mistaken for this one's. Raises SyncError if the backend
+    cannot work, and SettingError if a user's own class is not a backend."""
     made = load_backend(recipe)(
         servers=servers,
         folder=folder,

@@ -1,7 +1,7 @@
 """Sync by NCCL broadcast: full weights from the trainer's GPU to servers on other GPUs.
 
 Untested on a GPU. Its protocol is tested over gloo, against a receiver that cuts the stream as vLLM 0.32 does
-(vllm/distributed/weight_transfer/nccl_engine.py); NCCL itself has never carried it.
+(vllm/distributed/weight_transfer/nccl_engine.py); it has never run over NCCL itself.
 """
 
 import queue
@@ -21,7 +21,7 @@ from agentfactory.trainers.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.full import update_full_weights
 from agentfactory.trainers.sync.protocol import SyncReport, base_model, find
 
-# Bytes per broadcast. Both sides cut the stream of weights by this figure, which travels in `init_info`.
+# Bytes per broadcast. Both sides cut the stream of weights at this size, which is sent in `init_info`.
 BUFFER_BYTES = 2**30
 
 
@@ -40,7 +40,7 @@ OpenGroup = Callable[[str, int, int], BroadcastGroup]
 
 
 class VllmGroup:
-    """The group as vLLM's workers join it: its own rendezvous and its own NCCL communicator. Untested on a GPU."""
+    """The group that vLLM's workers join, with its own rendezvous and its own NCCL communicator. Untested on a GPU."""
 
     def __init__(self, address: str, port: int, world_size: int) -> None:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
@@ -59,7 +59,7 @@ class VllmGroup:
 
 
 def why_impossible() -> str | None:
-    """Why this process cannot send weights by NCCL; None where it can."""
+    """Returns why this process cannot send weights by NCCL; None if it can."""
     if not torch.cuda.is_available():
         return "the trainer has no CUDA device; use sync.backend: file"
     try:
@@ -70,7 +70,7 @@ def why_impossible() -> str | None:
 
 
 class NcclSync:
-    """Full weights by packed broadcast, through vLLM's `nccl` weight transfer engine: servers are started with
+    """Sends full weights by packed broadcast, through vLLM's `nccl` weight transfer engine: servers are started with
     `--weight-transfer-config '{"backend": "nccl"}'`, on other devices than the trainer's. Untested on a GPU.
 
     The policy is gathered from all ranks before anything is sent: sending while gathering hangs with more than two
@@ -84,8 +84,8 @@ class NcclSync:
         open_group: OpenGroup | None = None,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        """Joins one group with all workers of all servers. Raises SyncError where NCCL cannot work, with the reason.
-        `open_group` is for other transports than NCCL; `keep_caches`: see update_full_weights."""
+        """Joins one group with all workers of all servers. Raises SyncError with the reason if NCCL cannot work.
+        `open_group` is for transports other than NCCL; `keep_caches`: see update_full_weights."""
         if open_group is None:
             reason = why_impossible()
             if reason:
@@ -106,7 +106,7 @@ class NcclSync:
             "packed_buffer_size_bytes": buffer_bytes,
             "packed_num_buffers": 2,
         }
-        # servers answer once the group is complete, so they are asked while we join it
+        # servers answer only when the group is complete, so call them while joining it
         offsets = [1 + sum(workers[:index]) for index in range(len(servers))]
         joined: list[BroadcastGroup] = []
         _together(
@@ -133,7 +133,7 @@ class NcclSync:
                 self._group.broadcast(buffer)
 
         def transfer() -> None:
-            # servers answer when they have received everything
+            # servers answer after they have received everything
             _together(broadcast, *(_post(s, "/update_weights", {"update_info": info}) for s in self._servers))
 
         digest = update_full_weights(self._servers, label, state, transfer, self._keep_caches)
@@ -144,7 +144,7 @@ class NcclSync:
         return self._last
 
     def restore(self, url: str) -> SyncReport:
-        """See WeightSync. A server that was started again has left the group, which cannot be mended: SyncError."""
+        """See WeightSync. Raises SyncError: a restarted server has left the group, which cannot be repaired."""
         assert self._last is not None
         echoed = find(self._servers, url).get("/weight_info").get("weight_version")
         if echoed != self._last.label:
@@ -160,8 +160,8 @@ class NcclSync:
 
 
 def packed(state: dict[str, Tensor], buffer_bytes: int) -> Iterator[UInt8[Tensor, "bytes"]]:
-    """Weights as a stream of buffers. A buffer ends with the weight that takes it beyond `buffer_bytes`: the receiver
-    cuts by the same rule from names, dtypes and shapes alone."""
+    """Yields weights as a stream of buffers. A buffer ends with the weight that takes it beyond `buffer_bytes`: the
+    receiver cuts by the same rule from names, dtypes and shapes alone."""
     parts: list[Tensor] = []
     size = 0
     for value in state.values():
@@ -184,8 +184,8 @@ def _post(server: ServerControl, path: str, body: dict[str, Any]) -> Callable[[]
 def _together(*calls: Callable[[], None]) -> None:
     """Runs calls that wait for each other, and raises the first error at once.
 
-    What still waits then waits for a peer that will never come: its thread is left behind, and must not keep the
-    process from ending.
+    Calls that still wait then wait for a peer that will never come: their threads are left behind, and must not keep
+    the process from ending.
     """
     ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
@@ -206,7 +206,7 @@ def _together(*calls: Callable[[], None]) -> None:
 
 
 def _own_address(servers: list[ServerControl]) -> str:
-    """The address of this machine towards the servers. No packet is sent to find it."""
+    """Returns the address of this machine as seen by the servers. No packet is sent to find it."""
     found = set()
     for server in servers:
         parts = urlsplit(server.url)

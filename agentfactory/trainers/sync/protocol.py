@@ -1,4 +1,4 @@
-"""What every way of bringing weights into the inference servers does, and what it reports."""
+"""The interface of sync backends, and the report that they return."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -19,48 +19,48 @@ class SyncReport:
 
     version: int
     label: str
-    """What the servers call the version in `weight_versions`; an adapter's label is its name."""
+    """The servers' name for the version in `weight_versions`; an adapter's label is its name."""
     model: str
-    """The name to ask the servers for."""
+    """The model name for requests to the servers."""
     bytes: int
-    """Size of the weights that travelled."""
+    """Size of the transferred weights."""
     seconds: float
     digest: str
     """sha256 in hex of an adapter's file, or of full weights' names and checksums as a server lists them."""
     cache_salt: str | None = None
-    """With what requests must keep apart from caches of older weights, where these are left in place."""
+    """Salt with which requests must avoid caches of older weights, if these are kept."""
 
     @property
     def is_adapter(self) -> bool:
-        """Whether the version is an adapter: then `weight_versions` may still name the base weights."""
+        """Whether the version is an adapter; `weight_versions` may then still name the base weights."""
         return self.label == self.model
 
 
 class WeightSync(Protocol):
-    """A way to bring weights into one or several servers."""
+    """Transfers weights to one or several servers."""
 
     def push(self, version: int, policy: Policy, state: dict[str, Tensor]) -> SyncReport:
         """Returns once the servers serve `state` (the policy's gathered weights) and have proven it; raises SyncError
-        otherwise. Of several servers, those that are gone are passed over: they must be restored before they are used
-        again. ServerGoneError: none is left, and nothing speaks against pushing the version again.
+        otherwise. Servers that are gone are skipped, unless all are: they must be restored before they are used again.
+        Raises ServerGoneError if none is left; the version may then be pushed again.
 
-        Called in one process. A version may be pushed again: full weights are sent once more, an adapter gets a new
-        name, which the report carries; where the first push did not end, this one goes on with it.
+        Called in one process. A version may be pushed again: full weights are sent once more; an adapter gets a new
+        name, which the report contains. If the first push did not end, this one continues it.
         """
 
     def restore(self, url: str) -> SyncReport:
-        """Brings the version that was pushed last into the server at `url`, which was started again or passed over, and
-        proves it as `push` does. Where the server has it still, nothing is sent.
+        """Loads the version that was pushed last into the server at `url`, which was restarted or skipped, and proves
+        it as `push` does. If the server still has it, nothing is sent.
 
         Needs neither the policy nor the other processes, so rank 0 may call it at any time between two pushes.
         """
 
     def close(self) -> None:
-        """Removes what was written for the servers and is of no more use to them."""
+        """Removes files that were written for the servers and are no longer useful to them."""
 
 
 def on_each(servers: Sequence[ServerControl], act: Callable[[ServerControl], None]) -> None:
-    """Does the same on every server. One that is gone is passed over, unless none is left: ServerGoneError."""
+    """Calls `act` for every server. A server that is gone is skipped; raises ServerGoneError if none is left."""
     gone: list[ServerGoneError] = []
     for server in servers:
         try:
@@ -73,12 +73,12 @@ def on_each(servers: Sequence[ServerControl], act: Callable[[ServerControl], Non
 
 
 def find(servers: Sequence[ServerControl], url: str) -> ServerControl:
-    """The server at `url`. Raises KeyError where it is none of `servers`."""
+    """Returns the server at `url`. Raises KeyError if it is not one of `servers`."""
     return {server.url: server for server in servers}[url.rstrip("/")]
 
 
 def served_models(server: ServerControl) -> list[str]:
-    """Names of the models that a server offers, the base model first."""
+    """Returns the names of the models that a server offers, the base model first."""
     cards = server.get("/v1/models").get("data", [])
     names = [card["id"] for card in sorted(cards, key=lambda card: card.get("parent") is not None)]
     if not names:
@@ -87,7 +87,7 @@ def served_models(server: ServerControl) -> list[str]:
 
 
 def base_model(servers: list[ServerControl]) -> str:
-    """The name under which all servers offer the base model. Raises SyncError where they disagree."""
+    """Returns the name under which all servers offer the base model. Raises SyncError if they disagree."""
     names = {server.url: served_models(server)[0] for server in servers}
     if len(set(names.values())) > 1:
         listed = ", ".join(f"{url}: {name}" for url, name in names.items())

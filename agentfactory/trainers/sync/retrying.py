@@ -1,4 +1,4 @@
-"""Waiting for servers that are being started again: by a supervisor, or by hand."""
+"""Waits for servers that are being restarted, by a supervisor or by hand."""
 
 import logging
 import time
@@ -20,10 +20,10 @@ Result = TypeVar("Result")
 
 
 class RetryingSync:
-    """A WeightSync that goes on asking where no server answers."""
+    """A WeightSync that retries while no server answers."""
 
     def __init__(self, sync: WeightSync, canary: Canary, retry_seconds: float) -> None:
-        """`canary` proves what comes back."""
+        """`canary` checks servers that come back."""
         self._sync = sync
         self._canary = canary
         self._retry_seconds = retry_seconds
@@ -39,7 +39,7 @@ class RetryingSync:
         return self._sync.restore(url)
 
     def bring_back(self, url: str) -> bool:
-        """Restore the server at `url`, which answered a moment ago; false where it is gone again."""
+        """Restore the server at `url`, which answered a moment ago. Return False if it is gone again."""
         try:
             report = self.restore(url)
             self._canary.prove_again(report, url)
@@ -57,8 +57,8 @@ class RetryingSync:
 def retry_until_answered(
     call: Callable[[], Result], what: str, retry_seconds: float, hurried: Callable[[], bool] = lambda: False
 ) -> Result:
-    """What `call` returns, once a server answers. Raises ServerGoneError when none has for `retry_seconds`, and at
-    once when `hurried`. `what` names for the log what waits."""
+    """Return the result of `call` once a server answers. Raises ServerGoneError when none has for `retry_seconds`, and
+    at once if `hurried`. `what` names what waits, for the log."""
     deadline = time.monotonic() + retry_seconds
     while True:
         try:
