@@ -17,8 +17,7 @@ from agentfactory.placement.changes import refusal
 from agentfactory.placement.choice import Device, Estimate, choose
 from agentfactory.placement.machine import Machine, see_machine
 from agentfactory.placement.memory_table import Need, Plan, table
-from agentfactory.placement.model_config import NoConfigError, load_config
-from agentfactory.placement.same_model import difference
+from agentfactory.placement.model_config import NoConfigError, difference, load_config
 from agentfactory.placement.server_memory import ServerMemory, server_memory
 from agentfactory.placement.trainer_memory import trainer_memory
 from agentfactory.recipe.checks import runs_chains

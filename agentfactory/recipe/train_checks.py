@@ -8,9 +8,9 @@ from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import EqualRewards
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.import_path import is_installed
+from agentfactory.trainers.advantages import Estimator
 from agentfactory.trainers.best_checkpoint import AUTO
 from agentfactory.trainers.config import owners
-from agentfactory.trainers.estimators import Estimator
 from agentfactory.trainers.metrics import METRICS
 from agentfactory.trainers.sync.backends import backend_of, check_backend
 

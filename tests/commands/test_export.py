@@ -12,7 +12,7 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.commands.export import ExportError, export
-from agentfactory.trainers.checkpoint import save_checkpoint
+from agentfactory.trainers.checkpoints import save_checkpoint
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.learner import Learner
 from tests.project import Command

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedTokenizerFast
 
 from agentfactory.rollout.trajectory import Group
-from agentfactory.trainers.checkpoint import load_checkpoint, save_checkpoint
+from agentfactory.trainers.checkpoints import load_checkpoint, save_checkpoint
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.credit import Credit, needed_scores
 from agentfactory.trainers.learner import Learner

@@ -13,8 +13,7 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from agentfactory.rollout.trajectory import Group
-from agentfactory.trainers.checkpoint import load_checkpoint, save_checkpoint
-from agentfactory.trainers.checkpoints import Checkpoints
+from agentfactory.trainers.checkpoints import Checkpoints, load_checkpoint, save_checkpoint
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.learner import Learner
 from agentfactory.trainers.rl import train_rl
