@@ -118,7 +118,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "Sequence[SettingError]") -> int:
     """Print the resolved recipe, and as comments what this machine lacks, and what the command would do."""
-    from agentfactory.launching.plan import describe_memory, misfit, plan_run
+    from agentfactory.launching.plan import describe_memory, plan_run
     from agentfactory.launching.run_folder import RunFolderError, check_free
     from agentfactory.placement.placement import PlacementError, place
     from agentfactory.recipe.schema import stages_of
@@ -136,7 +136,8 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
             plan = plan_run(recipe, options.resume)
             for line in plan.describe():
                 comment(line)
-            refused = next((found for stage in plan.due if (found := misfit(stage.recipe, stage.placement))), None)
+            # what only this machine lacks is no fault of a recipe that may be for another
+            refused = next((stage.refusal for stage in plan.due if stage.placement.refused), None)
             if options.resume is None:
                 check_free(recipe.output, options.overwrite)
         elif options.command == "serve":
@@ -144,7 +145,7 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
             placement = place([served], "serve")[0]
             for line in describe_memory(served, placement):
                 comment(line)
-            refused = misfit(served, placement)
+            refused = placement.refusal(served) if placement and placement.refused else None
     except PlacementError as error:
         return _end(f"failed: {error}", FAILED)
     except SettingError as error:

@@ -34,7 +34,10 @@ def serve(recipe: Recipe | StagedRecipe, say: Say) -> None:
         served = what_is_served(recipe, None)
         run_prepare(recipe, children, say)
         placement = place([served.recipe], "serve")[0] or Placement(on_gpu=may_have_gpu())
-        placement.tell(served.recipe, say)
+        for line in placement.describe():
+            say(line)
+        if (refusal := placement.refusal(served.recipe)) is not None:
+            raise refusal
         folder = _run_folder("serve", recipe, served.recipe)
         # train.py, which a person starts, takes sync.backend=auto for file
         transfer = replace(placement, sync=None).weight_transfer(served.recipe)

@@ -38,9 +38,8 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
         plan = plan_run(recipe, resume)
         # what cannot be placed is refused before anything is written, as far as its model is there already
         for stage in plan.due:
-            placement = stage.settled()
-            if placement.refusal(stage.recipe) is not None:
-                placement.tell(stage.recipe, say)
+            if stage.refusal is not None:
+                _tell(stage, say)
         folder = _open_folder(plan, overwrite, resume, hold)
         try:
             with Children() as children:
@@ -89,19 +88,19 @@ def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, say: Say)
         rewind(folder, stage.checkpoint, say)
     elif folder.path != whole.path:
         RunFolder.create(folder.path, recipe.to_yaml())
-    placement = stage.settled()
-    placement.tell(recipe, say)
+    _tell(stage, say)
     server = url = None
-    if stage.starts_server:
-        log = folder.logs / "server.log"
-        server, url = start_server(recipe, stage.server_command(), children, log, say, env=stage.server_env())
-        placement.check_trainers_room()
+    if stage.server is not None:
+        command, log = stage.server.arguments, folder.logs / "server.log"
+        server, url = start_server(recipe, command, children, log, say, env=stage.server.env)
+        stage.placement.check_trainers_room()
     stage.assignment(url).write(folder.assignment)
+    assert stage.trainer is not None
     trainer = children.start(
         "trainer",
-        stage.trainer_command(),
+        stage.trainer.arguments,
         folder.logs / "train.log",
-        env=stage.trainer_env(),
+        env=stage.trainer.env,
         show=True,
         explain=_first_rank_that_failed if recipe.train.processes > 1 else None,
         is_finishing=folder.is_finishing,
@@ -115,6 +114,14 @@ def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, say: Say)
         raise
     if server is not None:
         children.stop(server)
+
+
+def _tell(stage: StagePlan, say: Say) -> None:
+    """Say where the stage's processes go. Raises SettingError if they cannot go there."""
+    for line in stage.placement.describe():
+        say(line)
+    if stage.refusal is not None:
+        raise stage.refusal
 
 
 def _note_failure(folder: RunFolder, error: BaseException, seed: int) -> None:

@@ -8,7 +8,7 @@ compose nor check the recipe again.
 import json
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -60,66 +60,78 @@ class Assignment:
 
 
 @dataclass(frozen=True)
+class Command:
+    """How a process is started: its arguments, and the environment variables that it gets besides ours."""
+
+    arguments: list[str]
+    env: dict[str, str]
+
+    def __str__(self) -> str:
+        return shlex.join([*(f"{name}={value}" for name, value in self.env.items()), *self.arguments])
+
+
+@dataclass(frozen=True)
 class StagePlan:
-    """One stage of a run; a run without stages is one."""
+    """One stage of a run; a run without stages is one. The fields from `placement` on are set by `RunPlan.placed`."""
 
     recipe: Recipe
     folder: RunFolder
     state: State = State.NEW
     checkpoint: Path | None = None
     """Where a started stage resumes; None: from its beginning."""
-    placement: Placement | None = None
-    """None until the model is there."""
+    placement: Placement = field(default_factory=Placement)
+    is_placed: bool = False
+    """False while the model is not there: then `placement` is only what is known without it."""
+    refusal: SettingError | None = None
+    """Why the processes cannot go where `placement` puts them."""
+    assigned: Recipe | None = None
+    """The recipe as the trainer gets it."""
+    server: Command | None = None
+    """None if the stage needs no server, or uses one that is already running."""
+    trainer: Command | None = None
+    """Starts every process of the trainer."""
 
-    @property
-    def starts_server(self) -> bool:
-        """Whether the stage needs a server that is not running yet."""
-        return runs_chains(self.recipe, "train") and self.recipe.server.url is None
-
-    def settled(self) -> Placement:
-        """The placement; without a model to plan for, what is known without it."""
-        return self.placement or Placement(mode=self.recipe.placement.mode, on_gpu=may_have_gpu())
-
-    def server_command(self) -> list[str]:
-        """The command of the inference server."""
-        placement = self.settled()
-        return placement.server_command(self.recipe, weight_transfer=placement.weight_transfer(self.recipe))
-
-    def server_env(self) -> dict[str, str]:
-        """The server's own environment variables."""
-        return self.settled().environment("server")
+    def placed(self, placement: Placement | None) -> "StagePlan":
+        """The plan with what follows from `placement`; None: the model is not there."""
+        recipe = self.recipe
+        known = placement or Placement(mode=recipe.placement.mode, on_gpu=may_have_gpu())
+        server = None
+        if runs_chains(recipe, "train") and recipe.server.url is None:
+            arguments = known.server_command(recipe, weight_transfer=known.weight_transfer(recipe))
+            server = Command(arguments, known.environment("server"))
+        return replace(
+            self,
+            placement=known,
+            is_placed=placement is not None,
+            refusal=known.refusal(recipe),
+            assigned=known.for_trainer(recipe),
+            server=server,
+            trainer=_trainer(recipe, self.folder, known),
+        )
 
     def assignment(self, url: str | None) -> Assignment:
         """What the trainer's processes are given; `url` is the address of the server that was started for them."""
-        recipe = self.settled().for_trainer(self.recipe)
+        assert self.assigned is not None
+        recipe = self.assigned
         if url is not None:
             recipe = recipe.model_copy(update={"server": recipe.server.model_copy(update={"url": url})})
         return Assignment(recipe, self.checkpoint)
 
-    def trainer_command(self) -> list[str]:
-        """The command that starts every process of the trainer."""
-        command = [*TRAINER, "--assignment", str(self.folder.assignment)]
-        train = self.recipe.train
-        if train.processes == 1:
-            # what `accelerate launch` would do for one process, without the seconds that it takes to import torch
-            return own_python(*command)
-        return own_python(
-            *("-m", "accelerate.commands.launch", "--config_file", str(ACCELERATE / f"{train.strategy}.yaml")),
-            *("--num_processes", str(train.processes), "--main_process_port", "0"),
-            *command,
-        )
 
-    def trainer_env(self) -> dict[str, str]:
-        """The trainer's own environment variables."""
-        placement = self.settled()
-        env = placement.environment("trainer")
-        if self.recipe.train.processes > 1:
-            # torchrun kills its processes that long after it told them to end; the launcher knows better when to
-            env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "600"
-            if not placement.on_gpu:
-                # several processes on the CPU: neither --cpu nor a MULTI_CPU configuration starts them
-                env["ACCELERATE_USE_CPU"] = "true"
-        return env
+def _trainer(recipe: Recipe, folder: RunFolder, placement: Placement) -> Command:
+    train, module = recipe.train, (*TRAINER, "--assignment", str(folder.assignment))
+    env = placement.environment("trainer")
+    if train.processes == 1:
+        # what `accelerate launch` would do for one process, without the seconds that it takes to import torch
+        return Command(own_python(*module), env)
+    # torchrun kills its processes that long after it told them to end; the launcher knows better when to
+    env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "600"
+    if not placement.on_gpu:
+        # several processes on the CPU: neither --cpu nor a MULTI_CPU configuration starts them
+        env["ACCELERATE_USE_CPU"] = "true"
+    launch = ("-m", "accelerate.commands.launch", "--config_file", str(ACCELERATE / f"{train.strategy}.yaml"))
+    ranks = ("--num_processes", str(train.processes), "--main_process_port", "0")
+    return Command(own_python(*launch, *ranks, *module), env)
 
 
 @dataclass(frozen=True)
@@ -139,13 +151,10 @@ class RunPlan:
 
         Raises PlacementError. What does not fit is in the placement as a refusal.
         """
-        missing = [stage for stage in self.due if stage.placement is None]
+        missing = [stage for stage in self.due if not stage.is_placed]
         found = place([stage.recipe for stage in missing], "train") if missing else []
-        by_folder = {stage.folder.path: placement for stage, placement in zip(missing, found, strict=True)}
-        stages = (
-            replace(stage, placement=stage.placement or by_folder.get(stage.folder.path)) for stage in self.stages
-        )
-        return replace(self, stages=tuple(stages))
+        placed = {stage.folder.path: stage.placed(placement) for stage, placement in zip(missing, found, strict=True)}
+        return replace(self, stages=tuple(placed.get(stage.folder.path, stage) for stage in self.stages))
 
     def describe(self) -> Iterator[str]:
         """Lines for people: what is prepared, and of each stage its state, memory and commands."""
@@ -158,10 +167,10 @@ class RunPlan:
             yield f"{name}: {stage.state}, in {display(stage.folder.path)}{resumes}"
             if stage.state is State.COMPLETED:
                 continue
-            yield from describe_memory(stage.recipe, stage.placement)
-            if stage.starts_server:
-                yield f"{name}: server: {_shell(stage.server_env(), stage.server_command())}"
-            yield f"{name}: trainer: {_shell(stage.trainer_env(), stage.trainer_command())}"
+            yield from describe_memory(stage.recipe, stage.placement if stage.is_placed else None)
+            if stage.server is not None:
+                yield f"{name}: server: {stage.server}"
+            yield f"{name}: trainer: {stage.trainer}"
 
 
 def describe_memory(recipe: Recipe, placement: Placement | None) -> Iterator[str]:
@@ -169,15 +178,8 @@ def describe_memory(recipe: Recipe, placement: Placement | None) -> Iterator[str
     if placement is None:
         yield f"{recipe.name}: its memory is planned once {recipe.model.path} is there"
         return
-    if placement.table:
-        yield f"{recipe.name}: {placement.table}"
-    if placement.warning:
-        yield f"warning: {placement.warning}"
-
-
-def misfit(recipe: Recipe, placement: Placement | None) -> SettingError | None:
-    """Why the recipe's processes do not fit the machine that it is for; None where they do, or nobody knows yet."""
-    return SettingError(*placement.refused, source=recipe.name) if placement and placement.refused else None
+    for line in placement.describe():
+        yield f"{recipe.name}: {line}"
 
 
 def plan_run(recipe: Recipe | StagedRecipe, resume: str | None) -> RunPlan:
@@ -248,7 +250,3 @@ def _after(recipe: Recipe, before: StagePlan | None) -> Recipe:
     if before.state is State.COMPLETED:
         return recipe.with_model(str(before.folder.need_checkpoint()))
     return recipe.with_model(str(checkpoint_path(before.folder.checkpoints, before.recipe.train.steps)))
-
-
-def _shell(env: dict[str, str], command: list[str]) -> str:
-    return shlex.join([*(f"{name}={value}" for name, value in env.items()), *command])

@@ -3,7 +3,7 @@
 import json
 import os
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -80,14 +80,9 @@ class Placement:
             return SettingError("sync.backend", problem, "use auto or file", source=recipe.name)
         return None
 
-    def tell(self, recipe: Recipe, say: Callable[[str], None]) -> None:
-        """Say where the processes go. Raises SettingError if they cannot go there."""
-        if self.table:
-            say(self.table)
-        if self.warning is not None:
-            say(f"warning: {self.warning}")
-        if (refusal := self.refusal(recipe)) is not None:
-            raise refusal
+    def describe(self) -> list[str]:
+        """Return lines for people: the memory table and the warning."""
+        return [*filter(None, [self.table]), *([f"warning: {self.warning}"] if self.warning else [])]
 
     def weight_transfer(self, recipe: Recipe) -> str | None:
         """Return the backend by which full weights reach a server; None: they do not."""

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentfactory.launching import plan as planning
-from agentfactory.launching.plan import Assignment, RunPlan, State, plan_run
+from agentfactory.launching.plan import Assignment, RunPlan, StagePlan, State, plan_run
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.placement.placement import Placement
 from agentfactory.recipe.load import load_recipe
@@ -54,9 +53,7 @@ def test_a_completed_stage_is_not_due_and_gives_the_checkpoint_that_it_has(two_s
 def test_the_trainer_is_given_the_whole_recipe(project: Path, tmp_path: Path) -> None:
     recipe = recipe_of()
     placement = Placement(mode="split", on_gpu=True, trainer_devices="1", sync="ipc")
-    stage = planning.StagePlan(
-        recipe, RunFolder(recipe.output), checkpoint=tmp_path / "step-000002", placement=placement
-    )
+    stage = StagePlan(recipe, RunFolder(recipe.output), checkpoint=tmp_path / "step-000002").placed(placement)
     assignment = stage.assignment("http://127.0.0.1:7000")
     assignment.write(tmp_path / "assignment.json")
     read = Assignment.read(tmp_path / "assignment.json")
@@ -68,21 +65,23 @@ def test_the_trainer_is_given_the_whole_recipe(project: Path, tmp_path: Path) ->
     for section, field in (("server", "url"), ("placement", "mode"), ("sync", "backend")):
         del asked[section][field]
     assert given == asked
-    assert stage.trainer_env() == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert stage.trainer is not None
+    assert stage.trainer.env == {"CUDA_VISIBLE_DEVICES": "1"}
     # a server that runs already keeps its address
     attached = recipe_of("server.url=http://127.0.0.1:7001")
-    stage = planning.StagePlan(attached, RunFolder(recipe.output))
-    assert not stage.starts_server
+    stage = StagePlan(attached, RunFolder(recipe.output)).placed(Placement())
+    assert stage.server is None
     assert stage.assignment(None).recipe == attached
 
 
 def test_the_commands_of_several_processes(two_stages: Path) -> None:
     stage = planned("train.processes=2", "train.strategy=fsdp2").stages[0]
-    command = stage.trainer_command()
+    assert stage.trainer is not None
+    command = stage.trainer.arguments
     assert command[0] == sys.executable
     assert str(ACCELERATE / "fsdp2.yaml") in command
     assert command[-4:] == ["-m", "agentfactory.train", "--assignment", str(two_stages / "first" / "assignment.json")]
-    assert stage.trainer_env() == {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", "ACCELERATE_USE_CPU": "true"}
+    assert stage.trainer.env == {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", "ACCELERATE_USE_CPU": "true"}
 
 
 @pytest.mark.processes

@@ -317,11 +317,11 @@ def test_what_may_not_fit_is_told(
     placement, said = Placement(table="the table", warning="does not fit"), []
     asked = load_recipe("recipe.yaml")
     assert isinstance(asked, Recipe)
-    placement.tell(asked, said.append)
+    said += placement.describe()
     assert said == ["the table", "warning: does not fit"]
     monkeypatch.setattr(plan, "place", lambda recipes, purpose: [placement])
     assert main.main(["train", "recipe.yaml", "--dry-run"]) == 0
-    assert "# recipe: the table\n# warning: does not fit\n" in capsys.readouterr().out
+    assert "# recipe: the table\n# recipe: warning: does not fit\n" in capsys.readouterr().out
 
 
 def test_nothing_is_planned_where_nothing_was_asked(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
