@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from agentfactory.rollout.rewards import reward
     from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
     from agentfactory.tools.environment import Environment
+    from agentfactory.tools.messages import ToolInfrastructureError
     from agentfactory.tools.tool import finish, tool
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Parsed",
     "Parser",
     "Reading",
+    "ToolInfrastructureError",
     "Trajectory",
     "Turn",
     "finish",
@@ -44,6 +46,7 @@ _HOME = {
     "Parsed": "agentfactory.rollout.renderer",
     "Parser": "agentfactory.rollout.parsers",
     "Reading": "agentfactory.rollout.parsers",
+    "ToolInfrastructureError": "agentfactory.tools.messages",
     "Trajectory": "agentfactory.rollout.trajectory",
     "Turn": "agentfactory.rollout.agent",
     "finish": "agentfactory.tools.tool",

@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from agentfactory.rollout.admission import Admission, BatchChoice, Candidate
+from agentfactory.rollout.staleness import Admission, BatchChoice, Candidate
 from agentfactory.rollout.trajectory import Trajectory, read_groups
 from agentfactory.tools.user_code import load_object
 

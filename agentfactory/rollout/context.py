@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from agentfactory.rollout.config import RolloutConfig
-from agentfactory.rollout.data import Task
+from agentfactory.rollout.prompt import add_text
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message
 
@@ -48,14 +48,6 @@ def is_long(length: int, config: RolloutConfig) -> bool:
     return config.context.policy != "keep" and length >= limit
 
 
-def opening_messages(task: Task, system_prompt: str | None) -> list[Message]:
-    """Return the messages that open a chain on `task`."""
-    messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    if "messages" in task:
-        return messages + [dict(message) for message in task["messages"]]
-    return [*messages, {"role": "user", "content": str(task["question"])}]
-
-
 def check_context(config: RolloutConfig) -> None:
     """Raise ValueError if the context policy cannot work."""
     context = config.context
@@ -70,12 +62,3 @@ def check_context(config: RolloutConfig) -> None:
             f"got {context.max_tokens}, which rollout.max_total_tokens={config.max_total_tokens} never lets a row reach"
         )
         raise SettingError("rollout.context.max_tokens", problem, "lower it")
-
-
-def add_text(messages: Sequence[Message], text: str) -> list[Message]:
-    """Return `messages` with a paragraph added to the last one."""
-    *before, last = messages
-    content = last["content"]
-    if isinstance(content, str):
-        return [*before, {**last, "content": f"{content}\n\n{text}"}]
-    return [*before, {**last, "content": [*content, {"type": "text", "text": text}]}]

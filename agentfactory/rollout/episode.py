@@ -8,8 +8,9 @@ from agentfactory.rollout.agent import AgentError, AgentHooks, Turn, TurnBudget
 from agentfactory.rollout.client import Completion
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.connection import ContextOverflowError, InferenceError, ServerUnreachableError
-from agentfactory.rollout.context import Context, add_text, is_long, opening_messages
+from agentfactory.rollout.context import Context, is_long
 from agentfactory.rollout.data import Task
+from agentfactory.rollout.prompt import add_text, opening_messages
 from agentfactory.rollout.renderer import Parsed, Renderer
 from agentfactory.rollout.sampling import Sampler, Sampling
 from agentfactory.rollout.tool_errors import ToolErrors

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentfactory.rollout.admission import Admission, BatchChoice, Candidate
 from agentfactory.rollout.chain_runner import ChainRunner, begin
 from agentfactory.rollout.config import EqualRewards, Inflight, OutcomePolicy, RolloutConfig
 from agentfactory.rollout.curriculum import Curriculum, successes
@@ -15,6 +14,7 @@ from agentfactory.rollout.data import Place, Task, TaskOrder
 from agentfactory.rollout.filter import GroupFilter, Worth, counted, worth
 from agentfactory.rollout.resume import Resumed
 from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.staleness import Admission, BatchChoice, Candidate
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.rollout.weight_versions import Cancellations
 

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentfactory.rollout.admission import Admission
 from agentfactory.rollout.chain_runner import ChainRunner
 from agentfactory.rollout.concurrency import ConcurrencyControl
 from agentfactory.rollout.config import RolloutRecipe
@@ -21,6 +20,7 @@ from agentfactory.rollout.delivery import connect, encode
 from agentfactory.rollout.evaluate import evaluate, open_runner
 from agentfactory.rollout.producer import GroupProducer, Published, RolloutStoppedError
 from agentfactory.rollout.resume import Resumed
+from agentfactory.rollout.staleness import Admission
 from agentfactory.rollout.trajectory import Group, read_groups
 from agentfactory.tools import parent_watch
 from agentfactory.tools.import_path import append_folders

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from agentfactory.rollout.admission import Admission
 from agentfactory.rollout.chain_runner import ChainRunner
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
@@ -21,6 +20,7 @@ from agentfactory.rollout.producer import GroupProducer, Published, RolloutStopp
 from agentfactory.rollout.renderer import load_tokenizer, make_renderer
 from agentfactory.rollout.resume import Resumed
 from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.staleness import Admission
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory, read_groups
 from agentfactory.tools.toolset import open_toolset
 from tests.scripted_server import ScriptedServer, serve_script

@@ -1,5 +1,4 @@
-"""Decide which groups may start and which are trained. Pure state machines, so that the staleness bound can be
-tested."""
+"""The staleness bound: which groups may start and which are trained. Pure state machines, so that it can be tested."""
 
 from dataclasses import dataclass
 

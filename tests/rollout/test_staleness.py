@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentfactory.rollout.admission import Admission, BatchChoice, Candidate, Choice
 from agentfactory.rollout.config import EqualRewards
+from agentfactory.rollout.staleness import Admission, BatchChoice, Candidate, Choice
 
 
 def start_all(admission: Admission) -> int:
