@@ -21,8 +21,8 @@ from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.rl import train_rl
 from agentfactory.trainers.server_control import ServerControl
+from agentfactory.trainers.sync.backends import make_sync
 from agentfactory.trainers.sync.file import FileSync
-from agentfactory.trainers.sync.make import make_sync
 from agentfactory.trainers.sync.protocol import SyncReport, WeightSync
 from tests.conftest import REPOSITORY, embedded_server
 

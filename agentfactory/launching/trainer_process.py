@@ -39,9 +39,8 @@ from agentfactory.trainers.server_control import SLEEP_ROUTES, ServerControl
 from agentfactory.trainers.sft import conversation_rows, saved_rows, train_sft
 from agentfactory.trainers.source import GroupSource, SavedGroups
 from agentfactory.trainers.stopping import Stop
-from agentfactory.trainers.sync.backends import backend_of
+from agentfactory.trainers.sync.backends import backend_of, make_sync
 from agentfactory.trainers.sync.canary import Canary, CanaryRow, canary_rows
-from agentfactory.trainers.sync.make import make_sync
 from agentfactory.trainers.sync.protocol import WeightSync
 from agentfactory.trainers.sync.retrying import RetryingSync
 from agentfactory.trainers.time_share import TimeShare

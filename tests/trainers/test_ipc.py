@@ -16,10 +16,9 @@ from agentfactory.rollout.embedded.weights import WeightsError, WeightUpdate
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
-from agentfactory.trainers.sync.backends import backend_of
+from agentfactory.trainers.sync.backends import backend_of, make_sync
 from agentfactory.trainers.sync.content import check_content, parameter_digest
 from agentfactory.trainers.sync.ipc import Buffer, IpcSync, description, parts
-from agentfactory.trainers.sync.make import make_sync
 from tests.conftest import embedded_server
 from tests.trainers.test_sync import disturb, sampled, scored
 

@@ -1,17 +1,24 @@
-"""The requirements of each `sync.backend` on the recipe, the devices and the servers; does not need torch.
+"""The sync backends: what each requires of the recipe, the devices and the servers, and `make_sync`. Only `make_sync`
+needs torch.
 
 The backends themselves are classes, one per file in this folder, or the user's own `FILE.py:NAME`: see WeightSync in
 protocol.py. Nothing else in AgentFactory depends on a backend's name.
 """
 
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
+from agentfactory.rollout.config import Inflight
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.extension import Extension, load_extension
 from agentfactory.trainers.config import TrainRecipe
+
+if TYPE_CHECKING:
+    # protocol.py needs torch
+    from agentfactory.trainers.server_control import ServerControl
+    from agentfactory.trainers.sync.protocol import WeightSync
 
 ADAPTER_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 FULL_ROUTES = (
@@ -86,9 +93,26 @@ def check_backend(recipe: TrainRecipe) -> None:
     raise SettingError("sync.backend", problem, fix)
 
 
-def load_backend(recipe: TrainRecipe) -> Callable[..., Any]:
-    """Returns the class of the recipe's backend, to be called with INPUTS by name."""
-    return _load(recipe)
+def make_sync(
+    recipe: TrainRecipe, servers: "list[ServerControl]", folder: Path, run: str, attempt: int
+) -> "WeightSync":
+    """Creates the recipe's backend for `servers`. `folder` is for files that it transfers; `run` and `attempt` name
+    adapters, so that those of an earlier attempt on the same server are never taken for this one's.
+
+    Raises SyncError if it cannot work, and SettingError if a user's own class lacks a method of WeightSync.
+    """
+    made = _load(recipe)(
+        servers=servers,
+        folder=folder,
+        run=run,
+        attempt=attempt,
+        keep=recipe.rollout.max_staleness + 2,
+        keep_caches=recipe.rollout.inflight == Inflight.KEEP,
+    )
+    if lacks := [name for name in ("push", "restore", "close") if not callable(getattr(made, name, None))]:
+        problem = f"{recipe.sync.backend} has no {', '.join(lacks)}"
+        raise SettingError("sync.backend", problem, "see WeightSync in agentfactory/trainers/sync/protocol.py")
+    return made
 
 
 def _resolved(recipe: TrainRecipe) -> str:
