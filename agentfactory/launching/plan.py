@@ -1,8 +1,8 @@
-"""What `agentfactory train` is going to do, computed before it does any of it.
+"""The plan of `agentfactory train`, computed before anything is done.
 
-A `RunPlan` has a `StagePlan` per stage: its recipe, where it resumes, where its processes go, and their commands. The
-launcher carries the plan out and `--dry-run` prints it. The trainer's processes are given an `Assignment`: they neither
-compose nor check the recipe again.
+A `RunPlan` has a `StagePlan` per stage: its recipe, the checkpoint that it resumes from, the placement of its
+processes, and their commands. The launcher executes the plan and `--dry-run` prints it. The trainer's processes receive
+an `Assignment`: they neither compose nor check the recipe again.
 """
 
 import json
@@ -24,13 +24,13 @@ from agentfactory.trainers.checkpoint_folder import checkpoint_path
 from agentfactory.trainers.config import ACCELERATE
 
 AUTO = "auto"
-"""In place of a path: the run's newest checkpoint."""
+"""Stands for the run's newest checkpoint, in place of a path."""
 
 TRAINER = ("-m", "agentfactory.train")
 
 
 class State(StrEnum):
-    """How far a stage is."""
+    """The progress of a stage."""
 
     NEW = "new"
     STARTED = "started"
@@ -39,21 +39,21 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Assignment:
-    """What the trainer's processes are given: the checked recipe with the server's address, and the checkpoint to
-    resume from."""
+    """The input of the trainer's processes: the checked recipe with the server's address, and the checkpoint to resume
+    from."""
 
     recipe: Recipe
     checkpoint: Path | None
 
     def write(self, file: Path) -> None:
-        """Write it as JSON."""
+        """Write the assignment as JSON."""
         checkpoint = str(self.checkpoint) if self.checkpoint else None
         data = {"recipe": self.recipe.model_dump(mode="json"), "checkpoint": checkpoint}
         file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, file: Path) -> "Assignment":
-        """The assignment that `write` wrote."""
+        """Read the assignment that `write` wrote."""
         data = json.loads(file.read_text(encoding="utf-8"))
         recipe = Recipe.model_validate_json(json.dumps(data["recipe"]), strict=True)
         return cls(recipe, Path(data["checkpoint"]) if data["checkpoint"] else None)
@@ -61,15 +61,15 @@ class Assignment:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage of a run; a run without stages is one."""
+    """One stage of a run; a run without stages has a single one."""
 
     recipe: Recipe
     folder: RunFolder
     state: State = State.NEW
     checkpoint: Path | None = None
-    """Where a started stage resumes; None: from its beginning."""
+    """The checkpoint that a started stage resumes from; None: from its beginning."""
     placement: Placement | None = None
-    """None until the model is there."""
+    """None until the model exists."""
 
     @property
     def starts_server(self) -> bool:
@@ -77,31 +77,31 @@ class StagePlan:
         return runs_chains(self.recipe, "train") and self.recipe.server.url is None
 
     def settled(self) -> Placement:
-        """The placement; without a model to plan for, what is known without it."""
+        """Return the placement; if there is no model to plan for yet, one with what is known without it."""
         return self.placement or Placement(mode=self.recipe.placement.mode, on_gpu=may_have_gpu())
 
     def server_command(self) -> list[str]:
-        """The command of the inference server."""
+        """Return the command of the inference server."""
         placement = self.settled()
         return placement.server_command(self.recipe, weight_transfer=placement.weight_transfer(self.recipe))
 
     def server_env(self) -> dict[str, str]:
-        """The server's own environment variables."""
+        """Return the environment variables set only for the server."""
         return self.settled().environment("server")
 
     def assignment(self, url: str | None) -> Assignment:
-        """What the trainer's processes are given; `url` is the address of the server that was started for them."""
+        """Return the input of the trainer's processes; `url` is the address of the server started for them."""
         recipe = self.settled().for_trainer(self.recipe)
         if url is not None:
             recipe = recipe.model_copy(update={"server": recipe.server.model_copy(update={"url": url})})
         return Assignment(recipe, self.checkpoint)
 
     def trainer_command(self) -> list[str]:
-        """The command that starts every process of the trainer."""
+        """Return the command that starts all processes of the trainer."""
         command = [*TRAINER, "--assignment", str(self.folder.assignment)]
         train = self.recipe.train
         if train.processes == 1:
-            # what `accelerate launch` would do for one process, without the seconds that it takes to import torch
+            # same as `accelerate launch` for one process, without the seconds that it takes to import torch
             return own_python(*command)
         return own_python(
             *("-m", "accelerate.commands.launch", "--config_file", str(ACCELERATE / f"{train.strategy}.yaml")),
@@ -110,11 +110,11 @@ class StagePlan:
         )
 
     def trainer_env(self) -> dict[str, str]:
-        """The trainer's own environment variables."""
+        """Return the environment variables set only for the trainer."""
         placement = self.settled()
         env = placement.environment("trainer")
         if self.recipe.train.processes > 1:
-            # torchrun kills its processes that long after it told them to end; the launcher knows better when to
+            # seconds from torchrun's SIGTERM to its SIGKILL; the launcher knows better when to kill
             env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "600"
             if not placement.on_gpu:
                 # several processes on the CPU: neither --cpu nor a MULTI_CPU configuration starts them
@@ -135,9 +135,9 @@ class RunPlan:
         return [stage for stage in self.stages if stage.state is not State.COMPLETED]
 
     def placed(self) -> "RunPlan":
-        """The plan with a placement for every due stage whose model, or whose first stage's model, is there.
+        """Return the plan with a placement for every due stage if its model, or its first stage's model, exists.
 
-        Raises PlacementError. What does not fit is in the placement as a refusal.
+        A stage that does not fit has a refusal in its placement. Raises PlacementError.
         """
         missing = [stage for stage in self.due if stage.placement is None]
         found = place([stage.recipe for stage in missing], "train") if missing else []
@@ -148,7 +148,7 @@ class RunPlan:
         return replace(self, stages=tuple(stages))
 
     def describe(self) -> Iterator[str]:
-        """Lines for people: what is prepared, and of each stage its state, memory and commands."""
+        """Yield human-readable lines: the prepare step, and the state, memory and commands of each stage."""
         folder = self.recipe.output / "prepared"
         if self.recipe.prepare is not None and not folder.exists():
             yield f"prepare: {self.recipe.prepare} fills {display(folder)}"
@@ -165,7 +165,7 @@ class RunPlan:
 
 
 def describe_memory(recipe: Recipe, placement: Placement | None) -> Iterator[str]:
-    """Lines for people: the memory that the recipe's processes take."""
+    """Yield human-readable lines about the memory that the recipe's processes take."""
     if placement is None:
         yield f"{recipe.name}: its memory is planned once {recipe.model.path} is there"
         return
@@ -176,14 +176,14 @@ def describe_memory(recipe: Recipe, placement: Placement | None) -> Iterator[str
 
 
 def misfit(recipe: Recipe, placement: Placement | None) -> SettingError | None:
-    """Why the recipe's processes do not fit the machine that it is for; None where they do, or nobody knows yet."""
+    """Return the error if the recipe's processes do not fit its machine; None if they fit, or it is not known yet."""
     return SettingError(*placement.refused, source=recipe.name) if placement and placement.refused else None
 
 
 def plan_run(recipe: Recipe | StagedRecipe, resume: str | None) -> RunPlan:
     """Plan a run of `recipe`; nothing is written. `resume` is a checkpoint of the run in `output`, or AUTO.
 
-    Raises RunFolderError where there is nothing to resume, SettingError where the recipe does not fit its checkpoint,
+    Raises RunFolderError if there is nothing to resume, SettingError if the recipe does not fit its checkpoint,
     PlacementError.
     """
     stages = stages_of(recipe)
@@ -197,10 +197,10 @@ def plan_run(recipe: Recipe | StagedRecipe, resume: str | None) -> RunPlan:
 
 
 def resume_stages(stages: Sequence[Recipe], asked: str) -> list[StagePlan]:
-    """Each stage with its state and the checkpoint that it resumes from. `asked` is a checkpoint, or AUTO.
+    """Return each stage with its state and the checkpoint that it resumes from. `asked` is a checkpoint, or AUTO.
 
-    Raises RunFolderError where there is nothing to resume, or the checkpoint is damaged; SettingError where a recipe
-    does not fit its checkpoint.
+    Raises RunFolderError if there is nothing to resume or the checkpoint is damaged, SettingError if a recipe does not
+    fit its checkpoint.
     """
     path = None if asked == AUTO else Path(asked).expanduser().resolve()
     folders = [RunFolder(stage.output) for stage in stages]
@@ -242,7 +242,7 @@ def _resumed(recipe: Recipe, folder: RunFolder, asked: Path | None) -> StagePlan
 
 
 def _after(recipe: Recipe, before: StagePlan | None) -> Recipe:
-    """`recipe` with the last checkpoint of the stage before as its model."""
+    """Return `recipe` with the last checkpoint of the previous stage as its model."""
     if before is None:
         return recipe
     if before.state is State.COMPLETED:
