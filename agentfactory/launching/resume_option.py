@@ -6,7 +6,7 @@ from pathlib import Path
 
 def add_resume_option(parser: argparse._ActionsContainer) -> None:
     """Add the option --resume [PATH]; `settle_resume` corrects how argparse parses it."""
-    about = "go on with the run in `output`, from this checkpoint of it (default: the newest)"
+    about = "continue the run in `output`, from this checkpoint (default: the newest)"
     parser.add_argument("--resume", nargs="?", const="auto", metavar="PATH", help=about)
 
 

@@ -55,8 +55,8 @@ async def serve(recipe: RolloutRecipe, adapters: Mapping[str, Path]) -> AsyncIte
     """Run a server on `recipe.model`, and yield it with its address. It ends with the context, or when this process
     ends in any way.
 
-    Raises ChildFailed, with the server's reason, if it does not start. The log is deleted with the context, unless the
-    server had ended before.
+    Raises ChildFailed, with the server's reason, if it does not start. The log is deleted when the context ends, unless
+    the server failed to start or had already ended.
     """
     child = _start(recipe, adapters)
     try:
