@@ -9,7 +9,7 @@ from agentfactory.rollout.trajectory import Group
 METRICS = [
     Metric("step", "", "training step, from 1; 0 is before the first step"),
     Metric("version", "", "version of the weights at the end of the step"),
-    Metric("loss", "", "the algorithm's loss, mean over the step's trained tokens (weighted)"),
+    Metric("loss", "", "the algorithm's loss, weighted mean over the step's trained tokens"),
     Metric("grad_norm", "", "Euclidean norm of the gradient before it is scaled down to train.max_grad_norm"),
     Metric("learning_rate", "", "learning rate of the step's updates"),
     Metric("tokens", "tokens", "trained tokens of the step, all processes"),
@@ -39,7 +39,7 @@ METRICS = [
     Metric("staleness/mean", "versions", "age of the weights behind a token when it is trained, mean over tokens"),
     Metric("staleness/max", "versions", "age of the weights behind a token when it is trained, maximum over the batch"),
     Metric("cancelled/groups", "", "groups that rollout.max_staleness cancelled while the batch was created"),
-    Metric("cancelled/chains", "", "chains that it ended, in these groups and in others that were trained without them"),
+    Metric("cancelled/chains", "", "chains that it ended, in these groups or in groups that were trained without them"),
     Metric("cancelled/tokens", "tokens", "length of these chains, including prompts and tool results"),
     Metric("filtered/groups", "", "groups that rollout.equal_rewards left out while the batch was created"),
     Metric("filtered/<outcome>", "", "chains with this outcome that were dropped or run again (rollout.on_outcome)"),
