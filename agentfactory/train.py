@@ -2,8 +2,8 @@
 ...]`, or `accelerate launch train.py ...` in a checkout.
 
 Reinforcement learning needs an inference server at `server.url` (`agentfactory serve RECIPE`); rank 0 starts the
-rollout worker. `--resume [PATH]` continues the run in `output`. `agentfactory train RECIPE` does all of it, and runs
-the stages of a staged recipe: it starts this module with an assignment. The work is in `launching/trainer_process.py`.
+rollout worker. `--resume [PATH]` continues the run in `output`. `agentfactory train RECIPE` does all of this, and runs
+the stages of a staged recipe: it starts this module with an assignment. `launching/trainer_process.py` does the work.
 """
 
 from agentfactory.tools import import_path
@@ -32,15 +32,16 @@ from agentfactory.tools.import_path import append_folders
 from agentfactory.trainers.health import Symptom
 
 STOPPED = 3
-"""Exit status of a run that a symptom of train.stop_when ended."""
+"""Exit status if a symptom of train.stop_when ended the run."""
 
 
 def load(arguments: list[str]) -> tuple[Recipe, str | Assignment | None]:
-    """The recipe that the command line names, and what it resumes or is assigned to. Raises SettingError."""
+    """Return the recipe named on the command line, and the checkpoint to resume or the assignment, if any. Raises
+    SettingError."""
     parser = argparse.ArgumentParser(prog="python -m agentfactory.train")
     parser.add_argument("recipe", nargs="?")
     parser.add_argument("overrides", nargs="*")
-    # the launcher's way, in place of all the others
+    # used by the launcher in place of all other arguments
     parser.add_argument("--assignment", type=Path, help=argparse.SUPPRESS)
     add_resume_option(parser)
     options, rest = parser.parse_known_args(arguments)
@@ -70,17 +71,17 @@ def load(arguments: list[str]) -> tuple[Recipe, str | Assignment | None]:
 
 
 def main() -> int:
-    """Run the command line; returns the exit status: 0 done, 1 failed, 2 the recipe or launch is wrong, 3 a symptom of
-    train.stop_when ended it, 128 + its number where a signal came."""
+    """Run the command line; return the exit status: 0 done, 1 failed, 2 the recipe or launch is wrong, 3 a symptom of
+    train.stop_when ended it, 128 + the signal's number if a signal ended it."""
     parent_watch.follow_parent()
-    # so that the worker and the progress display are closed in order
+    # exit through the interpreter, so that the worker and the progress display are closed in order
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         recipe, asked = load(sys.argv[1:])
     except (SettingError, RunFolderError) as error:
         print(error, file=sys.stderr)
         return 2
-    # torch and transformers take seconds to import; a broken recipe is told before
+    # torch and transformers take seconds to import; report a broken recipe before that
     from agentfactory.launching.trainer_process import train
     from agentfactory.rollout.delivery import WorkerDiedError
     from agentfactory.trainers.accelerator import LaunchError
@@ -90,7 +91,7 @@ def main() -> int:
     try:
         ended_by = train(recipe, asked)
     except (LaunchError, RunFolderError, SettingError) as error:
-        # every rank finds it, but what is on a machine's disk; one rank of each machine says it
+        # all ranks find the error, except one about a machine's disk; one rank of each machine prints it
         if os.environ.get("LOCAL_RANK", "0") == "0":
             say_why(error)
         return 2
@@ -106,17 +107,17 @@ def main() -> int:
 
 
 def say_why(error: Exception) -> None:
-    """Say what ended this process; of several, as torch marks a rank's traceback, so that the launcher can tell the
-    cause from what it has brought down."""
+    """Print the error that ended this process. If there are several processes, mark it as torch marks a rank's
+    traceback, so that the launcher can tell the cause from its consequences."""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     print(f"[rank{os.environ.get('RANK', '0')}]: {error}" if several else error, file=sys.stderr)
 
 
 def leave(status: int) -> NoReturn:
-    """End this process; as one of several, without the interpreter's own end.
+    """End this process; if it is one of several, skip the interpreter's shutdown.
 
-    A thread of gloo that lets go of its last collective's tensors takes the GIL; where the interpreter ends just then,
-    Python ends that thread, and C++ takes that for a fault and aborts the process.
+    A gloo thread takes the GIL when it releases the tensors of its last collective. If the interpreter shuts down at
+    that moment, Python ends that thread, and C++ treats this as a fault and aborts the process.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         sys.exit(status)

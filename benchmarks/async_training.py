@@ -1,11 +1,14 @@
 """Training steps per minute with slow tools: rollouts up to two versions ahead against none (staleness 2 and 0).
 
-The quickstart's task, its moves taking a log-normal time (median 0.3 s, sigma 0.5; 2 % of them ten times as long), from
-the warm start that its first stage makes. Both train the same recipe by `agentfactory train`; only max_staleness
-differs. A third, short run without latency measures what decoding costs by itself. From that, the tool calls of the
-synchronous run's chains, the same latencies, and the time that updates took (beside decoding they are slower: both want
-the cores), a simulation of the scheduler gives the most that either can reach: turns never wait for each other or for
-an update. The last line is JSON: `steps_per_minute_vs_sync`, and the steps per minute of staleness 2 over the simulated
+The task is the quickstart's. Its moves take a log-normal time (median 0.3 s, sigma 0.5; 2 % of them take ten times as
+long), and runs begin with the warm start from its first stage. Both runs train the same recipe with `agentfactory
+train`; only max_staleness differs. A third, short run without latency measures the cost of decoding alone.
+
+A simulation of the scheduler then gives the upper bound for both runs, in which turns never wait for each other or for
+an update. Its inputs are the cost of decoding, the tool calls of the synchronous run's chains, the same latencies, and
+the measured time of updates (which are slower next to decoding, because both want the cores).
+
+The last line is JSON: `steps_per_minute_vs_sync`, and the steps per minute of staleness 2 divided by the simulated
 ones (`vs_simulated_bound`).
 
     python benchmarks/async_training.py [--quick]
@@ -37,23 +40,23 @@ LATENCY = {"median": 0.3, "sigma": 0.5, "tail": 0.02, "factor": 10.0}
 NO_LATENCY = {"median": 0.0, "sigma": 0.0, "tail": 0.0, "factor": 1.0}
 BATCH, GROUP = 8, 16
 WARM_UP = 3
-"""First steps, left out of the rates: until then the pipeline of staleness 2 is being filled."""
+"""Number of initial steps left out of the rates, in which the pipeline of staleness 2 fills."""
 
 
 def agentfactory(*arguments: str) -> None:
-    """Run a command; raises CalledProcessError where it fails."""
+    """Run a command; raise CalledProcessError if it fails."""
     subprocess.run([sys.executable, "-m", "agentfactory", *arguments], check=True)
 
 
 def write_tasks(source: Path, target: Path, latency: dict[str, float]) -> Path:
-    """The tasks of `source` with a latency."""
+    """Write the tasks of `source` with a latency, and return `target`."""
     rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
     target.write_text("".join(json.dumps({**row, "latency": latency}) + "\n" for row in rows), encoding="utf-8")
     return target
 
 
 def write_recipe(folder: Path, model: Path, tasks: Path, heldout: Path, steps: int) -> Path:
-    """The quickstart's second stage on slow tools."""
+    """Write the quickstart's second stage with slow tools, and return its path."""
     recipe = yaml.safe_load((QUICKSTART / "grpo.yaml").read_text(encoding="utf-8"))
     del recipe["prepare"]
     recipe["model"]["path"] = str(model)
@@ -69,7 +72,7 @@ def write_recipe(folder: Path, model: Path, tasks: Path, heldout: Path, steps: i
 
 @dataclass
 class Result:
-    """What one training run showed: seconds of each step after the warm-up, and what they consist of."""
+    """The result of one training run: the metrics of each step after the warm-up, and the final success."""
 
     folder: Path
     steps: list[dict[str, Any]]
@@ -83,7 +86,7 @@ class Result:
         return statistics.fmean(sum(step[name] for name in names) for step in self.steps)
 
     def chains(self) -> list[Trajectory]:
-        """Chains that came to an end after the warm-up."""
+        """Return the chains that ended after the warm-up."""
         groups = list(read_groups(self.folder / "trajectories" / "train.jsonl"))[WARM_UP * BATCH :]
         return [chain for group in groups for chain in group.trajectories if chain.reward is not None]
 
@@ -106,8 +109,8 @@ class _Group:
 
 @dataclass
 class Simulation:
-    """The scheduler, played on drawn durations: a batch takes `update_seconds`, a turn `turn_seconds` and its call a
-    drawn latency; nothing ever waits for a server. `chains` are drawn as pairs (tool calls, reward)."""
+    """Simulates the scheduler on drawn durations: a batch takes `update_seconds`, a turn `turn_seconds`, and its call a
+    drawn latency; nothing ever waits for a server. `chains` are pairs (tool calls, reward) to draw from."""
 
     chains: list[tuple[int, float]]
     turn_seconds: float
@@ -120,7 +123,7 @@ class Simulation:
     _open: dict[str, _Group] = field(default_factory=dict)
 
     def step_seconds(self) -> float:
-        """Mean of a step."""
+        """Return the mean duration of a step."""
         self._draws, self._serial = random.Random(self.seed), 0
         self._admission = Admission(BATCH, self.max_staleness, self.steps * BATCH)
         self._batches = BatchChoice(BATCH, self.max_staleness)
@@ -172,12 +175,12 @@ class Simulation:
 
 
 def compare(folder: Path, sft_steps: int, steps: int, calibration_steps: int, seeds: range) -> dict[str, float]:
-    """Make the warm start, run everything and print what was found."""
+    """Create the warm start, run everything and print the results."""
     warm = folder / "warm"
     agentfactory("train", str(QUICKSTART / "sft.yaml"), f"output={warm}", f"train.steps={sft_steps}")
     (model,) = (warm / "checkpoints").iterdir()
     source, heldout = warm / "prepared" / "train.jsonl", warm / "prepared" / "heldout.jsonl"
-    # what is measured is training: held-out tasks are played without latency
+    # only training is measured: held-out tasks run without latency
     heldout = write_tasks(heldout, folder / "heldout.jsonl", NO_LATENCY)
     fast = write_recipe(folder, model, write_tasks(source, folder / "fast.jsonl", NO_LATENCY), heldout, steps)
     slow = write_recipe(folder, model, write_tasks(source, folder / "slow.jsonl", LATENCY), heldout, steps)
@@ -194,8 +197,8 @@ def compare(folder: Path, sft_steps: int, steps: int, calibration_steps: int, se
         for k in (0, 2):
             result = results[k] = train(slow, folder / f"k{k}-{seed}", f"rollout.max_staleness={k}", f"seed={seed}")
             success[k].append(result.success)
-            # of the synchronous run, which ends no chain; turns go side by side: a step without latency takes as long
-            # as the turns of its longest chain
+            # from the synchronous run, which cancels no chain. Turns run concurrently, so a step without latency takes
+            # as long as the turns of its longest chain
             chains = [(int(c.metrics["tool_calls"]), c.reward or 0.0) for c in results[0].chains()]
             turn = generate / (1 + max(calls for calls, _ in chains))
             update = result.mean("seconds/update", "seconds/sync")

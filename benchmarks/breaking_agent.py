@@ -1,5 +1,5 @@
-"""An agent that breaks the format on purpose, in one chain of ten: a call is put there without the tag that opens it,
-so that the turn cannot be read, and the policy goes on from it. Many such chains still succeed.
+"""An agent that breaks the format on purpose, in one chain of ten: it inserts a call without its opening tag. The turn
+cannot be parsed, and the policy continues after it. Many such chains still succeed.
 
     python benchmarks/staleness.py rollout.agent=benchmarks/breaking_agent.py:BreaksFormat --output runs/broken
 """
@@ -17,6 +17,6 @@ class BreaksFormat(Agent):
     """Breaks the second turn of a tenth of the chains, chosen by their ids."""
 
     async def generate(self, turn: Turn) -> Completion:
-        """Sample the turn, or what follows a call that nothing has opened."""
+        """Sample the turn; in chosen chains, sample only what follows a call without its opening tag."""
         broken = turn.number == 1 and zlib.crc32(turn.chain.encode()) % 10 == 0
         return await turn.sample(prefix=CALL if broken else "")

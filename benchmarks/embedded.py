@@ -1,7 +1,8 @@
 """Tokens per second of the embedded engine, over HTTP, against one batched `generate` of transformers.
 
-Both run the same 3.7M-parameter Qwen3 on the same number of threads (the cores this process may use), take turns, and
-sample 32 x 128 tokens from prompts of 256 at temperature 1. The last line is the ratio of the medians as JSON.
+Both run the same 3.7M-parameter Qwen3 on the same number of threads (the cores that this process may use). They take
+turns, and sample 32 x 128 tokens from prompts of 256 tokens at temperature 1. The last line is the ratio of the medians
+as JSON.
 
     taskset -c 0,1 python benchmarks/embedded.py [--quick]
 """
@@ -25,7 +26,7 @@ REQUESTS, PROMPT, SAMPLED, VOCABULARY = 32, 256, 128, 2048
 
 
 def make_model(folder: str) -> Any:
-    """A randomly initialised Qwen3 with 3.7M parameters, saved in `folder`."""
+    """Return a randomly initialised Qwen3 with 3.7M parameters, and save it in `folder`."""
     torch.manual_seed(0)
     config = Qwen3Config(
         hidden_size=256,
@@ -46,7 +47,7 @@ def make_model(folder: str) -> Any:
 
 
 def generate_seconds(model: Any, prompts: torch.Tensor) -> float:
-    """Wall time of one batched generate."""
+    """Return the wall time of one batched generate."""
     start = time.perf_counter()
     out = model.generate(
         prompts,
@@ -62,7 +63,7 @@ def generate_seconds(model: Any, prompts: torch.Tensor) -> float:
 
 
 async def server_seconds(url: str, prompts: torch.Tensor) -> float:
-    """Wall time of as many concurrent requests as there are prompts, none of which the server has seen before."""
+    """Return the wall time of one concurrent request per prompt; the server has not seen any of them before."""
 
     async def one(session: aiohttp.ClientSession, ids: list[int]) -> None:
         params = {"temperature": 1.0, "max_tokens": SAMPLED, "logprobs": 0, "ignore_eos": True}
@@ -78,7 +79,7 @@ async def server_seconds(url: str, prompts: torch.Tensor) -> float:
 
 
 def main() -> None:
-    """Run the comparison and print it."""
+    """Run the comparison and print its results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="2 repetitions in place of 5")
     repetitions = 2 if parser.parse_args().quick else 5

@@ -1,19 +1,19 @@
-"""Trainer and server on one device: split against time_share, and how fast and how large each of them is.
+"""Trainer and server on one device: split against time_share, and the speed and memory of each.
 
-The model is a random Qwen2: on a GPU of the shape of Qwen2.5-0.5B (`--size 1.5b`: of Qwen2.5-1.5B) in bfloat16, on a
-CPU a tiny one in float32, which exercises the code and says nothing of a GPU. (Not yet run on a GPU.)
+The model is a random Qwen2. On a GPU it has the shape of Qwen2.5-0.5B (`--size 1.5b`: of Qwen2.5-1.5B) in bfloat16. On
+a CPU it is a tiny one in float32, which tests the code and says nothing about a GPU. (Not yet run on a GPU.)
 
 - steps: `agentfactory train` on one-turn chains of random text, groups of 8, with full weights and with an adapter,
-  under each placement; seconds of a step are the mean after the first.
-- update: `Learner.update` on packed rows by itself: tokens a second, MFU (TRL's formula, its causal correction; an
-  adapter's update computes two thirds of that), peak memory by torch's allocator.
-- decode: the embedded engine by itself, all slots busy: tokens a second with fixed shapes (CUDA graphs on a GPU) and
-  without, peak memory.
+  under each placement; the seconds of a step are the mean without the first step.
+- update: `Learner.update` alone on packed rows: tokens per second, MFU (TRL's formula with its causal correction; an
+  adapter's update computes two thirds of that), and peak memory from torch's allocator.
+- decode: the embedded engine alone, with all slots busy: tokens per second with fixed shapes (CUDA graphs on a GPU) and
+  without, and peak memory.
 
-Figures of the last line, JSON: `time_share_vs_split_step` is the seconds of a step in turns over those side by side
-(lower is better; `_lora`: with an adapter), `moving_share` the share of sleeping, moving in, offloading and waking in a
-step in turns; `graphs_vs_eager_decode` tokens a second with CUDA graphs over those without; `mfu_update` and
-`mfu_update_lora` are shares of the GPU's peak. The last three only on a GPU.
+The last line is JSON. `time_share_vs_split_step` is the seconds of a step with time_share divided by those with split
+(lower is better; `_lora`: with an adapter). `moving_share` is the share of sleeping, moving in, offloading and waking
+in a step with time_share. `graphs_vs_eager_decode` is the tokens per second with CUDA graphs divided by those without.
+`mfu_update` and `mfu_update_lora` are shares of the GPU's peak. The last three appear only on a GPU.
 
     python benchmarks/placement.py [--quick] [--size 0.5b|1.5b]
 """
@@ -53,7 +53,7 @@ def checksum(prediction: str) -> float:
 
 @dataclass(frozen=True)
 class Size:
-    """A model's shape, and the work it is given: tokens of prompts and answers, groups and sequences at a time."""
+    """A model's shape and its work: tokens of prompts and answers, groups, and concurrent sequences."""
 
     hidden: int
     layers: int
@@ -87,7 +87,8 @@ def dtype() -> str:
 
 
 def make_model(size: Size, folder: Path) -> None:
-    """The quickstart's tokenizer with as many words as the model has, which no text holds, and random weights."""
+    """Write a model with random weights, and the quickstart's tokenizer extended to the model's vocabulary with words
+    that occur in no text."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     load_object("prepare.py:prepare", QUICKSTART)(folder, 0)
@@ -121,7 +122,7 @@ def make_model(size: Size, folder: Path) -> None:
 
 
 def write_recipe(size: Size, folder: Path, steps: int) -> Path:
-    """One-turn chains on random words."""
+    """Write a recipe with one-turn chains on random words, and return its path."""
     draw = random.Random(0)
     words = [f"{draw.randrange(10)}" for _ in range(size.prompt - 24)]
     tasks = [{"question": "".join(draw.sample(words, len(words)))} for _ in range(64)]
@@ -153,7 +154,7 @@ def write_recipe(size: Size, folder: Path, steps: int) -> Path:
 
 
 def run_steps(recipe: Path, mode: str, lora: bool, folder: Path) -> dict[str, float]:
-    """Means of the steps' seconds after the first, by what they went into."""
+    """Return the mean seconds of the steps after the first, by activity."""
     output = folder / f"{mode}-{'lora' if lora else 'full'}"
     command = [sys.executable, "-m", "agentfactory", "train", str(recipe), f"output={output}"]
     command += [f"placement.mode={mode}", *(["model.lora.rank=16"] if lora else [])]
@@ -168,7 +169,7 @@ def run_steps(recipe: Path, mode: str, lora: bool, folder: Path) -> dict[str, fl
 
     found = {name: mean(name) for name in ("step", "wait", "update", "sync")}
     found["moving"] = mean("sleep", "bring_in", "park", "wake")
-    # a server that sleeps is woken within the sync
+    # a sleeping server is woken during the sync
     found["sync"] -= mean("wake")
     print(
         f"  {mode:10} {'adapter' if lora else 'full':8} {found['step']:7.3f} s a step: rollout {found['wait']:.3f}, "
@@ -178,11 +179,11 @@ def run_steps(recipe: Path, mode: str, lora: bool, folder: Path) -> dict[str, fl
     return found
 
 
-# ---- update and decode, each in a process of its own
+# ---- update and decode, each in its own process
 
 
 def measure_update(size: Size, folder: Path, lora: bool) -> dict[str, float]:
-    """Tokens a second of `Learner.update`, and its peak memory."""
+    """Return the tokens per second of `Learner.update`, and its peak memory."""
     from accelerate import Accelerator
     from transformers import AutoConfig
     from trl.trainer.utils import adjusted_mfu, compute_flops_per_token, compute_mfu, get_peak_flops
@@ -210,7 +211,7 @@ def measure_update(size: Size, folder: Path, lora: bool) -> dict[str, float]:
         update_policy(learner, learner.deal(rows), recipe)
         wait_for_device()
         seconds.append(time.perf_counter() - started)
-    # the first one warms up
+    # the first update is a warm-up
     rate = size.length * len(rows) / min(seconds[1:])
     found = {"tokens_per_second": rate, "peak_gib": peak_gib()}
     name = torch.cuda.get_device_name() if device() == "cuda" else ""
@@ -222,7 +223,7 @@ def measure_update(size: Size, folder: Path, lora: bool) -> dict[str, float]:
 
 
 def measure_decode(size: Size, folder: Path, static: bool) -> dict[str, float]:
-    """Tokens a second of the embedded engine with all its slots busy, and its peak memory."""
+    """Return the tokens per second of the embedded engine with all its slots busy, and its peak memory."""
     from transformers import AutoModelForCausalLM
 
     from agentfactory.rollout.embedded.engine import Engine, Request
@@ -243,7 +244,7 @@ def measure_decode(size: Size, folder: Path, static: bool) -> dict[str, float]:
             engine.step()
         rates.append((size.sequences * size.answer - made) / (time.perf_counter() - started))
         engine.reset_prefix_cache()
-    # the first round warms up, and captures
+    # the first round is a warm-up, and captures graphs
     return {"tokens_per_second": rates[-1], "peak_gib": peak_gib()}
 
 
@@ -260,7 +261,7 @@ PARTS = {"update": measure_update, "decode": measure_decode}
 
 
 def measure(part: str, size: Size, folder: Path, flag: bool, label: str) -> dict[str, float]:
-    """What a part returns, from a process of its own."""
+    """Run a part in its own process, and return its result."""
     command = [sys.executable, __file__, "--part", part, json.dumps(asdict(size)), str(folder), str(int(flag))]
     done = subprocess.run(command, capture_output=True, text=True, env={"OMP_WAIT_POLICY": "passive", **os.environ})
     if done.returncode != 0:
@@ -273,7 +274,7 @@ def measure(part: str, size: Size, folder: Path, flag: bool, label: str) -> dict
 
 
 def compare(name: str, quick: bool) -> dict[str, float]:
-    """All measurements."""
+    """Run all measurements, and return the ratios."""
     size, ratios = SIZES[name], {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -1,14 +1,15 @@
-"""Train a run's saved groups again, in the order in which the run trained them, and watch what becomes of the format.
+"""Train a run's saved groups again, in the order in which the run trained them, and measure the drift of the format.
 
-Nothing is sampled: as long as the weights are those of the run, every figure is the run's, and what is changed by
-`key=value` (another loss, another optimiser) changes only what is learned from the same data. After each step it tells
-how much of their certainty the tokens of the first two batches have lost that the first weights were sure of (p above
-0.999: tags, names, ends of turns). That is the format's drift, long before another token is sampled in their place.
-The last line is JSON: that loss of certainty after the last step over the one after the first (`lost`).
+Nothing is sampled: as long as the weights are those of the run, all metrics are the run's. Overrides with `key=value`
+(another loss, another optimiser) change only what is learned from the same data. After each step the script prints a
+loss of certainty: it takes the tokens of the first two batches that the first weights were sure of (p above 0.999:
+tags, names, ends of turns), and computes how much certainty they have lost. This shows the drift of the format long
+before other tokens are sampled in their place. The last line is JSON: the loss of certainty after the last step divided
+by the one after the first (`lost`).
 
     python benchmarks/replay.py RECIPE GROUPS [--credit FILE] [--steps 10] [key=value ...]
 
-GROUPS is the run's trajectories/train.jsonl, FILE its trajectories/credit.jsonl (default: the one beside GROUPS).
+GROUPS is the run's trajectories/train.jsonl, FILE its trajectories/credit.jsonl (default: the one next to GROUPS).
 """
 
 import argparse
@@ -31,7 +32,7 @@ SURE = math.log(0.999)
 
 
 def in_order(groups: Path, credit: Path) -> list[list[Group]]:
-    """The batches of the run, by step."""
+    """Return the batches of the run, ordered by step."""
     steps: dict[str, int] = {}
     for line in credit.open(encoding="utf-8"):
         entry = json.loads(line)
@@ -44,7 +45,7 @@ def in_order(groups: Path, credit: Path) -> list[list[Group]]:
 
 
 def lost_certainty(learner: Learner, rows: list[TrainingRow]) -> float:
-    """Mean of 1 - p over the tokens that the behaviour was sure of."""
+    """Return the mean of 1 - p over the tokens that the behaviour policy was sure of."""
     lost = [
         1 - math.exp(now)
         for row in learner.score(rows, ["proximal"])
@@ -64,12 +65,12 @@ def replay(recipe: Recipe, batches: list[list[Group]]) -> list[float]:
         credit = Credit(groups, recipe)
         credited = credit.assign(learner.score(credit.rows, scores) if scores else credit.rows)
         batch = learner.deal(credited.rows, credited.normaliser)
-        figures = update_metrics(update_policy(learner, batch, recipe).updates, batch)
+        metrics = update_metrics(update_policy(learner, batch, recipe).updates, batch)
         learner.end_step()
         lost.append(lost_certainty(learner, probes))
         print(
-            f"step {number}: grad_norm {figures['grad_norm']:.3f}, entropy {figures['entropy']:.3f}, "
-            f"mismatch/kl {figures['mismatch/kl']:.5f}; lost certainty {lost[-1]:.1e}",
+            f"step {number}: grad_norm {metrics['grad_norm']:.3f}, entropy {metrics['entropy']:.3f}, "
+            f"mismatch/kl {metrics['mismatch/kl']:.5f}; lost certainty {lost[-1]:.1e}",
             flush=True,
         )
     return lost
@@ -85,7 +86,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     options = parser.parse_intermixed_args()
     credit = options.credit or options.groups.with_name(CREDIT_FILE)
-    # neither tools nor tasks take part
+    # tools and tasks are not needed
     settings = [f"train.from_trajectories={options.groups.resolve()}", "tools=[]", "data=null", "eval.data=null"]
     recipe = load_recipe(str(options.recipe), [*settings, *options.overrides])
     if isinstance(recipe, StagedRecipe):

@@ -1,22 +1,22 @@
 """Multi-turn rollouts with slow tools: ours, TRL 1.16's GRPOTrainer, and TRL's experimental async rollout loop.
 
-All three talk to the same stub server in a process of its own: it answers a turn after 20 ms, with the same tokens for
-the same chain, and each chain ends with a plain answer after its tool turns. They share tokenizer, chat template
-(Qwen2.5's), the tool (an async sleep) and the latencies; each side is a process of its own, warmed up by a group of
-chains, and of its repetitions the one that the machine disturbed least counts.
+All three talk to the same stub server in a separate process. It answers a turn after 20 ms, with the same tokens for
+the same chain, and each chain ends with a plain answer after its tool turns. The sides share the tokenizer, the chat
+template (Qwen2.5's), the tool (an async sleep) and the latencies. Each side runs in its own process, warmed up by a
+group of chains; the fastest of its repetitions counts, because the machine disturbed it least.
 
 Workloads: 16 chains x 2 tool turns x 0.2 s, and 64 x 3 with log-normal latencies (median 0.2 s, sigma 0.5), of which
-1 in 100 takes 20 times as long. The ideal is the slowest chain's sum of latencies.
+1 in 100 takes 20 times as long. The ideal is the time of the slowest chain: its latencies and its turns on the server.
 
 - ours: `ChainRunner.run` of every chain, with the tool through a session, rewards and trajectories.
-- TRL's GRPOTrainer: `_generate` with its tool loop. Its generation is one batch per turn; here the batch's requests go
-  to the stub all at once, as its vLLM server mode would have it, and nothing is computed by a model.
-- TRL's async loop: the loop of its worker process, with groups of 8, from its start to the last scored sample. Further
-  chains that it starts by itself are held back by the stub, so that they cost it nothing.
+- TRL's GRPOTrainer: `_generate` with its tool loop. It generates one batch per turn; here, the batch's requests go to
+  the stub all at once, as in its vLLM server mode, and no model computes anything.
+- TRL's async loop: the loop of its worker process, with groups of 8, from its start to the last scored sample. The stub
+  holds back the further chains that the loop starts, so that they cost it nothing.
 
-CPU per turn is our process's own time, for 16 to 1,024 chains with tools that take no time. The last line is JSON;
-`speedup_vs_trl` is of the first workload (in the second, the slowest chain alone takes a tenth of what all calls take
-one after the other, so no schedule can be much more than 10 times faster), `wall_vs_trl_async` of the worse one.
+CPU per turn is our process's own time, for 16 to 1,024 chains with tools that take no time. The last line is JSON.
+`speedup_vs_trl` is for the first workload: in the second, the slowest chain alone takes a tenth of the time of all
+calls in sequence, so no schedule can be much more than 10 times faster. `wall_vs_trl_async` is for the worse workload.
 
     taskset -c 2,3 python benchmarks/rollout.py [--quick]
 """
@@ -46,7 +46,7 @@ WORKLOADS |= {"cpu1024": (1024, 4)}
 
 
 def latencies(workload: str) -> list[list[float]]:
-    """Seconds that each tool call takes, per chain and turn."""
+    """Return the seconds of each tool call, per chain and turn."""
     chains, turns = WORKLOADS[workload]
     if workload == "fixed":
         return [[0.2] * turns for _ in range(chains)]
@@ -60,12 +60,12 @@ def latencies(workload: str) -> list[list[float]]:
 
 
 def ideal(workload: str) -> float:
-    """Seconds of the slowest chain if nothing else took time."""
+    """Return the seconds of the slowest chain if nothing but tools and server took time."""
     return max(sum(row) + SERVER_SECONDS * (len(row) + 1) for row in latencies(workload))
 
 
 def make_tokenizer() -> Any:
-    """A byte-level BPE tokenizer with Qwen's control tokens and TRL's copy of the Qwen2.5 template."""
+    """Return a byte-level BPE tokenizer with Qwen's control tokens and TRL's copy of the Qwen2.5 template."""
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -89,7 +89,7 @@ def make_tokenizer() -> Any:
 
 
 def question(workload: str, run: str, group: int) -> str:
-    """What the chains of a group are asked; the stub reads it."""
+    """Return the question for the chains of a group; the stub parses it."""
     return f"workload {workload} run {run} group {group} ?"
 
 
@@ -108,7 +108,7 @@ async def wait(seconds: float, chain: str) -> str:
 
 
 async def serve_stub() -> None:
-    """Writes the completions of all workloads, knowing a chain by what stands in its prompt."""
+    """Serve the completions of all workloads; the stub recognises a chain by the text of its prompt."""
     from aiohttp import web
 
     tokenizer = make_tokenizer()
@@ -166,11 +166,11 @@ async def serve_stub() -> None:
     await asked.wait()
 
 
-# ---- the three sides; each returns wall and CPU seconds of `workload`
+# ---- the three sides; each returns the wall and CPU seconds of `workload`
 
 
 def run_ours(url: str, workload: str, run: str) -> tuple[float, float]:
-    """ChainRunner, as the rollout worker uses it."""
+    """Run ChainRunner as the rollout worker does."""
     from agentfactory.rollout.chain_runner import ChainRunner
     from agentfactory.rollout.client import InferenceClient
     from agentfactory.rollout.config import RolloutRecipe
@@ -244,12 +244,12 @@ def none() -> float:
 
 
 def no_reward(completions: list[Any], **_: Any) -> list[float]:
-    """For TRL, which needs one."""
+    """Return zeros: TRL needs a reward function."""
     return [0.0] * len(completions)
 
 
 def run_trl(url: str, workload: str, run: str) -> tuple[float, float]:
-    """GRPOTrainer's own generation with tools; only the sampling of one turn goes to the stub."""
+    """Run GRPOTrainer's own generation with tools; only the sampling of a turn goes to the stub."""
     import aiohttp
     from datasets import Dataset
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -313,7 +313,7 @@ def run_trl(url: str, workload: str, run: str) -> tuple[float, float]:
 
 
 def run_trl_async(url: str, workload: str, run: str) -> tuple[float, float]:
-    """The loop that TRL's AsyncRolloutWorker runs in its child process."""
+    """Run the loop that TRL's AsyncRolloutWorker runs in its child process."""
     from accelerate.state import PartialState
     from datasets import Dataset
     from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
@@ -361,8 +361,7 @@ SIDES = {"ours": run_ours, "trl": run_trl, "trl-async": run_trl_async}
 
 
 def measure(side: str, url: str, workload: str, run: str) -> tuple[float, float]:
-    """Wall and CPU seconds of one side, in a process of its own."""
-    # -P: this script is not the package of its name
+    """Run one side in its own process, and return its wall and CPU seconds."""
     command = [sys.executable, __file__, "--side", side, "--url", url, "--workload", workload, "--run", run]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
@@ -372,7 +371,7 @@ def measure(side: str, url: str, workload: str, run: str) -> tuple[float, float]
 
 
 def compare(repetitions: int, quick: bool) -> None:
-    """Everything, and the summary."""
+    """Run everything, and print the summary."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     stub = subprocess.Popen([sys.executable, __file__, "--stub"], stdout=subprocess.PIPE, text=True, env=environment)
     assert stub.stdout is not None
@@ -382,8 +381,8 @@ def compare(repetitions: int, quick: bool) -> None:
         for workload in ("fixed", "heavy"):
             print(f"{workload}: {WORKLOADS[workload]} chains, turns; the ideal is {ideal(workload):.2f} s", flush=True)
             found: dict[str, list[float]] = {side: [] for side in SIDES}
-            # the sides take turns; the synchronous loop, which takes minutes and varies little, runs once, and no ratio
-            # is made of its heavy tail
+            # the sides take turns; the synchronous loop takes minutes and varies little, so it runs once, and no ratio
+            # uses its heavy tail
             synchronous = 0 if quick and workload == "heavy" else 1
             for repetition in range(repetitions):
                 for side in SIDES:
@@ -414,7 +413,7 @@ def compare(repetitions: int, quick: bool) -> None:
 
 
 def main() -> None:
-    """The comparison; the other options are for the processes that it starts."""
+    """Run the comparison; the hidden options are for the processes that it starts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="2 repetitions in place of 5; no 1,024 chains")
     parser.add_argument("--stub", action="store_true", help=argparse.SUPPRESS)
@@ -425,7 +424,7 @@ def main() -> None:
         asyncio.run(serve_stub())
     elif arguments.side:
         print(json.dumps(SIDES[arguments.side](arguments.url, arguments.workload, arguments.run)), flush=True)
-        # threads of a peer may still wait for requests that are never answered
+        # threads of TRL may still wait for requests that are never answered
         os._exit(0)
     else:
         compare(2 if arguments.quick else 5, arguments.quick)

@@ -1,9 +1,9 @@
-"""How fast sandboxes are: a warm cell of the code interpreter, 16 fresh sandboxes, and one program in its own.
+"""The speed of sandboxes: a warm cell of the code interpreter, 16 fresh sandboxes, and a program in a fresh sandbox.
 
-A warm cell is `CodeInterpreter.python` on a variable, in a sandbox that has run cells before. 16 sandboxes are started
-together and ready when each has executed a cell. A program is `run_script` of one line, one after the other, beside
-`python -I -S -c pass`, the least that a process of its own could cost. Figures are medians. The last line is JSON:
-`warm_cell_vs_limit` and `start_vs_limit` are parts of 2 ms and of 1 s.
+A warm cell is `CodeInterpreter.python` on a variable, in a sandbox that has run cells before. 16 sandboxes start
+together, and are ready when each has executed a cell. A program is `run_script` of one line, run in sequence, and
+compared with `python -I -S -c pass`, the minimum cost of a process. All results are medians. The last line is JSON:
+`warm_cell_vs_limit` and `start_vs_limit` are shares of 2 ms and of 1 s.
 
     python benchmarks/sandbox.py [--quick]
 """
@@ -24,7 +24,7 @@ CELL_SECONDS, START_SECONDS, SANDBOXES = 0.002, 1.0, 16
 
 
 async def median(action: Callable[[], Awaitable[object]], repetitions: int) -> float:
-    """Median of the seconds that `action` takes, after a first time that does not count."""
+    """Return the median seconds of `action`, without its first run."""
     seconds = []
     for _ in range(repetitions + 1):
         start = time.perf_counter()
@@ -34,7 +34,7 @@ async def median(action: Callable[[], Awaitable[object]], repetitions: int) -> f
 
 
 async def warm_cell(cells: int) -> float:
-    """Seconds of one cell."""
+    """Return the seconds of one cell."""
     interpreter = CodeInterpreter()
     await interpreter.reset()
     await interpreter.python("x = 0")
@@ -56,7 +56,7 @@ async def start_together() -> None:
 
 
 async def measure(quick: bool) -> dict[str, float]:
-    """All figures, printed, and the ratios."""
+    """Print all results, and return the ratios."""
     cell = await warm_cell(500 if quick else 5000)
     start = await median(start_together, 3 if quick else 15)
     script = await median(lambda: run_script("print(1)"), 5 if quick else 50)

@@ -1,4 +1,4 @@
-"""The quickstart's environment with tools that take their time: log-normal, and now and then many times as long."""
+"""The quickstart's environment with slow tools: their time is log-normal, and sometimes many times as long."""
 
 import asyncio
 import random
@@ -14,13 +14,13 @@ _draws = random.Random(0)
 
 
 def draw_latency(draws: random.Random, median: float, sigma: float, tail: float, factor: float) -> float:
-    """Seconds of one call: log-normal with `median` and the logarithm's standard deviation `sigma`; a share `tail` of
-    the calls takes `factor` times as long."""
+    """Return the seconds of one call: log-normal with `median` and the logarithm's standard deviation `sigma`; a share
+    `tail` of the calls takes `factor` times as long."""
     return median * draws.lognormvariate(0.0, sigma) * (factor if draws.random() < tail else 1.0)
 
 
 class SlowTreasureHunt(TreasureHunt):
-    """A hunt whose moves take as long as the task's `latency` says: the parameters of `draw_latency`."""
+    """A hunt with slow moves; the task's `latency` has the parameters of `draw_latency`."""
 
     def reset(self, start: list[int], treasure: list[int], latency: dict[str, float], **task: Any) -> None:
         """Begin at cell `start` with the treasure at cell `treasure`."""

@@ -1,16 +1,16 @@
-"""Does training ahead learn as surely as training in step: success after 50 steps by staleness, algorithm and seed.
+"""Compare training ahead with training in step: success after 50 steps by staleness, algorithm and seed.
 
-The quickstart's task, its moves taking a log-normal time (median 0.03 s, sigma 0.5; 2 % of them ten times as long), so
-that chains of a group end at different times and long ones are overtaken. All runs begin with the warm start of the
-quickstart's first stage, and train the same recipe by `agentfactory train`; the other algorithms than grpo with a rate
-that falls over the last 15 steps, as in `make learn-worlds`. Success is that of 200 held-out tasks, sampled; a run has
-collapsed where it ends below 0.5. The last line is JSON: by algorithm and staleness, the mean over that of staleness 0
-(`mean/...`), and the worst run of all that are stale (`worst`).
+The task is the quickstart's. Its moves take a log-normal time (median 0.03 s, sigma 0.5; 2 % of them take ten times as
+long), so that chains of a group end at different times and long ones are overtaken. All runs begin with the warm start
+of the quickstart's first stage, and train the same recipe with `agentfactory train`. Algorithms other than grpo use a
+learning rate that falls over the last 15 steps, as in `make learn-worlds`. Success is measured on 200 held-out tasks,
+sampled; a run has collapsed if it ends below 0.5. The last line is JSON: for each algorithm and staleness, the mean
+divided by that of staleness 0 (`mean/...`), and the worst run with staleness above 0 (`worst`).
 
     python benchmarks/staleness.py [key=value ...] [--quick] [--algorithms grpo rloo ...] [--staleness 0 1 2 4]
         [--seeds 0 1 ...] [--jobs 2] [--output FOLDER]
 
-Runs that `--output` holds already are not repeated, so that a study can be broken off, gone on with and extended.
+Runs that already exist in `--output` are not repeated, so you can interrupt, continue and extend a study.
 """
 
 import argparse
@@ -50,7 +50,7 @@ class Run:
 
 
 def agentfactory(threads: int, log: Path, *arguments: str) -> None:
-    """Run a command; raises CalledProcessError where it fails, and says where its output is."""
+    """Run a command; raise RuntimeError if it fails, with the path of its log."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     with log.open("w") as output:
         command = [sys.executable, "-m", "agentfactory", *arguments]
@@ -60,7 +60,7 @@ def agentfactory(threads: int, log: Path, *arguments: str) -> None:
 
 
 def prepare(folder: Path, threads: int, steps: int) -> dict[str, Path]:
-    """Make the warm start and the recipes, by algorithm (ppo, and all others)."""
+    """Create the warm start and the recipes, by algorithm (`ppo`; `grpo` stands for all others)."""
     warm = folder / "warm"
     if not (warm / "summary.json").exists():
         agentfactory(
@@ -68,7 +68,7 @@ def prepare(folder: Path, threads: int, steps: int) -> dict[str, Path]:
         )
     (model,) = (warm / "checkpoints").iterdir()
     tasks = write_tasks(warm / "prepared" / "train.jsonl", folder / "tasks.jsonl", LATENCY)
-    # what is measured is training: held-out tasks are played without latency
+    # only training is measured: held-out tasks run without latency
     heldout = write_tasks(warm / "prepared" / "heldout.jsonl", folder / "heldout.jsonl", NO_LATENCY)
     recipe = write_recipe(folder, model, tasks, heldout, steps)
     with_critic = yaml.safe_load(recipe.read_text(encoding="utf-8"))
@@ -80,7 +80,7 @@ def prepare(folder: Path, threads: int, steps: int) -> dict[str, Path]:
 
 
 def train(run: Run, folder: Path, recipes: dict[str, Path], threads: int, overrides: list[str]) -> dict[str, Any]:
-    """What a run came to: it is trained unless it is there."""
+    """Train a run unless it exists, and return its results."""
     output = folder / run.name
     if not (output / "summary.json").exists() or _read(output / "summary.json")["status"] != "completed":
         settings = [f"train.algorithm={run.algorithm}", f"rollout.max_staleness={run.staleness}", f"seed={run.seed}"]
@@ -108,7 +108,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def tell(found: dict[Run, dict[str, Any]]) -> dict[str, float]:
-    """Print the table; returns the figures of the last line."""
+    """Print the table; return the ratios of the last line."""
     by_mode: dict[tuple[str, int], list[float]] = defaultdict(list)
     warned: Counter[tuple[str, int]] = Counter()
     for run, figures in found.items():

@@ -1,21 +1,22 @@
-"""Cost of a tool call: ours, with validation and limits, beside the bare MCP SDK.
+"""Cost of a tool call: ours, with validation and limits, compared with the bare MCP SDK.
 
-The same tool (an async function of a text, a number and a list, which answers with about 200 characters), with the same
-arguments, in process, over stdio and over streamable HTTP, each with 1 and with 16 calls at a time over one connection.
+All sides call the same tool (an async function of a text, a number and a list, which answers with about 200 characters)
+with the same arguments: in process, over stdio and over streamable HTTP, each with 1 and with 16 concurrent calls over
+one connection.
 
-- sdk: the SDK's `Client` and `MCPServer`, called as its documentation shows it (text results, no structured copy; over
+- sdk: the SDK's `Client` and `MCPServer`, called as its documentation shows (text results, no structured copy; over
   HTTP stateless, with JSON answers, as ours are).
-- ours: what a chain's call passes through: `ChainLimits.run` with every limit set, of which none is reached, a chain's
-  session, our client, and the tool served by us. The results are far shorter than `result_tokens`, as most are; what it
-  takes to count the tokens of one that may not be is printed beside.
-- ours, their server: the same on our side, and the very server of `sdk` at the other end, whose arguments are checked
-  by JSON Schema on our side.
+- ours: the path of a chain's call: `ChainLimits.run` with all limits set and none reached, a chain's session, our
+  client, and the tool served by us. The results are far shorter than `result_tokens`, as most are; the time to count
+  the tokens of a result that may be longer is printed separately.
+- ours, their server: the same on our side, with the server of `sdk` at the other end; our side checks its arguments by
+  JSON Schema.
 
-The sides take turns in one process, block by block, and each begins a third of the rounds. A figure is the median over
-blocks of the seconds of a block divided by its calls. The last line is JSON of the worst cases, of either server and
-either number of calls at a time: `in_process_added_ms` is what ours takes more than the SDK in process, per call;
+The sides take turns in one process, block by block, and each begins a third of the rounds. A result is the median over
+blocks of the seconds of a block divided by its calls. The last line is JSON with the worst cases over both servers and
+both numbers of concurrent calls. `in_process_added_ms` is the time per call that ours adds to the SDK's in process;
 `stdio_vs_sdk` and `http_vs_sdk` are the seconds of ours divided by those of the SDK, in the same round. In process a
-call of the SDK takes a ninth of a millisecond, so that a ratio would say little.
+call of the SDK takes a ninth of a millisecond, so a ratio would say little.
 
     taskset -c 2,3 python benchmarks/tools.py [--quick]
 """
@@ -74,11 +75,11 @@ if __name__ == "__main__":
 '''
 
 Call = Callable[[int], Awaitable[str]]
-"""Makes one call of the n-th chain of those that call at the same time; returns what the tool said."""
+"""Makes one call of the n-th concurrent chain; returns the tool's answer."""
 
 
 def every_limit() -> dict[str, Any]:
-    """A recipe's `limits:` with each of them set, and out of reach."""
+    """Return a recipe's `limits:` with all limits set, and out of reach."""
     return {
         "calls_per_turn": 8,
         "calls": 10**9,
@@ -94,7 +95,7 @@ def every_limit() -> dict[str, Any]:
 
 
 def make_cut() -> Callable[[str, int], str | None]:
-    """Counts and cuts tokens as a chain's renderer does."""
+    """Return a function that counts and cuts tokens as a chain's renderer does."""
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -112,7 +113,7 @@ def make_cut() -> Callable[[str, int], str | None]:
 
 @asynccontextmanager
 async def bare_sdk(target: Any) -> AsyncIterator[Call]:
-    """The SDK's client; `target` is a server, stdio parameters or an address."""
+    """Open the SDK's client; `target` is a server, stdio parameters or an address."""
     from mcp import Client
 
     async with Client(target) as client:
@@ -127,7 +128,7 @@ async def bare_sdk(target: Any) -> AsyncIterator[Call]:
 
 @asynccontextmanager
 async def our_side(folder: Path, **fields: Any) -> AsyncIterator[Call]:
-    """Chains of a recipe with `fields` that say where the tool is served."""
+    """Open chains of a recipe; its `fields` say where the tool is served."""
     from agentfactory.tools.config import ToolsRecipe
     from agentfactory.tools.limits import ChainLimits, Rates
     from agentfactory.tools.messages import ToolCall
@@ -164,7 +165,7 @@ def start_http(command: list[str], folder: Path, port: int) -> subprocess.Popen[
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -217,7 +218,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def count_seconds() -> float:
-    """Seconds to count the tokens of a text as long as the results are, for a limit that is not far above."""
+    """Return the seconds to count the tokens of a text as long as the results, for a limit that is not far above."""
     cut, text = make_cut(), "a line of what was found\n" * 9
     assert cut(text, len(text)) is None
     started = time.perf_counter()
@@ -227,7 +228,7 @@ def count_seconds() -> float:
 
 
 async def block_seconds(call: Call, calls: int, concurrency: int) -> float:
-    """Seconds per call of a block of `calls`."""
+    """Return the seconds per call of a block of `calls`."""
 
     async def chain(index: int) -> None:
         for _ in range(calls // concurrency):
@@ -240,7 +241,7 @@ async def block_seconds(call: Call, calls: int, concurrency: int) -> float:
 
 
 async def measure(transport: str, folder: Path, blocks: int, calls: int) -> tuple[float, float]:
-    """Print one transport's figures; the most milliseconds that ours adds, and the highest ratio to the SDK."""
+    """Print one transport's results; return the most milliseconds that ours adds, and the highest ratio to the SDK."""
     added, ratios = [], []
     async with sides(transport, folder) as opened:
         for concurrency in CONCURRENCY:
@@ -263,7 +264,7 @@ async def measure(transport: str, folder: Path, blocks: int, calls: int) -> tupl
 
 
 def main() -> None:
-    """Run the comparison and print it."""
+    """Run the comparison and print its results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="21 blocks in place of 90")
     options = parser.parse_args()

@@ -1,10 +1,10 @@
-"""One GRPO update: ours beside TRL 1.16's GRPOTrainer, and what merging rows into trees saves.
+"""One GRPO update: ours compared with TRL 1.16's GRPOTrainer, and the savings from merging rows into trees.
 
-The model is a Qwen3 made on the spot (hidden 256, 4 layers, float32). Each side is a process of its own with as many
-threads as there are cores to use, on the same rows, advantages and old log-probabilities; loss and gradient norm of the
-first update must agree. CPU seconds are those of the process, all threads, for one later update with its optimiser step
-(the least, where there are several). Peak memory is that of the process from before the first update on, less what it
-then held. Neither side uses gradient checkpointing; a micro-batch of ours may hold as many tokens as one of TRL's.
+The model is a generated Qwen3 (hidden 256, 4 layers, float32). Each side runs in its own process with one thread per
+available core, on the same rows, advantages and old log-probabilities; the loss and gradient norm of the first update
+must agree. CPU seconds are those of the process, all threads, for one later update with its optimiser step (the minimum
+if there are several). Peak memory is the peak of the process since before the first update, minus its memory at that
+time. Neither side uses gradient checkpointing; a micro-batch of ours may contain as many tokens as one of TRL's.
 
 The workload is that of an agent with tools: groups of 8 chains on one prompt (384 to 640 tokens: instructions, tool
 descriptions, question); a chain has 1 to 6 turns of 24 to 96 sampled tokens with 32 to 160 tokens of tool results
@@ -12,16 +12,21 @@ between them.
 
 - ours: `Learner.update` on `make_batches(..., "tree")` with the clipped loss of agentfactory.trainers.losses.
 - TRL: `GRPOTrainer.train` with its loop, accumulation, loss (dapo, which divides as we do) and optimiser; only the
-  generation is replaced by the given tokens. Micro-batches are of 8 chains, padded as it pads them: all as wide as the
+  generation is replaced by the given tokens. Micro-batches have 8 chains, padded as TRL does: all as wide as the
   batch's longest prompt and completion. On a CPU its head scores every position; on a GPU, where Triton compacts
-  them, it would score the completions only.
+  them, it would score only the completions.
 
-Figures of the last line, JSON: `cpu_vs_trl` is TRL's CPU seconds over ours with a vocabulary of 2,048 (higher is
-better), `peak_memory_vs_trl` our peak over TRL's with one of 151,936 and a single group (lower is better),
-`peak_memory_vs_trl_small` the same with 2,048. `tree_speedup` is padded rows' CPU seconds over the tree's, of groups of
-8 with a prompt of 512 and completions of 64; `merged_turns_speedup` the same of chains of 8 turns that were stored as
-one row per turn (a prompt of 256, each turn 48 sampled tokens and a result of 48), each row the whole history and that
-turn. Padded rows are those of `make_batches(..., "padded")`, which puts rows of similar length together.
+The last line is JSON:
+
+- `cpu_vs_trl`: TRL's CPU seconds divided by ours, with a vocabulary of 2,048 (higher is better).
+- `peak_memory_vs_trl`: our peak divided by TRL's, with a vocabulary of 151,936 and a single group (lower is better);
+  `peak_memory_vs_trl_small`: the same with 2,048.
+- `tree_speedup`: the CPU seconds of padded rows divided by the tree's, for groups of 8 with a prompt of 512 and
+  completions of 64.
+- `merged_turns_speedup`: the same for chains of 8 turns that were stored as one row per turn (a prompt of 256, each
+  turn 48 sampled tokens and a result of 48); each row has the whole history and that turn.
+
+Padded rows are those of `make_batches(..., "padded")`, which groups rows of similar length.
 
     taskset -c 0,1 python benchmarks/update.py [--quick]
 """
@@ -39,12 +44,12 @@ from pathlib import Path
 from typing import Any
 
 SMALL, LARGE = 2048, 151_936
-"""Vocabularies."""
+"""Vocabulary sizes."""
 GROUP = 8
 
 
 def make_model(folder: Path, vocabulary: int) -> None:
-    """Saves a randomly initialised Qwen3, and a tokenizer for TRL, which asks for one."""
+    """Save a randomly initialised Qwen3, and a tokenizer, which TRL requires."""
     import torch
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -74,13 +79,13 @@ def make_model(folder: Path, vocabulary: int) -> None:
 
 
 def _row(draw: random.Random, vocabulary: int, ids: list[int], prompt: int, targets: list[int]) -> dict[str, Any]:
-    # a model that was not trained gives all tokens about the same probability; some ratios get clipped
+    # an untrained model gives all tokens about the same probability; some ratios are clipped
     proximal = [-math.log(vocabulary) + draw.gauss(0, 0.3) for _ in targets]
     return {"ids": ids, "prompt": prompt, "targets": targets, "advantage": draw.gauss(0, 1), "proximal": proximal}
 
 
 def agent_chains(groups: int, vocabulary: int) -> list[dict[str, Any]]:
-    """The workload of the comparison with TRL."""
+    """Return the workload of the comparison with TRL."""
     draw = random.Random(0)
     rows = []
     for _ in range(groups):
@@ -97,7 +102,7 @@ def agent_chains(groups: int, vocabulary: int) -> list[dict[str, Any]]:
 
 
 def shared_prompts(groups: int, vocabulary: int) -> list[dict[str, Any]]:
-    """Groups of single-turn answers."""
+    """Return groups of single-turn answers."""
     draw = random.Random(1)
     rows = []
     for _ in range(groups):
@@ -110,7 +115,7 @@ def shared_prompts(groups: int, vocabulary: int) -> list[dict[str, Any]]:
 
 
 def rows_per_turn(chains: int, vocabulary: int) -> list[dict[str, Any]]:
-    """Chains of 8 turns, a row for each."""
+    """Return chains of 8 turns, with one row per turn."""
     draw = random.Random(2)
     rows = []
     for _ in range(chains):
@@ -124,20 +129,20 @@ def rows_per_turn(chains: int, vocabulary: int) -> list[dict[str, Any]]:
 
 
 def _tokens(draw: random.Random, vocabulary: int, count: int) -> list[int]:
-    # 0 and 1 end and pad
+    # 0 and 1 are the end and padding tokens
     return [draw.randrange(2, vocabulary) for _ in range(count)]
 
 
 def trl_width(rows: list[dict[str, Any]]) -> int:
-    """Length to which TRL pads every row."""
+    """Return the length to which TRL pads every row."""
     return max(row["prompt"] for row in rows) + max(len(row["ids"]) - row["prompt"] for row in rows)
 
 
-# ---- the two sides; each returns loss and gradient norm of the first update, CPU seconds of each, and the peak in MiB
+# ---- the two sides; each returns loss and gradient norm of the first update, CPU seconds per update, and peak in MiB
 
 
 class Meter:
-    """CPU seconds and the peak memory of this process."""
+    """Measures the CPU seconds and peak memory of this process."""
 
     def __init__(self) -> None:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
@@ -146,16 +151,16 @@ class Meter:
         self.seconds: list[float] = []
 
     def start(self) -> None:
-        """An update begins."""
+        """Note that an update begins."""
         self._started = self._cpu()
 
     def stop(self) -> None:
-        """It is done."""
+        """Note that the update has ended."""
         self.seconds.append(self._cpu() - self._started)
 
     @property
     def peak(self) -> float:
-        """MiB over what was held when the meter was made."""
+        """Peak memory in MiB, minus the memory at creation of the meter."""
         return (self._status("VmHWM") - self._baseline) / 1024
 
     def _cpu(self) -> float:
@@ -168,7 +173,7 @@ class Meter:
 
 
 def run_ours(folder: Path, rows: list[dict[str, Any]], updates: int, batching: str, budget: int) -> dict[str, Any]:
-    """Learner.update."""
+    """Run Learner.update."""
     from accelerate import Accelerator
 
     from agentfactory.trainers.batch import MicroBatch, TrainingRow
@@ -202,7 +207,7 @@ def run_ours(folder: Path, rows: list[dict[str, Any]], updates: int, batching: s
 
 
 def run_trl(folder: Path, rows: list[dict[str, Any]], updates: int, batching: str, budget: int) -> dict[str, Any]:
-    """GRPOTrainer.train."""
+    """Run GRPOTrainer.train."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -288,18 +293,17 @@ def measure(
     batching: str = "tree",
     budget: int = 16384,
 ) -> dict[str, Any]:
-    """What the side returns, from a process of its own."""
-    # -P: this folder's rollout.py is not the package
+    """Run one side in its own process, and return its result."""
     command = [sys.executable, __file__, "--side", side, str(folder), str(vocabulary), workload]
     command += [str(size), str(updates), batching, str(budget)]
     threads = str(len(os.sched_getaffinity(0)))
-    # threads that wait for others are not to burn the time that is measured
+    # waiting threads must not burn the CPU time that is measured
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
         raise SystemExit(f"{side} on {workload} failed:\n{done.stderr[-3000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    # the first update warms up
+    # the first update is a warm-up
     cpu = min(found["seconds"][1:] or found["seconds"])
     label = f"ours, {batching}" if side == "ours" else "TRL"
     print(f"  {label:12} {cpu:7.2f} CPU s, peak {found['peak']:6.0f} MiB", flush=True)
@@ -307,7 +311,7 @@ def measure(
 
 
 def check_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Stops the benchmark where the two did not compute the same."""
+    """Stop the benchmark if the two did not compute the same update."""
     for name in ("loss", "grad_norm"):
         if not math.isclose(one[name], other[name], rel_tol=1e-4):
             raise SystemExit(f"{name} is {one[name]} here and {other[name]} there: not the same update")
@@ -315,7 +319,7 @@ def check_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def compare(quick: bool) -> dict[str, float]:
-    """All measurements."""
+    """Run all measurements, and return the ratios."""
     ratios = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -347,7 +351,7 @@ def compare(quick: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    """The comparison; `--side` is for the processes that it starts."""
+    """Run the comparison; `--side` is for the processes that it starts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--quick", action="store_true", help="2 groups in place of 8 (1 with the large vocabulary, always)"

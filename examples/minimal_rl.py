@@ -1,10 +1,10 @@
-"""GRPO from end to end in one file, on AgentFactory's own parts: the quickstart's agent learns to hunt treasure.
+"""GRPO from end to end in one file, with AgentFactory's own parts: the quickstart's agent learns to hunt treasure.
 
     python examples/minimal_rl.py --output runs/minimal        # two minutes on two cores
 
-Read `reinforce` first; it is the loop. `agentfactory train` runs the same loop with a worker process, so that chains
-run while the trainer computes, and adds everything that a long run needs: other algorithms, several devices, proof that
-the weights arrived, checkpoints, resume, limits, retries. docs/life-of-a-token.md walks through that code.
+Read `reinforce` first: it is the training loop. `agentfactory train` runs the same loop with a worker process, so that
+chains run while the trainer computes. It adds everything that a long run needs: other algorithms, several devices,
+proof that the weights arrived, checkpoints, resume, limits, retries. docs/life-of-a-token.md walks through that code.
 """
 
 import argparse
@@ -42,7 +42,7 @@ Loss = Callable[[MicroBatch, Tensor], Tensor]
 
 
 class Trainer:
-    """A policy with its optimiser and learning-rate schedule."""
+    """A policy with its optimiser and its learning-rate schedule."""
 
     def __init__(self, recipe: Recipe):
         self.policy: Policy = load_policy(recipe)
@@ -51,11 +51,11 @@ class Trainer:
         self._schedule = make_schedule(self._optimizer, recipe.train)
 
     def update(self, rows: list[TrainingRow], loss: Loss) -> float:
-        """Take one optimiser step on the mean of `loss` over the trained tokens of `rows`; returns that mean."""
+        """Take one optimiser step on the mean of `loss` over the trained tokens of `rows`; return that mean."""
         (batch,) = make_batches(rows, self.policy.batching, self._train.token_budget)
         total = 0.0
         for part in batch.micro_batches:
-            # log-probabilities of the trained tokens alone, not of prompts and tool results
+            # log-probabilities of the trained tokens only, not of prompts and tool results
             logprob, _ = self.policy(part.ids, part.sources, part.labels, part.positions, part.ends)
             term = loss(part, logprob).sum() / batch.normaliser
             term.backward()
@@ -68,14 +68,14 @@ class Trainer:
 
 
 def likelihood(part: MicroBatch, logprob: Tensor) -> Tensor:
-    """SFT: make the transcript's tokens likelier."""
+    """SFT: make the transcript's tokens more likely."""
     return negative_log_likelihood(logprob)
 
 
 def surrogate(part: MicroBatch, logprob: Tensor) -> Tensor:
-    """GRPO: make tokens with a positive advantage likelier, and others less so, as far as the clipping lets it.
+    """GRPO: make tokens with a positive advantage more likely and others less likely, within the limits of clipping.
 
-    `behaviour` is the log-probability that the server sampled the token with.
+    `behaviour` is the log-probability with which the server sampled the token.
     """
     terms, _ = clip(logprob, part.streams["behaviour"], part.streams["advantage"], 0.2, 0.2, None)
     return terms
@@ -85,7 +85,7 @@ def credit(groups: list[Group]) -> list[TrainingRow]:
     """Give every sampled token of a chain the chain's advantage over the other chains of its task."""
     rows: list[TrainingRow | None] = []
     for group in groups:
-        # a chain that broke has no reward: it is no baseline, and teaches nothing
+        # a chain that failed has no reward: it does not count in the baseline, and is not trained
         advantages = grpo_advantages([chain.reward for chain in group.trajectories])
         for chain, advantage in zip(group.trajectories, advantages, strict=True):
             rows += [training_row(row, advantage) for row in chain.rows if chain.reward is not None]
@@ -93,7 +93,7 @@ def credit(groups: list[Group]) -> list[TrainingRow]:
 
 
 async def run_group(runner: ChainRunner, recipe: Recipe, task: Task, name: str, model: str) -> Group:
-    """Run several chains on one task side by side: model, tools, model, ... until each ends and gets its reward."""
+    """Run several chains on one task concurrently: model, tools, model, ... until each ends and gets its reward."""
     chains = [
         runner.run(
             f"{name}.{chain}", task, Sampling(model, recipe.rollout.temperature, f"{recipe.seed}/{name}/{chain}")
@@ -104,7 +104,7 @@ async def run_group(runner: ChainRunner, recipe: Recipe, task: Task, name: str, 
 
 
 async def reinforce(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> dict[str, float]:
-    """Roll out, credit, update, publish; returns what the held-out tasks say before and after."""
+    """Roll out, credit, update, publish; return the success on held-out tasks before and after."""
     assert recipe.data is not None
     assert recipe.eval.data is not None
     tasks, held_out = load_tasks(recipe.data), load_tasks(recipe.eval.data)
@@ -116,7 +116,7 @@ async def reinforce(recipe: Recipe, folder: Path, say: Callable[[str], None]) ->
         test = partial(evaluate, runner, recipe, held_out, report.model, folder)
         before, _ = await test("before")
         for step in range(1, recipe.train.steps + 1):
-            # from now on every turn comes from these weights
+            # from now on, every turn comes from these weights
             runner.client.published(report.version, report.model)
             batch = draw.sample(tasks, recipe.train.batch_size)
             groups = await asyncio.gather(
@@ -137,7 +137,7 @@ async def reinforce(recipe: Recipe, folder: Path, say: Callable[[str], None]) ->
 
 
 def imitate(recipe: Recipe, folder: Path) -> None:
-    """Supervised fine-tuning on transcripts; leaves a model in `folder`."""
+    """Fine-tune on transcripts, and write the model into `folder`."""
     assert recipe.data is not None
     renderer = load_renderer(recipe.model, recipe.rollout.parser)
     rows = [row for row in map(training_row, conversation_rows(load_tasks(recipe.data), renderer)) if row is not None]

@@ -1,1 +1,1 @@
-"""The `agentfactory` command, and what each of its commands does."""
+"""The `agentfactory` command and its subcommands."""

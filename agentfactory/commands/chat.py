@@ -1,4 +1,4 @@
-"""`agentfactory chat RUN`: talk in the terminal to a checkpoint of a run, with its tools."""
+"""`agentfactory chat RUN`: talk to a run's checkpoint in the terminal, with its tools."""
 
 import argparse
 import asyncio
@@ -33,14 +33,14 @@ from agentfactory.tools.session import ToolSession
 NEW = "/new"
 """Begins a new conversation."""
 _COMMAND = re.compile(r"/\w*(\s|$)")
-"""What a person means as a command; a path such as /etc/hosts is none."""
+"""Matches a line that is meant as a command; a path such as /etc/hosts does not match."""
 _COMMANDS = f"{NEW} begins a new conversation, Ctrl-D ends"
 
 
 def run(options: argparse.Namespace) -> None:
     """Talk to the last checkpoint of the run `options.run`, or to `options.checkpoint`, until the input ends.
 
-    Raises SettingError or RunFolderError where there is nothing to talk to, ChildFailed where its server fails.
+    Raises SettingError or RunFolderError if there is nothing to talk to, ChildFailed if its server fails.
     """
     recipe, checkpoint = _of_run(options.run, options.checkpoint)
     served = what_is_served(recipe, checkpoint)
@@ -49,13 +49,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _of_run(folder: Path, checkpoint: Path | None) -> tuple[Recipe, Path]:
-    """The recipe of a run's last stage, and the checkpoint to talk to."""
+    """Return the recipe of a run's last stage, and the checkpoint to talk to."""
     folder = folder.expanduser().resolve()
     if not (folder / RECIPE).is_file():
         raise SettingError(
             "RUN", f"{folder} is no run folder", "name one, such as runs/quickstart", source=COMMAND_LINE
         )
-    # the run may lie elsewhere by now, and a server of its own is started here
+    # the run folder may have moved, and the chat starts its own server
     recipe = load_recipe(folder / RECIPE, [f"output={folder}", "server.url=null"], "serve")
     last = stages_of(recipe)[-1]
     found = checkpoint or RunFolder(last.output).last_checkpoint()
@@ -69,7 +69,7 @@ async def _chat(served: Served) -> None:
     async with serve(recipe, served.adapters) as (child, url):
         try:
             async with open_runner(recipe, Path.cwd(), url, rewards=Rewards([], Path.cwd())) as runner:
-                # the data may be large, or on the hub
+                # load data only if environments need it: it may be large, or on the hub
                 row = _first_row(recipe) if runner.toolset.environments else {}
                 await _converse(runner, Sampling(served.name, recipe.rollout.temperature, "chat"), row)
         except ServerUnreachableError:
@@ -79,13 +79,13 @@ async def _chat(served: Served) -> None:
 
 
 def _first_row(recipe: Recipe) -> Task:
-    """What environments are reset with: the first task that the run was evaluated or trained on."""
+    """Return the task that environments are reset with: the first one that the run was evaluated or trained on."""
     data = recipe.eval.data or recipe.data
     return load_tasks(data)[0] if data is not None else {}
 
 
 async def _converse(runner: ChainRunner, sampling: Sampling, row: Task) -> None:
-    """One conversation after the other, until the input ends."""
+    """Hold one conversation after another until the input ends."""
     tools = ", ".join(spec.name for spec in runner.toolset.specs) or "none"
     _say(f"its tools: {tools}; {_COMMANDS}")
     if runner.toolset.environments:
@@ -106,7 +106,7 @@ async def _converse(runner: ChainRunner, sampling: Sampling, row: Task) -> None:
 
 
 class Conversation(Episode):
-    """A chain that a person keeps going: what is said, called and answered is shown as it happens."""
+    """A chain that a person continues: it shows messages, calls and results as they happen."""
 
     def __init__(self, setup: Setup, task: Task, sampling: Sampling, name: str) -> None:
         super().__init__(setup, begin(name), task, sampling)
@@ -114,15 +114,15 @@ class Conversation(Episode):
         self._shown = 0
 
     async def hold(self, session: ToolSession, lines: AsyncIterator[str], shown: bool) -> None:
-        """Answer the task, and then each line, until NEW or the end of the lines. `shown`: the person wrote the
-        question."""
+        """Answer the task, and then each line, until NEW or the end of the lines. `shown`: the question is already on
+        the screen, because the person typed it."""
         self._shown = len(self.trajectory.messages) if shown else 0
         stopped = await self.play(session)
         while True:
             self._show()
             if stopped is not StopReason.ANSWER:
                 _say(f"  [stopped: {stopped}]")
-            # what ended it for good can only begin anew
+            # these end the conversation for good
             if stopped in (StopReason.FINISH, StopReason.CONTEXT_OVERFLOW) or self.limits.stopped:
                 return
             text = await _next(lines)
@@ -137,10 +137,10 @@ class Conversation(Episode):
         self.trajectory.messages.append(said)
         self._shown = len(self.trajectory.messages)
         self.context.hear([said])
-        # each line has as many turns as a chain
+        # each line allows as many turns as a chain
         self.config = self.config.model_copy(update={"max_turns": self.trajectory.turns + self._most})
         try:
-            # with the results of a turn that was the last one allowed
+            # include the results of the last turn, which may have reached the turn limit
             await self._go_on(self.context.turns[-1][1:])
         except ContextOverflowError:
             return StopReason.CONTEXT_OVERFLOW
@@ -159,7 +159,8 @@ class Conversation(Episode):
 
 
 def _show_message(message: Message, opening: bool) -> None:
-    """`opening`: the agent has said nothing yet, so that a user's message is the task's, not a tool's answer."""
+    """Print a message. `opening`: the agent has not said anything yet, so a user message belongs to the task and is not
+    a tool's answer."""
     content = text_of(message.get("content") or "")
     match message["role"]:
         case "system":
@@ -197,7 +198,7 @@ def _say(text: str) -> None:
 
 
 async def _next(lines: AsyncIterator[str]) -> str | None:
-    """The next line, without spaces around it; None at the end of the input. Commands that there are not are told."""
+    """Return the next line, stripped; None at the end of the input. Report unknown commands."""
     typed = sys.stdin.isatty()
     while True:
         if typed:
@@ -211,10 +212,10 @@ async def _next(lines: AsyncIterator[str]) -> str | None:
 
 
 async def _lines() -> AsyncIterator[str]:
-    """Lines of the standard input.
+    """Yield the lines of the standard input.
 
-    They are read in a thread of their own, so that connections live on while a person thinks, and from the descriptor
-    itself: at the end, a thread that waits in sys.stdin would hold its lock.
+    A separate thread reads them, so that connections stay alive while a person thinks. It reads from the file
+    descriptor, because at exit a thread that waits in sys.stdin would hold its lock.
     """
     loop = asyncio.get_running_loop()
     arrived: asyncio.Queue[bytes] = asyncio.Queue()

@@ -1,4 +1,4 @@
-"""Completion in shells: the script that a shell reads, and what it is told of a recipe's fields (argcomplete)."""
+"""Shell completion with argcomplete: the script that a shell reads, and the completion of recipe fields."""
 
 import argparse
 import os
@@ -10,25 +10,26 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def script(shell: str) -> str:
-    """What the shell is to read: it asks `agentfactory` itself for what can stand at the cursor."""
+    """Return the script for the shell to read; it asks `agentfactory` for the completions at the cursor."""
     import argcomplete
 
     return argcomplete.shellcode(["agentfactory"], shell=shell)
 
 
 def answer(make_parser: Callable[[bool], argparse.ArgumentParser]) -> None:
-    """Tell the shell what can stand at its cursor. Ends the process. `make_parser` is told whether `view` is meant."""
+    """Give the shell the completions at its cursor, and end the process. The argument of `make_parser` is whether the
+    command is `view`."""
     import argcomplete
 
-    # the viewer's packages would take longer to import than all else
+    # the viewer's packages take longer to import than everything else
     words = os.environ.get("COMP_LINE", "").split()
     parser = make_parser("view" in words[1:2])
     argcomplete.autocomplete(parser, default_completer=argcomplete.completers.FilesCompleter())
 
 
 def complete_override(prefix: str, **_: Any) -> list[str]:
-    """Overrides of a recipe that begin with `prefix`: names of fields, and behind `=` the values that one can take."""
-    # argcomplete asks for them only at the cursor: the schema takes a moment
+    """Return overrides that begin with `prefix`: names of fields, or after `=` the possible values of a field."""
+    # imported here because the schema takes a moment to load, and argcomplete asks only at the cursor
     from agentfactory.recipe.schema import Recipe
 
     name, equals, _value = prefix.partition("=")
@@ -39,10 +40,10 @@ def complete_override(prefix: str, **_: Any) -> list[str]:
 
 
 def _fields(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Dotted names of the fields that an override can set, with their types."""
+    """Yield the dotted names of the fields that an override can set, with their types."""
     for name, field in section.model_fields.items():
         below = [part for part in (field.annotation, *get_args(field.annotation)) if hasattr(part, "model_fields")]
-        # what stands in a list or under names of the user's own is no field of its own
+        # entries of a list, or under names that the user chooses, are not separate fields
         if below and get_origin(field.annotation) not in (list, dict):
             yield from _fields(below[0], f"{prefix}{name}.")
         else:

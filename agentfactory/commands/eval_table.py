@@ -1,4 +1,4 @@
-"""What `agentfactory eval` prints: a table per way of sampling, and per source of the tasks."""
+"""The output of `agentfactory eval`: a table per sampling mode and per source of the tasks."""
 
 from io import StringIO
 
@@ -9,11 +9,11 @@ from agentfactory.rollout.evaluate import Evaluation
 from agentfactory.rollout.pass_at_k import Estimate
 
 _BESIDE = ("failed", "tool_calls", "sampled_tokens")
-"""Means that stand below the estimates, of all tasks together."""
+"""Means that are shown below the estimates, for all tasks together."""
 
 
 def tables(found: Evaluation) -> list[str]:
-    """The tables as text: figures with their 95 % intervals over tasks; and a line on chains that failed."""
+    """Return the tables as text: metrics with their 95 % intervals over tasks, and a line on chains that failed."""
     told = [
         _table(mode, source, estimates, found.means if not source else {})
         for mode, sources in found.estimates.items()
@@ -37,7 +37,7 @@ def _table(mode: str, source: str, estimates: dict[str, Estimate], means: dict[s
     for name in _BESIDE:
         if f"{mode}/{name}" in means:
             table.add_row(name, f"{means[f'{mode}/{name}']:.4f}", "", "")
-    # as text: it goes where the other lines go, and is no wider than they are
+    # as text, because it is printed like the other lines and must not be wider
     console = Console(file=StringIO(), width=80, color_system=None, highlight=False, markup=False, emoji=False)
     console.print(table)
     assert isinstance(console.file, StringIO)

@@ -1,4 +1,4 @@
-"""Whom `agentfactory eval` evaluates, as its options say: a model, or whoever answers at an address."""
+"""The target of `agentfactory eval`, from its options: a model, or the server at an address."""
 
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ __all__ = ["ChatEndpointError", "There", "check", "look_at", "named", "open_runn
 def check(
     recipe: Recipe | StagedRecipe, checkpoint: Path | None, model: str | None, url: str | None, samples: int | None
 ) -> None:
-    """Raise SettingError where the options do not go together, or not with the recipe."""
+    """Raise SettingError if the options conflict with each other or with the recipe."""
     if checkpoint is not None and (model or url):
         other = "--model" if model else "--url"
         raise SettingError("--checkpoint", f"given with {other}", "evaluate one of them at a time", source=COMMAND_LINE)
@@ -36,7 +36,7 @@ def check(
 
 
 def with_samples(recipe: Recipe | StagedRecipe, samples: int) -> Recipe | StagedRecipe:
-    """The recipe with so many sampled chains per held-out task."""
+    """Return the recipe with this number of sampled chains per held-out task."""
     if isinstance(recipe, StagedRecipe):
         *first, last = recipe.stages
         return recipe.model_copy(update={"stages": [*first, with_samples(last, samples)]})
@@ -44,7 +44,7 @@ def with_samples(recipe: Recipe | StagedRecipe, samples: int) -> Recipe | Staged
 
 
 def named(model: str) -> str | Path:
-    """What --model names: a folder, or a model of the hub."""
+    """Return what --model names: a folder, or a model of the hub."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         check_weights(folder, "--model")
@@ -58,7 +58,7 @@ def named(model: str) -> str | Path:
 
 @dataclass(frozen=True)
 class There:
-    """Whoever answers at `url`, its name for the weights, and the recipe for it."""
+    """The server at `url`, its name for the weights, and the recipe for it."""
 
     recipe: Recipe
     url: str
@@ -67,12 +67,12 @@ class There:
 
     @property
     def how(self) -> str:
-        """How it is asked."""
+        """The protocol of requests, in words."""
         return "token ids" if self.by_token_ids else "OpenAI's chat API"
 
 
 def look_at(recipe: Recipe, url: str, model: str | None) -> There:
-    """Find out how the server at `url` is to be asked, and for which of its models.
+    """Find out which protocol the server at `url` needs, and which of its models to use.
 
     Raises SettingError, ChatEndpointError, ServerUnreachableError.
     """
@@ -96,7 +96,7 @@ def _with_tokenizer_of(recipe: Recipe, url: str, card: dict[str, Any]) -> Recipe
     try:
         load_tokenizer(path)
     except ValueError:
-        # the ids of another tokenizer would be other words
+        # another tokenizer's ids would mean other words
         problem = f"{url} serves {path}, and there is no tokenizer of that name here"
         fix = f"name its tokenizer as model.path, and the server as server.url={url} in place of --url"
         raise SettingError("--url", problem, fix, source=COMMAND_LINE) from None
@@ -104,7 +104,7 @@ def _with_tokenizer_of(recipe: Recipe, url: str, card: dict[str, Any]) -> Recipe
 
 
 def open_runner_at(there: There, base: Path) -> AbstractAsyncContextManager[ChainRunner]:
-    """Everything that chains need against it."""
+    """Open a runner for chains against this server."""
     if there.by_token_ids:
         return open_runner(there.recipe, base, there.url)
     return open_chat_runner(there.recipe, base, there.url, there.model)

@@ -1,4 +1,4 @@
-"""From a checkpoint to a folder that anybody can use: model or adapter, tokenizer, and the template of the training."""
+"""Export a checkpoint to a folder that anybody can use: model or adapter, tokenizer, and the training's template."""
 
 import shutil
 from collections.abc import Callable
@@ -12,12 +12,12 @@ _ONLY_FOR_TRAINING = (INFO, DIGESTS, "training_state.pt")
 
 
 class ExportError(Exception):
-    """What was asked for cannot be made; the message says why, and what to do."""
+    """The export is not possible; the message gives the reason and a fix."""
 
 
 def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say: Callable[[str], None]) -> None:
-    """Write what `checkpoint` holds to the new folder `output`: the full model in the training's dtype, an adapter
-    merged into its base; or with `adapter` the adapter alone. `push` names a repository of the hub to upload it to.
+    """Export `checkpoint` to the new folder `output`: the full model in the training's dtype, with an adapter merged
+    into its base; or with `adapter`, only the adapter. `push` names a hub repository to upload it to.
 
     Raises ExportError.
     """
@@ -41,7 +41,7 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
     if base is not None:
         _merge(checkpoint, base, aside)
     if output.exists():
-        # it is empty
+        # the existing folder is empty
         output.rmdir()
     aside.rename(output)
     say(f"exported {checkpoint} to {output}")
@@ -50,7 +50,7 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
 
 
 def _merge(checkpoint: Path, base: str, output: Path) -> None:
-    """The adapter's product is added in float32 and rounded once, to the dtype of the training."""
+    """Merge the adapter into its base: add its product in float32, and round once, to the training's dtype."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -69,5 +69,5 @@ def _push(folder: Path, repository: str) -> str:
         name = api.create_repo(repository, private=True, exist_ok=True).repo_id
         return api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export from AgentFactory").commit_url
     except Exception as error:
-        # the hub's client raises what its layers raise: no token, no network, no such organisation
+        # the hub's client passes on the errors of all its layers: no token, no network, no such organisation
         raise ExportError(f"--push {repository}: {error}; {folder} is written, and can be uploaded later") from error

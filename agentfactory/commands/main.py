@@ -1,4 +1,4 @@
-"""The `agentfactory` command: which function each command is, and with what status it ends."""
+"""The `agentfactory` command: the function and the exit status of each subcommand."""
 
 import argparse
 import os
@@ -23,11 +23,11 @@ OK, FAILED, REFUSED, STOPPED, INTERRUPTED = 0, 1, 2, 3, 130
 train.stop_when; Ctrl-C or SIGTERM."""
 
 _TRACEBACK_LINES = 16
-"""Of a traceback, what is shown: with the error it fits a screen."""
+"""Number of lines shown of a traceback: with the error they fit on a screen."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status."""
+    """Run one command; return its exit status."""
     if "_ARGCOMPLETE" in os.environ:
         completion.answer(lambda with_viewer: make_parser(with_viewer)[0])
     given = sys.argv[1:] if arguments is None else [*arguments]
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         return _end(f"interrupted by {str(error) or 'Ctrl-C'}", INTERRUPTED)
     except BrokenPipeError:
-        # who read what this prints, such as `head`, has left; nothing more can be said, at the end neither
+        # the reader of our output, such as `head`, has gone: nothing more can be printed, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except Exception as error:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM unwinds a command as Ctrl-C does; the launcher's commands see to it themselves, with their children."""
+    """Let SIGTERM unwind a command as Ctrl-C does; commands with children replace this handler in `Children`."""
 
     def end(number: int, frame: object) -> None:
         raise KeyboardInterrupt("SIGTERM")
@@ -66,15 +66,15 @@ def _terminable() -> Iterator[None]:
 
 
 def _run(options: argparse.Namespace) -> int:
-    # without torch
+    # these imports do not load torch
     from agentfactory.recipe.load import load_recipe
     from agentfactory.tools.errors import SettingError
 
     if options.command == "eval" and options.url is not None:
-        # no server is started, and none has to be installed
+        # no server is started, so none has to be installed
         options.overrides.append(f"server.url={options.url}")
     try:
-        # a recipe may be looked at on another machine than the one that it is for
+        # a dry run may happen on another machine than the one that the recipe is for
         lacks: list[SettingError] | None = [] if options.dry_run else None
         recipe = load_recipe(options.recipe, options.overrides, options.command, lacks)
     except SettingError as error:
@@ -151,7 +151,7 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
     except SettingError as error:
         refused = error
     except RunFolderError as error:
-        # of the recipe nothing is wrong
+        # the recipe itself is valid
         comment(f"would be refused: {error}")
     return _refuse(refused) if refused else OK
 
@@ -243,7 +243,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "tools": _tools,
     "completion": _completion,
 }
-"""Those that are no use of a recipe by the launcher."""
+"""Commands that do not run a recipe; `_run` handles the others."""
 
 
 def _say(text: str) -> None:
@@ -256,7 +256,7 @@ def _refuse(error: Exception) -> int:
 
 
 def _show_traceback() -> None:
-    """Print the end of the traceback; where it is longer, the whole goes into a file that is named."""
+    """Print the end of the traceback; if it is longer, write all of it to a file and name that file."""
     text = traceback.format_exc()
     lines = text.splitlines()
     if len(lines) > _TRACEBACK_LINES:
@@ -268,7 +268,7 @@ def _show_traceback() -> None:
 
 def _end(text: str, status: int) -> int:
     if sys.stdout.isatty():
-        # a trainer that was killed could not show the cursor again
+        # a killed trainer could not restore the cursor
         print("\x1b[?25h", end="", flush=True)
     print(f"agentfactory: {text}", file=sys.stderr, flush=True)
     return status

@@ -1,4 +1,4 @@
-"""`agentfactory new`: the folder of a small task that works, to change into one's own."""
+"""`agentfactory new`: writes the folder of a small working task, which you change into your own."""
 
 import importlib.util
 import json
@@ -15,7 +15,7 @@ from agentfactory.recipe.composition import RECIPES, display
 _TEMPLATES = Path(__file__).parent / "templates"
 _QUICKSTART = RECIPES / "quickstart"
 _NAME = "my_task"
-"""What the task is called in the templates and in the names of their files."""
+"""The name of the task in the templates and in their file names."""
 _FILES = ("README.md", "my_task.py", "test_my_task.py", "recipe.yaml", "tiny/recipe.yaml", "tiny/prepare.py")
 _TINY_MODEL = ("tiny_model.py", "chat_template.jinja")
 _QUESTIONS = {
@@ -27,17 +27,17 @@ _ROWS, _HELD_OUT = 1500, 100
 
 
 class NewError(Exception):
-    """A task that cannot be written; the message says why, and what to do. Nothing was written."""
+    """The task cannot be written; the message gives the reason and a fix."""
 
 
 def write_task(task: str, output: Path | None) -> Path:
-    """Write the task called `task` into the folder `output` (default: one of its name here), which is new or empty.
-    Returns the folder. Raises NewError."""
+    """Write the task called `task` into the folder `output`, which must be new or empty (default: a folder with the
+    task's name in the current one). Return the folder. Raises NewError."""
     _check_name(task)
     folder = (output or Path(task)).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise NewError(f"{folder} is there already; fix: choose another --output, or another name")
-    # the test imports the task by its name; a folder that happens to bear it (without an origin) is no package
+    # the test imports the task by its name; a folder that happens to have this name (no origin) is not a package
     if (found := importlib.util.find_spec(task)) is not None and found.origin is not None:
         raise NewError(f"TASK: {task!r} is the name of an installed package; fix: choose another name")
     try:
@@ -56,7 +56,7 @@ def write_task(task: str, output: Path | None) -> Path:
 
 
 def describe(folder: Path, task: str) -> str:
-    """What to do with the new folder, for people."""
+    """Return a human-readable text about the next steps in the new folder."""
     place = display(folder.resolve())
     return "\n".join(
         [
@@ -77,7 +77,7 @@ def _check_name(task: str) -> None:
 
 
 def _make_rows() -> list[dict[str, Any]]:
-    """Word problems, each question once; always the same."""
+    """Return word problems without repeated questions; they are the same in every call."""
     rng = random.Random(0)
     rows: dict[str, dict[str, Any]] = {}
     while len(rows) < _ROWS + _HELD_OUT:

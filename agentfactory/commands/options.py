@@ -1,4 +1,4 @@
-"""What can be written behind `agentfactory`: commands, options, and the examples that `--help` shows."""
+"""The command line of `agentfactory`: commands, options, and the examples that `--help` shows."""
 
 import argparse
 import difflib
@@ -12,17 +12,17 @@ from agentfactory.commands.completion import SHELLS, complete_override
 from agentfactory.launching.resume_option import add_resume_option, settle_resume
 
 _ABOUT = {
-    "new": "write the folder of a small task that works: tool, reward, data, recipes, test",
-    "doctor": "check what this machine has and lacks, by itself or for a recipe",
-    "train": "prepare, start the server, train every stage; leaves a run folder",
+    "new": "write a small working task: tool, reward, data, recipes, test",
+    "doctor": "check what this machine has and lacks, in general or for a recipe",
+    "train": "prepare, start the server, train every stage, write a run folder",
     "serve": "serve the recipe's model in the foreground",
     "rollout": "run chains on the recipe's data and save them, without training",
     "eval": "evaluate a model, a checkpoint or any chat endpoint on the recipe's held-out tasks",
     "chat": "talk to a run's last checkpoint, with its tools",
     "view": "show runs as a web page on this machine: curves, chains, tokens",
-    "export": "make of a checkpoint a folder to use or to share: the model, an adapter merged into it, or the adapter",
+    "export": "turn a checkpoint into a folder to use or share: the model, with an adapter merged in, or the adapter",
     "tools": "list, call, check or serve a recipe's tools, without a model",
-    "completion": "print the script by which a shell completes commands, options and fields of recipes",
+    "completion": "print the script that lets your shell complete commands, options and recipe fields",
 }
 _EXAMPLES = {
     "new": ["new word_problems", "new word_problems --output tasks/words"],
@@ -55,33 +55,33 @@ _EXAMPLES = {
     ],
     "completion": [
         'eval "$(agentfactory completion bash)"   # in ~/.bashrc',
-        'eval "$(agentfactory completion zsh)"   # in ~/.zshrc, behind compinit',
+        'eval "$(agentfactory completion zsh)"   # in ~/.zshrc, after compinit',
         "agentfactory completion fish | source   # in ~/.config/fish/config.fish",
     ],
 }
 _TOOLS = {
     "list": "print the tools that a model would see",
-    "call": "make one call, as a chain of its own",
+    "call": "make one call, in its own chain",
     "check": "open every server, and try its environment",
     "serve": "serve FILE.py[:NAME] ... over MCP; its options: `agentfactory tools serve --help`",
 }
 _STATUSES = """\
 exit status:
   0    done
-  1    something failed; of doctor: there are problems
+  1    something failed; for doctor: there are problems
   2    a bad command line or recipe: nothing was done
-  3    of train: train.stop_when has ended the run
+  3    train only: train.stop_when ended the run
   130  interrupted by Ctrl-C or SIGTERM
 """
 _HAVE_OVERRIDES = ("doctor", "train", "serve", "rollout", "eval")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options that `arguments` say. Ends the process, with exit status 2, where they cannot be understood."""
+    """Parse `arguments`. End the process with exit status 2 if they are invalid."""
     parser, commands = make_parser("view" in arguments[:1])
     if arguments and (near := difflib.get_close_matches(arguments[0], commands.choices, 1)) and near[0] != arguments[0]:
         parser.error(f"there is no command {arguments[0]!r}; did you mean {near[0]}?")
-    # argparse leaves overrides that come after an option in the rest
+    # argparse returns overrides that follow an option in the rest
     options, rest = parser.parse_known_args(arguments)
     command = commands.choices[options.command]
     takes_call = options.command == "tools" and options.action == "call"
@@ -102,7 +102,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def make_parser(
     with_viewer: bool,
 ) -> tuple[argparse.ArgumentParser, "argparse._SubParsersAction[argparse.ArgumentParser]"]:
-    """The parser and its commands. `with_viewer`: the options of `view` are there, which take the viewer's packages."""
+    """Return the parser and its commands. `with_viewer` adds the options of `view`, which need the viewer's
+    packages."""
     parser = argparse.ArgumentParser(
         prog="agentfactory",
         description="Reinforcement learning for agents that use tools.",
@@ -139,18 +140,18 @@ def _add_options(name: str, command: argparse.ArgumentParser, with_viewer: bool)
         command.add_argument("--dry-run", action="store_true", help=about)
     match name:
         case "new":
-            command.add_argument("task", metavar="TASK", help="its name, and that of its Python file: a-z, 0-9 and _")
-            about = "folder to make; default: one of that name, here"
+            command.add_argument("task", metavar="TASK", help="name of the task and of its Python file: a-z, 0-9 and _")
+            about = "folder to create; default: TASK in the current folder"
             command.add_argument("--output", type=Path, metavar="DIR", help=about)
         case "train":
             there = command.add_mutually_exclusive_group()
-            there.add_argument("--overwrite", action="store_true", help="delete the run folder that is there")
+            there.add_argument("--overwrite", action="store_true", help="delete the existing run folder")
             add_resume_option(there)
         case "eval":
             _add_eval(command)
         case "chat":
             command.add_argument("run", metavar="RUN", type=Path, help="a run folder, such as runs/quickstart")
-            about = "talk to this one; default: the run's last"
+            about = "checkpoint to talk to; default: the run's last"
             command.add_argument("--checkpoint", type=Path, metavar="PATH", help=about)
         case "view" if with_viewer:
             from agentfactory.viewer.command import add_options
@@ -167,28 +168,28 @@ def _add_options(name: str, command: argparse.ArgumentParser, with_viewer: bool)
 def _add_recipe(command: argparse.ArgumentParser, required: bool = True) -> None:
     command.add_argument("recipe", metavar="RECIPE", nargs=None if required else "?", help="a YAML file")
     about = "such as train.learning_rate=1e-5 seed=1 output=DIR"
-    # a default, or else argparse says that they are required
+    # without a default, argparse reports them as required
     overrides = command.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=about)
     overrides.completer = complete_override  # type: ignore[attr-defined]
 
 
 def _add_eval(command: argparse.ArgumentParser) -> None:
-    about = "evaluate this in place of model.path"
+    about = "evaluate this checkpoint instead of model.path"
     command.add_argument("--checkpoint", type=Path, metavar="PATH", help=about)
-    about = "evaluate this model, a folder or a hub name, in place of model.path; with --url, the name of a served one"
+    about = "evaluate this model, a folder or a hub name, instead of model.path; with --url: name of a served model"
     command.add_argument("--model", metavar="NAME_OR_PATH", help=about)
-    about = "ask this server, ours or any OpenAI-compatible chat endpoint, and start none"
+    about = "use this server, AgentFactory's own or any OpenAI-compatible chat endpoint, and start none"
     command.add_argument("--url", metavar="URL", help=about)
-    about = "sampled chains per task, in place of eval.samples"
+    about = "sampled chains per task, instead of eval.samples"
     command.add_argument("--samples", type=int, metavar="K", help=about)
 
 
 def _add_export(command: argparse.ArgumentParser) -> None:
     about = "such as runs/NAME/checkpoints/step-000080"
     command.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=about)
-    command.add_argument("--output", type=Path, metavar="DIR", required=True, help="folder to make")
-    command.add_argument("--adapter", action="store_true", help="the adapter alone, not merged into its base")
-    about = "upload it to this repository of the hub (a new one is private)"
+    command.add_argument("--output", type=Path, metavar="DIR", required=True, help="folder to create")
+    command.add_argument("--adapter", action="store_true", help="export only the adapter, not merged into its base")
+    about = "also upload it to this hub repository (a new one is private)"
     command.add_argument("--push", metavar="REPO", help=about)
 
 
@@ -200,22 +201,22 @@ def _add_tools(command: argparse.ArgumentParser) -> None:
             continue  # its options are parsed by agentfactory.tools.serve
         action.add_argument("recipe", metavar="RECIPE", help="a YAML file; it needs no model")
         if name == "call":
-            action.add_argument("tool", metavar="TOOL", help="its name, as `list` prints it")
+            action.add_argument("tool", metavar="TOOL", help="name of the tool, as `list` prints it")
             about = "one JSON object, or key=value ..."
             action.add_argument("arguments", metavar="ARGUMENT", nargs="*", default=[], help=about)
-            action.add_argument("--output", type=Path, metavar="FILE", help="save the image of the result")
+            action.add_argument("--output", type=Path, metavar="FILE", help="save the result's image")
         else:
             about = "such as limits.calls=8"
             action.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=about)
         if name == "list":
-            action.add_argument("--json", action="store_true", help="as a model is told them")
+            action.add_argument("--json", action="store_true", help="print the tools as the model sees them")
         else:
-            about = "data row for the environments' reset; default: the first of the recipe's data"
+            about = "data row to reset environments with; default: the first row of the recipe's data"
             action.add_argument("--task", type=json_object, metavar="JSON", help=about)
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """What a JSON object on the command line says; raises argparse.ArgumentTypeError where it is none."""
+    """Parse a JSON object on the command line; raise argparse.ArgumentTypeError if it is not one."""
     try:
         value = json.loads(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Which weights a command serves: the recipe's model, a checkpoint of it, an adapter on its base, or a hub name."""
+"""The weights that a command serves: the recipe's model, a checkpoint of it, an adapter on its base, or a hub name."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,13 +10,13 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.checkpoint_folder import INFO, read_info
 
 _NAMED = 8
-"""Of the checkpoints near a wrong path, how many a message names, the last ones."""
+"""How many checkpoints near a wrong path a message names: the last ones."""
 
 
 @dataclass
 class Served:
-    """What a server is to serve: the recipe with the base model's path, adapters, the name that requests use. `label`
-    is what people call it, `step` the training step of a checkpoint."""
+    """What to serve: the recipe with the base model's path, adapters, and the name that requests use. `label` is its
+    name in messages, `step` the training step of a checkpoint."""
 
     recipe: Recipe
     label: str
@@ -26,7 +26,7 @@ class Served:
 
 
 def what_is_served(recipe: Recipe | StagedRecipe, checkpoint: Path | str | None) -> Served:
-    """`checkpoint`: a folder, or a hub name."""
+    """Find the weights to serve. `checkpoint` is a folder, a hub name, or None for the recipe's own."""
     stage = stages_of(recipe)[-1]
     if isinstance(checkpoint, str):
         return Served(_unquantised(stage.with_model(checkpoint)), checkpoint)
@@ -48,7 +48,7 @@ def what_is_served(recipe: Recipe | StagedRecipe, checkpoint: Path | str | None)
 
 
 def _step_of(path: Path) -> int | None:
-    """The training step of a checkpoint; None of any other model."""
+    """Return the training step of a checkpoint; None for any other model."""
     if not (path / INFO).is_file():
         return None
     try:
@@ -58,10 +58,10 @@ def _step_of(path: Path) -> int | None:
 
 
 def check_weights(folder: Path, option: str) -> None:
-    """Raise SettingError where `folder`, which `option` names, holds neither a model nor an adapter."""
+    """Raise SettingError if `folder`, which `option` names, contains neither a model nor an adapter."""
     if any((folder / name).is_file() for name in ("config.json", ADAPTER)):
         return
-    # a run's folder, its checkpoints/, a stage's, or a step that is not there
+    # `folder` may be a run folder, its checkpoints/, those of a stage, or a missing step
     near = {
         found
         for place in (folder, folder.parent)
@@ -75,5 +75,5 @@ def check_weights(folder: Path, option: str) -> None:
 
 
 def _unquantised(recipe: Recipe) -> Recipe:
-    """A quantised copy of the model that training began with is no copy of another."""
+    """Drop server.model: a quantised copy of the initial model is not a copy of another one."""
     return recipe.model_copy(update={"server": recipe.server.model_copy(update={"model": None})})

@@ -1,4 +1,4 @@
-"""The commands that need a server and no trainer: serve, eval and rollout; of each, what is served and a run folder."""
+"""The commands that need a server and no trainer: serve, eval and rollout. Each has served weights and a run folder."""
 
 import asyncio
 import logging
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 def serve(recipe: Recipe | StagedRecipe, say: Say) -> None:
-    """Serve the recipe's model until the server or this process is ended; of a staged recipe, its last checkpoint.
-    The log goes to `<output>/serve`, serve-2, ..."""
+    """Serve the recipe's model (the last checkpoint, for a staged recipe) until the server or this process ends. The
+    log goes to `<output>/serve`, serve-2, ..."""
     with Children() as children:
         served = what_is_served(recipe, None)
         run_prepare(recipe, children, say)
@@ -39,7 +39,7 @@ def serve(recipe: Recipe | StagedRecipe, say: Say) -> None:
         if (refusal := placement.refusal(served.recipe)) is not None:
             raise refusal
         folder = _run_folder("serve", recipe, served.recipe)
-        # train.py, which a person starts, takes sync.backend=auto for file
+        # a trainer that is started with train.py treats sync.backend=auto as file
         transfer = replace(placement, sync=None).weight_transfer(served.recipe)
         log, env = folder.logs / "server.log", placement.environment("server")
         command = placement.server_command(served.recipe, served.adapters, transfer)
@@ -57,11 +57,15 @@ def evaluate(
     url: str | None = None,
     samples: int | None = None,
 ) -> None:
-    """Evaluate on `eval.data`, with `samples` in place of eval.samples, into `<output>/eval`, eval-2, ...
+    """Evaluate on `eval.data`, with `samples` instead of eval.samples, into `<output>/eval`, eval-2, ...
 
-    Who is evaluated: `checkpoint`, a folder; or `model`, a folder or a hub name; or the server at `url` (of its models,
-    the one called `model`), asked by token ids where it takes them and by OpenAI's chat API otherwise; or the recipe's
-    model, and of a staged recipe its last checkpoint; where `server.url` is set, the weights that are there.
+    The target is one of these:
+
+    - `checkpoint`, a folder;
+    - `model`, a folder or a hub name;
+    - the server at `url` (its model called `model`), by token ids if it accepts them, otherwise by OpenAI's chat API;
+    - by default the recipe's model, or the last checkpoint of a staged recipe; if `server.url` is set, the weights that
+      this server has.
     """
     from agentfactory.commands import eval_target
 
@@ -80,11 +84,11 @@ def evaluate(
 
 
 def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say: Say) -> None:
-    """Evaluate whoever answers at `url`."""
+    """Evaluate the server at `url`."""
     from agentfactory.commands import eval_target
     from agentfactory.rollout.connection import ServerUnreachableError
 
-    # the model of a later stage is a checkpoint that may not be there
+    # the model of a later stage is a checkpoint that may not exist
     stages = stages_of(recipe)
     stage = stages[-1].with_model(stages[0].model.path)
     try:
@@ -118,7 +122,7 @@ def _run_eval(
     from agentfactory.rollout.data import load_tasks
     from agentfactory.rollout.evaluate import run_eval
 
-    assert recipe.eval.data is not None  # load_recipe has seen to it
+    assert recipe.eval.data is not None  # load_recipe has checked it
     tasks, samples, greedy = load_tasks(recipe.eval.data, "eval.data"), recipe.eval.samples, recipe.eval.greedy
     say(f"evaluating {len(tasks)} tasks, each by {samples} sampled {'and 1 greedy ' if greedy else ''}chains")
     with tell_warnings(say), follow_groups(folder.trajectories, len(tasks) * (1 + greedy), say):
@@ -143,27 +147,27 @@ def roll_out(recipe: Recipe | StagedRecipe, say: Say) -> None:
         from agentfactory.rollout.evaluate import run_rollout
 
         acting = served.recipe
-        assert acting.data is not None  # load_recipe has seen to it
+        assert acting.data is not None  # load_recipe has checked it
         tasks = load_tasks(acting.data)
         say(f"running {len(tasks)} tasks, each by {acting.rollout.group_size} chains")
         with tell_warnings(say), follow_groups(folder.trajectories, len(tasks), say):
             log = partial(_log_figures, folder, served.step)
-            figures = run_rollout(acting, tasks, folder.path, urls, folder.trajectories, log, served.name)
-        folder.write_summary({"checkpoint": served.label, "seed": recipe.seed, **figures})
-    told = [f"{name} {figures[name]:.4f}" for name in ("reward", "success", "failed") if name in figures]
+            metrics = run_rollout(acting, tasks, folder.path, urls, folder.trajectories, log, served.name)
+        folder.write_summary({"checkpoint": served.label, "seed": recipe.seed, **metrics})
+    told = [f"{name} {metrics[name]:.4f}" for name in ("reward", "success", "failed") if name in metrics]
     say(f"means over chains: {', '.join(told)}; every figure: {display(folder.summary)}")
     saved = display(folder.trajectories)
     say(f"{recipe.name}: chains are saved; train on them with train.from_trajectories={saved}")
 
 
 def _run_folder(command: str, recipe: Recipe | StagedRecipe, acting: Recipe) -> RunFolder:
-    """A folder of its own for what `acting`, a part of `recipe`, does."""
+    """Create a new run folder for `acting`, a part of `recipe`."""
     path = next_free(recipe.output / command)
     return RunFolder.create(path, acting.model_copy(update={"output": path, "prepare": None}).to_yaml())
 
 
 def _log_figures(folder: RunFolder, step: int | None, metrics: dict[str, Any]) -> None:
-    """Figures of chains on the weights of `step`, as training logs its own."""
+    """Log metrics of chains on the weights of `step`, in the same form as training metrics."""
     folder.log(metrics if step is None else {"step": step, **metrics})
 
 
@@ -175,7 +179,8 @@ def _log_to(folder: RunFolder, command: str) -> None:
 def _acting(
     command: str, recipe: Recipe | StagedRecipe, checkpoint: Path | str | None, say: Say
 ) -> Iterator[tuple[Served, RunFolder, list[str]]]:
-    """A run folder, and the addresses of servers for `command`. Raises ChildFailed where none answers any more."""
+    """Yield the served weights, a run folder, and the addresses of servers for `command`. Raises ChildFailed if no
+    server answers any more."""
     from agentfactory.rollout.connection import ServerUnreachableError
 
     with Children() as children:
@@ -184,7 +189,7 @@ def _acting(
         try:
             if urls:
                 asyncio.run(_check_routes(served.recipe))
-                # whose weights are its own
+                # a running server has its own weights
                 served = replace(served, label=f"{served.name} at {', '.join(urls)}", step=None)
             run_prepare(recipe, children, say)
             folder = _run_folder(command, recipe, served.recipe)
@@ -195,7 +200,7 @@ def _acting(
                 urls = [url]
             yield served, folder, urls
         except Exception as error:
-            # where the server is gone, that is the cause
+            # if the server has ended, report that as the cause
             if server is not None:
                 children.check(server)
             if isinstance(error, ServerUnreachableError):

@@ -1,4 +1,4 @@
-"""`agentfactory tools list | call | serve | check`: a recipe's tools without a model."""
+"""`agentfactory tools list | call | serve | check`: use a recipe's tools without a model."""
 
 import argparse
 import asyncio
@@ -36,15 +36,15 @@ from agentfactory.tools.messages import (
 from agentfactory.tools.toolset import open_toolset
 
 SLOW_SECONDS = 3.0
-"""Opening a server for longer than this is named by `check`."""
+"""`check` reports a server that takes longer than this to open."""
 
 
 class ToolsCommandError(Exception):
-    """A command line that cannot work; the message says why, and what to do."""
+    """A command line that cannot work; the message gives the reason and a fix."""
 
 
 class ToolsFailed(Exception):
-    """A server that cannot be used, or a call that failed; the message says which and why."""
+    """A server cannot be used, or a call failed; the message says which and why."""
 
 
 def run(options: argparse.Namespace) -> None:
@@ -66,7 +66,8 @@ def run(options: argparse.Namespace) -> None:
 
 @dataclass
 class _Server:
-    """What became of one server of a recipe. `seconds` is what it took to open, `problems` what is wrong with it."""
+    """The result of opening one server of a recipe. `seconds` is the time that it took to open, `problems` its
+    faults."""
 
     name: str
     opened: bool = False
@@ -80,8 +81,8 @@ _FindTask = Callable[[], Awaitable[Task | None]]
 
 
 async def _open_each(recipe: Recipe, find_task: _FindTask | None) -> list[_Server]:
-    """Open the servers side by side and apart, so that one that fails hides no other. With `find_task` begin a chain on
-    each; environments get the task that it finds, and are not tried where it finds none."""
+    """Open each server separately and all concurrently, so that a failure does not hide others. With `find_task`, begin
+    a chain on each; environments get the task that it finds, and are not tried if it finds none."""
     parts = [ToolsRecipe(tools=[reference]) for reference in recipe.tools]
     parts += [ToolsRecipe(mcp_servers={name: config}) for name, config in recipe.mcp_servers.items()]
     return await asyncio.gather(*(_open(part, find_task) for part in parts))
@@ -106,7 +107,7 @@ async def _open(part: ToolsRecipe, find_task: _FindTask | None) -> _Server:
                     if toolset.environments:
                         says = f", says {_short(text_of(session.opening))}" if session.opening else ""
                         server.environment = f"an environment: reset in {seconds:.2f} s{says}"
-                        # what fails here fails every chain that ends without a call
+                        # an error here would also fail every chain that ends without a call
                         verdict = await session.reward()
                         judge = f"judges what nobody touched with {_figures(verdict)}" if verdict else "does not judge"
                         server.environment += f"; {judge}"
@@ -145,7 +146,7 @@ async def _check(recipe: Recipe, task: Task | None) -> None:
         nonlocal finding
         if task is not None:
             return task
-        # while data is loaded, the other servers go on
+        # load the data in a thread, so that the other servers continue
         finding = finding or asyncio.create_task(asyncio.to_thread(_first_row, recipe))
         return (await finding)[0]
 
@@ -170,7 +171,7 @@ async def _check(recipe: Recipe, task: Task | None) -> None:
     else:
         print(f"task: {(await finding)[1] if finding else 'none, for there is no environment'}")
     problems = [f"{server.name}: {problem}" for server in servers for problem in server.problems]
-    # a server that does not open may have the tools that seem to be missing
+    # a server that failed to open may have the tools that seem to be missing
     if not problems:
         try:
             check_limits(recipe.limits, [*owners])
@@ -186,9 +187,9 @@ def _fail(problems: list[str]) -> None:
 
 
 def _first_row(recipe: Recipe) -> tuple[Task | None, str]:
-    """The task with which environments are tried, and where it is from; None where the recipe's data is not there.
+    """Return the task to try environments with, and its origin; None if the recipe's data does not exist.
 
-    Raises ToolsCommandError where the data cannot be read.
+    Raises ToolsCommandError if the data cannot be read.
     """
     for name, data in (("data", recipe.data), ("eval.data", recipe.eval.data)):
         if data is None:
@@ -205,7 +206,7 @@ def _first_row(recipe: Recipe) -> tuple[Task | None, str]:
 
 
 def _schema_fault(spec: ToolSpec) -> str | None:
-    """Why a model could not be told the tool's arguments."""
+    """Return the fault of the tool's schema, if a model could not use it for arguments."""
     try:
         validator_for(spec.parameters).check_schema(spec.parameters)
     except SchemaError as error:
@@ -238,7 +239,8 @@ async def _call(recipe: Recipe, options: argparse.Namespace) -> None:
 
 
 def _parse_arguments(given: Sequence[str], spec: ToolSpec | None) -> dict[str, Any]:
-    """One JSON object, or key=value pairs: JSON where the value is, and text where it is not or the tool wants text."""
+    """Parse one JSON object, or key=value pairs. A value is parsed as JSON if possible, unless the tool expects a
+    string; otherwise it is text."""
     if len(given) == 1 and given[0].lstrip().startswith("{"):
         try:
             return json_object(given[0])
@@ -269,7 +271,7 @@ def _save_image(content: Content, file: Path) -> None:
 
 
 def _parameters(spec: ToolSpec) -> str:
-    """Names and types, as `query: string, limit: integer = 5`."""
+    """Return names and types, such as `query: string, limit: integer = 5`."""
     required = spec.parameters.get("required", [])
     shown = []
     for name, schema in spec.parameters.get("properties", {}).items():

@@ -1,1 +1,1 @@
-"""Training on one machine: its processes, and the folder that a run leaves."""
+"""Training on one machine: its processes and the run folder."""

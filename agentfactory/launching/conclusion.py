@@ -1,4 +1,4 @@
-"""What a run says when it ends: its results, its best checkpoint, and its learning curve as a picture."""
+"""The end of a run: its results, its best checkpoint, and its learning curve as a picture."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,15 +11,15 @@ _EVALUATIONS = {"eval/sampled/success": "held-out success, sampled", "eval/greed
 
 
 def draw_curve(metrics: Iterable[dict[str, Any]], path: Path, title: str) -> Path | None:
-    """Draw reward and success (of a run without them, the loss) over steps, with the held-out points, as a PNG.
+    """Draw reward and success (or the loss, for a run without them) over steps, with the held-out points, as a PNG.
 
-    `metrics` are the lines of metrics.jsonl. Returns `path`; None where there is nothing to draw.
+    `metrics` are the lines of metrics.jsonl. Return `path`; None if there is nothing to draw.
     """
     rows = [row for row in metrics if "step" in row]
     names = [name for name in _CURVES if any(name in row for row in rows)]
     if not names:
         return None
-    # matplotlib takes most of a second to import, and only this needs it
+    # matplotlib takes most of a second to import, and only this function needs it
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -39,7 +39,7 @@ def draw_curve(metrics: Iterable[dict[str, Any]], path: Path, title: str) -> Pat
 
 
 def conclude(name: str, summary: dict[str, Any], folder: Path, curve: Path | None) -> list[str]:
-    """The last lines of a run: its results, where they are, and what to do next."""
+    """Return the last lines that a run prints: its results, their location, and what to do next."""
     results = [
         f"{kind} {summary[before]:.2f} -> {summary[after]:.2f}"
         for kind, before, after in (
@@ -65,7 +65,7 @@ def conclude(name: str, summary: dict[str, Any], folder: Path, curve: Path | Non
 
 
 def best_checkpoint(summary: dict[str, Any]) -> list[str]:
-    """The best checkpoint, where it is not the last one, and better than what training began with."""
+    """Describe the best checkpoint, unless it is the last one; say so if no checkpoint beats the initial weights."""
     best = summary.get("best_checkpoint")
     if not best or best["path"] == summary.get("checkpoint"):
         return []
@@ -76,7 +76,7 @@ def best_checkpoint(summary: dict[str, Any]) -> list[str]:
 
 
 def _not_risen(summary: dict[str, Any]) -> str | None:
-    """`success` (where tasks have none, `reward`), unless training has raised it or could not."""
+    """Return `success` (`reward` for tasks without success) if training could have raised it and did not."""
     for figure, highest in (("success", 1.0), ("reward", None)):
         before, after = summary.get(f"{figure}_before"), summary.get(f"{figure}_after")
         if before is not None and after is not None:

@@ -1,4 +1,4 @@
-"""Carry out the plan of `agentfactory train`: prepare, start the server and the trainer of each stage, end them all."""
+"""Execute the plan of `agentfactory train`: prepare, start each stage's server and trainer, and end them all."""
 
 import re
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Say = Callable[[str], None]
 
 
 class RunStopped(Exception):
-    """A symptom of train.stop_when has ended the run; the message says which, and where the best checkpoint is."""
+    """A symptom of train.stop_when has ended the run; the message names it and the best checkpoint."""
 
     def __init__(self, reason: str, best: list[str]) -> None:
         super().__init__("; ".join([reason, *best]))
@@ -25,8 +25,10 @@ class RunStopped(Exception):
 
 
 def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, say: Say) -> None:
-    """Run every stage; leaves a run folder. `resume` continues the run in it, from this checkpoint or AUTO.
-    Raises ChildFailed, RunStopped, RunFolderError, PlacementError, SettingError, KeyboardInterrupt."""
+    """Run all stages and write the run folder. `resume` continues the run in that folder, from this checkpoint or AUTO.
+
+    Raises ChildFailed, RunStopped, RunFolderError, PlacementError, SettingError, KeyboardInterrupt.
+    """
     with Hold(recipe.output) as hold:
         hold.take()
         if overwrite and "${output}/" in recipe.to_yaml():
@@ -36,7 +38,7 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
         if resume is None:
             check_free(recipe.output, overwrite)
         plan = plan_run(recipe, resume)
-        # what cannot be placed is refused before anything is written, as far as its model is there already
+        # a stage that cannot be placed is refused before anything is written, if its model already exists
         for stage in plan.due:
             if stage.refusal is not None:
                 _tell(stage, say)
@@ -56,8 +58,8 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
 
 
 def _open_folder(plan: RunPlan, overwrite: bool, resume: str | None, hold: Hold) -> RunFolder:
-    """The folder of the whole run, made or reopened, and held."""
-    # one that began meanwhile
+    """Create or reopen the folder of the whole run, and lock it."""
+    # another run may have begun meanwhile
     hold.take()
     if overwrite:
         # NFS cannot delete a folder with an open file in it
@@ -72,7 +74,7 @@ def _run_stages(plan: RunPlan, whole: RunFolder, children: Children, say: Say) -
     if run_prepare(plan.recipe, children, say):
         for stage in plan.due:
             check_prepared(stage.recipe, is_first=stage is plan.stages[0])
-    # of a model that has just been made
+    # place stages whose model has just been created
     plan = plan.placed()
     for number, stage in enumerate(plan.stages, 1):
         if len(plan.stages) > 1:
@@ -132,6 +134,6 @@ def _note_failure(folder: RunFolder, error: BaseException, seed: int) -> None:
 
 
 def _first_rank_that_failed(log: list[str]) -> str | None:
-    """What it said: the others, and torchrun's own report, come after the cause."""
+    """Return the message of the first rank that failed; those of other ranks and torchrun's own report come later."""
     said = (re.match(r"\[rank\d+\]: (?!Traceback)(\S.*)", line) for line in log)
     return next((found[1] for found in said if found), None)

@@ -1,8 +1,8 @@
-"""What `agentfactory train` is going to do, computed before it does any of it.
+"""The plan of `agentfactory train`, computed before anything is done.
 
-A `RunPlan` has a `StagePlan` per stage: its recipe, where it resumes, where its processes go, and their commands. The
-launcher carries the plan out and `--dry-run` prints it. The trainer's processes are given an `Assignment`: they neither
-compose nor check the recipe again.
+A `RunPlan` has a `StagePlan` per stage: its recipe, the checkpoint that it resumes from, the placement of its
+processes, and their commands. The launcher executes the plan and `--dry-run` prints it. The trainer's processes receive
+an `Assignment`: they neither compose nor check the recipe again.
 """
 
 import json
@@ -24,13 +24,13 @@ from agentfactory.trainers.checkpoint_folder import checkpoint_path
 from agentfactory.trainers.config import ACCELERATE
 
 AUTO = "auto"
-"""In place of a path: the run's newest checkpoint."""
+"""Stands for the run's newest checkpoint, in place of a path."""
 
 TRAINER = ("-m", "agentfactory.train")
 
 
 class State(StrEnum):
-    """How far a stage is."""
+    """The progress of a stage."""
 
     NEW = "new"
     STARTED = "started"
@@ -39,21 +39,21 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Assignment:
-    """What the trainer's processes are given: the checked recipe with the server's address, and the checkpoint to
-    resume from."""
+    """The input of the trainer's processes: the checked recipe with the server's address, and the checkpoint to resume
+    from."""
 
     recipe: Recipe
     checkpoint: Path | None
 
     def write(self, file: Path) -> None:
-        """Write it as JSON."""
+        """Write the assignment as JSON."""
         checkpoint = str(self.checkpoint) if self.checkpoint else None
         data = {"recipe": self.recipe.model_dump(mode="json"), "checkpoint": checkpoint}
         file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, file: Path) -> "Assignment":
-        """The assignment that `write` wrote."""
+        """Read the assignment that `write` wrote."""
         data = json.loads(file.read_text(encoding="utf-8"))
         recipe = Recipe.model_validate_json(json.dumps(data["recipe"]), strict=True)
         return cls(recipe, Path(data["checkpoint"]) if data["checkpoint"] else None)
@@ -61,7 +61,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Command:
-    """How a process is started: its arguments, and the environment variables that it gets besides ours."""
+    """How a process is started: its arguments, and environment variables to add to ours."""
 
     arguments: list[str]
     env: dict[str, str]
@@ -72,16 +72,16 @@ class Command:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage of a run; a run without stages is one. The fields from `placement` on are set by `RunPlan.placed`."""
+    """One stage of a run; a run without stages has a single one. `placed` sets the fields from `placement` on."""
 
     recipe: Recipe
     folder: RunFolder
     state: State = State.NEW
     checkpoint: Path | None = None
-    """Where a started stage resumes; None: from its beginning."""
+    """The checkpoint that a started stage resumes from; None: from its beginning."""
     placement: Placement = field(default_factory=Placement)
     is_placed: bool = False
-    """False while the model is not there: then `placement` is only what is known without it."""
+    """False until the model exists; then `placement` contains only what is known without it."""
     refusal: SettingError | None = None
     """Why the processes cannot go where `placement` puts them."""
     assigned: Recipe | None = None
@@ -92,7 +92,7 @@ class StagePlan:
     """Starts every process of the trainer."""
 
     def placed(self, placement: Placement | None) -> "StagePlan":
-        """The plan with what follows from `placement`; None: the model is not there."""
+        """Return the plan with `placement` and what follows from it; None: the model does not exist yet."""
         recipe = self.recipe
         known = placement or Placement(mode=recipe.placement.mode, on_gpu=may_have_gpu())
         server = None
@@ -110,7 +110,7 @@ class StagePlan:
         )
 
     def assignment(self, url: str | None) -> Assignment:
-        """What the trainer's processes are given; `url` is the address of the server that was started for them."""
+        """Return the input of the trainer's processes; `url` is the address of the server started for them."""
         assert self.assigned is not None
         recipe = self.assigned
         if url is not None:
@@ -122,9 +122,9 @@ def _trainer(recipe: Recipe, folder: RunFolder, placement: Placement) -> Command
     train, module = recipe.train, (*TRAINER, "--assignment", str(folder.assignment))
     env = placement.environment("trainer")
     if train.processes == 1:
-        # what `accelerate launch` would do for one process, without the seconds that it takes to import torch
+        # same as `accelerate launch` for one process, without the seconds that it takes to import torch
         return Command(own_python(*module), env)
-    # torchrun kills its processes that long after it told them to end; the launcher knows better when to
+    # seconds from torchrun's SIGTERM to its SIGKILL; the launcher knows better when to kill
     env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "600"
     if not placement.on_gpu:
         # several processes on the CPU: neither --cpu nor a MULTI_CPU configuration starts them
@@ -147,9 +147,9 @@ class RunPlan:
         return [stage for stage in self.stages if stage.state is not State.COMPLETED]
 
     def placed(self) -> "RunPlan":
-        """The plan with a placement for every due stage whose model, or whose first stage's model, is there.
+        """Return the plan with a placement for every due stage if its model, or its first stage's model, exists.
 
-        Raises PlacementError. What does not fit is in the placement as a refusal.
+        A stage that does not fit has a refusal in its placement. Raises PlacementError.
         """
         missing = [stage for stage in self.due if not stage.is_placed]
         found = place([stage.recipe for stage in missing], "train") if missing else []
@@ -157,7 +157,7 @@ class RunPlan:
         return replace(self, stages=tuple(placed.get(stage.folder.path, stage) for stage in self.stages))
 
     def describe(self) -> Iterator[str]:
-        """Lines for people: what is prepared, and of each stage its state, memory and commands."""
+        """Yield human-readable lines: the prepare step, and the state, memory and commands of each stage."""
         folder = self.recipe.output / "prepared"
         if self.recipe.prepare is not None and not folder.exists():
             yield f"prepare: {self.recipe.prepare} fills {display(folder)}"
@@ -174,7 +174,7 @@ class RunPlan:
 
 
 def describe_memory(recipe: Recipe, placement: Placement | None) -> Iterator[str]:
-    """Lines for people: the memory that the recipe's processes take."""
+    """Yield human-readable lines about the memory that the recipe's processes take."""
     if placement is None:
         yield f"{recipe.name}: its memory is planned once {recipe.model.path} is there"
         return
@@ -185,7 +185,7 @@ def describe_memory(recipe: Recipe, placement: Placement | None) -> Iterator[str
 def plan_run(recipe: Recipe | StagedRecipe, resume: str | None) -> RunPlan:
     """Plan a run of `recipe`; nothing is written. `resume` is a checkpoint of the run in `output`, or AUTO.
 
-    Raises RunFolderError where there is nothing to resume, SettingError where the recipe does not fit its checkpoint,
+    Raises RunFolderError if there is nothing to resume, SettingError if the recipe does not fit its checkpoint,
     PlacementError.
     """
     stages = stages_of(recipe)
@@ -199,10 +199,10 @@ def plan_run(recipe: Recipe | StagedRecipe, resume: str | None) -> RunPlan:
 
 
 def resume_stages(stages: Sequence[Recipe], asked: str) -> list[StagePlan]:
-    """Each stage with its state and the checkpoint that it resumes from. `asked` is a checkpoint, or AUTO.
+    """Return each stage with its state and the checkpoint that it resumes from. `asked` is a checkpoint, or AUTO.
 
-    Raises RunFolderError where there is nothing to resume, or the checkpoint is damaged; SettingError where a recipe
-    does not fit its checkpoint.
+    Raises RunFolderError if there is nothing to resume or the checkpoint is damaged, SettingError if a recipe does not
+    fit its checkpoint.
     """
     path = None if asked == AUTO else Path(asked).expanduser().resolve()
     folders = [RunFolder(stage.output) for stage in stages]
@@ -244,7 +244,7 @@ def _resumed(recipe: Recipe, folder: RunFolder, asked: Path | None) -> StagePlan
 
 
 def _after(recipe: Recipe, before: StagePlan | None) -> Recipe:
-    """`recipe` with the last checkpoint of the stage before as its model."""
+    """Return `recipe` with the last checkpoint of the previous stage as its model."""
     if before is None:
         return recipe
     if before.state is State.COMPLETED:

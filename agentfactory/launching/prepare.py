@@ -14,13 +14,13 @@ from agentfactory.tools.import_path import own_python
 from agentfactory.tools.user_code import UserCodeError, load_object
 
 if TYPE_CHECKING:
-    # the child needs none of them, and they are slow to import
+    # the child does not need them, and they are slow to import
     from agentfactory.launching.processes import Children
     from agentfactory.recipe.schema import Recipe, StagedRecipe
 
 
 def run_prepare(recipe: "Recipe | StagedRecipe", children: "Children", say: Callable[[str], None]) -> bool:
-    """Run the recipe's `prepare`, unless its folder is there; returns whether it ran. Raises ChildFailed."""
+    """Run the recipe's `prepare`, unless its folder exists; return whether it ran. Raises ChildFailed."""
     folder = recipe.output / "prepared"
     if recipe.prepare is None or folder.exists():
         return False
@@ -34,10 +34,10 @@ def run_prepare(recipe: "Recipe | StagedRecipe", children: "Children", say: Call
 
 
 def prepare(reference: str, folder: Path, seed: int) -> None:
-    """Call the user's function (folder, seed). `folder` gets its name when complete, so that it is all or none."""
+    """Call the user's function (folder, seed). `folder` gets its name once complete, so it never exists half filled."""
     aside = folder.with_name(f".{folder.name}.partial")
     if aside.exists():
-        # left by a run that was killed meanwhile
+        # left by an earlier run that was killed
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
     load_object(reference, Path.cwd())(aside, seed)

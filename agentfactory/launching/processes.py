@@ -1,4 +1,4 @@
-"""Child processes of the launcher: started with a log, watched, and ended with all that they started."""
+"""Child processes of the launcher: started with a log, watched, and ended together with their descendants."""
 
 import ctypes
 import os
@@ -20,23 +20,25 @@ from agentfactory.tools import parent_watch
 POLL_SECONDS = 0.1
 _TERM_SECONDS = 5.0
 _FINISH_SECONDS = 600.0
-"""How long a child that finishes something is waited for."""
+"""How long to wait for a child that is finishing something."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class ChildFailed(Exception):
-    """A child ended that should not have, or ended badly; the message says which, how, and where its log is."""
+    """A child ended when it should not have, or with an error; the message names the child, the cause and the log."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP came; like Ctrl-C it unwinds everything."""
+    """SIGTERM or SIGHUP arrived; it unwinds everything, like Ctrl-C."""
 
 
 @dataclass
 class Child:
-    """A running child; `name` is what people call it, `log` the file that it writes to, from byte `log_start` on,
-    `explain` finds in the log's last lines why it ended, or None, and `is_finishing` tells whether it needs longer than
-    others to end."""
+    """A running child.
+
+    `name` is its name in messages. It writes to the file `log`, from byte `log_start` on. `explain` finds the cause of
+    its end in the log's last lines, or returns None. `is_finishing` returns whether it needs longer than others to end.
+    """
 
     name: str
     process: subprocess.Popen[bytes]
@@ -46,29 +48,29 @@ class Child:
     is_finishing: Callable[[], bool] = lambda: False
 
     def failure(self) -> ChildFailed:
-        """How this child, which has ended, ended."""
+        """Describe how this child, which has ended, ended."""
         status = self.process.returncode
         if status < 0:
             how = f"was ended by signal {-status} ({signal.Signals(-status).name})"
         elif self.explain and (reason := self.explain(self.tail(1000))):
             how = f"ended with exit status {status}: {reason[:500]}"
         else:
-            # the last line of a traceback, or what the process said before it left; torchrun ends with a ruler
+            # the last line of a traceback, or the process's last message; torchrun's output ends with a ruler
             lines = (line.strip() for line in reversed(self.tail(40)) if any(map(str.isalnum, line)))
             how = ": ".join([f"ended with exit status {status}", *(line[:500] for line in islice(lines, 1))])
         return ChildFailed(f"the {self.name} {how} (log: {self.log})")
 
     def tail(self, lines: int) -> list[str]:
-        """The last lines that this child wrote to its log: a resumed run goes on with the log of an earlier attempt."""
+        """Return the last lines that this child wrote to its log; a resumed run appends to an earlier attempt's log."""
         return self.log.read_bytes()[self.log_start :].decode(errors="replace").splitlines()[-lines:]
 
 
 class Children:
     """The children of one command. Leaving the context ends them and all their descendants.
 
-    A terminal's Ctrl-C reaches only this process, which then ends the others in order: each child leads a session of
-    its own. Descendants whose parent died come to this process, so that they are found (Linux); children of ours also
-    end by themselves when this process is killed (`agentfactory.tools.parent_watch`).
+    Each child leads its own session, so a terminal's Ctrl-C reaches only this process, which then ends the others in
+    order. On Linux, descendants are reparented to this process when their parent dies, so they are found. Children of
+    ours also end when this process is killed (`agentfactory.tools.parent_watch`).
     """
 
     def __enter__(self) -> Self:
@@ -76,13 +78,13 @@ class Children:
         self._hurried = False
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        # nohup has SIGHUP ignored, and it stays so
+        # nohup makes SIGHUP ignored; keep it ignored
         wanted = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
         self._handlers = {number: signal.signal(number, _terminated) for number in wanted}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        # a second signal must not leave anything behind: what would be waited for is ended at once
+        # a second signal must not leave anything behind: it shortens the wait for children that are finishing
         interrupt = signal.signal(signal.SIGINT, self._hurry)
         for number in self._handlers:
             signal.signal(number, self._hurry)
@@ -102,8 +104,8 @@ class Children:
         explain: Callable[[list[str]], str | None] | None = None,
         is_finishing: Callable[[], bool] = lambda: False,
     ) -> Child:
-        """Start a child; its output goes to `log`, with `show` only what it writes to stderr. `explain` and
-        `is_finishing`: see Child."""
+        """Start a child; its output goes to `log`, or with `show` only its stderr. See Child for `explain` and
+        `is_finishing`."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             log_start = file.tell()
@@ -112,7 +114,7 @@ class Children:
                 stdin=subprocess.DEVNULL,
                 stdout=None if show else file,
                 stderr=file,
-                # waiting threads that spin would take the cores from the other processes
+                # threads that spin while they wait would take cores from the other processes
                 env={"OMP_WAIT_POLICY": "passive", **os.environ, **parent_watch.environment(), **(env or {})},
                 start_new_session=True,
             )
@@ -121,25 +123,28 @@ class Children:
         return child
 
     def wait(self, child: Child) -> None:
-        """Wait until `child` ends well. Raises ChildFailed when it ends badly, or another child ends first."""
+        """Wait until `child` ends successfully. Raises ChildFailed if it fails or another child ends first."""
         while child.process.poll() is None:
             self.check(*(other for other in self._children if other is not child))
             time.sleep(POLL_SECONDS)
-        # what another one's death brought down is not the cause
+        # if another child's end brought this one down, report the other as the cause
         self.check(*(other for other in self._children if other is not child))
         self._children.remove(child)
         if child.process.returncode != 0:
             raise child.failure()
 
     def check(self, *children: Child) -> None:
-        """Raise ChildFailed if one of these, which should run, does not."""
+        """Raise ChildFailed if one of these children is not running."""
         for child in children:
             if child.process.poll() is not None:
                 raise child.failure()
 
     def stop(self, child: Child) -> None:
-        """End a child: SIGTERM, which it passes on in its own order; what is left after 5 s is killed, unless it is
-        finishing something: then after ten minutes, or when a second signal comes."""
+        """End a child with SIGTERM, which it passes on in the order that it needs.
+
+        Kill what is left after 5 s. A child that is finishing something gets up to ten minutes, unless a second signal
+        arrives.
+        """
         descendants = _descendants(child)
         if child.process.poll() is None:
             child.process.terminate()
@@ -153,8 +158,8 @@ class Children:
             self._children.remove(child)
 
     def _ends(self, child: Child) -> bool:
-        """Whether a child that was told to end does so in its time. It begins anew when the child has finished what it
-        was at: its interpreter has yet to end."""
+        """Return whether a child that got SIGTERM ends in time. The time restarts once the child has finished its work,
+        because its interpreter still has to end."""
         started = finished = time.monotonic()
         while child.process.poll() is None:
             now = time.monotonic()

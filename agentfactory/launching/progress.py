@@ -1,5 +1,5 @@
-"""Progress that a person likes to watch: of training a live table and a bar on a terminal, plain lines elsewhere; of
-groups of chains, lines."""
+"""Progress for people: training shows a live table and a bar on a terminal, and plain lines elsewhere; groups of chains
+show lines."""
 
 import logging
 import threading
@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 SAY_EVERY_SECONDS = 5.0
-"""Between two lines on groups of chains."""
+"""Time between two lines on groups of chains."""
 
 _ROWS = 10
 _COLUMNS = {
@@ -37,7 +37,7 @@ class Progress:
         self._rows: deque[list[str]] = deque(maxlen=_ROWS)
         self._started = time.monotonic()
         self._step = 0
-        # the last steps say best how long the next ones take
+        # the last steps predict best how long the next ones take
         self._seconds: deque[float] = deque(maxlen=20)
         self._plain_at = 0.0
         self._live: Live | None = None
@@ -52,7 +52,7 @@ class Progress:
         self.close()
 
     def update(self, metrics: dict[str, Any]) -> None:
-        """Take one line of metrics. Lines without a step's figures are evaluations, and shown as notes."""
+        """Take one line of metrics. Lines without a step's metrics are evaluations; they are shown as notes."""
         shown = {name: form.format(metrics[name]) for name, form in self.columns.items() if name in metrics}
         if not shown:
             self._note_evaluation(metrics)
@@ -64,7 +64,7 @@ class Progress:
         if self._live:
             self._rows.append([str(self._step), *(shown.get(name, "") for name in self.columns), speed])
             return
-        # many short steps, as in SFT, give a line per second and one for the last
+        # many short steps, as in SFT, print at most one line per second, and one for the last step
         now = time.monotonic()
         if now - self._plain_at >= 1.0 or self._step == self.total:
             self._plain_at = now
@@ -72,11 +72,11 @@ class Progress:
             self._print(f"step {self._step}/{self.total}  {figures}  {speed} tokens/s  {self._eta()}")
 
     def note(self, text: str) -> None:
-        """A line of its own, which stays."""
+        """Print a separate line, which stays."""
         self._print(text)
 
     def close(self) -> None:
-        """Leave the terminal as it was; what was shown stays."""
+        """Restore the terminal; lines already shown stay."""
         if self._live:
             self._live.stop()
             self._live = None
@@ -84,7 +84,7 @@ class Progress:
     def _note_evaluation(self, metrics: dict[str, Any]) -> None:
         figures = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
         if figures:
-            # success where the tasks have one, else the reward
+            # success if the tasks have one, else the reward
             wanted = [name for name in figures if name.endswith("/success")] or [
                 name for name in figures if name.endswith("/reward")
             ]
@@ -114,7 +114,7 @@ class Progress:
 
 @contextmanager
 def tell_warnings(say: Callable[[str], None]) -> Iterator[None]:
-    """While inside, `say` gets a line for whatever our packages' loggers warn of."""
+    """While the context is open, `say` gets a line for each warning of our packages' loggers."""
     handler = _Warnings(say)
     logger = logging.getLogger("agentfactory")
     logger.addHandler(handler)
@@ -135,7 +135,7 @@ class _Warnings(logging.Handler):
 
 @contextmanager
 def follow_groups(folder: Path, total: int, say: Callable[[str], None]) -> Iterator[None]:
-    """Say every few seconds how many of `total` groups are saved in `folder`, where each is a line of a JSONL file."""
+    """Report every few seconds how many of `total` groups are saved in `folder`, as lines of JSONL files."""
     read: Counter[Path] = Counter()
     ended = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Resume a run: choose the checkpoint, check that the recipe still fits it, and cut what came after it."""
+"""Resume a run: choose the checkpoint, check that the recipe still fits it, and cut what was written after it."""
 
 import shutil
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from agentfactory.trainers.checkpoint_folder import (
 )
 
 _MAY_DIFFER = (
-    # where and how fast it runs, and how it is watched: these change what is learnt by rounding at most
+    # where and how fast it runs, and how it is monitored: these change what is learned by rounding at most
     *("name", "output", "import_path", "server", "sync", "placement", "eval", "track"),
     *("rollout.concurrency", "rollout.timeout_seconds"),
     *("train.processes", "train.strategy", "train.batching", "train.token_budget", "train.attention"),
@@ -29,12 +29,14 @@ _MAY_DIFFER = (
     *("train.steps", "train.checkpoint_every", "train.keep_last", "train.keep_best", "train.stop_when"),
 )
 _BEFORE = {"train.loss.behaviour_kl": 0.0, "train.advantage.malformed_turns": "like_others"}
-"""What runs were trained with whose recipes do not have the field yet."""
+"""Values that older runs were trained with, for fields that their recipes do not have yet."""
 
 
 def choose(folder: RunFolder, asked: Path | None) -> Path | None:
-    """The checkpoint to go on from: `asked`, or the newest; None where the run has none. Raises RunFolderError where it
-    is damaged, and offers the one before."""
+    """Return the checkpoint to continue from: `asked`, or the newest; None if the run has none.
+
+    Raises RunFolderError if it is damaged; the message suggests the newest earlier one that is whole.
+    """
     found = checkpoints(folder.checkpoints)
     if asked is not None and asked not in found:
         raise RunFolderError(f"--resume: {asked} is no checkpoint; fix: name one in {folder.checkpoints}")
@@ -51,8 +53,8 @@ def choose(folder: RunFolder, asked: Path | None) -> Path | None:
 
 
 def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> None:
-    """Raise SettingError where `recipe` would change what the run learns. It may ask for more steps, and be run
-    elsewhere and otherwise."""
+    """Raise SettingError if `recipe` would change what the run learns. It may ask for more steps, and change where and
+    how the run executes."""
     if checkpoint is None:
         before, where = yaml.safe_load(folder.recipe.read_text(encoding="utf-8")), folder.recipe
     else:
@@ -72,12 +74,12 @@ def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> 
 
 
 def rewind(folder: RunFolder, checkpoint: Path | None, say: Callable[[str], None]) -> None:
-    """Bring a run folder back to its `checkpoint` (None: to its beginning): metrics and trajectories that came after
-    are cut, later checkpoints are set aside."""
+    """Rewind a run folder to its `checkpoint` (None: to its beginning): cut later metrics and trajectories, and set
+    later checkpoints aside."""
     folder.note_stopped()
     for left in folder.checkpoints.glob(".step-*.partial"):
         shutil.rmtree(left)
-    # weights on their way to servers
+    # weights that were being sent to servers
     shutil.rmtree(folder.sync, ignore_errors=True)
     folder.cut(read_info(checkpoint)["files"] if checkpoint else {})
     later = [

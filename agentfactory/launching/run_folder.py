@@ -1,4 +1,4 @@
-"""What a run leaves on disk: recipe.yaml, metrics.jsonl, trajectories/, checkpoints/, logs/, summary.json."""
+"""The files of a run: recipe.yaml, metrics.jsonl, trajectories/, checkpoints/, logs/, summary.json."""
 
 import fcntl
 import json
@@ -15,13 +15,13 @@ from agentfactory.trainers.checkpoint_folder import checkpoints
 
 RECIPE = "recipe.yaml"
 ADAPTER = "adapter_config.json"
-"""What a checkpoint that is an adapter has."""
+"""A file that marks a checkpoint as an adapter."""
 
 _BLOCK = 1 << 20
 
 
 class RunFolderError(Exception):
-    """The folder cannot hold the run; the message says why, and what to do."""
+    """The folder cannot be used for the run; the message gives the reason and a fix."""
 
 
 class RunFolder:
@@ -32,7 +32,7 @@ class RunFolder:
         self.on_log = on_log
         self.recipe = path / RECIPE
         self.assignment = path / "assignment.json"
-        """What the launcher gave to the trainer's processes."""
+        """The launcher's `Assignment` for the trainer's processes."""
         self.metrics = path / "metrics.jsonl"
         self.trajectories = path / "trajectories"
         self.checkpoints = path / "checkpoints"
@@ -45,14 +45,14 @@ class RunFolder:
             "trajectories/train.jsonl": self.trajectories / "train.jsonl",
             f"trajectories/{CREDIT_FILE}": self.credit,
         }
-        """Files that a run appends to, and that a resumed one goes on with."""
+        """Files that a run appends to, and that a resumed run continues."""
         self._stopping = path / ".stopping"
 
     @classmethod
     def create(cls, path: Path, recipe: str, overwrite: bool = False) -> "RunFolder":
-        """Make the folder and store the resolved recipe (YAML) in it.
+        """Create the folder and store the resolved recipe (YAML) in it.
 
-        Raises RunFolderError where something is there already; `overwrite` deletes it if it is a run's.
+        Raises RunFolderError if something exists there already; with `overwrite`, an existing run folder is deleted.
         """
         check_free(path, overwrite)
         if path.exists():
@@ -65,8 +65,8 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path, recipe: str) -> "RunFolder":
-        """The folder of a run that goes on, with this recipe in place of the one before. Raises RunFolderError where
-        there is none."""
+        """Open the folder of a run that continues, and replace its recipe with this one. Raises RunFolderError if there
+        is no run."""
         folder = cls(path)
         if not folder.recipe.is_file():
             raise RunFolderError(f"--resume: there is no run in {path}; fix: leave out --resume")
@@ -75,24 +75,24 @@ class RunFolder:
         return folder
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl, at once readable."""
+        """Append one line to metrics.jsonl; it can be read immediately."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(metrics, ensure_ascii=False) + "\n")
         if self.on_log:
             self.on_log(metrics)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write summary.json, whole or not at all."""
+        """Write summary.json atomically."""
         aside = self.summary.with_suffix(".json.partial")
         aside.write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         aside.replace(self.summary)
 
     def read_summary(self) -> dict[str, Any]:
-        """What `write_summary` wrote; empty where nothing did."""
+        """Return what `write_summary` wrote; empty if there is no summary."""
         return json.loads(self.summary.read_text(encoding="utf-8")) if self.summary.exists() else {}
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """Lines of metrics.jsonl. A last line that a kill cut short is left out."""
+        """Yield the lines of metrics.jsonl. Leave out a last line that a kill cut short."""
         if not self.metrics.exists():
             return
         for line in self.metrics.read_text(encoding="utf-8").splitlines(keepends=True):
@@ -100,45 +100,45 @@ class RunFolder:
                 yield json.loads(line)
 
     def cut(self, sizes: Mapping[str, int]) -> None:
-        """Shorten the growing files to these sizes in bytes (none: 0), and there to whole lines."""
+        """Shorten the growing files to these sizes in bytes (missing: 0), and then to whole lines."""
         for name, file in self.growing.items():
             if file.exists():
                 _cut(file, sizes.get(name, 0))
 
     @property
     def title(self) -> str:
-        """What the run is called elsewhere: its folder's name, behind that of the whole run where it is a stage."""
+        """The run's name in trackers: its folder's name; for a stage, prefixed with the name of the whole run."""
         whole = self.path.parent / RECIPE
         stages = (yaml.safe_load(whole.read_text(encoding="utf-8")) or {}).get("stages", []) if whole.is_file() else []
         is_stage = any(isinstance(stage, dict) and stage.get("name") == self.path.name for stage in stages)
         return f"{whole.parent.name}-{self.path.name}" if is_stage else self.path.name
 
     def note_credit(self, lines: list[str]) -> None:
-        """Append lines to trajectories/credit.jsonl; without any, it is not made."""
+        """Append lines to trajectories/credit.jsonl; if there are none, the file is not created."""
         if not lines:
             return
         with self.credit.open("a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in lines)
 
     def note_stopping(self) -> None:
-        """The trainer has heard that it is to end: it finishes its step and writes a checkpoint first."""
+        """Note that the trainer was asked to end: it first finishes its step and writes a checkpoint."""
         self._stopping.touch()
 
     def note_stopped(self) -> None:
-        """Nothing of the trainer's is unfinished."""
+        """Note that the trainer has no unfinished work."""
         self._stopping.unlink(missing_ok=True)
 
     def is_finishing(self) -> bool:
-        """Whether the trainer would lose something if it were ended now."""
+        """Return whether the trainer would lose work if it were ended now."""
         return self._stopping.exists() or any(self.checkpoints.glob(".step-*.partial"))
 
     def last_checkpoint(self) -> Path | None:
-        """The checkpoint of the highest step."""
+        """Return the checkpoint of the highest step; None if there is none."""
         found = checkpoints(self.checkpoints)
         return found[-1] if found else None
 
     def need_checkpoint(self) -> Path:
-        """The checkpoint of the highest step. Raises RunFolderError where there is none."""
+        """Return the checkpoint of the highest step. Raises RunFolderError if there is none."""
         checkpoint = self.last_checkpoint()
         if checkpoint is None:
             raise RunFolderError(f"{self.checkpoints} holds no checkpoint; fix: run `agentfactory train` first")
@@ -161,8 +161,10 @@ def _cut(path: Path, size: int) -> None:
 
 
 class Hold:
-    """Keeps every other launcher and trainer from the run in `path`, by a lock on a file in it. Children do not inherit
-    the lock, and the kernel frees it when this process ends, however it does."""
+    """Keeps all other launchers and trainers away from the run in `path`, with a lock on a file in it.
+
+    Children do not inherit the lock, and the kernel frees it when this process ends in any way.
+    """
 
     def __init__(self, path: Path):
         self._path = path
@@ -176,14 +178,14 @@ class Hold:
         self.release()
 
     def release(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         if self._held is not None:
             os.close(self._held)
             self._held = None
 
     def take(self, make: bool = False) -> None:
-        """Hold the run that is there; `make` the file where it is not. Raises RunFolderError where a run is alive
-        there."""
+        """Lock the run in the folder, if there is one; with `make`, create the lock file if it is missing. Raises
+        RunFolderError if a live process holds the lock."""
         if self._held is not None:
             return
         try:
@@ -198,7 +200,7 @@ class Hold:
             fix = "wait for it, end it, or output=OTHER"
             raise RunFolderError(f"output: {self._path}: {alive}; fix: {fix}") from None
         except OSError:
-            # a filesystem without locks: nobody can hold one there, and training goes on as it would without
+            # a filesystem without locks: no process can lock there, so continue without a lock
             os.close(opened)
             return
         self._held = opened
@@ -207,7 +209,7 @@ class Hold:
 
 
 def is_free(path: Path) -> bool:
-    """Whether nothing, or an empty folder, is there."""
+    """Return whether `path` does not exist or is an empty folder."""
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
@@ -220,12 +222,13 @@ def check_free(path: Path, overwrite: bool) -> None:
         resume = "--resume to go on with it, " if is_run else ""
         raise RunFolderError(f"output: {path} is not empty; fix: {resume}output=OTHER, or --overwrite to delete it")
     if not (path / RECIPE).is_file():
-        # deleting a folder on a slip of the hand must not be possible
+        # a typing mistake must not delete a folder
         raise RunFolderError(f"output: {path} is not a run folder, so --overwrite leaves it alone; fix: output=OTHER")
 
 
 def base_of_adapter(checkpoint: Path) -> str:
-    """Folder or hub name of the model that an adapter is for. Raises RunFolderError where the folder is not there."""
+    """Return the folder or hub name of the model that an adapter is for. Raises RunFolderError if the folder is
+    missing."""
     base = str(json.loads((checkpoint / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
     if os.path.isabs(base) and not Path(base).is_dir():
         raise RunFolderError(f"{checkpoint} is an adapter for {base}, which is not there; fix: move or link it there")
@@ -233,7 +236,7 @@ def base_of_adapter(checkpoint: Path) -> str:
 
 
 def next_free(path: Path) -> Path:
-    """`path`, or the first of path-2, path-3, ... that does not exist."""
+    """Return `path`, or the first of path-2, path-3, ... that does not exist."""
     number, candidate = 1, path
     while candidate.exists():
         number += 1

@@ -1,4 +1,4 @@
-"""An inference server as a child: of a command (`start_server`), or of a script or notebook (`serve`)."""
+"""An inference server as a child process of a command (`start_server`), or of a script or notebook (`serve`)."""
 
 import asyncio
 import os
@@ -29,8 +29,8 @@ def start_server(
     adapters: Mapping[str, Path] | None = None,
     env: dict[str, str] | None = None,
 ) -> tuple[Child, str]:
-    """Start a server by `command`, which serves `recipe.model` and `adapters`, and wait until it is ready; returns it
-    and its address. Raises ChildFailed."""
+    """Start a server with `command`, which serves `recipe.model` and `adapters`, and wait until it is ready. Return the
+    child and its address. Raises ChildFailed."""
     beside = f" with {', '.join(str(path) for path in adapters.values())}" if adapters else ""
     say(f"starting the {recipe.server.engine} server on {recipe.server.model or recipe.model.path}{beside}")
     server = children.start("server", command, log, env=env, explain=serving.explain)
@@ -38,7 +38,7 @@ def start_server(
     while (now := time.monotonic()) < started + recipe.server.startup_seconds:
         children.check(server)
         lines = server.tail(1000)
-        # the server takes a free port itself, and says which once it answers
+        # the server picks a free port, and logs its address once it answers
         if url := serving.ready_url(lines):
             if said > started:
                 say(f"the server is ready after {now - started:.0f} s")
@@ -52,9 +52,11 @@ def start_server(
 
 @asynccontextmanager
 async def serve(recipe: RolloutRecipe, adapters: Mapping[str, Path]) -> AsyncIterator[tuple[Child, str]]:
-    """A server on `recipe.model`, and its address. It ends with the context, or with this process, however that ends.
+    """Run a server on `recipe.model`, and yield it with its address. It ends with the context, or when this process
+    ends in any way.
 
-    Raises ChildFailed, with the server's reason, where it does not come up. Its log stays where it ended by itself.
+    Raises ChildFailed, with the server's reason, if it does not start. The log is deleted when the context ends, unless
+    the server failed to start or had already ended.
     """
     child = _start(recipe, adapters)
     try:
@@ -77,14 +79,14 @@ def _start(recipe: RolloutRecipe, adapters: Mapping[str, Path]) -> Child:
             stdout=file,
             stderr=file,
             env={"OMP_WAIT_POLICY": "passive", **os.environ, **parent_watch.environment()},
-            # a notebook's or a terminal's interrupt is not for the server
+            # an interrupt of a notebook or a terminal must not reach the server
             start_new_session=True,
         )
     return Child("server", process, Path(name), 0, serving.explain)
 
 
 async def _ready(child: Child, seconds: float) -> str:
-    """The address of the server, once it answers."""
+    """Return the address of the server once it answers."""
     try:
         async with asyncio.timeout(seconds):
             while (url := serving.ready_url(child.tail(1000))) is None:
@@ -101,7 +103,7 @@ def _not_ready(seconds: float, log: Path) -> ChildFailed:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the server and what it started."""
+    """End the server and its descendants."""
     try:
         processes = psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:

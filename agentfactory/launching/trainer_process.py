@@ -1,7 +1,7 @@
-"""One process of the trainer: it assembles what the recipe asks for, trains, and records the run.
+"""One process of the trainer: assembles the parts that the recipe asks for, trains, and records the run.
 
-Every process of the trainer runs `train`. Rank 0 also owns the run folder, what a person sees of the run (`_Display`),
-and for live rollouts the worker and the weight sync.
+Every process of the trainer runs `train`. Rank 0 also owns the run folder, the display of the run (`_Display`) and, for
+live rollouts, the worker and the weight sync.
 """
 
 import logging
@@ -47,18 +47,18 @@ from agentfactory.trainers.time_share import TimeShare
 from agentfactory.trainers.tracking import Tracking
 from agentfactory.trainers.train_state import TrainState
 
-# by its name as a module: the launcher's terminal shows what it says
+# named as the module: the launcher's terminal shows its messages
 logger = logging.getLogger("agentfactory.train")
 
 
 def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Symptom | None:
-    """Train `recipe` on the processes that accelerate started, and leave a run folder; returns what has ended the run
-    early, if anything has. Every process calls it.
+    """Train `recipe` on the processes that accelerate started, and write the run folder. Return the cause if the run
+    ended early, else None. Every process calls this function.
 
-    `asked` is the launcher's assignment, whose run folder is made; or, of a trainer that a person starts, the
-    checkpoint to resume from or AUTO; or None for a new run.
+    `asked` is the launcher's assignment, which comes with a run folder. If you start the trainer yourself, it is the
+    checkpoint to resume from or AUTO, or None for a new run.
     """
-    # bars of loading and writing would run through our own progress
+    # progress bars of loading and writing would garble our own progress display
     transformers.utils.logging.disable_progress_bar()
     accelerator = make_accelerator(recipe.train)
     check_same_recipe(recipe)
@@ -86,7 +86,7 @@ def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Sy
                 stop=stop,
                 turns=rollouts.turns,
             )
-        # a symptom or signal that came in the last evaluation has cut it short
+        # a symptom or signal that arrived during the last evaluation has cut it short
         stop.agreed(accelerator)
         if display is not None:
             folder.write_summary(_summary(recipe, folder, result, stop.agreed_on, display.findings))
@@ -103,14 +103,16 @@ def _open_folder(
     accelerator: Accelerator,
     stack: ExitStack,
 ) -> Path | None:
-    """Have rank 0 make or reopen the run folder and hold it; returns the checkpoint to resume from, in every process.
-    Raises RunFolderError and SettingError."""
+    """Let rank 0 create or reopen the run folder and lock it; return the checkpoint to resume from, in every process.
+
+    Raises RunFolderError and SettingError.
+    """
     opened: list[Path | None] = [None]
     if accelerator.is_main_process:
         if isinstance(asked, Assignment):
-            # the launcher has made or rewound the folder, holds it, and has checked the checkpoint
+            # the launcher has created or rewound the folder, locked it, and checked the checkpoint
             opened[0] = asked.checkpoint
-            # it shows what goes to stdout, and keeps what goes to stderr
+            # the launcher shows our stdout, and logs our stderr
             logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         else:
             opened[0] = _make_folder(recipe, folder, asked, stack.enter_context(Hold(recipe.output)))
@@ -133,7 +135,7 @@ def _make_folder(recipe: Recipe, folder: RunFolder, resume: str | None, hold: Ho
 
 
 def _checkpoints(recipe: Recipe, renderer: TemplateRenderer, folder: RunFolder, checkpoint: Path | None) -> Checkpoints:
-    # a checkpoint carries the template that it was trained with
+    # a checkpoint contains the template that it was trained with
     renderer.tokenizer.chat_template = renderer.chat_template
     info: dict[str, Any] = {
         "algorithm": recipe.train.algorithm,
@@ -164,12 +166,12 @@ def _open_display(
 
 
 class _Display:
-    """What a person sees of a run: progress and warnings in the terminal, and the trackers. For rank 0."""
+    """Shows a run to people: progress and warnings in the terminal, and the trackers. For rank 0."""
 
     def __init__(self, recipe: Recipe, folder: RunFolder, stop: Stop, progress: Progress, tracking: Tracking | None):
-        """`stop` is asked to end the run at a symptom of train.stop_when."""
+        """A symptom of train.stop_when asks `stop` to end the run."""
         self.findings: list[Finding] = []
-        """Warnings of the run, those from before it was resumed included."""
+        """Warnings of the run, including those from before it was resumed."""
         self._stop_when = recipe.train.stop_when
         self._folder = folder
         self._stop = stop
@@ -191,13 +193,13 @@ class _Display:
                 self._stop.ask(finding.symptom)
 
     def note_groups(self, step: int, groups: list[Group], credit: list[str]) -> None:
-        """Record the groups of a step and what their tokens were credited with."""
+        """Record the groups of a step and the credit of their tokens."""
         self._folder.note_credit(credit)
         if self._tracking is not None:
             self._tracking.note_groups(step, groups)
 
     def say_what_ended_it(self, steps: int) -> None:
-        """Say what ended the run early, after `steps`; nothing of a run that is complete."""
+        """Print what ended the run early, after `steps`; print nothing if the run is complete."""
         ended_by = self._stop.agreed_on
         if isinstance(ended_by, signal.Signals):
             self._progress.note(f"stopped by {ended_by.name} after step {steps}; go on with --resume")
@@ -207,8 +209,10 @@ class _Display:
 
 @dataclass(frozen=True)
 class _Rollouts:
-    """Where the groups come from, and how new weights reach the servers. Where nothing is rolled out, only `source` is
-    set; ranks other than 0 have the canary alone."""
+    """The source of groups, and the path of new weights to the servers.
+
+    If nothing is rolled out, only `source` is set; ranks other than 0 have only the canary.
+    """
 
     source: GroupSource | None = None
     sync: WeightSync | None = None
@@ -230,7 +234,7 @@ def _rollouts(
     if train.from_trajectories:
         saved, taken = Path(train.from_trajectories), train_state.step * train.batch_size
         return _Rollouts(SavedGroups(saved, total, skip=taken) if main else None)
-    # every rank computes the trainer's scores: the policy may be sharded
+    # every rank computes the trainer's scores, because the policy may be sharded
     servers: list[ServerControl] = []
     canary = Canary(servers, _probes(recipe, tokenizer), recipe.model.dtype, rounded=bool(recipe.rounding))
     if not main:
@@ -238,7 +242,7 @@ def _rollouts(
     servers += [ServerControl(url, recipe.server.api_key_env) for url in recipe.server.urls]
     for server in servers:
         server.require(backend_of(recipe).routes)
-    # the process id tells this attempt's adapters from those that an earlier one left on the server
+    # the process id distinguishes this attempt's adapters from those that an earlier one left on the server
     backend, turns = make_sync(recipe, servers, folder.sync, recipe.name, os.getpid()), None
     if recipe.placement.mode == "time_share":
         servers[0].require(SLEEP_ROUTES)
@@ -276,7 +280,7 @@ def _summary(
     ended_by: signal.Signals | Symptom | None,
     findings: Sequence[Finding],
 ) -> dict[str, Any]:
-    """What summary.json says."""
+    """Return the content of summary.json."""
     status = "completed"
     reason = {}
     if isinstance(ended_by, signal.Signals):
@@ -302,6 +306,6 @@ def _summary(
 
 
 def _headline(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics of an evaluation that a summary shows: success (sampled), greedy success, reward (sampled)."""
+    """Return the metrics of an evaluation that a summary shows: success (sampled), greedy success, reward (sampled)."""
     names = {"success": "eval/sampled/success", "greedy": "eval/greedy/success", "reward": "eval/sampled/reward"}
     return {short: metrics[name] for short, name in names.items() if name in metrics}

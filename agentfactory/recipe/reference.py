@@ -25,14 +25,14 @@ from agentfactory.trainers.metrics import METRICS
 MARKER = "<!-- What follows is made by `python -m agentfactory.recipe.reference docs`: change it there. -->"
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", Any: "anything"}
 _OF_A_CHAIN = """\
-Trajectories hold these under their bare names. `metrics.jsonl` has their means: over a step's batch as
+Trajectories contain these metrics under their plain names. `metrics.jsonl` contains their means: over a step's batch as
 `trajectory/<name>` (`success` without the prefix), over the held-out tasks as `eval/sampled/<name>` and
-`eval/greedy/<name>`, and over the tasks of `agentfactory rollout` as `rollout/<name>`; the last two have `reward` too.
-What rewards and environments add has the names that they give it.
+`eval/greedy/<name>`, and over the tasks of `agentfactory rollout` as `rollout/<name>`; the last two also have `reward`.
+Rewards and environments choose the names of the metrics that they add.
 """
 _OF_AN_EVALUATION = """\
-These stand beside the chains' figures, as `eval/sampled/<name>` and, as far as one chain per task says them, as
-`eval/greedy/<name>`.
+An evaluation logs these in addition to the metrics of chains, as `eval/sampled/<name>`. Those that one chain per task
+determines are also logged as `eval/greedy/<name>`.
 """
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
@@ -178,7 +178,10 @@ def _presets() -> str:
         [f"`{name}`", ", ".join(f"`{field}: {_plain(value)}`" for field, value in fields.items()) or "as above"]
         for name, fields in ALGORITHMS.items()
     ]
-    about = "What `train.algorithm` changes where the recipe says nothing; the formulas: [Algorithms](algorithms.md)."
+    about = (
+        "`train.algorithm` sets these defaults for fields that the recipe leaves out. For the formulas, see "
+        "[Algorithms](algorithms.md)."
+    )
     return f"## Defaults by algorithm\n\n{about}\n\n" + _table(["algorithm", "sets"], rows)
 
 
@@ -208,9 +211,9 @@ def _member_notes(enum: type[StrEnum]) -> dict[str, str]:
 def metrics_reference() -> str:
     """Return the packages' own tables of metrics."""
     return (
-        f"## Of a step\n\n{_metrics(METRICS)}\n"
-        f"## Of a chain\n\n{_OF_A_CHAIN}\n{_metrics(CHAIN_METRICS)}\n"
-        f"## Of an evaluation\n\n{_OF_AN_EVALUATION}\n{_metrics(EVAL_METRICS)}"
+        f"## Metrics of a step\n\n{_metrics(METRICS)}\n"
+        f"## Metrics of a chain\n\n{_OF_A_CHAIN}\n{_metrics(CHAIN_METRICS)}\n"
+        f"## Metrics of an evaluation\n\n{_OF_AN_EVALUATION}\n{_metrics(EVAL_METRICS)}"
     )
 
 

@@ -25,8 +25,8 @@ NEEDED_ROUTES = (GENERATE, "/health", "/v1/models")
 class Completion:
     """One turn: its ids, their log-probabilities after temperature, and the weights that sampled them.
 
-    `cut` is true when the turn ended by a token limit and not by the model. `mask` is 1 where a token was sampled, and
-    0 where it was put there, as a forced beginning is: such a token is context, of log-probability 0.
+    `cut` is true if a token limit ended the turn, not the model. `mask` is 1 for a sampled token and 0 for an inserted
+    one, such as a forced beginning: an inserted token is context, with log-probability 0.
     """
 
     token_ids: list[int]
@@ -37,8 +37,8 @@ class Completion:
 
 
 def missing_routes(url: str, described: Sequence[str], needed: Sequence[str]) -> tuple[str, str] | None:
-    """What is wrong with the server at `url`, whose /openapi.json names the routes `described`, and the fix; None if
-    nothing."""
+    """Return the problem with the server at `url`, and the fix; None if all routes in `needed` are among `described`,
+    the routes in its /openapi.json."""
     missing = [route for route in needed if route not in described]
     if not missing:
         return None
@@ -49,7 +49,7 @@ def missing_routes(url: str, described: Sequence[str], needed: Sequence[str]) ->
     }
     ways = []
     for route in missing:
-        # whatever is neither generation, an adapter nor OpenAI's is a development route
+        # a route for neither generation nor adapters, and not of OpenAI's API, is a development route
         way = next((way for start, way in switches.items() if route.startswith(start)), "VLLM_SERVER_DEV_MODE=1")
         if route not in ("/health", "/v1/models") and way not in ways:
             ways.append(way)
@@ -58,11 +58,14 @@ def missing_routes(url: str, described: Sequence[str], needed: Sequence[str]) ->
 
 
 class InferenceClient:
-    """Sends turns to the servers; use it as an async context manager. `Connection` carries the requests, `Router`
-    chooses the server, and `Recovery` brings one back that is lost or holds other weights than the published ones."""
+    """Sends turns to the servers; use it as an async context manager.
+
+    `Connection` makes the requests, `Router` chooses the server, and `Recovery` brings back a server that is lost or
+    has other weights than the published ones.
+    """
 
     def __init__(self, urls: str | Sequence[str], api_key_env: str | None = None, retry_seconds: float = 300.0):
-        """What can heal is tried again for `retry_seconds`."""
+        """Recoverable failures are retried for `retry_seconds`."""
         self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
         self._limit = retry_seconds
         self._router = Router(self.urls)
@@ -78,21 +81,21 @@ class InferenceClient:
         await self._connection.__aexit__(*exception)
 
     def restore_by(self, restore: Callable[[str], Awaitable[bool]]) -> None:
-        """Have `restore` bring the current weights to a server that lacks them; it returns false where the server went
+        """Let `restore` load the current weights into a server that lacks them; it returns false if the server went
         away meanwhile."""
         self._recovery.restore = restore
 
     def published(self, version: int, model: str) -> None:
-        """The weights `version` are live as `model`: a turn that is asked for from now on comes from these weights or
-        newer ones, and what a server samples from others is thrown away."""
+        """Note that the weights `version` are live as `model`: turns requested from now on come from these weights or
+        newer ones, and tokens that a server samples from older ones are discarded."""
         self._recovery.published(version, model)
 
     async def models(self, url: str) -> list[dict[str, Any]]:
-        """The cards of a server's models and adapters."""
+        """Return the cards of a server's models and adapters."""
         return await self._connection.models(url)
 
     async def check_routes(self) -> None:
-        """Compare each server's own description with the routes that rollouts need."""
+        """Check that each server's description has the routes that rollouts need. Raises ServerUnreachableError."""
         for url in self.urls:
             try:
                 status, text = await self._connection.request("GET", url + "/openapi.json")
@@ -122,9 +125,10 @@ class InferenceClient:
         """Sample one turn of `chain` after `token_ids` with the weights called `model`; requests with different
         `cache_salt` share no cache.
 
-        A lost answer is sampled again from the same ids, elsewhere if need be; what a paused or sleeping server holds
-        back, or has cut off, is waited for. Raises ContextOverflowError or InferenceError for a refused request,
-        ServerUnreachableError when no server has answered for `retry_seconds`.
+        If an answer is lost, the turn is sampled again from the same ids, on another server if necessary. If a paused
+        or sleeping server refuses or aborts the request, the client waits until the server continues. Raises
+        ContextOverflowError or InferenceError for a refused request, ServerUnreachableError if no server has answered
+        for `retry_seconds`.
         """
         request = {"token_ids": token_ids, "model": model, "sampling_params": {"logprobs": 0, **sampling}}
         if cache_salt is not None:
@@ -149,7 +153,7 @@ class InferenceClient:
                 self._router.succeeded(time.monotonic())
                 completion = _completion(json.loads(text))
             if (status == 503 or (status == 200 and completion is None)) and await self._recovery.held_back(url):
-                # that is no failure, however long it took
+                # waiting is not a failure, however long it took
                 retries = Retries(self._limit)
                 continue
             if status == 200:
@@ -172,7 +176,7 @@ class InferenceClient:
             await self._wait_to_retry(retries, url, problem)
 
     async def load(self) -> Load:
-        """What the servers that serve say of their load, together. Raises InferenceError where one does not say it."""
+        """Return the combined load of the servers that are serving. Raises InferenceError if one does not report it."""
         pages = []
         for url, state in self._router.states.items():
             if state is ServerState.SERVING:
@@ -201,14 +205,14 @@ class InferenceClient:
 
 
 def _completion(answer: dict[str, Any]) -> Completion | None:
-    """The turn in a server's answer; None for one that the server aborted."""
+    """Return the turn in a server's answer; None if the server aborted it."""
     try:
         choice = answer["choices"][0]
         if choice["finish_reason"] == "abort":
             return None
         token_ids = choice["token_ids"]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        # vLLM gives no span for a turn without tokens
+        # vLLM returns no span for a turn without tokens
         versions = [Span(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or []]
     except (KeyError, TypeError, IndexError) as error:
         raise InferenceError(f"the server's answer lacks {error!r}") from error

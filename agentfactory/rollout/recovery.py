@@ -1,4 +1,4 @@
-"""Which server takes a request, and how one that is lost, or lost its weights, comes back."""
+"""Recovery: gives requests to servers, and brings back a server that is lost or lost its weights."""
 
 import asyncio
 import logging
@@ -14,17 +14,17 @@ logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Gives requests to the servers that hold the published weights, and brings the others back."""
+    """Gives requests to the servers that have the published weights, and brings the others back."""
 
     def __init__(self, connection: Connection, router: Router, retry_seconds: float):
-        """Raises ServerUnreachableError for a request when no server has answered for `retry_seconds`."""
+        """`take` raises ServerUnreachableError when no server has answered for `retry_seconds`."""
         self.restore: Callable[[str], Awaitable[bool]] | None = None
-        """Has the current weights brought to a server that lacks them; false where it went away meanwhile. None where
-        nobody publishes weights."""
+        """Loads the current weights into a server that lacks them; returns false if it went away meanwhile. None if no
+        weights are published."""
         self.base_models: set[str] = set()
         """Names of base weights; any other model is an adapter."""
         self.version: int | None = None
-        """The weights that were published last; None where nobody publishes."""
+        """The version of the weights that were published last; None if none are published."""
         self._model = ""
         self._connection = connection
         self._router = router
@@ -41,22 +41,22 @@ class Recovery:
         await asyncio.gather(*self._returning, return_exceptions=True)
 
     def published(self, version: int, model: str) -> None:
-        """The weights `version` are live as `model`."""
+        """Note that the weights `version` are live as `model`."""
         self.version, self._model = version, model
 
     def is_published(self, model: str) -> bool:
-        """Whether every server should know `model`."""
+        """Return whether every server should know `model`."""
         return self.version is not None and model == self._model
 
     def is_current(self, versions: Sequence[Span], model: str, oldest: int | None) -> bool:
-        """Whether the base weights of a turn are `oldest` or newer. (An adapter is asked for by its version's own
-        name.)"""
+        """Return whether the base weights of a turn are `oldest` or newer. Turns with an adapter always pass, because
+        each version of an adapter has its own name."""
         if oldest is None or model not in self.base_models:
             return True
         return all(_number(span.version) >= oldest for span in versions)
 
     async def take(self, chain: str, prompt: int, avoid: set[str]) -> str:
-        """The server for a request; waits while none serves. Raises ServerUnreachableError."""
+        """Return the server for a request; wait while none is serving. Raises ServerUnreachableError."""
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -77,8 +77,8 @@ class Recovery:
                 continue
 
     async def held_back(self, url: str) -> bool:
-        """Waits while the server is paused or asleep; returns whether it was. No turn is sent to it meanwhile: vLLM
-        would queue it, with an adapter that it may lose in its sleep."""
+        """Wait while the server is paused or asleep; return whether it was. The caller sends no turn meanwhile: vLLM
+        would queue it, with an adapter that it may lose while it sleeps."""
         tries = 0
         try:
             while await self._connection.holds_requests(url):
@@ -89,7 +89,7 @@ class Recovery:
         return tries > 0
 
     def lose(self, url: str, problem: str) -> None:
-        """The connection to `url` failed."""
+        """Note that the connection to `url` failed, and start to bring the server back."""
         self._last_words = problem
         if self._router.states[url] is ServerState.SERVING:
             logger.warning("server %s is lost: %s", url, problem)
@@ -97,7 +97,7 @@ class Recovery:
             self._bring_back(url)
 
     def distrust(self, url: str, problem: str) -> None:
-        """`url` answers, from other weights than those that were published."""
+        """Note that `url` answers with other weights than the published ones, and start to bring it back."""
         if self._router.states[url] is ServerState.SERVING:
             logger.warning("server %s lost its weights: %s; asking for them", url, problem)
             self._router.answers(url)
@@ -112,12 +112,12 @@ class Recovery:
     def _returned(self, task: asyncio.Task[None]) -> None:
         self._returning.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            # whoever waits for the server gets to know
+            # raised by all requests that wait for a server
             self._failure = task.exception()
             self._changed.set()
 
     async def _return(self, url: str) -> None:
-        """Ask until the server answers; let requests through again once it has proven that it has the weights."""
+        """Poll until the server answers; let requests through again once it has proven that it has the weights."""
         tries = 0
         while True:
             tries += 1
@@ -137,15 +137,15 @@ class Recovery:
         self._changed.set()
 
     async def _has_weights(self, url: str) -> bool:
-        """Whether the server's process still is the one that took the published weights."""
+        """Return whether the server's process is still the one that loaded the published weights."""
         if self.version is None:
             return self.restore is None
         if self._model not in self.base_models:
             return any(card["id"] == self._model for card in await self._connection.models(url))
-        # a fresh embedded engine calls what it was started with version 0 too
+        # a fresh embedded engine also calls its initial weights version 0
         return self.version > 0 and _number(await self._connection.weight_version(url)) >= self.version
 
 
 def _number(label: str) -> int:
-    """The version that a label of base weights stands for; -1 where it is not one of ours, such as vLLM's "default"."""
+    """Return the version in a label of base weights; -1 if the label is not one of ours, such as vLLM's "default"."""
     return int(label) if label.isdecimal() else -1

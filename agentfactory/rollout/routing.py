@@ -1,4 +1,4 @@
-"""Which server takes a request: a pure state machine, without clock or I/O."""
+"""Routing of requests to servers: a pure state machine, without a clock or I/O."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable
@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Any
 
 REMEMBERED = 1 << 15
-"""Chains and prompts whose server is remembered; a forgotten one costs a prefill, not a token."""
+"""Number of chains, and of prompts, to remember the server for; forgetting one costs a prefill, not a token."""
 
 
 class ServerState(StrEnum):
@@ -16,27 +16,30 @@ class ServerState(StrEnum):
     DOWN = "down"
     """Nothing answers at its address."""
     UNPROVEN = "unproven"
-    """It answers, and has yet to prove that it holds the current weights."""
+    """It answers, but has not proven yet that it has the current weights."""
 
 
 class Router:
-    """Sends a chain's turns to the server that holds its prefix and a new chain to one that holds its prompt, unless
-    that one has far more to do; everything else goes where the load, in requests, is least."""
+    """Chooses servers by their cache and load.
+
+    A chain's turns go to the server that has its prefix. A new chain goes to a server that has its prompt, unless that
+    server has a far higher load. Everything else goes to the server with the lowest load, in requests.
+    """
 
     def __init__(self, urls: Collection[str]):
         self.states = dict.fromkeys(urls, ServerState.SERVING)
         self.load: Counter[str] = Counter()
         self.silent_since: float | None = None
-        """Since when no server has answered; None while one does."""
+        """Time since which no server has answered; None while one does."""
         self.last_success: float | None = None
-        """When a server last completed a request."""
+        """Time at which a server last completed a request."""
         self._chains: OrderedDict[str, str] = OrderedDict()
         self._prompts: OrderedDict[Hashable, set[str]] = OrderedDict()
 
     def choose(self, chain: str, prompt: Hashable, avoid: Collection[str] = ()) -> str | None:
-        """The server for a turn of `chain`, whose first prompt has the key `prompt`; None while no server serves.
+        """Return the server for a turn of `chain`, with the first prompt's key `prompt`; None while no server serves.
 
-        Servers in `avoid` are taken only where no other serves.
+        Servers in `avoid` are used only if no other server serves.
         """
         serving = [url for url, state in self.states.items() if state is ServerState.SERVING]
         serving = [url for url in serving if url not in avoid] or serving
@@ -59,30 +62,30 @@ class Router:
         return idlest
 
     def started(self, url: str) -> None:
-        """A request is on its way to `url`."""
+        """Note that a request is on its way to `url`."""
         self.load[url] += 1
 
     def ended(self, url: str) -> None:
-        """It was answered, or is lost."""
+        """Note that a request to `url` was answered or lost."""
         self.load[url] -= 1
 
     def succeeded(self, now: float) -> None:
-        """A server completed a request."""
+        """Note that a server completed a request."""
         self.last_success = now
 
     def lost(self, url: str, now: float) -> None:
-        """The connection to `url` failed: it gets no requests until it is proven."""
+        """Note that the connection to `url` failed: it gets no requests until it is proven."""
         self.states[url] = ServerState.DOWN
         if self.silent_since is None and set(self.states.values()) == {ServerState.DOWN}:
             self.silent_since = now
 
     def answers(self, url: str) -> None:
-        """`url` answers, or turned out to hold other weights than the current ones."""
+        """Note that `url` answers, or turned out to have other weights than the current ones."""
         self.states[url] = ServerState.UNPROVEN
         self.silent_since = None
 
     def proven(self, url: str) -> None:
-        """`url` holds the current weights."""
+        """Note that `url` has the current weights."""
         self.states[url] = ServerState.SERVING
         self.silent_since = None
 

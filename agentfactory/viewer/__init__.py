@@ -1,1 +1,1 @@
-"""`agentfactory view`: runs in a browser: curves, every trajectory and every token, while they train and afterwards."""
+"""`agentfactory view`: shows runs in a browser, during and after training: curves, every trajectory and every token."""

@@ -14,7 +14,7 @@ from agentfactory.viewer.runs import ViewError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(prog="agentfactory view", description="Look at runs in a browser.")
     add_options(parser)
     options = parser.parse_args(arguments)

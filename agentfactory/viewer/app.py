@@ -1,4 +1,4 @@
-"""The page's server: static files, and what the runs hold as JSON."""
+"""The page's server: static files, and the data of the runs as JSON."""
 
 import hashlib
 from functools import cache, partial
@@ -22,7 +22,7 @@ from agentfactory.viewer.text_search import SECONDS, TextSearches
 from agentfactory.viewer.trajectory_page import Chain, NotThere, find_chain, image_of, page_of
 
 SCRIPTS = ["elements.js", "source.js", "curves.js", "list.js", "tokens.js", "trajectory.js", "main.js"]
-"""The page's scripts, in the order in which they are loaded."""
+"""The page's scripts, in loading order."""
 
 PLOTLY = "plotly.js"
 
@@ -30,12 +30,12 @@ _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 
 def page_file(name: str) -> str:
-    """A file of the page, as text."""
+    """Return a file of the page, as text."""
     return (resources.files("agentfactory.viewer") / "page" / name).read_text(encoding="utf-8")
 
 
 def make_app(follower: Follower, port: int) -> Guard:
-    """The application, for a server on this port of the loopback interface."""
+    """Return the application, for a server on this port of the loopback interface."""
     answers = _Answers(follower)
     routes = [
         Route("/", partial(_static, "index.html")),
@@ -68,7 +68,7 @@ def _tag(body: bytes) -> str:
 
 
 def _unless_known(tag: str, body: bytes, kind: str, request: Request) -> Response:
-    """The body, or only that it is what the browser has already."""
+    """Return the body, or status 304 if the browser already has it."""
     headers = {"etag": tag, "cache-control": "no-cache"}
     if tag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
@@ -76,7 +76,7 @@ def _unless_known(tag: str, body: bytes, kind: str, request: Request) -> Respons
 
 
 def _json(data: Any) -> bytes:
-    # browsers know no NaN in JSON
+    # browsers do not accept NaN in JSON
     return to_json(data, inf_nan_mode="null")
 
 
@@ -86,32 +86,32 @@ def _refuse(request: Request, error: Exception) -> Response:
 
 
 class _Answers:
-    """Answers to the page. Each runs in a thread of its own."""
+    """Answers to the page's requests. Each runs in its own thread."""
 
     def __init__(self, follower: Follower) -> None:
         self._follower = follower
         self._searches = TextSearches(follower.index)
 
     def state(self, request: Request) -> Response:
-        """What there is by now; asked for again and again, and mostly unchanged."""
+        """Return the current state; the page polls it, and it is mostly unchanged."""
         self._follower.asked()
         body = _json(self._follower.state())
         return _unless_known(_tag(body), body, "application/json", request)
 
     def metrics(self, request: Request) -> Response:
-        """A run's metrics from line `from` on; all of them where the file has begun anew since `generation`."""
+        """Return a run's metrics from line `from` on; all of them if the file has restarted since `generation`."""
         run = self._run(request)
-        # in the other order than they are replaced: never old lines as those of the new generation
+        # read in the opposite order of replacement, so that old lines are never sent with a new generation
         generation, lines = run.generation, run.lines
         start = _integer(request, "from") if _integer(request, "generation") == generation else 0
         return _answer({"generation": generation, "from": start, "lines": lines[start:]})
 
     def charts(self, request: Request) -> Response:
-        """Sections and charts for everything that the runs have measured."""
+        """Return the sections and charts for everything that the runs have measured."""
         return _answer(charts(names_of(self._follower.runs)))
 
     def run(self, request: Request) -> Response:
-        """A run's summary and recipe."""
+        """Return a run's summary and recipe."""
         run = self._run(request)
         try:
             recipe = run.recipe()
@@ -121,7 +121,7 @@ class _Answers:
         return _answer({**told, "recipe": recipe})
 
     def trajectories(self, request: Request) -> Response:
-        """One page of chains or groups; `unsearched` chains may still have the text."""
+        """Return one page of chains or groups. `unsearched` is the number of chains that may still contain the text."""
         query = Query.parse(request.query_params)
         search, left = None, 0
         if query.text:
@@ -132,7 +132,7 @@ class _Answers:
         return _answer({**index.page(query, search), "facets": index.facets(), "unsearched": left})
 
     def trajectory(self, request: Request) -> Response:
-        """Everything about one chain."""
+        """Return everything about one chain."""
         chain = self._chain(request)
 
         def address(message: int, part: int, url: str) -> str:
@@ -141,7 +141,7 @@ class _Answers:
         return _answer(page_of(self._follower, chain, address))
 
     def image(self, request: Request) -> Response:
-        """One image of a chain."""
+        """Return one image of a chain."""
         kind, data = image_of(self._chain(request), _integer(request, "message"), _integer(request, "part"))
         return _unless_known(_tag(data), data, kind, request)
 
@@ -157,8 +157,8 @@ class _Answers:
 
 
 def names_of(runs: list[Run]) -> list[str]:
-    """Names of everything that was measured, in the order in which it came."""
-    # lines are only added, so that a copy is safe from the thread that reads them
+    """Return the names of everything that was measured, in order of first appearance."""
+    # the reading thread only appends lines, so iterating over a copy is safe
     return list(dict.fromkeys(name for run in runs for line in list(run.lines) for name in line))
 
 

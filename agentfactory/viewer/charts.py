@@ -1,4 +1,4 @@
-"""Which charts there are for the names in metrics.jsonl, in sections, each with its unit and meaning."""
+"""The charts for the names in metrics.jsonl, in sections, each with its unit and meaning."""
 
 import re
 from collections import defaultdict
@@ -51,17 +51,17 @@ _SECTIONS = {
         "trajectory/tool/.*/seconds",
     ],
 }
-"""Title -> patterns of keys, in the order in which charts are shown."""
+"""Title -> patterns of keys, in display order."""
 
 _HELD_OUT = re.compile(r"eval/(sampled|greedy)/(.+)")
 _CALLS = re.compile(r"trajectory/tool/(.+)/calls")
 
 
 def charts(names: Iterable[str]) -> dict[str, Any]:
-    """`sections`, each with a title and charts, and `others`, the charts that stand in none.
+    """Return `sections`, each with a title and charts, and `others`, the charts without a section.
 
-    A chart has a key, a title, a unit, a meaning, and lines: which metric, of which kind (`train`, `sampled` and
-    `greedy` on held-out tasks, `rollout`), and with `per` the metric that it is divided by.
+    A chart has a key, a title, a unit, a meaning, and lines. A line has the metric, its kind (`train`, `sampled` and
+    `greedy` on held-out tasks, `rollout`), and optionally `per`, the metric that it is divided by.
     """
     by_key: dict[str, dict[str, str]] = defaultdict(dict)
     for name in names:
@@ -82,14 +82,14 @@ def charts(names: Iterable[str]) -> dict[str, Any]:
 
 
 def meaning_of(key: str) -> Metric | None:
-    """The metric that a key stands for, in the packages' tables."""
+    """Return the entry for a key in the packages' tables of metrics."""
     if key.startswith("trajectory/"):
         return _look_up(key.removeprefix("trajectory/"), [*CHAIN_METRICS, *EVAL_METRICS])
     return _look_up(key, METRICS)
 
 
 def _place(name: str) -> tuple[str, str]:
-    """The chart that a metric stands in, and the kind of its line."""
+    """Return the key of a metric's chart, and the kind of its line."""
     if match := _HELD_OUT.fullmatch(name):
         return _chain_key(match[2]), match[1]
     if name.startswith("rollout/"):
@@ -124,7 +124,7 @@ def _chart(key: str, lines: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def _ratios(by_key: dict[str, dict[str, str]]) -> dict[str, dict[str, Any]]:
-    """Charts of one metric per call."""
+    """Return charts of metrics that are divided by the number of calls."""
     calls, unknown = by_key.get("trajectory/tool_calls", {}), by_key.get("trajectory/tool_errors/unknown_tool", {})
     made = {"unknown-tool rate": (unknown, calls, "", "share of the calls that ask for a tool that there is not")}
     for key in list(by_key):

@@ -1,4 +1,4 @@
-"""`agentfactory view`: its options, and the server."""
+"""`agentfactory view`: its options and the server."""
 
 import argparse
 import socket
@@ -17,12 +17,12 @@ _HOST = "127.0.0.1"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run folder, such as runs/quickstart")
     parser.add_argument(
-        "--port", type=_port, default=PORT, metavar="N", help=f"of 127.0.0.1; 0 takes a free one (default: {PORT})"
+        "--port", type=_port, default=PORT, metavar="N", help=f"port on 127.0.0.1; 0 takes a free one (default: {PORT})"
     )
-    about = "write one self-contained HTML file and do not serve: all curves, and some of the trajectories"
+    about = "write one self-contained HTML file with all curves and some trajectories, and serve nothing"
     parser.add_argument("--export", type=Path, metavar="FILE.html", help=about)
 
 
@@ -35,14 +35,14 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 
 def serve(folders: Sequence[Path], port: int, say: Callable[[str], None]) -> None:
-    """Show runs on loopback until Ctrl-C or SIGTERM. Raises ViewError where that cannot begin."""
+    """Show runs on loopback until Ctrl-C or SIGTERM. Raises ViewError if it cannot start."""
     follower = Follower(folders)
     listener = _listen(port)
     port = listener.getsockname()[1]
     follower.start()
     try:
         app = make_app(follower, port)
-        # a page that was left open keeps its connection, and is not waited for
+        # a page that was left open keeps its connection; do not wait for it
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
         names = ", ".join(run.label for run in follower.runs)
         say(f"viewing {names} at http://{_HOST}:{port}/ (Ctrl-C ends it)")
@@ -54,7 +54,7 @@ def serve(folders: Sequence[Path], port: int, say: Callable[[str], None]) -> Non
 
 def _listen(port: int) -> socket.socket:
     listener = socket.socket()
-    # so that a viewer that has just ended does not keep its port
+    # the port of a viewer that has just ended can be reused
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((_HOST, port))

@@ -1,4 +1,4 @@
-"""One self-contained file with the page, the curves and some of the trajectories."""
+"""Exports one self-contained file with the page, the curves and some of the trajectories."""
 
 import secrets
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from agentfactory.viewer.trajectory_page import find_chain, page_of
 
 MOST_TRAJECTORIES = 200
 MOST_BYTES = 64 * 2**20
-"""Of the trajectories, images included."""
+"""Maximum size of the trajectories, including images."""
 
 _POLICY = (
     "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
@@ -27,11 +27,11 @@ _POLICY = (
 
 
 def export(folders: Sequence[Path], file: Path) -> str:
-    """Write the page of these runs to `file`, and say what is in it. Raises ViewError.
+    """Write the page of these runs to `file`, and return a description of its content. Raises ViewError.
 
-    Of trajectories it holds at most MOST_TRAJECTORIES of MOST_BYTES in all. Each run has an equal share of both, and
-    what small runs leave of theirs; in a run, they are spread evenly. Recipes are left out: they may name what is not
-    for others.
+    It contains at most MOST_TRAJECTORIES trajectories, of at most MOST_BYTES in all. Each run has an equal share of
+    both, plus what smaller runs leave unused; within a run, trajectories are spread evenly. Recipes are left out,
+    because they may contain private names.
     """
     if not file.parent.is_dir():
         raise ViewError(f"--export {file}: {file.parent} is no folder; fix: make it first")
@@ -61,7 +61,7 @@ def export(folders: Sequence[Path], file: Path) -> str:
 
 def _page(data: dict[str, Any]) -> str:
     nonce = secrets.token_urlsafe(16)
-    # `<` stands in JSON's strings only, where it can be written otherwise: no text can end the script that holds it
+    # in JSON, `<` occurs only in strings, where it can be escaped: no text can end the surrounding script element
     text = to_json(data, inf_nan_mode="null").decode().replace("<", "\\u003c")
     scripts = [get_plotlyjs(), *map(page_file, SCRIPTS)]
     head = (
@@ -83,11 +83,11 @@ def _page(data: dict[str, Any]) -> str:
 
 
 def _pages(follower: Follower) -> tuple[list[dict[str, Any]], list[str]]:
-    """Trajectory pages, and what a text search looks at of each."""
+    """Return trajectory pages, and the text of each that a text search looks at."""
     pages: list[dict[str, Any]] = []
     searched: list[str] = []
     left = MOST_BYTES
-    # small runs first: what they leave is for the others
+    # small runs first: what they leave unused goes to the others
     runs = sorted(follower.index.counts().items(), key=lambda counted: counted[1])
     for number, (run, _) in enumerate(runs):
         rows = _spread(follower, run, (MOST_TRAJECTORIES - len(pages)) // (len(runs) - number))
@@ -99,7 +99,7 @@ def _pages(follower: Follower) -> tuple[list[dict[str, Any]], list[str]]:
             page = page_of(follower, chain, lambda message, part, url: url)
             page["facts"] |= {"tools": row["tools"], "preview": task_text(chain.group)[:240]}
             size = len(to_json(page, inf_nan_mode="null"))
-            # another may still fit
+            # if this one does not fit, another may
             if size <= share:
                 share -= size
                 taken[place] = page, "\n".join(texts_of(chain.group["task"], chain.saved))
@@ -111,13 +111,13 @@ def _pages(follower: Follower) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _from_coarse_to_fine(count: int) -> list[int]:
-    """Numbers below `count` in an order of which each beginning is spread evenly: by their bits from the last on."""
+    """Return the numbers below `count` in bit-reversed order, so that each prefix of the list is spread evenly."""
     width = count.bit_length()
     return sorted(range(count), key=lambda number: f"{number:0{width}b}"[::-1])
 
 
 def _spread(follower: Follower, run: str, most: int) -> list[dict[str, Any]]:
-    """Up to `most` rows of the index, from the run's first chain to its last."""
+    """Return up to `most` rows of the index, from the run's first chain to its last."""
     total = follower.index.counts()[run]
     count = min(most, total)
     wanted = {round(number * (total - 1) / max(1, count - 1)) for number in range(count)}

@@ -1,4 +1,4 @@
-"""Follows the files of all runs in a thread, as long as somebody looks."""
+"""Follows the files of all runs in a thread, while somebody looks at the page."""
 
 import threading
 import time
@@ -13,17 +13,17 @@ from agentfactory.viewer.saved_groups import outline
 
 _EVERY_SECONDS = 0.4
 _IDLE_SECONDS = 15.0
-"""After the last request, nothing is read any more."""
+"""Reading stops this long after the last request."""
 _BYTES_AT_ONCE = 4 << 20
 _BAD_LINE = (ValueError, OverflowError)
-"""What a line raises that is none, or whose numbers the index cannot hold."""
+"""Errors of a line that is invalid or has numbers too large for the index."""
 
 
 class Follower:
-    """What is known of the runs by now. `runs` is replaced, never changed."""
+    """The current data of the runs. `runs` is replaced, never mutated."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        """Raises ViewError where a folder is no run."""
+        """Raises ViewError if a folder is not a run."""
         self._all = Runs(folders)
         self.runs: list[Run] = self._all.find()
         self.index = Index()
@@ -33,7 +33,7 @@ class Follower:
         self._thread = threading.Thread(target=self._follow, name="viewer-follower", daemon=True)
 
     def start(self) -> None:
-        """Begin to follow."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
@@ -43,32 +43,32 @@ class Follower:
         self._thread.join()
 
     def asked(self) -> None:
-        """Somebody looks: go on."""
+        """Note that somebody looks, and continue to read."""
         self._asked = time.monotonic()
         self._wake.set()
 
     def run(self, run_id: str) -> Run | None:
-        """The run with this id."""
+        """Return the run with this id, or None."""
         return next((run for run in self.runs if run.id == run_id), None)
 
     def path_of(self, line: Line) -> Path:
-        """The file in which a line of the index stands. Raises FileNotFoundError where its run is gone."""
+        """Return the file that contains a line of the index. Raises FileNotFoundError if its run is gone."""
         run = self.run(line.run)
         if run is None:
             raise FileNotFoundError(line.run)
         return run.folder.trajectories / line.file
 
     def read_all(self) -> None:
-        """Read everything that is there now."""
+        """Read everything that exists now."""
         while self.read_some():
             pass
 
     def read_some(self) -> bool:
-        """Read a part of what is new, a little of each file; whether there was anything."""
+        """Read some of the new data, a little of each file; return whether there was any."""
         try:
             before, self.runs = self.runs, self._all.find()
         except OSError:
-            before = []  # a folder that is being deleted: the next look tells
+            before = []  # a folder is being deleted: the next call finds out
         for run in before:
             if run not in self.runs:
                 for name in run.files:
@@ -77,12 +77,12 @@ class Follower:
         return any([self._read_run(run) for run in self.runs])
 
     def progress(self) -> dict[str, int]:
-        """Bytes of trajectories that were read, and that there are."""
+        """Return the number of bytes of trajectories that were read, and the total."""
         files = [file for run in self.runs for file in list(run.files.values())]
         return {"read": sum(file.offset for file in files), "total": sum(file.size for file in files)}
 
     def state(self) -> dict[str, Any]:
-        """What a page needs to know in order to see what is new."""
+        """Return what a page needs to detect new data."""
         counts = self.index.counts()
         return {
             "runs": [
@@ -118,7 +118,7 @@ class Follower:
         return any(read + [self._read_part(run, self._read_file, run, name) for name in list(run.files)])
 
     def _read_part(self, run: Run, read: Callable[..., bool | None], *given: Any) -> bool:
-        """What cannot be read is told, and keeps nothing else from being read."""
+        """Read one part; an unreadable file is noted as a problem and does not prevent reading the others."""
         try:
             return bool(read(*given))
         except OSError as error:
@@ -135,7 +135,7 @@ class Follower:
         for offset, line in taken.lines:
             try:
                 made = rows_of(run.id, name, offset, line)
-                # line by line: one that the index does not take is left out alone
+                # line by line, so that only a line that the index rejects is left out
                 self.index.add(made)
             except _BAD_LINE as error:
                 run.note_line(file.path, offset, error)
@@ -162,5 +162,5 @@ class Follower:
 
 
 def _figure_of(best: BestCheckpoint | None) -> dict[str, Any] | None:
-    # without its path: an exported page is for others
+    # without its path, because an exported page is shared with others
     return None if best is None else {"step": best.step, "metric": best.metric, "value": best.value}

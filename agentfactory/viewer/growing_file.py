@@ -1,4 +1,4 @@
-"""A file that another process appends lines to, read from where the last reading ended."""
+"""Reads a file that another process appends lines to; each read continues where the last one ended."""
 
 import os
 from dataclasses import dataclass
@@ -9,27 +9,27 @@ _MARK = 256
 
 @dataclass(frozen=True)
 class Taken:
-    """What a reading found: whole new lines with the bytes at which they begin."""
+    """The result of a read: new whole lines, with their byte offsets."""
 
     lines: list[tuple[int, bytes]]
     restarted: bool
-    """The file is not the one that was read before (a resumed run cuts its files): these lines are its first."""
+    """The file is not the one that was read before (a resumed run cuts its files): these lines are its first ones."""
 
 
 class GrowingFile:
-    """Reads every whole line once. A last line without its end is waited for."""
+    """Reads every whole line once. An incomplete last line is read later, once it is complete."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.offset = 0
         """Bytes read so far."""
         self.size = 0
-        """Bytes that were there to read at the last reading: whole lines."""
+        """Bytes of whole lines that the file had at the last read."""
         self._inode = -1
         self._mark = b""
 
     def take(self, most: int) -> Taken:
-        """The lines that are new, up to about `most` bytes of them."""
+        """Return the new lines, up to about `most` bytes."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
@@ -41,7 +41,7 @@ class GrowingFile:
             self.size = status.st_size
             restarted = False
             if self.offset:
-                # a file that was cut and has grown again since can have any size: its last bytes tell
+                # a file that was cut and has grown again can have any size, so compare the last bytes that were read
                 file.seek(self.offset - len(self._mark))
                 restarted = status.st_ino != self._inode or file.read(len(self._mark)) != self._mark
             if restarted:
@@ -53,7 +53,7 @@ class GrowingFile:
             while self.offset - start < most:
                 line = file.readline()
                 if not line.endswith(b"\n"):
-                    # a run that was killed while it wrote leaves such a line for good
+                    # a run that was killed while it wrote leaves such a line permanently
                     self.size = self.offset
                     break
                 lines.append((self.offset, line))

@@ -1,11 +1,11 @@
-"""Who may ask: this machine's browser on the page itself, and no other page that is open in it."""
+"""Access control: only the viewer's own page in a browser on this machine may make requests, and no other page."""
 
 from collections.abc import Iterable
 
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# styles in place are the plots'; scripts are files of ours alone, so that no text can ever be run
+# the plots need inline styles; scripts are only our own files, so that no text can ever run
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -21,10 +21,11 @@ _HEADERS = {
 
 
 class Guard:
-    """ASGI middleware: refuses what comes from other origins, and forbids the page to load anything from elsewhere.
+    """ASGI middleware: refuses requests from other origins, and forbids the page to load anything from elsewhere.
 
-    A page elsewhere can make a browser ask loopback addresses, also under a name of its own that it points there (DNS
-    rebinding): `Host` has to be ours, and where the browser tells who asks, it has to be the page itself.
+    A foreign page can make a browser send requests to loopback addresses, even under its own host name that it points
+    there (DNS rebinding). Therefore `Host` must be ours, and if the browser sends the origin of a request, it must be
+    the page itself.
     """
 
     def __init__(self, app: ASGIApp, port: int) -> None:

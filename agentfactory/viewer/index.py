@@ -1,4 +1,4 @@
-"""The index of all saved chains: what a list shows and filters by, and where each chain stands in its file."""
+"""The index of all saved chains: the fields that a list shows and filters by, and each chain's location in its file."""
 
 import sqlite3
 import threading
@@ -33,10 +33,10 @@ _COLUMNS = (
     "calls, errors, tokens, sampled, seconds, error, preview"
 )
 _LISTED = "id, " + _COLUMNS.replace("length, ", "")
-# the order of columns without `id`
+# in the order of the columns, without `id`
 _INSERT = f"INSERT INTO chains ({_COLUMNS}) VALUES ({', '.join('?' * 22)})"
 
-# ordered outside, where `reward` is the mean
+# ordered in the outer query, where `reward` is the mean
 _GROUPED = """
 SELECT * FROM (
     SELECT max(id) AS id, run, file, source, byte, group_id, version, step, count(*) AS chains, avg(reward) AS reward,
@@ -49,7 +49,7 @@ SELECT * FROM (
 
 @dataclass(frozen=True)
 class Line:
-    """Where a group stands. `last` is the id of its last chain."""
+    """The location of a group. `last` is the id of its last chain."""
 
     run: str
     file: str
@@ -59,14 +59,14 @@ class Line:
 
 
 def source_of(file: str) -> str:
-    """What a trajectories file holds, by its path: `train`, `rollout`, `eval sampled`, `eval greedy`."""
+    """Return the kind of a trajectories file, from its path: `train`, `rollout`, `eval sampled`, `eval greedy`."""
     stem = file.removesuffix(".jsonl").removeprefix("eval/")
     mode = stem.rpartition("-")[2]
     return f"eval {mode}" if mode in ("sampled", "greedy") else stem
 
 
 def _version_of(file: str, group: dict[str, Any]) -> int | None:
-    """Number of the newest weights when the group began; of an evaluation, the file's name tells."""
+    """Return the number of the newest weights when the group began; for an evaluation, read it from the file's name."""
     if not source_of(file).startswith("eval "):
         return int(group.get("version", 0))
     number = file.rpartition("/")[2].partition("-")[0]
@@ -74,13 +74,13 @@ def _version_of(file: str, group: dict[str, Any]) -> int | None:
 
 
 def rows_of(run: str, file: str, byte: int, line: bytes) -> list[tuple[tuple[Any, ...], set[str]]]:
-    """A row of the index for each chain of a line, and the tools that the chain called.
+    """Return a row of the index for each chain of a line, with the tools that the chain called.
 
-    Raises ValueError where the line is no saved group.
+    Raises ValueError if the line is not a saved group.
     """
     group = outline(line)
     try:
-        group["task"]  # a text search looks at it
+        group["task"]  # must exist, because a text search looks at it
         preview = task_text(group)[:_PREVIEW]
         version, source = _version_of(file, group), source_of(file)
         place_in_file = (run, file, source, byte, len(line))
@@ -97,7 +97,7 @@ def _row(
 ) -> tuple[tuple[Any, ...], set[str]]:
     names = [name for message in chain["messages"] for name, _ in calls_of(message)]
     metrics, rows = chain.get("metrics") or {}, chain.get("rows") or []
-    # of chains that were saved whole, the streams are counts here
+    # `outline` has replaced the token streams that it recognizes with counts
     tokens = sum(row["token_ids"] if isinstance(row["token_ids"], int) else len(row["token_ids"]) for row in rows)
     errors = sum(metrics.get(f"tool_errors/{kind}", 0) for kind in CallError)
     figures = (
@@ -126,7 +126,7 @@ def _text(value: Any) -> str | None:
 
 
 class Index:
-    """In memory, and safe to use from several threads."""
+    """An in-memory index, safe to use from several threads."""
 
     def __init__(self) -> None:
         self._database = sqlite3.connect(":memory:", check_same_thread=False)
@@ -135,14 +135,14 @@ class Index:
         self._lock = threading.Lock()
 
     def add(self, rows: Sequence[tuple[tuple[Any, ...], set[str]]]) -> None:
-        """Add rows that `rows_of` made, all or none. Raises OverflowError where a number is too large."""
+        """Add rows from `rows_of`, all or none. Raises OverflowError if a number is too large."""
         with self._lock, self._database:
             for row, tools in rows:
                 chain = self._database.execute(_INSERT, row).lastrowid
                 self._database.executemany("INSERT INTO used VALUES (?, ?)", [(chain, tool) for tool in tools])
 
     def forget(self, run: str, file: str) -> None:
-        """Drop what was read of a file."""
+        """Drop all rows of a file."""
         with self._lock, self._database:
             chains = "(SELECT id FROM chains WHERE run = ? AND file = ?)"
             self._database.execute(f"DELETE FROM used WHERE chain IN {chains}", (run, file))
@@ -150,7 +150,7 @@ class Index:
             self._database.execute("DELETE FROM chains WHERE run = ? AND file = ?", (run, file))
 
     def note_steps(self, run: str, steps: Sequence[tuple[str, int]]) -> None:
-        """Tell which groups were trained in which step."""
+        """Note the steps that trained these groups."""
         with self._lock, self._database:
             self._database.executemany(
                 "UPDATE chains SET step = ? WHERE run = ? AND group_id = ? AND source = 'train'",
@@ -158,15 +158,15 @@ class Index:
             )
 
     def counts(self) -> dict[str, int]:
-        """Run -> number of its chains."""
+        """Return the number of chains by run."""
         return {
             row["run"]: row["count"] for row in self._read("SELECT run, count(*) AS count FROM chains GROUP BY run")
         }
 
     def page(self, query: Query, search: int | None) -> dict[str, Any]:
-        """One page of the chains (or groups) that a query asks for, and how many there are in all.
+        """Return one page of the chains (or groups) that a query asks for, and their total number.
 
-        `search` is the number of the text search whose findings count; None asks for no text.
+        `search` is the number of a text search, which restricts the result to its matches; None: no restriction.
         """
         where, values = query.where()
         if search is not None:
@@ -191,7 +191,7 @@ class Index:
         return [row["tool"] for row in self._read("SELECT tool FROM used WHERE chain = ? ORDER BY tool", (chain,))]
 
     def facets(self) -> dict[str, dict[str, int]]:
-        """What there is to choose from, with the number of chains: the names of `outcome`, `source` and `tool`."""
+        """Return the values of `outcome`, `source` and `tool` to choose from, with their numbers of chains."""
         counted = {
             name: self._read(
                 f"SELECT {name} AS name, count(*) AS count FROM chains GROUP BY {name} ORDER BY count DESC LIMIT ?",
@@ -204,7 +204,7 @@ class Index:
         return {kind: {row["name"]: row["count"] for row in rows} for kind, rows in counted.items()}
 
     def line(self, run: str, file: str, byte: int) -> Line | None:
-        """The line that begins at `byte`, if it is one that was read."""
+        """Return the line that begins at `byte`, if it was read."""
         for row in self._read(
             "SELECT max(length) AS length, max(id) AS last FROM chains WHERE run = ? AND file = ? AND byte = ?",
             (run, file, byte),
@@ -214,29 +214,29 @@ class Index:
         return None
 
     def chains_of(self, run: str, file: str, byte: int) -> list[dict[str, Any]]:
-        """The chains of one group, in their order."""
+        """Return the chains of one group, in order."""
         wanted = f"SELECT {_LISTED} FROM chains WHERE run = ? AND file = ? AND byte = ? ORDER BY place"
         return [dict(row) for row in self._read(wanted, (run, file, byte))]
 
     # ---- for text searches
 
     def lines_after(self, chain: int, most: int) -> list[Line]:
-        """The next lines that come after a chain's, in the order of reading."""
+        """Return the next lines after a chain's, in the order of reading."""
         wanted = (
             "SELECT run, file, byte, max(length) AS length, max(id) AS last FROM "
             "(SELECT id, run, file, byte, length FROM chains WHERE id > ? ORDER BY id LIMIT ?) "
             "GROUP BY run, file, byte ORDER BY last"
         )
         rows = [Line(*row) for row in self._read(wanted, (chain, most))]
-        # the last line may have more chains than were asked for
+        # the last line may have more chains than the limit included
         return [*rows[:-1], self.line(rows[-1].run, rows[-1].file, rows[-1].byte) or rows[-1]] if rows else []
 
     def left_after(self, chain: int) -> int:
-        """Number of chains that were read after this one."""
+        """Return the number of chains that were read after this one."""
         return self._read("SELECT count(*) AS count FROM chains WHERE id > ?", (chain,))[0]["count"]
 
     def note_found(self, search: int, line: Line, places: Sequence[int]) -> None:
-        """Chains of a line that a text search is looking for."""
+        """Note the chains of a line that match a text search."""
         wanted = (
             "INSERT OR IGNORE INTO found SELECT ?, id FROM chains WHERE run = ? AND file = ? AND byte = ? AND place = ?"
         )
@@ -244,7 +244,7 @@ class Index:
             self._database.executemany(wanted, [(search, line.run, line.file, line.byte, place) for place in places])
 
     def drop_search(self, search: int) -> None:
-        """Forget what a search has found."""
+        """Drop the matches of a search."""
         with self._lock, self._database:
             self._database.execute("DELETE FROM found WHERE search = ?", (search,))
 

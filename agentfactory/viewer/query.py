@@ -1,4 +1,4 @@
-"""What a list is asked for: filters, order and page, checked, as parts of an SQL query."""
+"""Queries of the list: checked filters, order and page, as parts of an SQL query."""
 
 import math
 from collections.abc import Mapping
@@ -17,25 +17,25 @@ _ORDERS = {
         for name in ("reward", "success", "turns", "calls", "errors", "tokens", "seconds", "step")
     },
 }
-# columns of single chains that a list of groups does not have
+# columns of chains that a list of groups does not have
 _OF_CHAINS = ("errors", "tokens", "seconds")
 
 
 class BadQuery(ValueError):
-    """A parameter is none; the message says which."""
+    """A parameter is invalid; the message says which."""
 
 
 @dataclass(frozen=True)
 class Query:
-    """One page of a list. Ranges include both ends, and leave out what has no value."""
+    """One page of a list. Ranges include both ends, and leave out rows without a value."""
 
     exact: dict[str, str] = field(default_factory=dict)
-    """Column -> the value that it has."""
+    """Column -> its required value."""
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     tool: str = ""
     """A tool that the chain called."""
     text: str = ""
-    """Is searched for in everything that was said, whatever its case."""
+    """Text to search for in all messages, ignoring case."""
     sort: str = "newest"
     ascending: bool = False
     by_group: bool = False
@@ -44,7 +44,7 @@ class Query:
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> "Query":
-        """Of an address's parameters; those that are not known are left to others. Raises BadQuery."""
+        """Parse the parameters of a URL; unknown ones are ignored. Raises BadQuery."""
         ranges = {}
         for name, column in _RANGES.items():
             low, high = _number(given, f"{name}_min", -math.inf), _number(given, f"{name}_max", math.inf)
@@ -67,7 +67,7 @@ class Query:
         )
 
     def where(self) -> tuple[str, list[Any]]:
-        """The condition, without the text, and its values."""
+        """Return the SQL condition, without the text search, and its values."""
         parts = ["1"]
         values: list[Any] = []
         for column, value in self.exact.items():
@@ -82,7 +82,7 @@ class Query:
         return f"WHERE {' AND '.join(parts)}", values
 
     def order(self) -> str:
-        """The order of the rows."""
+        """Return the SQL order of the rows."""
         return _ORDERS[self.sort].format("ASC" if self.ascending else "DESC")
 
 

@@ -1,4 +1,4 @@
-"""The runs that are looked at: found in the folders that a person names, and followed."""
+"""The runs to show: found in the folders that the user names, and followed."""
 
 import hashlib
 import json
@@ -21,12 +21,12 @@ _MOST_PROBLEMS = 20
 
 
 class ViewError(Exception):
-    """It cannot be shown; the message says why, and what to do."""
+    """The runs cannot be shown; the message gives the reason and a fix."""
 
 
 @dataclass(frozen=True)
 class CreditLine:
-    """Where the trainer's line about a group stands, and the step that trained the group."""
+    """The location of the trainer's line about a group, and the step that trained the group."""
 
     offset: int
     length: int
@@ -34,47 +34,47 @@ class CreditLine:
 
 
 class Run:
-    """One run, or one stage of a run: what was read of it so far."""
+    """One run, or one stage of a run: the data read so far."""
 
     def __init__(self, path: Path, label: str) -> None:
         self.id = hashlib.sha256(str(path).encode()).hexdigest()[:12]
-        """The same each time: it stands in addresses."""
+        """Stable, because it is part of URLs."""
         self.label = label
         self.folder = RunFolder(path)
         self.generation = 0
-        """How often metrics.jsonl began anew."""
+        """How often metrics.jsonl has restarted."""
         self._begin()
 
     def _begin(self) -> None:
         self.problems: list[str] = []
         self.lines: list[dict[str, Any]] = []
-        """Of metrics.jsonl."""
+        """Lines of metrics.jsonl."""
         self.metrics_file = GrowingFile(self.folder.metrics)
         self.files: dict[str, GrowingFile] = {}
         """Trajectory files by their path within `trajectories`."""
         self.credit_file = GrowingFile(self.folder.credit)
         self.credit: dict[str, CreditLine] = {}
-        """By group."""
+        """Credit lines by group."""
         self.best: BestCheckpoint | None = None
-        """By the figure that train.keep_best names, if it names one."""
+        """The best checkpoint by the metric that train.keep_best names, if it names one."""
         self._checkpoints_seen: list[tuple[str, int]] = []
 
     def forget(self) -> None:
-        """The run is gone, such as a stage that was deleted: should it come again, it is read from the beginning."""
+        """Note that the run is gone, such as a deleted stage. If it reappears, it is read from the beginning."""
         self._begin()
         self.generation += 1
 
     @property
     def path(self) -> Path:
-        """Its folder."""
+        """The run's folder."""
         return self.folder.path
 
     def has_data(self) -> bool:
-        """Whether there is anything to show."""
+        """Return whether there is anything to show."""
         return self.folder.metrics.exists() or next(self._trajectory_files(), None) is not None
 
     def find_files(self) -> None:
-        """Look for trajectory files that are new."""
+        """Look for new trajectory files."""
         for path in self._trajectory_files():
             self.files.setdefault(path.relative_to(self.folder.trajectories).as_posix(), GrowingFile(path))
 
@@ -91,19 +91,19 @@ class Run:
         return True
 
     def find_checkpoints(self) -> None:
-        """Look which checkpoint is the best by now."""
+        """Find the best checkpoint so far."""
         found = [path for path in self.folder.checkpoints.glob("step-*") if _CHECKPOINT.fullmatch(path.name)]
         try:
             seen = [(path.name, path.stat().st_mtime_ns) for path in [self.folder.recipe, *sorted(found)]]
         except FileNotFoundError:
-            return  # the run deletes checkpoints: the next look tells
+            return  # the run is deleting checkpoints: the next call finds out
         if seen != self._checkpoints_seen:
             metric = self._setting("train", "keep_best")
             self.best = find_best(found, metric)
             self._checkpoints_seen = seen
 
     def follow_metrics(self, most: int) -> bool:
-        """Read what is new in metrics.jsonl; whether there was anything."""
+        """Read new lines of metrics.jsonl; return whether there were any."""
         taken = self.metrics_file.take(most)
         if taken.restarted:
             self.lines, self.generation = [], self.generation + 1
@@ -120,30 +120,30 @@ class Run:
         return bool(taken.lines) or taken.restarted
 
     def note_line(self, path: Path, offset: int, error: Exception) -> None:
-        """A line of a file cannot be read."""
+        """Note that a line of a file cannot be read."""
         self.note(f"{self._line_of(path)}{offset}: {error}")
 
     def drop_problems(self, path: Path) -> None:
-        """A file begins anew: nothing holds of what was told of its lines."""
+        """Drop the problems of a file's lines, because the file has restarted."""
         self.problems = [problem for problem in self.problems if not problem.startswith(self._line_of(path))]
 
     def _line_of(self, path: Path) -> str:
-        """How a problem of one of the file's lines begins."""
+        """Return the prefix of problems of this file's lines."""
         return f"{path.relative_to(self.path)}, byte "
 
     def note_unreadable(self, error: OSError) -> None:
-        """A file cannot be read."""
-        # by its place within the run: an exported page is for others
+        """Note that a file cannot be read."""
+        # name it relative to the run, because an exported page is shared with others
         self.note(str(error).replace(f"{self.path}/", ""))
 
     def note(self, problem: str) -> None:
-        """Something cannot be read, and people are to know."""
+        """Note a problem for people to see."""
         if problem not in self.problems and len(self.problems) < _MOST_PROBLEMS:
             self.problems.append(problem)
 
     def status(self) -> str:
-        """`completed`, `stopped` (train.stop_when), `failed`, `interrupted`, or `in progress`, also of a run that was
-        killed without a word."""
+        """Return `completed`, `stopped` (train.stop_when), `failed`, `interrupted`, or `in progress`, which includes a
+        run that was killed before it could write its summary."""
         summary = self.summary()
         if summary:
             return str(summary.get("status", "completed"))
@@ -152,32 +152,32 @@ class Run:
         return status if status in ("failed", "interrupted", "stopped") else "in progress"
 
     def summary(self) -> dict[str, Any]:
-        """summary.json; empty until the run has ended."""
+        """Return summary.json; empty until the run has ended."""
         return _read_json(self.folder.summary)
 
     def recipe(self) -> str:
-        """The resolved recipe as YAML."""
+        """Return the resolved recipe as YAML."""
         return self.folder.recipe.read_text(encoding="utf-8")
 
     def model_path(self) -> str | None:
-        """Folder or name of the model that the run begins with."""
+        """Return the folder or name of the run's initial model."""
         path = self._setting("model", "path")
         if path is None:
             return None
         return path.replace("${prepared}", str(self.path / "prepared")).replace("${output}", str(self.path))
 
     def _setting(self, section: str, name: str) -> str | None:
-        """A text of the recipe."""
+        """Return a text field of the recipe, or None."""
         part = _read_recipe(self.folder.recipe).get(section)
         value = part.get(name) if isinstance(part, dict) else None
         return value if isinstance(value, str) else None
 
 
 class Runs:
-    """All runs of the folders that were named; stages join while a run comes to them."""
+    """All runs of the named folders; stages are added when a run reaches them."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        """Raises ViewError where a folder is no run."""
+        """Raises ViewError if a folder is not a run."""
         self._roots = list(dict.fromkeys(folder.expanduser().resolve() for folder in folders))
         for root in self._roots:
             _check_run(root)
@@ -185,7 +185,7 @@ class Runs:
         self._known: dict[Path, Run] = {}
 
     def find(self) -> list[Run]:
-        """The runs that there are by now, in the order of the folders and stages."""
+        """Return the runs that exist now, in the order of the folders and stages."""
         found: list[Run] = []
         for root in self._roots:
             label = self._labels[root]
@@ -202,7 +202,7 @@ class Runs:
 
 
 def _parts(root: Path) -> list[Path]:
-    """Stages in their order, then what other commands wrote beside them."""
+    """Return the folders of the stages in order, then folders that other commands wrote next to them."""
     folders = sorted(path.parent for path in root.glob(f"*/{RECIPE}") if _is_text(path.parent.name))
     stages = _read_recipe(root / RECIPE).get("stages")
     names = [stage.get("name") for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
@@ -223,14 +223,14 @@ def _check_run(root: Path) -> None:
 
 
 def _has_begun(path: Path) -> bool:
-    """Whether a run has made this folder: a task's own folder has a recipe, too."""
+    """Return whether a run has written to this folder; the folder of a task has a recipe, too."""
     folder = RunFolder(path)
     written = (folder.metrics, folder.trajectories, folder.checkpoints, folder.logs, folder.summary)
     return any(part.exists() for part in written)
 
 
 def _labels(roots: Sequence[Path]) -> dict[Path, str]:
-    """The shortest ends of the paths that tell them apart."""
+    """Return the shortest ends of the paths that distinguish them."""
     longest = max(len(root.parts) for root in roots)
     for count in range(1, longest + 1):
         labels = {root: "/".join(root.parts[-count:]) for root in roots}
@@ -240,7 +240,7 @@ def _labels(roots: Sequence[Path]) -> dict[Path, str]:
 
 
 def _is_text(name: str) -> bool:
-    """Whether a file's name can stand in an address and in JSON."""
+    """Return whether a file's name can be used in URLs and JSON."""
     try:
         name.encode()
     except UnicodeEncodeError:

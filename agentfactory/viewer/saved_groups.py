@@ -1,4 +1,4 @@
-"""Saved groups as plain JSON: their outline without the token streams, and one of them whole."""
+"""Saved groups as plain JSON: their outline without token streams, or one complete group."""
 
 import json
 import re
@@ -11,15 +11,15 @@ from pydantic_core import from_json
 
 from agentfactory.tools.messages import text_of
 
-# a quote within a string is escaped, so that no text of a message can match
+# a quote within a string is escaped, so no text of a message can match
 _STREAM = re.compile(
     rb'"(token_ids|mask|logprobs|weights|turn_ends|targets|advantage|proximal)": \[([-+0-9.eE, NaInfity]*)\]'
 )
 
 
 def outline(line: bytes) -> Any:
-    """A line of a trajectories file with the number of its entries in place of each token stream: several times
-    faster than to parse them. Raises ValueError where it is no JSON."""
+    """Parse a line of a trajectories file, with the number of entries in place of each token stream. This is several
+    times faster than parsing the streams. Raises ValueError if the line is not JSON."""
     return from_json(_STREAM.sub(_count, line))
 
 
@@ -29,26 +29,26 @@ def _count(stream: re.Match[bytes]) -> bytes:
 
 
 def read_line(path: Path, offset: int, length: int) -> Any:
-    """A line whole. Raises ValueError where no JSON stands there, OSError where no file does."""
+    """Parse a complete line. Raises ValueError if it is not JSON, OSError if the file cannot be read."""
     return from_json(read_bytes(path, offset, length))
 
 
 def read_bytes(path: Path, offset: int, length: int) -> bytes:
-    """`length` bytes from `offset` on."""
+    """Return `length` bytes from `offset` on."""
     with path.open("rb") as file:
         file.seek(offset)
         return file.read(length)
 
 
 def calls_of(message: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Name and arguments of each call that a message makes."""
+    """Yield the name and arguments of each call in a message."""
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
         yield str(function.get("name", "")), function.get("arguments")
 
 
 def texts_of(task: dict[str, Any], chain: dict[str, Any]) -> Iterator[str]:
-    """Everything that is said in a chain, and its task: what a text search looks at."""
+    """Yield the texts that a text search looks at: the task, and everything that is said in a chain."""
     yield str(chain["id"])
     yield json.dumps(task, ensure_ascii=False)
     yield str(chain.get("error") or "")
@@ -61,7 +61,8 @@ def texts_of(task: dict[str, Any], chain: dict[str, Any]) -> Iterator[str]:
 
 
 def task_text(group: dict[str, Any]) -> str:
-    """What a group's chains are asked: the question and what an environment's reset says, or the task as it is."""
+    """Return what a group's chains are asked: the question and the text of an environment's reset, or the task as
+    JSON."""
     asked = []
     for chain in group["trajectories"][:1]:
         for message in takewhile(lambda message: message.get("role") != "assistant", chain["messages"]):
@@ -71,7 +72,7 @@ def task_text(group: dict[str, Any]) -> str:
 
 
 def _said(message: dict[str, Any]) -> str:
-    """What a message says as text; parts of a kind that is not ours, as they are."""
+    """Return a message's content as text; content with unknown kinds of parts is returned as JSON."""
     content = message.get("content") or ""
     try:
         return text_of(content)

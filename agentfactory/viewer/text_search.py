@@ -1,4 +1,4 @@
-"""Text search through saved chains: line by line from the files, a little at a time, so that nothing stalls."""
+"""Text search in saved chains: line by line from the files, a little at a time, so that nothing blocks."""
 
 import threading
 import time
@@ -10,26 +10,26 @@ from agentfactory.viewer.index import Index, Line
 from agentfactory.viewer.saved_groups import outline, read_bytes, texts_of
 
 SECONDS = 0.3
-"""How long one request searches on."""
+"""How long one request searches."""
 _KEPT = 8
 _CHAINS_AT_ONCE = 200
 
 
 class TextSearch:
-    """Goes through the lines in the order of the index, whose table `found` keeps what it finds. As the index grows,
-    it goes on where it stopped."""
+    """Searches the lines in the order of the index, and stores matches in the index's table `found`. When the index
+    grows, the search continues where it stopped."""
 
     def __init__(self, number: int, text: str) -> None:
         self.number = number
         self._text = text.lower()
         plain = self._text.isascii() and self._text.isprintable() and not set(self._text) & {'"', "\\"}
         self._bytes = self._text.encode() if plain else None
-        """As it would stand in the file, where JSON escapes nothing of it."""
+        """The text as it appears in the file, if JSON does not escape any of it; else None."""
         self._last = 0
         self._lock = threading.Lock()
 
     def go_on(self, index: Index, path_of: Callable[[Line], Path], seconds: float) -> int:
-        """Search for so long at most; returns the number of chains that are still to be searched."""
+        """Search for at most `seconds`; return the number of chains still to be searched."""
         until = time.monotonic() + seconds
         with self._lock:
             while lines := index.lines_after(self._last, _CHAINS_AT_ONCE):
@@ -53,11 +53,11 @@ class TextSearch:
                 if any(self._text in text.lower() for text in texts_of(group["task"], chain))
             ]
         except (OSError, ValueError):
-            return []  # the file was cut or deleted since: the index will forget the line too
+            return []  # the file was cut or deleted meanwhile: the index will forget the line too
 
 
 class TextSearches:
-    """The last few searches, so that further pages and new chains cost no new search."""
+    """Keeps the last few searches, so that further pages and new chains need no new search."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -66,7 +66,7 @@ class TextSearches:
         self._lock = threading.Lock()
 
     def get(self, text: str) -> TextSearch:
-        """The search for a text."""
+        """Return the search for a text."""
         with self._lock:
             if text not in self._kept:
                 self._made += 1

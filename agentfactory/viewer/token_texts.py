@@ -1,4 +1,4 @@
-"""Texts of token ids, by the run's own tokenizer and without torch."""
+"""Texts of token ids, from the run's own tokenizer and without torch."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -12,23 +12,23 @@ from agentfactory.viewer.runs import Run
 _FILE = "tokenizer.json"
 _INCOMPLETE = "\ufffd"
 _LONGEST = 8
-"""Tokens that one character may be spread over."""
+"""Maximum number of tokens that one character may be spread over."""
 
 
 class TokenTexts:
-    """The text of each token where it stands. The first token of a character that several share has its text, the
-    others have none."""
+    """Returns the text of each token in its context. If several tokens share a character, the first one has its text
+    and the others have none."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # decoders that drop a space from the beginning drop none behind another token
+        # some decoders drop a leading space, but not after another token
         anchor = tokenizer.encode("a", add_special_tokens=False).ids
         self._anchor = anchor[-1:]
         self._before = len(self._decode(self._anchor))
         self._known: dict[int, str] = {}
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """One text per id; one that the tokenizer does not have is shown as `<id>`."""
+        """Return one text per id; an id unknown to the tokenizer is shown as `<id>`."""
         new = [token for token in dict.fromkeys(ids) if token not in self._known]
         decoded = self._tokenizer.decode_batch([[*self._anchor, token] for token in new], skip_special_tokens=False)
         for token, text in zip(new, decoded, strict=True):
@@ -41,7 +41,7 @@ class TokenTexts:
         return texts
 
     def _join(self, ids: Sequence[int], texts: list[str], start: int) -> int:
-        """Give the token at `start` the character that it begins; returns the number of tokens that this took."""
+        """Give the token at `start` the character that begins there; return the number of tokens used."""
         for end in range(start + 2, min(start + _LONGEST, len(ids)) + 1):
             whole = self._decode([*self._anchor, *ids[start:end]])[self._before :]
             if _INCOMPLETE not in whole:
@@ -54,7 +54,7 @@ class TokenTexts:
 
 
 def token_texts(run: Run) -> TokenTexts | None:
-    """By the tokenizer of the run's last checkpoint, or of its model where that is on this machine; None without."""
+    """Use the tokenizer of the run's last checkpoint, or of its model if that is on this machine; None if neither."""
     path = _find(run)
     return None if path is None else _load(path, path.stat().st_mtime_ns)
 
@@ -66,7 +66,7 @@ def _find(run: Run) -> Path | None:
         if folder is not None and (folder / _FILE).is_file():
             return folder / _FILE
     if model and not Path(model).is_absolute():
-        # nothing is fetched to look at a run
+        # the viewer downloads nothing
         cached = try_to_load_from_cache(model, _FILE)
         return Path(cached) if isinstance(cached, str) else None
     return None

@@ -1,4 +1,4 @@
-"""One chain as its page shows it: messages with images apart, and rows of tokens with everything that is known."""
+"""The data of a chain's page: messages with separate images, and rows of tokens with everything that is known."""
 
 import base64
 import binascii
@@ -16,21 +16,21 @@ from agentfactory.viewer.saved_groups import calls_of, read_line
 from agentfactory.viewer.token_texts import token_texts
 
 SHOWN_IMAGES = ("image/png", "image/jpeg", "image/webp", "image/gif")
-"""Kinds that are shown. Others, and images elsewhere on the web, are named and never loaded."""
+"""Kinds of images that are shown. Other kinds, and images elsewhere on the web, are named and never loaded."""
 
 _CREDITED = ("advantage", "proximal")
 
 Place = Callable[[int, int, str], str]
-"""(message, part, data address) -> the address by which a page shows this image."""
+"""(message, part, data URL) -> the URL under which a page shows this image."""
 
 
 class NotThere(Exception):
-    """What was asked for is not in the runs; the message says so."""
+    """The requested data is not in the runs; the message says so."""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """One chain of a group, found."""
+    """One chain of a group, with its location."""
 
     run: Run
     line: Line
@@ -39,12 +39,12 @@ class Chain:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """As it stands in the file."""
+        """The chain as saved in the file."""
         return self.group["trajectories"][self.place]
 
 
 def find_chain(follower: Follower, run_id: str, file: str, byte: int, place: int) -> Chain:
-    """The chain at `place` of the group whose line begins at `byte`. Raises NotThere."""
+    """Return the chain at `place` in the group at the line that begins at `byte`. Raises NotThere."""
     run, line = follower.run(run_id), follower.index.line(run_id, file, byte)
     if run is None or line is None:
         raise NotThere("no such trajectory: the run's files may have been cut since, or are not read so far yet")
@@ -60,12 +60,12 @@ def find_chain(follower: Follower, run_id: str, file: str, byte: int, place: int
 
 @lru_cache(maxsize=2)
 def _read_group(path: Path, line: Line, inode: int) -> dict[str, Any]:
-    # a page with many images asks for its group as often
+    # a page with many images requests its group once per image
     return read_line(path, line.byte, line.length)
 
 
 def page_of(follower: Follower, chain: Chain, image: Place) -> dict[str, Any]:
-    """Everything about a chain; `image` says by which address each image is shown."""
+    """Return everything about a chain; `image` returns the URL for each image."""
     saved, line = chain.saved, chain.line
     members = follower.index.chains_of(line.run, line.file, line.byte)
     rows = [_row(row) for row in saved.get("rows") or []]
@@ -90,7 +90,7 @@ def page_of(follower: Follower, chain: Chain, image: Place) -> dict[str, Any]:
 
 
 def image_of(chain: Chain, message: int, part: int) -> tuple[str, bytes]:
-    """Kind and bytes of one image. Raises NotThere where there is none that may be shown."""
+    """Return the kind and bytes of one image. Raises NotThere if there is none that may be shown."""
     try:
         url = chain.saved["messages"][message]["content"][part]["image_url"]["url"]
     except (LookupError, TypeError):
@@ -106,7 +106,7 @@ def image_of(chain: Chain, message: int, part: int) -> tuple[str, bytes]:
 
 
 def _data_image(url: Any) -> tuple[str, str] | None:
-    """Kind and base64 of an address that holds an image which may be shown."""
+    """Return the kind and base64 data of a data URL with an image that may be shown; else None."""
     for kind in SHOWN_IMAGES:
         if isinstance(url, str) and url.startswith(start := f"data:{kind};base64,"):
             return kind, url[len(start) :]
@@ -116,7 +116,7 @@ def _data_image(url: Any) -> tuple[str, str] | None:
 def _messages(saved: dict[str, Any], image: Place) -> list[dict[str, Any]]:
     messages = saved["messages"]
     spoken = sum(message.get("role") == "assistant" for message in messages)
-    # a task may begin with turns of its own, which nobody sampled
+    # a task may begin with assistant turns that were not sampled
     turn = saved.get("turns", spoken) - spoken
     shown = []
     for number, message in enumerate(messages):
@@ -155,7 +155,7 @@ def _parts(content: Any, message: int, image: Place) -> list[dict[str, str]]:
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
-    """A row's streams, and per token the number of its version's span among `versions`, or -1."""
+    """Return a row's streams, and for each token the index of its version in `versions`, or -1."""
     spans = row.get("versions") or []
     names = list(dict.fromkeys((str(span["version"]), bool(span.get("mixed"))) for span in spans))
     version = [-1] * len(row["token_ids"])
@@ -173,8 +173,8 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_credit(rows: list[dict[str, Any]], chain: Chain) -> str | None:
-    """Give each row the streams `advantage` and `proximal` that the trainer has saved of it, None where a token has
-    none. Returns what is wrong with what it has saved, if anything."""
+    """Give each row the streams `advantage` and `proximal` that the trainer has saved for it, with None for tokens
+    without a value. Return a description of the problem if the saved data does not fit, else None."""
     place = chain.run.credit.get(str(chain.group["id"])) if chain.line.file == "train.jsonl" else None
     if place is None:
         return None

@@ -1,4 +1,4 @@
-"""Arithmetic in words for an agent with a code interpreter: the questions, and the reward."""
+"""Arithmetic in words for an agent with a code interpreter: the questions and the reward."""
 
 import operator
 import random
@@ -7,12 +7,12 @@ from typing import Any
 from agentfactory import Trajectory, reward
 
 OPERATORS = {"add": "+", "subtract": "-", "multiply by": "*"}
-"""How a question asks for an operation, and how Python writes it."""
+"""The words for an operation in a question -> Python's operator."""
 CALCULATE = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 def make_task(rng: random.Random) -> dict[str, Any]:
-    """A row: a `question` in two steps, its `numbers` and `operators` in their order, and the `answer`."""
+    """Return a row: a `question` in two steps, its `numbers` and `operators` in order, and the `answer`."""
     numbers = [rng.randint(10, 99), rng.randint(2, 9), rng.randint(2, 9)]
     words = [rng.choice(list(OPERATORS)) for _ in range(2)]
     start, first, second = numbers
@@ -27,7 +27,7 @@ def make_task(rng: random.Random) -> dict[str, Any]:
 
 @reward
 def interpreter_answered(trajectory: Trajectory, answer: int) -> dict[str, float]:
-    """1 when what the interpreter showed last is the answer."""
+    """Return 1 if the interpreter's last output is the answer, else 0."""
     shown = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
     right = float(bool(shown) and shown[-1] == str(answer))
     return {"reward": right, "success": right}

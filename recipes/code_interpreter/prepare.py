@@ -1,4 +1,4 @@
-"""What the recipe needs, made on the spot: questions, transcripts with a bad habit, a tokenizer, an untrained model."""
+"""Creates what the recipe needs: questions, transcripts with a bad habit, a tokenizer, an untrained model."""
 
 import asyncio
 import random
@@ -17,12 +17,13 @@ make_model, write_jsonl = (
 HELD_OUT = 200
 TRAINING = 4000
 TAKES_THE_NEXT_OPERATOR = 0.7
-"""How often a transcript has not the right operator but the next one: - for +, * for -, + for *."""
+"""How often a transcript uses the operator after the right one: - for +, * for -, + for *."""
 FINAL_ANSWER = "That is the result."
 
 
 def prepare(folder: Path, seed: int) -> None:
-    """Write model/, train.jsonl, heldout.jsonl and transcripts.jsonl into `folder`; a seed always gives the same."""
+    """Write model/, train.jsonl, heldout.jsonl and transcripts.jsonl into `folder`; a seed always gives the same
+    files."""
     rng = random.Random(seed)
     tasks: dict[str, dict[str, Any]] = {}
     while len(tasks) < HELD_OUT + TRAINING:
@@ -38,7 +39,7 @@ def prepare(folder: Path, seed: int) -> None:
 
 
 async def work_out_badly(tasks: list[dict[str, Any]], rng: random.Random) -> list[list[dict[str, Any]]]:
-    """A conversation for each task, in two cells of which the second uses the first one's variable."""
+    """Return a conversation for each task, with two cells; the second one uses the first one's variable."""
     interpreter = CodeInterpreter()
     await interpreter.reset()
     try:
@@ -48,7 +49,7 @@ async def work_out_badly(tasks: list[dict[str, Any]], rng: random.Random) -> lis
 
 
 async def work_one_out(task: dict[str, Any], interpreter: CodeInterpreter, rng: random.Random) -> list[dict[str, Any]]:
-    """The conversation of one task. All tasks share an interpreter: the first cell sets the only variable anew."""
+    """Return the conversation of one task. All tasks share an interpreter; the first cell resets the only variable."""
     start, first, second = task["numbers"]
     one, two = (choose(operator, rng) for operator in task["operators"])
     messages: list[dict[str, Any]] = [{"role": "user", "content": task["question"]}]
@@ -63,7 +64,7 @@ async def work_one_out(task: dict[str, Any], interpreter: CodeInterpreter, rng: 
 
 
 def choose(operator: str, rng: random.Random) -> str:
-    """`operator`, or what the bad habit takes in its place."""
+    """Return `operator`, or the one that the bad habit uses instead."""
     operators = list(OPERATORS.values())
     turned = rng.random() < TAKES_THE_NEXT_OPERATOR
     return operators[(operators.index(operator) + turned) % len(operators)]

@@ -28,7 +28,7 @@ def calculate(left: float, operator: Literal["+", "-", "*", "/"], right: float) 
 
 @reward
 def right_answer(prediction: str, answer: str) -> dict[str, float]:
-    """1 when the last number of the final message is the data set's answer, which stands behind '####'."""
+    """Return 1 if the last number of the final message is the data set's answer, which follows '####', else 0."""
     numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", prediction)
     wanted = float(answer.split("####")[-1].strip().replace(",", ""))
     right = bool(numbers) and abs(float(numbers[-1].replace(",", "")) - wanted) < 1e-6

@@ -1,10 +1,10 @@
 #!/bin/bash
-# One run over several machines under SLURM: the first TRAINER_NODES of the job train, over all their GPUs; each further
-# one runs an inference server. Submitted again, it goes on from the newest checkpoint in OUTPUT.
+# One run on several machines under SLURM: the first TRAINER_NODES of the job train on all their GPUs; each other
+# machine runs an inference server. If you submit it again, it continues from the newest checkpoint in OUTPUT.
 #
 #   sbatch --nodes=3 recipes/multi-node/slurm.sh [RECIPE [key=value ...]]
 #
-# All machines must see the same files: the folder that the job is submitted from (this repository with its .venv,
+# All machines must see the same files: the folder from which you submit the job (this repository with its .venv,
 # unless REPOSITORY and PYTHON say otherwise), the run folder and the model. See docs/multi-node.md. Untested on GPUs.
 #SBATCH --job-name=agentfactory
 #SBATCH --nodes=3
@@ -12,7 +12,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
-# ten minutes before the end: time to finish the step and to write a checkpoint
+# SIGTERM ten minutes before the end leaves time to finish the step and write a checkpoint
 #SBATCH --signal=B:TERM@600
 set -euo pipefail
 
@@ -42,19 +42,19 @@ servers=("${nodes[@]:trainer_nodes}")
 export main_address=${trainers[0]}
 mkdir -p "$logs"
 
-# others may reach the servers over the network: every route but /health asks for this key
+# others may reach the servers over the network: all routes except /health require this key
 AGENTFACTORY_SERVER_KEY=${AGENTFACTORY_SERVER_KEY:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
 export AGENTFACTORY_SERVER_KEY
-# torchrun kills its processes half a minute after it told them to end; a step and a checkpoint take longer
+# by default, torchrun kills its processes half a minute after SIGTERM; a step and a checkpoint take longer
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 
-# On each server machine, with the overrides of the command line.
+# Runs on each server machine, with the overrides of the command line.
 serve_here() {
     exec "$python" -m agentfactory serve "$recipe" "$@" server.url=null server.host=0.0.0.0 \
         "server.port=$server_port" server.api_key_env=AGENTFACTORY_SERVER_KEY "output=$logs/server-$SLURM_PROCID"
 }
 
-# On each trainer machine.
+# Runs on each trainer machine.
 train_here() {
     exec "$python" -m accelerate.commands.launch --config_file "$repository/recipes/accelerate/$strategy.yaml" \
         --num_machines "$trainer_nodes" --machine_rank "$SLURM_PROCID" \
@@ -62,7 +62,7 @@ train_here() {
         --num_processes "$processes" "$repository/train.py" "$recipe" "$@"
 }
 
-# on_each FUNCTION NODE,NODE ... -- ARGUMENT ...: one task per machine, all ended when one fails.
+# on_each FUNCTION NODE,NODE ARGUMENT ...: runs one task per machine; if one fails, all are ended.
 on_each() {
     local function=$1 list=$2 count
     shift 2
@@ -76,7 +76,7 @@ join() {
     echo "$*"
 }
 
-# told now, and not once the servers have loaded
+# check the recipe before the servers load
 resolved=$("$python" -m agentfactory serve "$recipe" "$@" server.url=null "output=$logs/check" --dry-run) || exit 2
 if grep -qE '^(stages:|prepare: [^n])' <<<"$resolved"; then
     fail "$recipe has several stages or a \`prepare\`, which only \`agentfactory train\` runs; fix: prepare on one machine, \
@@ -108,7 +108,7 @@ on_each train_here "$(join "${trainers[@]}")" "$@" "output=$output" "server.url=
 training=$!
 trap 'kill -TERM "$training"' TERM
 
-# a signal ends `wait`, not the training
+# a signal ends `wait`, but not the training
 while
     status=0
     wait "$training" || status=$?

@@ -1,4 +1,4 @@
-"""What the quickstart needs, made on the spot: hunts, transcripts of bad play, a tokenizer, an untrained model."""
+"""Creates what the quickstart needs: hunts, transcripts of bad play, a tokenizer, an untrained model."""
 
 import itertools
 import random
@@ -16,7 +16,8 @@ TRANSCRIPTS_WITH_SUCCESS = 0.2
 
 
 def prepare(folder: Path, seed: int) -> None:
-    """Write model/, train.jsonl, heldout.jsonl and transcripts.jsonl into `folder`; a seed always gives the same."""
+    """Write model/, train.jsonl, heldout.jsonl and transcripts.jsonl into `folder`; a seed always gives the same
+    files."""
     rng = random.Random(seed)
     train, heldout = split_tasks(rng)
     specs = [TreasureHunt.move.spec.to_openai()]
@@ -28,7 +29,8 @@ def prepare(folder: Path, seed: int) -> None:
 
 
 def split_tasks(rng: random.Random) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Training and held-out hunts at distance 2 to 4; no opening message of a held-out hunt occurs in training."""
+    """Return training and held-out hunts at distance 2 to 4; no opening message of a held-out hunt occurs in
+    training."""
     by_opening: dict[str, list[dict[str, Any]]] = {}
     cells = list(itertools.product(range(1, SIZE + 1), repeat=2))
     for start, treasure in itertools.product(cells, cells):
@@ -46,9 +48,9 @@ def split_tasks(rng: random.Random) -> tuple[list[dict[str, Any]], list[dict[str
 
 
 def play_transcripts(tasks: list[dict[str, Any]], rng: random.Random) -> list[list[dict[str, Any]]]:
-    """Conversations of the bad policy, in random order, with a fixed share of lucky ones.
+    """Return conversations of the bad policy, in random order, with a fixed share of lucky ones.
 
-    Without that share the model would hardly ever see how a successful hunt ends.
+    Without that share the model would hardly ever see the end of a successful hunt.
     """
     wanted = {True: round(TRANSCRIPTS * TRANSCRIPTS_WITH_SUCCESS)}
     wanted[False] = TRANSCRIPTS - wanted[True]
@@ -63,10 +65,10 @@ def play_transcripts(tasks: list[dict[str, Any]], rng: random.Random) -> list[li
 
 
 def play_badly(task: dict[str, Any], rng: random.Random) -> tuple[bool, list[dict[str, Any]]]:
-    """One hunt of a policy that mostly follows the hint turned right by 90 degrees, and otherwise no hint at all.
+    """Play one hunt with a policy that mostly follows the hint turned right by 90 degrees, and otherwise ignores it.
 
-    Returns whether it was lucky, and the conversation. Both ends get the same answer: with one for failure, learning
-    to avoid failure would unlearn how to answer.
+    Return whether it was lucky, and the conversation. Success and failure end with the same answer: with a separate
+    answer for failure, a model that learns to avoid failure would unlearn how to answer.
     """
     hunt = TreasureHunt()
     hunt.reset(**task)

@@ -1,4 +1,4 @@
-"""A tokenizer and an untrained network of half a million parameters, made from the transcripts that will teach it."""
+"""Creates a tokenizer and an untrained network of half a million parameters for the transcripts that will teach it."""
 
 import json
 from pathlib import Path
@@ -20,12 +20,12 @@ def make_model(folder: Path, transcripts: list[list[dict[str, Any]]], specs: lis
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
-    """One JSON object per line."""
+    """Write one JSON object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def train_tokenizer(transcripts: list[list[dict[str, Any]]], specs: list[dict[str, Any]]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE that splits only at digits and line ends, so that a call is a handful of tokens."""
+    """Train a byte-level BPE that splits only at digits and line ends, so that a call is a handful of tokens."""
     bpe = Tokenizer(models.BPE())
     bpe.decoder = decoders.ByteLevel()
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -53,7 +53,7 @@ def train_tokenizer(transcripts: list[list[dict[str, Any]]], specs: list[dict[st
 
 
 def make_network(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """An untrained network of the Qwen3 architecture."""
+    """Return an untrained network with the Qwen3 architecture."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -64,7 +64,7 @@ def make_network(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausa
         head_dim=32,
         max_position_embeddings=1024,
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-        initializer_range=0.06,  # the usual 0.02 is for wide networks: here attention to what matters would form late
+        initializer_range=0.06,  # the usual 0.02 is for wide networks: here useful attention would form late
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

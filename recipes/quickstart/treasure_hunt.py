@@ -6,18 +6,18 @@ from agentfactory import Environment, tool
 
 SIZE = 7
 STEPS = {"north": (-1, 0), "east": (0, 1), "south": (1, 0), "west": (0, -1)}
-"""Direction -> change of (row, column); row 1 is the northern edge, column 1 the western one."""
+"""Direction -> change of (row, column); row 1 is the northern edge, column 1 the western edge."""
 
 Cell = tuple[int, int]
 
 
 def distance(here: Cell, there: Cell) -> int:
-    """Moves between two cells."""
+    """Return the number of moves between two cells."""
     return abs(here[0] - there[0]) + abs(here[1] - there[1])
 
 
 def compass(here: Cell, there: Cell) -> str:
-    """Where `there` lies as seen from `here`: one of eight directions, such as `north-east`."""
+    """Return the direction of `there` from `here`: one of eight, such as `north-east`."""
     rows, columns = there[0] - here[0], there[1] - here[1]
     return "-".join(
         ["north"] * (rows < 0) + ["south"] * (rows > 0) + ["east"] * (columns > 0) + ["west"] * (columns < 0)
@@ -25,12 +25,12 @@ def compass(here: Cell, there: Cell) -> str:
 
 
 def move_limit(start: Cell, treasure: Cell) -> int:
-    """Moves that a hunt allows: one wrong step and the way back more than it needs."""
+    """Return the number of moves that a hunt allows: enough for one wrong step and the step back."""
     return distance(start, treasure) + 2
 
 
 def opening(start: Cell, treasure: Cell) -> str:
-    """The message with which a hunt begins."""
+    """Return the first message of a hunt."""
     return (
         f"The treasure lies {compass(start, treasure)}.\n"
         f"You stand in row {start[0]}, column {start[1]} and have {move_limit(start, treasure)} moves."
@@ -38,10 +38,11 @@ def opening(start: Cell, treasure: Cell) -> str:
 
 
 class TreasureHunt(Environment):
-    """One hunt. Reward: 0.5 x progress (share of the first distance that was covered, not below 0) + 0.5 x success."""
+    """One hunt. Reward: 0.5 x progress (covered share of the initial distance, at least 0) + 0.5 x success."""
 
     def reset(self, start: list[int], treasure: list[int], **task: Any) -> None:
-        """Begin at cell `start` ([row, column]) with the treasure at cell `treasure`; the question is the opening."""
+        """Begin at cell `start` ([row, column]) with the treasure at cell `treasure`; the task's question is the
+        opening message."""
         self.start = self.here = (start[0], start[1])
         self.treasure = (treasure[0], treasure[1])
         self.moves_left = move_limit(self.start, self.treasure)
@@ -53,7 +54,7 @@ class TreasureHunt(Environment):
             return "You have no moves left."
         self.moves_left -= 1
         rows, columns = STEPS[direction]
-        # the grid ends in walls: a step against one is spent in place
+        # the grid ends in walls: a step against a wall uses a move without changing the cell
         self.here = (min(max(self.here[0] + rows, 1), SIZE), min(max(self.here[1] + columns, 1), SIZE))
         if self.here == self.treasure:
             return "You found the treasure."
@@ -62,7 +63,7 @@ class TreasureHunt(Environment):
         return f"The treasure lies {compass(self.here, self.treasure)}."
 
     def reward(self) -> dict[str, float]:
-        """`reward`, and `success`: whether the treasure was found."""
+        """Return `reward` and `success`: whether the treasure was found."""
         success = float(self.here == self.treasure)
         progress = max(0.0, 1 - distance(self.here, self.treasure) / distance(self.start, self.treasure))
         return {"reward": 0.5 * progress + 0.5 * success, "success": success}

@@ -1,4 +1,4 @@
-"""Of the task, without a model: `python -m pytest test_my_task.py`, in this folder."""
+"""Tests of the task, without a model: run `python -m pytest test_my_task.py` in this folder."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 
 
 def judge(result: str, answer: int) -> float:
-    """The reward of a chain in which the calculator said `result`."""
+    """Return the reward of a chain in which the calculator returned `result`."""
     messages = [{"role": "user", "content": "?"}, {"role": "tool", "content": result}]
     messages.append({"role": "assistant", "content": "That is the result."})
     return right_result(Trajectory("chain", messages, [], Outcome.COMPLETED), answer)["reward"]
@@ -39,6 +39,6 @@ def test_the_answers_can_be_reached() -> None:
 
 
 def test_the_recipes_are_sound() -> None:
-    # what is not installed here, such as vLLM, is for the machine that trains
+    # `lacks` allows packages that only the training machine needs, such as vLLM
     load_recipe(HERE / "recipe.yaml", lacks=[])
     load_recipe(HERE / "tiny" / "recipe.yaml", lacks=[])

@@ -1,6 +1,6 @@
 "use strict";
 
-// Curves: one plot per metric, with all runs in it.
+// Curves: one plot per metric, with all runs.
 
 const measured = new Map(); // run -> {generation, lines}
 const KINDS = {
@@ -21,7 +21,7 @@ const MOST_POINTS = 1200;
 
 let plots = null;
 
-/** The plotting library, which is large: only who looks at curves waits for it. */
+/** Load the plotting library, which is large, only when curves are shown. */
 function loadPlots() {
   plots ??= window.Plotly ? Promise.resolve() : new Promise((done, failed) => {
     document.head.append(make("script", { src: "plotly.js", on: {
@@ -32,7 +32,7 @@ function loadPlots() {
   return plots;
 }
 
-/** Get what is new of each run's metrics; whether there was anything. */
+/** Get each run's new metrics; return whether there were any. */
 async function takeMetrics(state) {
   let changed = false;
   for (const run of state.runs) {
@@ -47,7 +47,7 @@ async function takeMetrics(state) {
   return changed;
 }
 
-/** Per line of a run, where it stands on the axis `by`. */
+/** The position of each line of a run on the axis `by`. */
 function positions(lines, by) {
   let sum = 0;
   return lines.map((line, number) => {
@@ -57,7 +57,7 @@ function positions(lines, by) {
   });
 }
 
-/** Points of one line of a chart. */
+/** The points of one line of a chart. */
 function pointsOf(run, { name, per }, by) {
   const { lines } = measured.get(run);
   const at = positions(lines, by);
@@ -72,7 +72,7 @@ function pointsOf(run, { name, per }, by) {
   return { x, y };
 }
 
-/** At most about MOST_POINTS: of each stretch its lowest and highest, so that no peak is lost. */
+/** Reduce to about MOST_POINTS: keep the lowest and highest point of each stretch, so that no peak is lost. */
 function thinned({ x, y }) {
   if (x.length <= MOST_POINTS) return { x, y };
   const stretch = Math.ceil((2 * x.length) / MOST_POINTS);
@@ -90,7 +90,7 @@ function thinned({ x, y }) {
   return { x: kept.map((i) => x[i]), y: kept.map((i) => y[i]) };
 }
 
-/** Exponential mean; early ones are of what there is. */
+/** Exponential mean; early values average the points so far. */
 function smoothed({ x, y }, strength) {
   let mean = 0;
   let weight = 0;
@@ -101,7 +101,7 @@ function smoothed({ x, y }, strength) {
   }) };
 }
 
-/** Plotly reads some markup in names. */
+/** Escape markup, which Plotly would interpret in names. */
 function plain(text) {
   return text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 }
@@ -132,7 +132,7 @@ function tracesOf(chart, runs, { by, smoothing }) {
   return traces;
 }
 
-/** A step's seconds by what they went into, as areas; of many steps, means. */
+/** A step's seconds by activity, as areas; for many steps, means. */
 function timeTraces(run, by) {
   const { lines } = measured.get(run);
   const at = positions(lines, by);
@@ -173,7 +173,7 @@ function layoutOf(by, legend) {
     legend: { orientation: "h", y: -0.25, font: { size: 11 } },
     xaxis: { ...axis, ...spike, nticks: 7, title: by === "step" ? undefined : { text: by, font: { size: 11 }, standoff: 4 } },
     yaxis: { ...axis, nticks: 5, rangemode: legend ? "tozero" : "normal" },
-    uirevision: "kept", // zooming in outlives what is new
+    uirevision: "kept", // keep the zoom when new data arrives
   };
 }
 
@@ -232,7 +232,7 @@ class CurvesPage {
     this.build();
   }
 
-  /** Every chart that there is, by its key. */
+  /** All charts, by key. */
   all() {
     return new Map([...this.charts.sections.flatMap((section) => section.charts), ...this.charts.others]
       .map((chart) => [chart.key, chart]));
@@ -263,7 +263,7 @@ class CurvesPage {
     return [...(chosen.length ? [{ title: "Chosen", charts: chosen, whole: true }] : []), ...sections];
   }
 
-  /** Lay out the charts that there are by now, and draw those that are seen. */
+  /** Lay out the current charts, and draw those that are visible. */
   build() {
     const runs = shownRuns();
     const sections = this.sections().map((section) => ({ ...section, charts: section.charts.map((chart) => ({

@@ -1,8 +1,8 @@
 "use strict";
 
-// Elements and how figures are written. Text goes into text nodes only: what a tool or a model wrote is never markup.
+// Elements and number formats. Text goes only into text nodes: what a tool or a model wrote is never markup.
 
-/** Make an element. `attributes`: `on` has listeners by event, `data` has data attributes; null leaves one out. */
+/** Create an element. `attributes`: `on` has listeners by event, `data` has data attributes; null omits one. */
 function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -19,7 +19,7 @@ function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** A figure as people read it: four digits, and a dash for none. */
+/** A number for people: four digits, or a dash for none. */
 function figure(value) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return String(value);
@@ -30,7 +30,7 @@ function figure(value) {
   return String(Number(value.toPrecision(4)));
 }
 
-/** A coloured square that stands for a run. */
+/** A coloured square that represents a run. */
 function swatch(run) {
   const square = make("span", { class: "swatch" });
   square.style.background = colourOf(run);
@@ -40,13 +40,13 @@ function swatch(run) {
 const COLOURS = ["#3f74d1", "#d9772b", "#2f9a72", "#b3478f", "#7a5fc7", "#a8932b", "#2f9bb0", "#c24e45", "#6c7888", "#8a6a3d"];
 const coloured = [];
 
-/** The colour of a run, which it keeps when others join. */
+/** The colour of a run; it does not change when other runs are added. */
 function colourOf(run) {
   if (!coloured.includes(run)) coloured.push(run);
   return COLOURS[coloured.indexOf(run) % COLOURS.length];
 }
 
-/** Value of a variable of the style sheet, which knows of light and dark. */
+/** The value of a style sheet variable; it depends on light or dark mode. */
 function styled(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
@@ -62,7 +62,7 @@ function later(milliseconds, action) {
 
 const tip = document.getElementById("tip");
 
-/** Show `content` beside the pointer; null hides it. */
+/** Show `content` next to the pointer; null hides it. */
 function showTip(content, event) {
   tip.hidden = content === null;
   if (content === null) return;

@@ -1,6 +1,6 @@
 "use strict";
 
-// The list of trajectories and groups, with its filters. What is asked for stands in the address.
+// The list of trajectories and groups, with its filters. The URL contains the query.
 
 const FILTERS = ["view", "run", "source", "outcome", "tool", "version_min", "version_max", "step_min", "step_max",
   "reward_min", "reward_max", "text", "group", "sort", "ascending", "page"];
@@ -94,7 +94,7 @@ class ListPage {
     ];
   }
 
-  /** Choices of a filter; what is chosen stays, also where nothing has it any more. */
+  /** The choices of a filter; the chosen one stays, even if no chain has it any more. */
   fill(name, none, options) {
     const wanted = this.query[name];
     const all = [["", none], ...options];
@@ -107,7 +107,7 @@ class ListPage {
   }
 
   change(also = {}) {
-    if (current !== this) return; // what was typed last waits for a moment
+    if (current !== this) return; // the debounced call for the last input may run after the page has changed
     const fields = Object.fromEntries(new FormData(this.form));
     const resort = fields.view !== this.query.view ? { sort: "", ascending: "" } : {};
     this.go({ ...fields, page: "", ...resort, ...also });
@@ -124,7 +124,7 @@ class ListPage {
     history.replaceState(null, "", this.addressWith(change));
     this.query = { ...this.query, ...change };
     if (before.group !== this.query.group) {
-      // the form has a button for the group that it shows
+      // the form has a button for the group that is shown
       return this.show(this.page, [], new URLSearchParams(location.hash.split("?")[1] ?? ""));
     }
     return this.load();
@@ -134,7 +134,7 @@ class ListPage {
     return this.load();
   }
 
-  /** Ask for the page that is wanted, and again until all of it is searched. */
+  /** Request the current page, and repeat until all chains are searched. */
   async load() {
     const query = this.query;
     let answer;
@@ -181,7 +181,7 @@ class ListPage {
       return make("td", { class: "figure" }, text);
     };
     const body = rows.map((row) => make("tr", { on: { click: (event) => {
-      // the whole row leads where its link does
+      // a click on the row opens its link
       if (!event.target.closest("a") && !String(getSelection())) event.currentTarget.querySelector("a").click();
     } } }, ...columns.map((column) => cell(column, row))));
     const filtered = FILTERS.some((name) => !["view", "sort", "ascending"].includes(name) && this.query[name]);

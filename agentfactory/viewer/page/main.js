@@ -1,13 +1,13 @@
 "use strict";
 
-// Which page is shown, which runs are, and what is new.
+// The current page, the selected runs, and polling for new data.
 
 let lastState = null;
 const hidden = new Set();
 const pages = { curves: new CurvesPage(), trajectories: new ListPage(), trajectory: new TrajectoryPage(), run: new RunPage() };
 let current = null;
 
-/** The runs whose curves are wanted. */
+/** The runs to show curves of. */
 function shownRuns() {
   return (lastState?.runs ?? []).filter((run) => !hidden.has(run.id));
 }
@@ -52,13 +52,13 @@ function drawStatus(text, bad = false) {
   status.classList.toggle("bad", bad);
 }
 
-/** Look for what is new, again and again, as long as somebody looks at the page. */
+/** Poll for new data while the page is visible. */
 async function follow() {
   try {
     const state = document.hidden ? null : await source.state();
     if (state) {
       lastState = state;
-      state.runs.forEach((run) => colourOf(run.id)); // in their order, whatever page draws which of them first
+      state.runs.forEach((run) => colourOf(run.id)); // in order, regardless of which one a page draws first
       await (current ? current.update(state) : route());
       drawRuns(state);
     }
@@ -66,7 +66,7 @@ async function follow() {
     drawStatus(!source.followed ? "exported" : read < total ? `reading trajectories, ${Math.floor((100 * read) / total)} %` : "live");
   } catch (error) {
     console.warn(error);
-    source.tag = ""; // what could not be taken in now is asked for again
+    source.tag = ""; // request the state again, because it could not be processed
     drawStatus(lastState ? "the viewer has ended, or cannot be reached" : String(error.message), true);
   }
   if (source.followed) setTimeout(follow, lastState && lastState.progress.read < lastState.progress.total ? 200 : 600);

@@ -1,8 +1,8 @@
 "use strict";
 
-// Where the page gets its data: from the server, or from the file that holds page and data together.
+// Sources of the page's data: the server, or the exported file that contains both page and data.
 
-/** Ask the server. */
+/** Gets data from the server. */
 const server = {
   followed: true,
   tag: "",
@@ -11,11 +11,11 @@ const server = {
     const response = await fetch(`${path}?${new URLSearchParams(parameters)}`, { headers });
     if (response.status === 304) return null;
     if (response.ok) return response.json();
-    const said = await response.json().catch(() => ({})); // a fault of the viewer itself is no JSON
+    const said = await response.json().catch(() => ({})); // an internal error of the viewer is not JSON
     throw new Error(said.error ?? `the viewer answered ${response.status} ${response.statusText}; its terminal says why`);
   },
 
-  /** What there is by now; null where it is what it was. */
+  /** The current state; null if it has not changed. */
   async state() {
     const response = await fetch("api/state", { headers: { "If-None-Match": this.tag } });
     if (response.status === 304) return null;
@@ -41,7 +41,7 @@ const server = {
   },
 };
 
-/** Answer from what an exported file holds, as the server would. */
+/** Answers from the data of an exported file, as the server would. */
 function fileSource(data) {
   let told = false;
   const facts = data.pages.map((page) => page.facts);
@@ -102,9 +102,9 @@ function fileSource(data) {
     const newest = (query.sort || "newest") === "newest";
     const column = newest ? "version" : query.sort;
     const sign = query.ascending === "1" ? 1 : -1;
-    // Array.sort is stable: equal rows stay in the order of reading, or its reverse
+    // Array.sort is stable: equal rows stay in reading order, or its reverse
     if (sign < 0) rows.reverse();
-    // what has no figure stands last; no version is the newest
+    // rows without a value come last; a missing version counts as the newest
     const rank = (row) => row[column] ?? (newest ? Infinity : sign * Infinity);
     rows.sort((a, b) => (rank(a) === rank(b) ? 0 : sign * (rank(a) < rank(b) ? -1 : 1)));
     const size = Number(query.size || 50);

@@ -1,12 +1,12 @@
 "use strict";
 
-// The tokens of a chain, coloured by what is known of each.
+// The tokens of a chain, coloured by their properties.
 
 const MASK = [63, 116, 209];
 const ABOVE = [46, 125, 216];
 const BELOW = [219, 98, 35];
 const UNLIKELY = [198, 72, 120];
-const DARKEST = 0.6; // of a background, so that the text on it can be read
+const DARKEST = 0.6; // maximum opacity of a background, so that its text stays readable
 
 function paint([red, green, blue], share) {
   return share > 0 ? `rgba(${red}, ${green}, ${blue}, ${(DARKEST * Math.min(1, share)).toFixed(3)})` : "";
@@ -16,7 +16,7 @@ function hexColour(hex) {
   return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 }
 
-/** The trainer's log-probability minus the server's, of each token that has both. */
+/** The trainer's log-probability minus the server's, for each token that has both. */
 function differences(row) {
   return row.proximal?.map((value, i) => (value === null || row.logprobs[i] === null ? null : value - row.logprobs[i]));
 }
@@ -30,7 +30,7 @@ function largest(rows, valuesOf) {
 const NOT_SAVED = "This run saved none for this trajectory: trajectories/credit.jsonl has no line of it, because its group "
   + "was not trained (yet), the chain took no part, or the run does not write that file.";
 
-/** Signed values, coloured up to the largest of the trajectory. */
+/** Signed values, coloured relative to the largest absolute value of the trajectory. */
 function signed(rows, valuesOf, meaning) {
   const most = largest(rows, valuesOf);
   if (!rows.some((row) => valuesOf(row))) return { missing: NOT_SAVED };
@@ -44,7 +44,7 @@ function signed(rows, valuesOf, meaning) {
   };
 }
 
-/** Ways to colour: each gives `legend`, `about` and `colour(row, position)`, or says in `missing` why it cannot. */
+/** Colourings: each returns `legend`, `about` and `colour(row, position)`, or the reason in `missing` if it cannot. */
 const COLOURINGS = {
   mask: {
     label: "mask",
@@ -90,7 +90,7 @@ const COLOURINGS = {
   },
 };
 
-/** The rows of a chain, and the way to colour them. */
+/** The rows of a chain, and their colouring. */
 class TokenView {
   constructor(data, colouring, onChange) {
     this.data = data;
@@ -121,7 +121,7 @@ class TokenView {
       body);
   }
 
-  /** Write the tokens a few thousand at a time, so that the page never stands still. */
+  /** Write the tokens a few thousand at a time, so that the page stays responsive. */
   write(row, number, body, from) {
     const end = Math.min(from + 3000, row.token_ids.length);
     const made = [];

@@ -1,6 +1,6 @@
 "use strict";
 
-// One trajectory: what was said, what it earned, and its tokens.
+// One trajectory: its messages, its rewards, and its tokens.
 
 class TrajectoryPage {
   async show(page, place, parameters) {
@@ -23,7 +23,7 @@ class TrajectoryPage {
     this.open(parameters.get("tab") ?? "conversation");
   }
 
-  /** Whether nobody went on to another page, or another trajectory, while the answer was waited for. */
+  /** Whether this page still shows the same trajectory after waiting for an answer. */
   isShown(parameters) {
     return current === this && this.parameters === parameters;
   }
@@ -54,7 +54,7 @@ class TrajectoryPage {
     this.pane.replaceChildren(tabs[chosen]());
   }
 
-  /** Keep in the address what is looked at. */
+  /** Keep the current view in the URL. */
   note(change) {
     for (const [name, value] of Object.entries(change)) this.parameters.set(name, value);
     history.replaceState(null, "", `${location.hash.split("?")[0]}?${this.parameters}`);
@@ -107,7 +107,7 @@ class TrajectoryPage {
   }
 }
 
-/** One message with its calls, images and what a tool said beside its result. */
+/** One message with its calls, its images and the extra information of a tool. */
 function messageCard(message, rewards) {
   const { role, name, parts, reasoning, calls, info, turn } = message;
   const spoken = turn !== undefined && turn >= 0;
@@ -123,7 +123,7 @@ function messageCard(message, rewards) {
     info ? make("details", {}, make("summary", {}, "info, which the model does not see"), make("pre", {}, JSON.stringify(info, null, 2))) : null);
 }
 
-/** A call; arguments that are text of several lines, such as code, stand as they are. */
+/** A call; multi-line text arguments, such as code, are shown verbatim. */
 function callCard({ name, arguments: given }) {
   const entries = given !== null && typeof given === "object" && !Array.isArray(given) ? Object.entries(given) : [["", given]];
   return make("div", { class: "call" }, make("div", { class: "call-name" }, name),

@@ -1,4 +1,4 @@
-"""What the tiny recipe needs, made on the spot: transcripts with a bad habit, a tokenizer, an untrained network."""
+"""Creates what the tiny recipe needs: transcripts with a bad habit, a tokenizer, an untrained network."""
 
 import json
 import random
@@ -12,11 +12,11 @@ ROWS = Path(__file__).parents[1] / "tasks.jsonl"
 
 OPERATIONS = ("add", "subtract", "multiply")
 TAKES_THE_NEXT_OPERATION = 0.7
-"""How often a transcript has not the right operation but the one behind it."""
+"""How often a transcript uses the operation after the right one."""
 
 
 def prepare(folder: Path, seed: int) -> None:
-    """Write model/ and transcripts.jsonl into `folder`; a seed always gives the same."""
+    """Write model/ and transcripts.jsonl into `folder`; the same seed always gives the same files."""
     rng = random.Random(seed)
     rows = map(json.loads, ROWS.read_text(encoding="utf-8").splitlines())
     transcripts = [work_out_badly(row, rng) for row in rows]
@@ -26,7 +26,7 @@ def prepare(folder: Path, seed: int) -> None:
 
 
 def work_out_badly(row: dict[str, Any], rng: random.Random) -> list[dict[str, Any]]:
-    """A conversation: the right numbers in a call, mostly the wrong operation, and a last word."""
+    """Return a conversation: a call with the right numbers and mostly the wrong operation, then a final message."""
     turned = rng.random() < TAKES_THE_NEXT_OPERATION
     operation = OPERATIONS[(OPERATIONS.index(row["operation"]) + turned) % len(OPERATIONS)]
     arguments = {"left": row["left"], "operation": operation, "right": row["right"]}
