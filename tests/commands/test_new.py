@@ -68,7 +68,7 @@ def test_names_that_would_hide_a_module_are_refused(tmp_path: Path, name: str, w
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NewError, match=r"Not a directory.*--output"):
-        write_task("sums", tmp_path / "file" / "new")
+        write_task("divisions", tmp_path / "file" / "new")
 
 
 def test_nothing_is_left_of_the_templates_name(folder: Path) -> None:
