@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
 NEEDED_ROUTES = (GENERATE, "/health", "/v1/models")
+_ROUNDING = 1e-3
+"""Above 0, what a log-probability may be by the rounding of half precision."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,7 @@ class InferenceClient:
             completion = None
             if status == 200:
                 self._router.succeeded(time.monotonic())
-                completion = _completion(json.loads(text))
+                completion = _completion(text)
             if (status == 503 or (status == 200 and completion is None)) and await self._recovery.held_back(url):
                 # waiting is not a failure, however long it took
                 retries = Retries(self._limit)
@@ -204,18 +207,32 @@ class InferenceClient:
         raise InferenceError(f"{problem} (for {self._limit:g} s)")
 
 
+<<<<<<< HEAD
 def _completion(answer: dict[str, Any]) -> Completion | None:
     """Return the turn in a server's answer; None if the server aborted it."""
+=======
+def _completion(text: str) -> Completion | None:
+    """The turn in a server's answer; None for one that the server aborted. Raises InferenceError for an answer that
+    cannot be trained on."""
+>>>>>>> f6455c2a3510a23c10f2e0b111254a257d9624d9
     try:
-        choice = answer["choices"][0]
+        choice = json.loads(text)["choices"][0]
         if choice["finish_reason"] == "abort":
             return None
         token_ids = choice["token_ids"]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         # vLLM returns no span for a turn without tokens
         versions = [Span(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or []]
+    except json.JSONDecodeError as error:
+        raise InferenceError(f"the server's answer is no JSON: {error}: {text[:200]}") from error
     except (KeyError, TypeError, IndexError) as error:
         raise InferenceError(f"the server's answer lacks {error!r}") from error
     if len(token_ids) != len(logprobs):
         raise InferenceError(f"the server sent {len(token_ids)} tokens with {len(logprobs)} log-probabilities")
+    for token, logprob in zip(token_ids, logprobs, strict=True):
+        if type(token) is not int or token < 0:
+            raise InferenceError(f"the server sent {token!r} as a token id")
+        # one such number would make every weight of the policy NaN
+        if type(logprob) not in (int, float) or not -math.inf < logprob <= _ROUNDING:
+            raise InferenceError(f"the server sent {logprob!r} as the log-probability of token {token}")
     return Completion(token_ids, logprobs, versions, choice["finish_reason"] == "length", [1] * len(token_ids))

@@ -20,7 +20,7 @@ class LoraConfig(Section):
     alpha: float | None = None
     """The adapter is scaled by alpha / rank; the default is 2 x rank."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Dropout on the adapter's input during training."""
+    """Dropout on the adapter's input during training; for train.algorithm=sft only."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """Names of the linear modules that get an adapter."""
     quantization: Literal["nf4"] | None = None

@@ -1,6 +1,7 @@
 """The records of a chain: token rows, trajectories, groups, and their JSONL."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -223,6 +224,15 @@ def read_groups(path: Path) -> Iterator[Group]:
             for number, line in enumerate(lines, 1):
                 try:
                     group = Group.from_dict(json.loads(line))
+                    _check_rewards(group)
                 except (ValueError, KeyError, TypeError) as error:
                     raise ValueError(f"{file}:{number} is not a saved group: {error!r}") from error
                 yield group
+
+
+def _check_rewards(group: Group) -> None:
+    """Raise ValueError if a reward is not a finite number, which JSON as Python writes it can hold."""
+    for chain in group.trajectories:
+        for reward in (chain.reward, *(chain.turn_rewards or [])):
+            if reward is not None and (type(reward) not in (int, float) or not math.isfinite(reward)):
+                raise ValueError(f"chain {chain.id} has the reward {reward!r}, which is no finite number")

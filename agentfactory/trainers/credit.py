@@ -172,6 +172,9 @@ class Credit:
         return costs, {"kl": fmean(paid)} if paid else {}
 
 
+_SAME_ENTROPY = 1e-3
+"""Nats. Equal tokens after equal contexts, such as the first ones of a group's chains, differ by rounding, which
+depends on how the rows were batched."""
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -217,7 +220,8 @@ def _chain(trajectory: Trajectory, trained: bool, recipe: TrainRecipe) -> _Chain
     malformed = trajectory.malformed_turns if recipe.train.advantage.malformed_turns == "blamed" else []
     if trajectory.turn_rewards is None and not malformed:
         return _Chain(trajectory.id, reward, [], [], [], rows, places, sources)
-    lengths = [sum(trajectory.rows[row].mask[start:end]) for row, start, end in trajectory.turn_spans()]
+    # without context to predict it from, the first token of a row is not trained: see training_row
+    lengths = [sum(trajectory.rows[row].mask[max(start, 1) : end]) for row, start, end in trajectory.turn_spans()]
     ends = list(accumulate(lengths))
     return _Chain(trajectory.id, reward, trajectory.turn_rewards or [], ends, malformed, rows, places, sources)
 
@@ -260,9 +264,13 @@ def _with_streams(rows: Sequence[TrainingRow], streams: dict[str, list[float]]) 
 
 def _keep_uncertain(chains: Sequence[_Chain], advantages: list[list[float]], share: float) -> None:
     """Set the advantage to 0 for all tokens except the `share` with the highest entropy (Wang et al., 2025,
-    arXiv:2506.01939, equation 4), over the whole batch."""
-    entropies = [chain.stream("entropy") for chain in chains]
-    flat = np.concatenate([np.asarray(values) for values in entropies])
+    arXiv:2506.01939, equation 4), over the whole batch. Of equal entropies at the quantile, the first are kept."""
+    lengths = [chain.tokens for chain in chains]
+    flat = np.concatenate([np.asarray(chain.stream("entropy")) for chain in chains])
     threshold = np.quantile(flat, 1.0 - share)
-    for index, values in enumerate(entropies):
-        advantages[index] = [a if e >= threshold else 0.0 for a, e in zip(advantages[index], values, strict=True)]
+    count = len(flat) - math.ceil((1.0 - share) * (len(flat) - 1) - 1e-9)
+    kept = flat > threshold + _SAME_ENTROPY
+    near = np.flatnonzero(np.abs(flat - threshold) <= _SAME_ENTROPY)
+    kept[near[: count - int(kept.sum())]] = True
+    for index, keeps in enumerate(np.split(kept, np.cumsum(lengths)[:-1])):
+        advantages[index] = [a if keep else 0.0 for a, keep in zip(advantages[index], keeps, strict=True)]

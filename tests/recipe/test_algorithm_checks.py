@@ -31,6 +31,7 @@ REFUSED = {
         "train.loss.mismatch.high",
         "correction",
     ),
+    "dropout of an adapter": (["model.lora={rank: 4, dropout: 0.1}"], "model.lora.dropout", "use 0"),
     "another algorithm's option": (["train.algorithm=cispo", "train.loss.clip_low=0.1"], "train.loss.clip_low", "gspo"),
 }
 

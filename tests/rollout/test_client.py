@@ -1,6 +1,8 @@
 """The inference client over real sockets: what it tries again, where it goes, what it never accepts."""
 
 import asyncio
+import json
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -311,3 +313,35 @@ async def test_routes_are_checked_on_every_server_and_the_switch_is_named() -> N
             await client.check_routes()
         assert time.monotonic() - started < 2, "a wrong address is told at once"
         await bad.start()
+
+
+def completion(token: object = 7, logprob: object = -1.0) -> web.Response:
+    """A turn of one token; what JSON cannot hold is written as Python writes it."""
+    choice = {
+        "finish_reason": "stop",
+        "token_ids": [token],
+        "logprobs": {"content": [{"logprob": logprob}]},
+        "weight_versions": [],
+    }
+    return web.Response(text=json.dumps({"choices": [choice]}), content_type="application/json")
+
+
+@pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf, None, "-1.0", True, 0.5])
+async def test_a_log_probability_that_is_none_never_passes(logprob: object) -> None:
+    async with connected(Server(lambda: completion(logprob=logprob))) as client:
+        with pytest.raises(InferenceError, match="as the log-probability of token 7"):
+            await ask(client)
+
+
+@pytest.mark.parametrize("token", [-1, 1.5, "7", None, True])
+async def test_a_token_id_that_is_none_never_passes(token: object) -> None:
+    async with connected(Server(lambda: completion(token=token))) as client:
+        with pytest.raises(InferenceError, match="as a token id"):
+            await ask(client)
+
+
+async def test_an_answer_that_is_no_json_fails_the_request_alone() -> None:
+    async with connected(Server(lambda: web.Response(text="<html>"), completion)) as client:
+        with pytest.raises(InferenceError, match="no JSON"):
+            await ask(client)
+        assert (await ask(client)).logprobs == [-1.0]

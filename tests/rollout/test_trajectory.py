@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,3 +97,15 @@ def test_failures_are_typed() -> None:
         Outcome.TIMEOUT,
         Outcome.CANCELLED,
     }
+
+
+@pytest.mark.parametrize("wrong", [{"reward": float("nan")}, {"reward": "1"}, {"turn_rewards": [1.0, float("inf")]}])
+def test_a_saved_reward_that_is_no_number_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    group = Group("g", {}, [Trajectory("g.0", [], [], Outcome.COMPLETED, 1.0)])
+    saved = json.loads(group.to_json())
+    saved["trajectories"][0] |= wrong
+    (tmp_path / "a.jsonl").write_text(group.to_json() + "\n" + json.dumps(saved) + "\n")
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl:2 is not a saved group: .*chain g\.0 has the reward .*no finite number"
+    ):
+        list(read_groups(tmp_path / "a.jsonl"))

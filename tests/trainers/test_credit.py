@@ -279,3 +279,47 @@ def test_what_is_kept_of_the_credit(make_recipe: Make) -> None:
     assert second == {"group": "none", "step": 7, "chains": {}}
     # steps in which only the critic learns make no log-probabilities
     assert "proximal" not in json.loads(credit.lines(7, rows)[0])["chains"]["c"][0]
+
+
+def test_a_turn_that_begins_a_row_shifts_no_reward(make_recipe: Make) -> None:
+    """The first token of a row has nothing before it, and is not trained: the turn's reward is for the others."""
+
+    def headless(reward: float, turn_rewards: list[float]) -> Trajectory:
+        row = Row()
+        row.append_sampled([4] * 3, [-1.0] * 3, [Span("0", 0, 3)])
+        row.append_context([7, 7])
+        row.append_sampled([4] * 2, [-1.0] * 2, [Span("0", 5, 7)])
+        made = Trajectory("c", [], [row], Outcome.COMPLETED, reward, turns=2)
+        made.turn_rewards = turn_rewards
+        return made
+
+    def streams(*chains: Trajectory) -> list[list[float]]:
+        recipe = make_recipe(advantage={"scale": "none"})
+        return [row.streams["advantage"] for row in credited(recipe, group(*chains)).rows]
+
+    rewards = ([1.0, 0.0], [0.0, 0.0])
+    assert streams(*(headless(0.0, turn) for turn in rewards)) == streams(
+        *(with_rewards(chain(0.0, (2, 2)), turn) for turn in rewards)
+    )
+
+
+def with_rewards(trajectory: Trajectory, turn_rewards: list[float]) -> Trajectory:
+    trajectory.turn_rewards = turn_rewards
+    return trajectory
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-6, -1e-6])
+def test_equal_entropies_at_the_quantile_are_told_apart_by_their_place(make_recipe: Make, noise: float) -> None:
+    """The first tokens of a group's chains are equal but for rounding, which depends on the batching."""
+    recipe = make_recipe(loss={"top_entropy": 0.5}, advantage={"scale": "none"})
+    chains = [chain(reward, (3,)) for reward in (1.0, 0.0, 0.0, 0.0)]
+    scores = [{"entropy": [1.0 + noise * sign, 0.1, 2.0 if sign > 0 else 0.2]} for sign in (1, -1, 2, -2)]
+    rows = credited(recipe, group(*chains), scores=scores).rows
+    kept = [[value != 0.0 for value in row.streams["advantage"]] for row in rows]
+    # 6 of 12: two of entropy 2, and of the four of entropy 1 all, whatever the noise
+    assert kept == [[True, False, True], [True, False, False], [True, False, True], [True, False, False]]
+    recipe.train.loss.top_entropy = 0.25
+    rows = credited(recipe, group(*chains), scores=scores).rows
+    kept = [[value != 0.0 for value in row.streams["advantage"]] for row in rows]
+    # 3 of 12: two of entropy 2, and the first of entropy 1
+    assert kept == [[True, False, True], [False] * 3, [False, False, True], [False] * 3]
