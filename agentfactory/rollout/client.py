@@ -207,14 +207,9 @@ class InferenceClient:
         raise InferenceError(f"{problem} (for {self._limit:g} s)")
 
 
-<<<<<<< HEAD
-def _completion(answer: dict[str, Any]) -> Completion | None:
-    """Return the turn in a server's answer; None if the server aborted it."""
-=======
 def _completion(text: str) -> Completion | None:
-    """The turn in a server's answer; None for one that the server aborted. Raises InferenceError for an answer that
+    """Return the turn in a server's answer; None if the server aborted it. Raises InferenceError for an answer that
     cannot be trained on."""
->>>>>>> f6455c2a3510a23c10f2e0b111254a257d9624d9
     try:
         choice = json.loads(text)["choices"][0]
         if choice["finish_reason"] == "abort":
