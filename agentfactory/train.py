@@ -48,6 +48,9 @@ def load(arguments: list[str]) -> tuple[Recipe, str | Assignment | None]:
     options.overrides += rest
     settle_resume(options)
     if options.assignment is not None:
+        if options.recipe is not None or options.overrides or options.resume is not None:
+            problem = "an assignment holds the recipe and the checkpoint, and nothing else can be given with it"
+            raise SettingError("--assignment", problem, "leave the rest out", source=COMMAND_LINE)
         assignment = Assignment.read(options.assignment)
         append_folders(assignment.recipe.import_path)
         return assignment.recipe, assignment

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from agentfactory.launching.resume import check_recipe, choose
 from agentfactory.launching.run_folder import RunFolder, RunFolderError
 from agentfactory.placement.placement import Placement, may_have_gpu, place
 from agentfactory.recipe.checks import runs_chains
-from agentfactory.recipe.composition import display
+from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import own_python
@@ -53,10 +55,19 @@ class Assignment:
 
     @classmethod
     def read(cls, file: Path) -> "Assignment":
-        """Read the assignment that `write` wrote."""
-        data = json.loads(file.read_text(encoding="utf-8"))
-        recipe = Recipe.model_validate_json(json.dumps(data["recipe"]), strict=True)
-        return cls(recipe, Path(data["checkpoint"]) if data["checkpoint"] else None)
+        """Read what `write` wrote. Raises SettingError for any other file."""
+        try:
+            data = json.loads(file.read_text(encoding="utf-8"))
+            recipe = Recipe.model_validate_json(json.dumps(data["recipe"]), strict=True)
+            return cls(recipe, Path(data["checkpoint"]) if data["checkpoint"] else None)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            why = str(error)
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            problem = f"{display(file)} is no assignment: {why[:200]}"
+            fix = "only the launcher writes one: run `agentfactory train RECIPE`"
+            raise SettingError("--assignment", problem, fix, source=COMMAND_LINE) from error
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from agentfactory import train
 from agentfactory.launching.plan import Assignment, RunPlan, StagePlan, State, plan_run
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.placement.placement import Placement
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
+from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import ACCELERATE
 from tests.launching.test_resume import recipe_of, write_checkpoint
 from tests.project import Command
@@ -109,3 +111,28 @@ def test_a_dry_run_prints_the_plan(two_stages: Path, agentfactory: Command) -> N
     resumed = agentfactory("train", "first.yaml", "--dry-run", "--resume")
     assert "# first: started, in runs/first, resumes from runs/first/checkpoints/step-000002" in resumed.stdout
     assert json.loads((folder.checkpoints / "step-000002" / "trainer_state.json").read_text())["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "No such file"),
+        ("{", "Expecting property name"),
+        ("[]", "list indices"),
+        ('{"recipe": {}, "checkpoint": null}', "train: Field required"),
+        ('{"checkpoint": null}', "'recipe'"),
+    ],
+)
+def test_what_is_no_assignment_is_refused(tmp_path: Path, text: str | None, said: str) -> None:
+    file = tmp_path / "assignment.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SettingError, match=r"--assignment: .*assignment\.json is no assignment") as caught:
+        Assignment.read(file)
+    assert said in str(caught.value)
+    assert "fix: only the launcher writes one" in str(caught.value)
+
+
+def test_an_assignment_stands_alone(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="--assignment: an assignment holds the recipe"):
+        train.load(["--assignment", str(tmp_path / "a.json"), "train.steps=4"])
