@@ -119,7 +119,7 @@ def test_a_dry_run_prints_the_plan(two_stages: Path, agentfactory: Command) -> N
         (None, "No such file"),
         ("{", "Expecting property name"),
         ("[]", "list indices"),
-        ('{"recipe": {}, "checkpoint": null}', "train: Field required"),
+        ('{"recipe": {}, "checkpoint": null}', "model: Field required"),
         ('{"checkpoint": null}', "'recipe'"),
     ],
 )
