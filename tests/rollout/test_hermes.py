@@ -61,6 +61,8 @@ def test_forms_of_a_call(body: str, arguments: dict) -> None:
         ('<tool_call>{"name": "f", "parameters": {}}</tool_call>', '"arguments" is missing, but there is "parameters"'),
         ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "NaN is not JSON"),
         ('<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>', "too large"),
+        ('<tool_call>{"name": "f", "arguments": {"x": 1, "x": 2}}</tool_call>', "the key 'x' is given twice"),
+        ('<tool_call>{"name": "f", "name": "g", "arguments": {}}</tool_call>', "the key 'name' is given twice"),
         ('<tool_call>{"name": "f", "arguments": {"x": "\\ud83d"}}</tool_call>', "surrogate"),
         ('{"name": "f", "arguments": {}}</tool_call>', "</tool_call> without <tool_call>"),
         ("<tool_call>" + '{"a":' * 100_000, "nested too deeply"),

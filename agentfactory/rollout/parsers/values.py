@@ -23,7 +23,7 @@ _SPACE = re.compile(r"\s*")
 
 def read_json(text: str, position: int = 0) -> tuple[Any, int]:
     """Return the JSON value at `position`, and where it ends. Raises ValueError, with a message for the model, if it is
-    invalid or cannot be written again (numbers too large, surrogate halves)."""
+    invalid, has a key twice, or cannot be written again (numbers too large, surrogate halves)."""
     try:
         # the JSON value determines where it ends, so a closing tag inside a string argument is only text
         value, end = _DECODER.raw_decode(text, position)
@@ -144,4 +144,13 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_no_constant)
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; one of two values for a key would be lost in silence."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_no_constant, object_pairs_hook=_once)
