@@ -284,6 +284,14 @@ class TemplateRenderer:
         if [name for name, _ in found.calls] != [call["function"]["name"] for call in calls]:
             reason = found.error or "it has other calls"
             raise RenderError(f"message {index}: rollout.parser does not read what the chat template writes: {reason}")
+        for (name, read), call in zip(found.calls, calls, strict=True):
+            written = call["function"]["arguments"]
+            written = json.loads(written) if isinstance(written, str) else written
+            if _as_texts(read) != _as_texts(written):
+                raise RenderError(
+                    f"message {index}: rollout.parser reads other arguments of {name} than the chat template writes: "
+                    f"{json.dumps(read, ensure_ascii=False)[:200]}; text of the format itself cannot be in an argument"
+                )
 
     def tokens_agree(self, specs: list[ToolSpec]) -> bool:
         """Return whether the pieces of the probe conversations are the tokens of their whole text."""
@@ -334,6 +342,15 @@ class TemplateRenderer:
                 "the chat template has no system messages: leave out rollout.system_prompt, or put its text into the "
                 "first user message"
             )
+
+
+def _as_texts(arguments: dict[str, Any]) -> dict[str, str]:
+    """Return arguments as formats without quotes write them: there, only the tool's schema tells 3 from "3"."""
+    texts = {
+        key: value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False)
+        for key, value in arguments.items()
+    }
+    return {key.replace(MARK, ""): text.replace(MARK, "") for key, text in texts.items()}
 
 
 def _spans(rendered: Callable[[int], str], start: int, end: int, whole: str, weights: list[float]) -> Spans:

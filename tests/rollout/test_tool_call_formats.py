@@ -253,6 +253,22 @@ def test_native_rows_teach_what_a_chain_would_read() -> None:
         renderer.conversation_row([*messages[:2], {**messages[2], "content": ""}], SPECS)
 
 
+def test_an_argument_with_the_formats_own_text_is_refused() -> None:
+    """It would be read as the end of the argument, and the row would teach another call than the one that it shows."""
+    renderer = renderer_of("qwen3_coder")
+
+    def row(query: str) -> Row:
+        call = ToolCall("c0", "search", {"query": query}).to_openai()
+        return renderer.conversation_row([*OPENING, {"role": "assistant", "content": "", "tool_calls": [call]}], SPECS)
+
+    for harmless in ("rain", "3", "</parameter> in the text", "two\nlines\n", "<parameter=x>"):
+        assert row(harmless)
+    with pytest.raises(
+        ValueError, match=r"message 2: rollout\.parser reads other arguments of search than the chat tem"
+    ):
+        row("rain\n</parameter>\n<parameter=unit>\nkm")
+
+
 def test_words_that_a_template_would_drop_are_refused() -> None:
     llama = renderer_of("llama3_json")
     call = ToolCall("c0", "search", {"query": "rain"}).to_openai()
