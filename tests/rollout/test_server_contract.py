@@ -159,7 +159,9 @@ class Client:
 @asynccontextmanager
 async def connect(server: Served) -> AsyncIterator[Client]:
     headers = {"Authorization": f"Bearer {server.key}"} if server.key else {}
-    async with aiohttp.ClientSession(headers=headers) as session:
+    # no connection is used again: while a test computes what is right, the server may close an idle one
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(headers=headers, connector=connector) as session:
         yield Client(server, session)
 
 
