@@ -106,7 +106,7 @@ class InferenceClient:
                     raise ServerUnreachableError(
                         f"server {url} answered {status} to /openapi.json; is it an inference server?"
                     )
-                problem = missing_routes(url, list(json.loads(text).get("paths", {})), NEEDED_ROUTES)
+                problem = missing_routes(url, _paths(text), NEEDED_ROUTES)
                 if problem:
                     raise ServerUnreachableError("; ".join(problem))
                 self._recovery.base_models |= {
@@ -144,13 +144,18 @@ class InferenceClient:
         while True:
             url = await self._recovery.take(chain, prompt, failed_at)
             self._router.started(url)
+            lost = None
             try:
                 status, text = await self._connection.request("POST", url + GENERATE, body)
             except LostError as error:
-                self._recovery.lose(url, str(error))
-                continue
+                lost = str(error)
             finally:
                 self._router.ended(url)
+            if lost is not None:
+                self._recovery.lose(url, lost)
+                # a server that says that it is healthy, and drops every turn, comes back at once
+                await self._wait_to_retry(retries, url, lost)
+                continue
             completion = None
             if status == 200:
                 self._router.succeeded(time.monotonic())
@@ -167,10 +172,9 @@ class InferenceClient:
                 else:
                     problem = f"it sampled with {completion.versions[0].version}, not with {oldest}"
                     self._recovery.distrust(url, problem)
-                    continue
             elif status == 404 and self._recovery.is_published(model):
-                self._recovery.distrust(url, f"it does not know {model}")
-                continue
+                problem = f"it does not know {model}"
+                self._recovery.distrust(url, problem)
             elif status == 429 or status >= 500:
                 problem = f"the server answered {status}: {text[:500]}"
                 failed_at.add(url)
@@ -207,6 +211,14 @@ class InferenceClient:
         raise InferenceError(f"{problem} (for {self._limit:g} s)")
 
 
+def _paths(text: str) -> list[str]:
+    """Return the routes in a server's description of itself. Raises ValueError for anything else."""
+    described = json.loads(text)
+    if not isinstance(described, dict) or not isinstance(described.get("paths", {}), dict):
+        raise ValueError(f"no description: {text[:200]}")
+    return list(described.get("paths", {}))
+
+
 def _completion(text: str) -> Completion | None:
     """Return the turn in a server's answer; None if the server aborted it. Raises InferenceError for an answer that
     cannot be trained on."""
@@ -218,16 +230,21 @@ def _completion(text: str) -> Completion | None:
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         # vLLM returns no span for a turn without tokens
         versions = [Span(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or []]
+        count = len(token_ids)
     except json.JSONDecodeError as error:
         raise InferenceError(f"the server's answer is no JSON: {error}: {text[:200]}") from error
     except (KeyError, TypeError, IndexError) as error:
         raise InferenceError(f"the server's answer lacks {error!r}") from error
-    if len(token_ids) != len(logprobs):
-        raise InferenceError(f"the server sent {len(token_ids)} tokens with {len(logprobs)} log-probabilities")
+    if count != len(logprobs):
+        raise InferenceError(f"the server sent {count} tokens with {len(logprobs)} log-probabilities")
     for token, logprob in zip(token_ids, logprobs, strict=True):
         if type(token) is not int or token < 0:
             raise InferenceError(f"the server sent {token!r} as a token id")
         # one such number would make every weight of the policy NaN
         if type(logprob) not in (int, float) or not -math.inf < logprob <= _ROUNDING:
             raise InferenceError(f"the server sent {logprob!r} as the log-probability of token {token}")
-    return Completion(token_ids, logprobs, versions, choice["finish_reason"] == "length", [1] * len(token_ids))
+    for span in versions:
+        edges = (0, span.start, span.end, count)
+        if type(span.version) is not str or any(type(edge) is not int for edge in edges) or sorted(edges) != [*edges]:
+            raise InferenceError(f"the server sent {span} as the weights of {count} tokens")
+    return Completion(token_ids, logprobs, versions, choice["finish_reason"] == "length", [1] * count)

@@ -74,7 +74,7 @@ class Connection:
         """Make a request; return the answer's status, text and headers."""
         try:
             async with self._session.request(method, url, data=body) as response:
-                return response.status, await response.text(), response.headers
+                return response.status, await response.text(errors="replace"), response.headers
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise LostError(str(error) or repr(error)) from error
 
@@ -86,20 +86,31 @@ class Connection:
     async def models(self, url: str) -> list[dict[str, Any]]:
         """Return the cards of the server's models and adapters; an adapter's card has a `parent`."""
         status, text = await self.request("GET", url + "/v1/models")
-        return json.loads(text).get("data", []) if status == 200 else []
+        return _object(text).get("data", []) if status == 200 else []
 
     async def weight_version(self, url: str) -> str:
         """Return the label of the server's base weights; empty if it has none."""
         status, text = await self.request("GET", url + "/weight_info")
-        return str(json.loads(text).get("weight_version")) if status == 200 else ""
+        return str(_object(text).get("weight_version")) if status == 200 else ""
 
     async def holds_requests(self, url: str) -> bool:
         """Return whether the server reports that it is paused or asleep."""
         for route, key in (("/is_sleeping", "is_sleeping"), ("/is_paused", "is_paused")):
             status, text = await self.request("GET", url + route)
-            if status == 200 and json.loads(text).get(key):
+            if status == 200 and _object(text).get(key):
                 return True
         return False
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Return a JSON object. Raises LostError for anything else, such as the error page of a proxy."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise LostError(f"it answered with no JSON: {text[:200]}") from error
+    if not isinstance(found, dict):
+        raise LostError(f"it answered with no JSON object: {text[:200]}")
+    return found
 
 
 _OVERFLOW = (

@@ -18,6 +18,8 @@ from tests.waiting import until
 PROMPT = [1, 2, 3]
 SAMPLING = {"max_tokens": 4}
 Answer = Callable[[], Awaitable[web.Response] | web.Response]
+DROPPED = web.Response()
+"""In place of an answer: the connection breaks."""
 
 
 def turn(version: str = "0", reason: str = "stop") -> web.Response:
@@ -56,7 +58,10 @@ class Server:
         self.prompts.append((await request.json())["token_ids"])
         answer = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         made = answer()
-        return made if isinstance(made, web.Response) else await made
+        response = made if isinstance(made, web.Response) else await made
+        if response is DROPPED and request.transport is not None:
+            request.transport.abort()
+        return response
 
     async def start(self) -> None:
         """On the port that it had before, if any."""
@@ -345,3 +350,38 @@ async def test_an_answer_that_is_no_json_fails_the_request_alone() -> None:
         with pytest.raises(InferenceError, match="no JSON"):
             await ask(client)
         assert (await ask(client)).logprobs == [-1.0]
+
+
+@pytest.mark.parametrize(
+    "garbled", [b"\xff\xfe", b"null", b"[]", b'{"choices": [{"finish_reason": "stop", "token_ids": null}]}']
+)
+async def test_an_answer_of_another_shape_fails_the_request_alone(garbled: bytes) -> None:
+    async with connected(Server(lambda: web.Response(body=garbled), completion)) as client:
+        with pytest.raises(InferenceError, match="the server's answer"):
+            await ask(client)
+        assert (await ask(client)).token_ids == [7]
+
+
+@pytest.mark.parametrize("span", [("0", 0, 99), ("0", -1, 1), (0, 0, 1), ("0", "0", 1), ("0", 1, 0)])
+async def test_versions_that_do_not_fit_the_tokens_never_pass(span: tuple[object, object, object]) -> None:
+    def answer() -> web.Response:
+        version, start, end = span
+        choice = {
+            "finish_reason": "stop",
+            "token_ids": [7],
+            "logprobs": {"content": [{"logprob": -1.0}]},
+            "weight_versions": [{"version": version, "start": start, "end": end}],
+        }
+        return web.json_response({"choices": [choice]})
+
+    async with connected(Server(answer)) as client:
+        with pytest.raises(InferenceError, match="as the weights of 1 tokens"):
+            await ask(client)
+
+
+async def test_a_server_that_is_healthy_and_drops_every_turn_is_given_up() -> None:
+    server = Server(lambda: DROPPED)
+    async with connected(server, retry_seconds=1.0) as client:
+        with pytest.raises(ServerUnreachableError, match="no server completed a request for 1 s"):
+            await ask(client)
+    assert len(server.prompts) < 15, "with backoff"

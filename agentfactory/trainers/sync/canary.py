@@ -89,11 +89,15 @@ def server_scores(server: ServerControl, rows: Sequence[CanaryRow], report: Sync
         salt = secrets.token_hex(16) if fresh else report.cache_salt
         if salt is not None:
             body["cache_salt"] = salt
-        choice = server.post("/inference/v1/generate", body)["choices"][0]
-        versions = {span["version"] for span in choice["weight_versions"] or []}
+        try:
+            choice = server.post("/inference/v1/generate", body)["choices"][0]
+            versions = {span["version"] for span in choice["weight_versions"] or []}
+            given = {entry["token_id"]: entry["logprob"] for entry in choice["logprobs"]["content"][0]["top_logprobs"]}
+        except (KeyError, TypeError, IndexError) as error:
+            problem = f"{server.url}/inference/v1/generate answered the canary with no completion ({error!r})"
+            raise SyncError(f"{problem}; is a proxy in front of it?") from error
         if not report.is_adapter and versions != {report.label}:
             raise SyncError(f"{server.url} generates with version {versions}, not with {report.label!r}")
-        given = {entry["token_id"]: entry["logprob"] for entry in choice["logprobs"]["content"][0]["top_logprobs"]}
         missing = [token for token in row.candidates if given.get(token, _INVALID) == _INVALID]
         if missing:
             raise SyncError(
