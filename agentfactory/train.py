@@ -96,7 +96,8 @@ def main() -> int:
     except (LaunchError, RunFolderError, SettingError) as error:
         # all ranks find the error, except one about a machine's disk; one rank of each machine prints it
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            say_why(error)
+            # on one line, which the launcher repeats: other libraries' words may take several
+            say_why(" ".join(str(error).split()))
         return 2
     except (WorkerDiedError, SyncError, TrackingError, ValueError, FloatingPointError) as error:
         say_why(error)
@@ -109,7 +110,7 @@ def main() -> int:
     return 128 + ended_by if ended_by else 0
 
 
-def say_why(error: Exception) -> None:
+def say_why(error: Exception | str) -> None:
     """Print the error that ended this process. If there are several processes, mark it as torch marks a rank's
     traceback, so that the launcher can tell the cause from its consequences."""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1

@@ -156,12 +156,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="steps of reinforcement learning")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    options.output.mkdir(parents=True)
+    if options.steps < 1:
+        parser.error(f"--steps: got {options.steps}; fix: use at least 1")
     recipe = load_recipe(
         QUICKSTART, [f"output={options.output}", f"seed={options.seed}", f"grpo.train.steps={options.steps}"]
     )
     assert isinstance(recipe, StagedRecipe)
     assert recipe.prepare is not None
+    if options.output.exists():
+        parser.error(f"--output: {options.output} exists; fix: name a new folder")
+    options.output.mkdir(parents=True)
     torch.manual_seed(recipe.seed)
     disable_progress_bar()
     say = partial(print, flush=True)

@@ -133,7 +133,7 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
     refused: SettingError | None = None
     try:
         if options.command == "train":
-            plan = plan_run(recipe, options.resume)
+            plan = plan_run(recipe, options.resume, options.overwrite)
             for line in plan.describe():
                 comment(line)
             # what only this machine lacks is no fault of a recipe that may be for another

@@ -37,7 +37,7 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
             )
         if resume is None:
             check_free(recipe.output, overwrite)
-        plan = plan_run(recipe, resume)
+        plan = plan_run(recipe, resume, overwrite)
         # a stage that cannot be placed is refused before anything is written, if its model already exists
         for stage in plan.due:
             if stage.refusal is not None:
@@ -71,9 +71,10 @@ def _open_folder(plan: RunPlan, overwrite: bool, resume: str | None, hold: Hold)
 
 
 def _run_stages(plan: RunPlan, whole: RunFolder, children: Children, say: Say) -> None:
-    if run_prepare(plan.recipe, children, say):
+    run_prepare(plan.recipe, children, say)
+    if plan.recipe.prepare is not None:
         for stage in plan.due:
-            check_prepared(stage.recipe, is_first=stage is plan.stages[0])
+            check_prepared(stage.recipe, plan.recipe.output / "prepared", is_first=stage is plan.stages[0])
     # place stages whose model has just been created
     plan = plan.placed()
     for number, stage in enumerate(plan.stages, 1):

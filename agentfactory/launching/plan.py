@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from agentfactory.launching.prepare import prepare_command
 from agentfactory.launching.resume import check_recipe, choose
 from agentfactory.launching.run_folder import RunFolder, RunFolderError
 from agentfactory.placement.placement import Placement, may_have_gpu, place
@@ -151,6 +152,8 @@ class RunPlan:
 
     recipe: Recipe | StagedRecipe
     stages: tuple[StagePlan, ...]
+    prepare: Command | None = None
+    """Runs the recipe's `prepare`; None if it names none, or it has run."""
 
     @property
     def due(self) -> list[StagePlan]:
@@ -169,12 +172,12 @@ class RunPlan:
 
     def describe(self) -> Iterator[str]:
         """Yield human-readable lines: the prepare step, and the state, memory and commands of each stage."""
-        folder = self.recipe.output / "prepared"
-        if self.recipe.prepare is not None and not folder.exists():
-            yield f"prepare: {self.recipe.prepare} fills {display(folder)}"
+        if self.prepare is not None:
+            yield f"prepare: {self.prepare}"
         for stage in self.stages:
             name = stage.recipe.name
-            resumes = f", resumes from {display(stage.checkpoint)}" if stage.checkpoint else ""
+            starts = stage.checkpoint if stage.state is State.STARTED else None
+            resumes = f", resumes from {display(starts)}" if starts else ""
             yield f"{name}: {stage.state}, in {display(stage.folder.path)}{resumes}"
             if stage.state is State.COMPLETED:
                 continue
@@ -193,20 +196,24 @@ def describe_memory(recipe: Recipe, placement: Placement | None) -> Iterator[str
         yield f"{recipe.name}: {line}"
 
 
-def plan_run(recipe: Recipe | StagedRecipe, resume: str | None) -> RunPlan:
+def plan_run(recipe: Recipe | StagedRecipe, resume: str | None, overwrite: bool = False) -> RunPlan:
     """Plan a run of `recipe`; nothing is written. `resume` is a checkpoint of the run in `output`, or AUTO.
+    `overwrite`: what is in `output` will be deleted.
 
     Raises RunFolderError if there is nothing to resume, SettingError if the recipe does not fit its checkpoint,
     PlacementError.
     """
     stages = stages_of(recipe)
     if resume is not None:
+        RunFolder(recipe.output).need_run()
         planned = resume_stages(stages, resume)
     else:
         planned = []
         for stage in stages:
             planned.append(_new(stage, planned[-1] if planned else None))
-    return RunPlan(recipe, tuple(planned)).placed()
+    has_run = (recipe.output / "prepared").exists() and not overwrite
+    prepare = None if recipe.prepare is None or has_run else Command(prepare_command(recipe), {})
+    return RunPlan(recipe, tuple(planned), prepare).placed()
 
 
 def resume_stages(stages: Sequence[Recipe], asked: str) -> list[StagePlan]:

@@ -19,18 +19,27 @@ if TYPE_CHECKING:
     from agentfactory.recipe.schema import Recipe, StagedRecipe
 
 
-def run_prepare(recipe: "Recipe | StagedRecipe", children: "Children", say: Callable[[str], None]) -> bool:
-    """Run the recipe's `prepare`, unless its folder exists; return whether it ran. Raises ChildFailed."""
+def prepare_command(recipe: "Recipe | StagedRecipe") -> list[str]:
+    """Return the command of the child that runs the recipe's `prepare`."""
+    assert recipe.prepare is not None
+    folder = recipe.output / "prepared"
+    command = own_python("-m", "agentfactory.launching.prepare", recipe.prepare, str(folder), str(recipe.seed))
+    return [*command, *map(str, recipe.import_path)]
+
+
+def run_prepare(recipe: "Recipe | StagedRecipe", children: "Children", say: Callable[[str], None]) -> None:
+    """Run the recipe's `prepare`, unless its folder exists. Raises ChildFailed."""
     folder = recipe.output / "prepared"
     if recipe.prepare is None or folder.exists():
-        return False
+        return
+    from agentfactory.launching.processes import ChildFailed
     from agentfactory.recipe.composition import display
 
     say(f"preparing {display(folder)}")
-    command = own_python("-m", "agentfactory.launching.prepare", recipe.prepare, str(folder), str(recipe.seed))
-    command += map(str, recipe.import_path)
-    children.wait(children.start("prepare function", command, recipe.output / "logs" / "prepare.log"))
-    return True
+    log = recipe.output / "logs" / "prepare.log"
+    children.wait(children.start("prepare function", prepare_command(recipe), log))
+    if not folder.exists():
+        raise ChildFailed(f"the prepare function ended its process before it was done (log: {log})")
 
 
 def prepare(reference: str, folder: Path, seed: int) -> None:

@@ -68,8 +68,7 @@ class RunFolder:
         """Open the folder of a run that continues, and replace its recipe with this one. Raises RunFolderError if there
         is no run."""
         folder = cls(path)
-        if not folder.recipe.is_file():
-            raise RunFolderError(f"--resume: there is no run in {path}; fix: leave out --resume")
+        folder.need_run()
         folder.recipe.write_text(recipe, encoding="utf-8")
         folder.summary.unlink(missing_ok=True)
         return folder
@@ -136,6 +135,11 @@ class RunFolder:
         """Return the checkpoint of the highest step; None if there is none."""
         found = checkpoints(self.checkpoints)
         return found[-1] if found else None
+
+    def need_run(self) -> None:
+        """Raise RunFolderError if there is no run to resume."""
+        if not self.recipe.is_file():
+            raise RunFolderError(f"--resume: there is no run in {self.path}; fix: leave out --resume")
 
     def need_checkpoint(self) -> Path:
         """Return the checkpoint of the highest step. Raises RunFolderError if there is none."""
@@ -215,6 +219,9 @@ def is_free(path: Path) -> bool:
 
 def check_free(path: Path, overwrite: bool) -> None:
     """Raise RunFolderError unless a run may be written to `path`."""
+    there = next(place for place in (path, *path.parents) if place.exists())
+    if not there.is_dir():
+        raise RunFolderError(f"output: {there} is a file; fix: output=OTHER")
     if is_free(path):
         return
     if not overwrite:

@@ -87,13 +87,14 @@ def _check(recipe: Recipe, purpose: Purpose, prepared: Path | None, after: str |
     _check_rows(recipe, purpose, prepared)
 
 
-def check_prepared(recipe: Recipe, is_first: bool) -> None:
+def check_prepared(recipe: Recipe, prepared: Path, is_first: bool) -> None:
     """Check what `prepare` has made of a stage's files and tasks, which `check` could not see. Raises SettingError."""
     try:
         _check_files(recipe, None, None if is_first else "the stage before")
         _check_rows(recipe, "train", None)
     except SettingError as error:
-        raise error.at(source=error.source or recipe.name) from error.__cause__
+        fix = f"correct the prepare function, and delete {display(prepared)} so that it runs again"
+        raise SettingError(error.field, error.problem, fix, source=error.source or recipe.name) from error.__cause__
 
 
 def check_prepare(reference: str | None, composed: Composed) -> None:

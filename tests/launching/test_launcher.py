@@ -19,6 +19,14 @@ def make(folder, seed):
     (folder / "model").mkdir()
     (folder / "talks.jsonl").write_text(f'{{"question": "seed {seed}"}}')
 
+def bad(folder, seed):
+    (folder / "model").mkdir()
+    (folder / "talks.jsonl").write_text('{"words": "no question"}')
+
+def leave(folder, seed):
+    import os
+    os._exit(0)
+
 def fail(folder, seed):
     (folder / "half").write_text("")
     raise RuntimeError("no disk")
@@ -172,6 +180,24 @@ def test_a_failed_prepare_leaves_nothing_that_looks_prepared(staged: Path) -> No
     assert result.returncode == 1
     assert "the prepare function ended with exit status 1: RuntimeError: no disk" in result.stderr
     assert not (staged / "prepared").exists()
+
+
+def test_a_prepare_that_leaves_is_told(staged: Path) -> None:
+    result = run("train", "both.yaml", "prepare=make.py:leave")
+    assert result.returncode == 1
+    assert "the prepare function ended its process before it was done" in result.stderr
+
+
+def test_what_prepare_made_is_checked_before_anything_starts(staged: Path) -> None:
+    for option in ((), ("--resume",)):
+        result = run("train", "both.yaml", "prepare=make.py:bad", *option)
+        assert result.returncode == 2
+        assert "data.path: " in result.stderr
+        assert result.stderr.endswith(
+            "fix: correct the prepare function, and delete runs/both/prepared so that it runs again\n"
+        )
+        assert "training" not in result.stdout
+        assert json.loads((staged / "summary.json").read_text())["status"] == "failed"
 
 
 def begin_long_training() -> subprocess.Popen[str]:

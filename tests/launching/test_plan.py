@@ -42,6 +42,8 @@ def test_every_stage_but_the_first_trains_the_checkpoint_of_the_one_before(two_s
 
 
 def test_a_completed_stage_is_not_due_and_gives_the_checkpoint_that_it_has(two_stages: Path) -> None:
+    two_stages.mkdir(parents=True)
+    (two_stages / "recipe.yaml").touch()
     stage = planned().stages[0].recipe
     folder = RunFolder.create(stage.output, stage.to_yaml())
     write_checkpoint(folder, stage, 40)

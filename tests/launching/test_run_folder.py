@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.launching.run_folder import RunFolder, RunFolderError, next_free
+from agentfactory.launching.run_folder import RunFolder, RunFolderError, check_free, next_free
 
 
 def test_layout_and_metrics(tmp_path: Path) -> None:
@@ -104,3 +104,11 @@ def test_next_free(tmp_path: Path) -> None:
         path = next_free(tmp_path / "eval")
         assert path.name == expected
         path.mkdir()
+
+
+@pytest.mark.parametrize("below", ["", "a", "a/b"])
+def test_an_output_that_is_or_lies_below_a_file_is_refused(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    for overwrite in (False, True):
+        with pytest.raises(RunFolderError, match=rf"output: {tmp_path}/file is a file; fix: output=OTHER"):
+            check_free(tmp_path / "file" / below, overwrite)
