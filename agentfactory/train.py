@@ -49,8 +49,12 @@ def load(arguments: list[str]) -> tuple[Recipe, str | Assignment | None]:
     settle_resume(options)
     if options.assignment is not None:
         if options.recipe is not None or options.overrides or options.resume is not None:
-            problem = "an assignment holds the recipe and the checkpoint, and nothing else can be given with it"
+            problem = "it contains the recipe and the checkpoint: nothing else can be given"
             raise SettingError("--assignment", problem, "leave the rest out", source=COMMAND_LINE)
+        if parent_watch.VARIABLE not in os.environ:
+            # the launcher has locked the run folder, and has brought it back to the checkpoint
+            problem = "it is for processes that `agentfactory train` starts"
+            raise SettingError("--assignment", problem, "run `agentfactory train RECIPE`", source=COMMAND_LINE)
         assignment = Assignment.read(options.assignment)
         append_folders(assignment.recipe.import_path)
         return assignment.recipe, assignment

@@ -58,9 +58,7 @@ def conclude(name: str, summary: dict[str, Any], folder: Path, curve: Path | Non
     places.append(f"run folder {display(folder)}")
     lines = [f"{name}: " + "; ".join([*([", ".join(results)] if results else []), *places])]
     if (metric := _not_risen(summary)) is not None:
-        lines.append(
-            f"{metric} has not risen: causes are in docs/troubleshooting.md, 'The run goes on, and learns nothing'"
-        )
+        lines.append(f"{metric} has not risen: causes are in docs/troubleshooting.md, 'The run does not learn'")
     return [*lines, f"look at it: agentfactory view {display(folder)}"]
 
 

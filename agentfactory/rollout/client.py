@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 GENERATE = "/inference/v1/generate"
 NEEDED_ROUTES = (GENERATE, "/health", "/v1/models")
 _ROUNDING = 1e-3
-"""Above 0, what a log-probability may be by the rounding of half precision."""
+"""How far above 0 half precision may round a log-probability."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class InferenceClient:
                 self._router.ended(url)
             if lost is not None:
                 self._recovery.lose(url, lost)
-                # a server that says that it is healthy, and drops every turn, comes back at once
+                # a server that is healthy but drops every turn counts as back at once
                 await self._wait_to_retry(retries, url, lost)
                 continue
             completion = None
@@ -234,7 +234,7 @@ def _completion(text: str) -> Completion | None:
     except json.JSONDecodeError as error:
         raise InferenceError(f"the server's answer is no JSON: {error}: {text[:200]}") from error
     except (KeyError, TypeError, IndexError) as error:
-        raise InferenceError(f"the server's answer lacks {error!r}") from error
+        raise InferenceError(f"the server's answer is no completion ({error!r}): {text[:200]}") from error
     if count != len(logprobs):
         raise InferenceError(f"the server sent {count} tokens with {len(logprobs)} log-probabilities")
     for token, logprob in zip(token_ids, logprobs, strict=True):

@@ -141,7 +141,7 @@ def _check_neighbours(path: Path) -> None:
             # if it is a copy, either works
             if own and found and _is_users(found) and not filecmp.cmp(found, own, shallow=False):
                 raise UserCodeError(
-                    f"{file} imports {name}, which lies beside it, but by that name Python finds {found}",
+                    f"{file} imports {name} from its own folder, but Python finds {found} under that name",
                     "give one of the two another name",
                 )
 

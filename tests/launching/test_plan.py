@@ -13,6 +13,7 @@ from agentfactory.launching.run_folder import RunFolder
 from agentfactory.placement.placement import Placement
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
+from agentfactory.tools import parent_watch
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import ACCELERATE
 from tests.launching.test_resume import recipe_of, write_checkpoint
@@ -136,5 +137,18 @@ def test_what_is_no_assignment_is_refused(tmp_path: Path, text: str | None, said
 
 
 def test_an_assignment_stands_alone(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="--assignment: an assignment holds the recipe"):
+    with pytest.raises(SettingError, match="--assignment: it contains the recipe"):
         train.load(["--assignment", str(tmp_path / "a.json"), "train.steps=4"])
+
+
+def test_an_assignment_is_for_the_launchers_processes(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of()
+    stage = StagePlan(recipe, RunFolder(recipe.output)).placed(Placement())
+    stage.assignment("http://127.0.0.1:7000").write(tmp_path / "a.json")
+    monkeypatch.delenv(parent_watch.VARIABLE, raising=False)
+    with pytest.raises(SettingError, match="--assignment: it is for processes that `agentfactory train` starts"):
+        train.load(["--assignment", str(tmp_path / "a.json")])
+    monkeypatch.setenv(parent_watch.VARIABLE, "1:0")
+    assert train.load(["--assignment", str(tmp_path / "a.json")])[0].server.url == "http://127.0.0.1:7000"

@@ -68,7 +68,10 @@ def test_of_two_modules_of_one_name_the_second_is_told(tmp_path: Path, kind: str
         text = IMPORTS[kind].format(name=name)
         (tmp_path / folder / "mine.py").write_text(text.replace(f"by_{name}", f"by_{name}_{folder}"))
     assert load_object("one/mine.py:VALUE", tmp_path) in ("one", 0)
-    told = rf"two/.*\.py imports {name}.*, which lies beside it, but .* finds .*one/{name}.*; fix: give one of the two"
+    told = (
+        rf"two/.*\.py imports {name}.* from its own folder, but Python finds .*one/{name}.* under that name; "
+        "fix: give one of the two"
+    )
     with pytest.raises(UserCodeError, match=told):
         load_object("two/mine.py:VALUE", tmp_path)
 
