@@ -17,6 +17,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from agentfactory.tools.notices import Notices, notice_of
+
 SAY_EVERY_SECONDS = 5.0
 """Time between two lines on groups of chains."""
 
@@ -113,24 +115,31 @@ class Progress:
 
 
 @contextmanager
-def tell_warnings(say: Callable[[str], None]) -> Iterator[None]:
-    """While the context is open, `say` gets a line for each warning of our packages' loggers."""
-    handler = _Warnings(say)
+def tell_warnings(say: Callable[[str], None]) -> Iterator[Notices]:
+    """While the context is open, `say` gets a line for each warning of our packages' loggers; of a notice (`tell`) only
+    the first on its topic. When the context closes, also by an error, it gets all notices again, with their counts."""
+    notices = Notices()
+    handler = _Warnings(say, notices)
     logger = logging.getLogger("agentfactory")
     logger.addHandler(handler)
     try:
-        yield
+        yield notices
     finally:
         logger.removeHandler(handler)
+        if lines := notices.last_lines():
+            say("\n  ".join(["warnings of this run:", *lines]))
 
 
 class _Warnings(logging.Handler):
-    def __init__(self, say: Callable[[str], None]):
+    def __init__(self, say: Callable[[str], None], notices: Notices):
         super().__init__(logging.WARNING)
         self._say = say
+        self._notices = notices
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._say(f"{record.levelname.lower()}: {record.getMessage()}")
+        notice = notice_of(record)
+        if notice is None or self._notices.take(notice):
+            self._say(f"{record.levelname.lower()}: {record.getMessage()}")
 
 
 @contextmanager

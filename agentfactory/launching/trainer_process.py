@@ -7,7 +7,6 @@ live rollouts, the worker and the weight sync.
 import logging
 import os
 import signal
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.delivery import WorkerProcess
 from agentfactory.rollout.renderer import TemplateRenderer, load_renderer
 from agentfactory.rollout.trajectory import Group, Row
+from agentfactory.tools.notices import Notice, Notices, tell
 from agentfactory.trainers.accelerator import check_same_recipe, make_accelerator
 from agentfactory.trainers.best_checkpoint import find_best
 from agentfactory.trainers.checkpoint_folder import checkpoints as found_checkpoints
@@ -89,7 +89,7 @@ def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Sy
         # a symptom or signal that arrived during the last evaluation has cut it short
         stop.agreed(accelerator)
         if display is not None:
-            folder.write_summary(_summary(recipe, folder, result, stop.agreed_on, display.findings))
+            folder.write_summary(_summary(recipe, folder, result, stop.agreed_on, display))
             display.say_what_ended_it(result.steps)
         stop.end(accelerator)
         accelerator.end_training()
@@ -157,21 +157,30 @@ def _open_display(
 ) -> "_Display":
     progress = Progress(recipe.train.steps, "sft" if recipe.train.algorithm == "sft" else "grpo")
     stack.callback(progress.close)
-    stack.enter_context(tell_warnings(progress.note))
+    notices = stack.enter_context(tell_warnings(progress.note))
     tracking = None
     if recipe.track.trackers:
         told, step = yaml.safe_load(recipe.to_yaml()), step_of(checkpoint) if checkpoint else 0
         tracking = stack.enter_context(Tracking(recipe.track, folder.title, folder.path, told, step))
-    return _Display(recipe, folder, stop, progress, tracking)
+    return _Display(recipe, folder, stop, progress, notices, tracking)
 
 
 class _Display:
     """Shows a run to people: progress and warnings in the terminal, and the trackers. For rank 0."""
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, stop: Stop, progress: Progress, tracking: Tracking | None):
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        stop: Stop,
+        progress: Progress,
+        notices: Notices,
+        tracking: Tracking | None,
+    ):
         """A symptom of train.stop_when asks `stop` to end the run."""
         self.findings: list[Finding] = []
-        """Warnings of the run, including those from before it was resumed."""
+        """Those of the run, including those from before it was resumed."""
+        self.notices = notices
         self._stop_when = recipe.train.stop_when
         self._folder = folder
         self._stop = stop
@@ -179,7 +188,9 @@ class _Display:
         self._tracking = tracking
         self._health = Health()
         for metrics in folder.read_metrics():
-            self.findings += self._health.note(metrics)
+            for finding in self._health.note(metrics):
+                self.findings.append(finding)
+                notices.take(Notice(finding.symptom, finding.text))
         folder.on_log = self._show
 
     def _show(self, metrics: dict[str, Any]) -> None:
@@ -187,7 +198,7 @@ class _Display:
         if self._tracking is not None:
             self._tracking.log(metrics)
         for finding in self._health.note(metrics):
-            logger.warning("%s", finding.text)
+            tell(logger, finding.symptom, finding.text)
             self.findings.append(finding)
             if finding.symptom in self._stop_when:
                 self._stop.ask(finding.symptom)
@@ -278,7 +289,7 @@ def _summary(
     folder: RunFolder,
     result: TrainResult,
     ended_by: signal.Signals | Symptom | None,
-    findings: Sequence[Finding],
+    display: _Display,
 ) -> dict[str, Any]:
     """Return the content of summary.json."""
     status = "completed"
@@ -286,7 +297,7 @@ def _summary(
     if isinstance(ended_by, signal.Signals):
         status, reason = "interrupted", {"reason": ended_by.name}
     elif ended_by is not None:
-        text = next(finding.text for finding in reversed(findings) if finding.symptom is ended_by)
+        text = next(finding.text for finding in reversed(display.findings) if finding.symptom is ended_by)
         status, reason = "stopped", {"reason": f"train.stop_when: {ended_by}: {text}"}
     best = find_best(found_checkpoints(folder.checkpoints), recipe.train.keep_best)
     return {
@@ -301,7 +312,7 @@ def _summary(
         "checkpoint": str(result.checkpoint) if result.checkpoint else None,
         "best_checkpoint": best
         and {"path": str(best.path), "step": best.step, "metric": best.metric, "value": best.value},
-        "warnings": [finding.text for finding in findings],
+        "warnings": display.notices.last_lines(),
     }
 
 

@@ -21,6 +21,7 @@ from agentfactory.rollout.config import EqualRewards, RolloutRecipe
 from agentfactory.rollout.trajectory import Group
 from agentfactory.tools import parent_watch
 from agentfactory.tools.import_path import own_python
+from agentfactory.tools.notices import tell
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +179,16 @@ class WorkerProcess:
         if not line.endswith(b"\n"):
             raise self._death()
         message = json.loads(line)
+        if message["kind"] == "notice":
+            # the worker's own output goes only to its log; ours reaches the person
+            tell(
+                logger,
+                message["topic"],
+                message["text"],
+                see=message["see"] or str(self._log_file),
+                times=message["times"],
+            )
+            return self._receive()
         if message["kind"] == "stopped":
             raise WorkerDiedError(message["reason"])
         return message
@@ -201,9 +212,6 @@ class WorkerProcess:
             self._send("restored", url=url, proven=self._restore(url))
         elif message["kind"] == "evaluation":
             self._evaluations.append(message["figures"])
-        elif message["kind"] == "warning":
-            # the trainer's log reaches the user; the worker's output goes only to its own log
-            logger.warning("%s", message["text"])
         else:
             raise WorkerDiedError(f"the worker sent an unknown message {message['kind']!r}")
 

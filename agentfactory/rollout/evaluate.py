@@ -60,21 +60,23 @@ async def evaluate(
     folder: Path,
     name: str,
     cache_salt: str | None = None,
-) -> tuple[dict[str, float], list[str]]:
+) -> tuple[dict[str, float], dict[str, str]]:
     """Run `recipe.eval` on `tasks` with the weights called `model`, and save trajectories to `folder`. For `cache_salt`
     see Sampling.
 
     Returns two values. First, means over the chains that did not fail, under `sampled/...` and `greedy/...`: `reward`,
     every metric of the trajectories, `failed` (the share of chains that broke), and with several samples per task also
-    avg@k and pass@k. Second, a warning for each mode in which no chain has a reward.
+    avg@k and pass@k. Second, for each mode in which no chain has a reward, what happened.
     """
     played = await _play(runner, recipe, tasks, model, folder, name, cache_salt)
-    warnings = [_failure(mode, groups) for mode, groups in played.items() if mean_figures(groups)["failed"] == 1.0]
-    return _means(recipe, played), warnings
+    failures = {
+        mode: _failure(mode, groups) for mode, groups in played.items() if mean_figures(groups)["failed"] == 1.0
+    }
+    return _means(recipe, played), failures
 
 
 def _failure(mode: str, groups: list[Group]) -> str:
-    """Return a warning for a mode whose chains all failed."""
+    """Describe how the chains of a mode ended, all of which failed."""
     chains = [chain for group in groups for chain in group.trajectories]
     endings = Counter((chain.outcome.value, chain.error or "") for chain in chains)
     return f"held-out tasks, {mode}: {commonest_ending(endings, len(chains))}"
@@ -185,7 +187,7 @@ def run_eval(
         async with opened as runner:
             await runner.check(tasks[0])
             played = await _play(runner, recipe, tasks, model, folder, "final")
-            _warn_of_tools(runner)
+            runner.setup.tool_errors.report()
             return played
 
     played = asyncio.run(run())
@@ -198,11 +200,6 @@ def run_eval(
     )
     log({f"eval/{key}": value for key, value in found.figures().items()})
     return found
-
-
-def _warn_of_tools(runner: ChainRunner) -> None:
-    for warning in runner.setup.tool_errors.take_warnings():
-        logger.warning(warning)
 
 
 def _estimates(recipe: RolloutRecipe, mode: str, groups: list[Group]) -> dict[str, dict[str, Estimate]]:
@@ -243,7 +240,7 @@ def run_rollout(
         async with open_runner(recipe, base, urls) as runner:
             await runner.check(tasks[0])
             groups = await asyncio.gather(*(run_group(runner, number) for number in range(len(tasks))))
-            _warn_of_tools(runner)
+            runner.setup.tool_errors.report()
             return list(groups)
 
     metrics = mean_figures(asyncio.run(run()))

@@ -1,15 +1,19 @@
 """Detects tools that raise in most of their calls: a bug that does not end any chain."""
 
+import logging
 from collections import Counter, defaultdict
 
 from agentfactory.tools.messages import CallError, ToolResult, text_of
+from agentfactory.tools.notices import tell
+
+logger = logging.getLogger(__name__)
 
 ENOUGH_CALLS = 16
 """Calls of a tool before it is judged: a few may raise by chance."""
 
 
 class ToolErrors:
-    """Counts the errors that each tool raised, until a warning is given."""
+    """Counts the errors that each tool raised, until a person was told."""
 
     def __init__(self) -> None:
         self._raised: dict[str, Counter[str]] = defaultdict(Counter)
@@ -22,14 +26,13 @@ class ToolErrors:
         if tool not in self._told and result.error is not CallError.UNKNOWN_TOOL:
             self._raised[tool][text_of(result.content)[:300] or "an error without a text" if raised else ""] += 1
 
-    def take_warnings(self) -> list[str]:
-        """Return a line for each tool of which at least half of the calls raised; each tool is reported once."""
-        warnings = []
+    def report(self) -> None:
+        """Tell of each tool of which at least half of the calls since the last report raised, once."""
         for tool in [tool for tool, found in self._raised.items() if found.total() >= ENOUGH_CALLS]:
             found = self._raised.pop(tool)
             calls, fine = found.total(), found.pop("", 0)
             if calls - fine >= fine:
                 [(error, _)] = found.most_common(1)
                 self._told.add(tool)
-                warnings.append(f"tool {tool}: {calls - fine} of {calls} calls raised, such as: {error}")
-        return warnings
+                text = f"tool {tool}: {calls - fine} of {calls} calls raised, such as: {error}"
+                tell(logger, f"tool {tool} raises", text, times=0)

@@ -5,6 +5,7 @@ import json
 import logging
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from functools import partial
@@ -25,6 +26,7 @@ from agentfactory.rollout.trajectory import Group, read_groups
 from agentfactory.tools import parent_watch
 from agentfactory.tools.import_path import append_folders
 from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.notices import notice_of, tell
 
 logger = logging.getLogger(__name__)
 
@@ -144,11 +146,11 @@ class Worker:
 
     async def _evaluate(self, runner: ChainRunner, published: Published, cache_salt: str | None) -> None:
         name, folder = f"{published.version:06d}", self.trajectories / "eval"
-        metrics, warnings = await evaluate(
+        metrics, failures = await evaluate(
             runner, self.recipe, self.held_out, published.model, folder, name, cache_salt
         )
-        for warning in warnings:
-            await self._send("warning", text=warning)
+        for mode, failure in failures.items():
+            tell(logger, f"held-out tasks, {mode}", failure)
         await self._send("evaluation", figures=metrics)
 
     async def _restore(self, url: str) -> bool:
@@ -159,8 +161,7 @@ class Worker:
         return await restored
 
     async def _deliver(self, runner: ChainRunner, batch: list[Group], figures: dict[str, float]) -> None:
-        for warning in runner.setup.tool_errors.take_warnings():
-            await self._send("warning", text=warning)
+        runner.setup.tool_errors.report()
         for group in batch:
             await self._send("group", group=asdict(group))
         await self._send("batch", figures=figures)
@@ -168,6 +169,24 @@ class Worker:
     async def _send(self, kind: str, **fields: Any) -> None:
         self.writer.write(encode(kind, **fields))
         await self.writer.drain()
+
+
+class _Forward(logging.Handler):
+    """Sends the notices of this process to rank 0, where a person sees them."""
+
+    def __init__(self, writer: asyncio.StreamWriter):
+        super().__init__(logging.WARNING)
+        self._writer = writer
+        self._loop = asyncio.get_running_loop()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if (notice := notice_of(record)) is None:
+            return
+        line = encode("notice", **asdict(notice))
+        if threading.current_thread() is threading.main_thread():
+            self._writer.write(line)
+        else:  # a tool or a reward, in a thread of its own
+            self._loop.call_soon_threadsafe(self._writer.write, line)
 
 
 EXPECTED = (ServerUnreachableError, RolloutStoppedError, ToolInfrastructureError, ValueError, OSError)
@@ -178,6 +197,7 @@ async def main(address: str) -> int:
     """Connect to rank 0, work, and report to it why work cannot continue. Returns the exit status."""
     parent_watch.follow_parent()
     reader, writer = await connect(address)
+    logging.getLogger("agentfactory").addHandler(_Forward(writer))
     # the terminal's Ctrl-C reaches the whole process group; the trainer decides when the worker ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     current = asyncio.current_task()

@@ -2,11 +2,13 @@
 
 import io
 from collections import deque
+from pathlib import Path
 
 import pytest
 
 from agentfactory.rollout.delivery import WorkerDiedError, WorkerProcess, encode
 from agentfactory.rollout.trajectory import Group
+from agentfactory.tools.notices import Notice, notice_of
 
 
 def worker(*batches: list[str], may_be_short: bool = False, trained: tuple[str, ...] = ()) -> WorkerProcess:
@@ -41,14 +43,17 @@ def test_a_batch_is_short_only_where_groups_are_dropped() -> None:
             end.next_batch(3)
 
 
-def test_the_workers_warnings_are_logged_where_a_person_sees_them(
+def test_the_workers_notices_are_told_where_a_person_sees_them(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end = worker()
+    end._log_file = Path("logs/worker.log")
     end._evaluates, end._evaluations = True, deque()
     monkeypatch.setattr(end, "_send", lambda kind: None)
     text = "held-out tasks, sampled: 8 of 8 chains ended as reward_error"
-    lines = io.BytesIO(encode("warning", text=text) + encode("evaluation", figures={"sampled/failed": 1.0}))
+    sent = encode("notice", topic="held-out tasks, sampled", text=text, see="", times=2)
+    lines = io.BytesIO(sent + encode("evaluation", figures={"sampled/failed": 1.0}))
     monkeypatch.setattr(end, "_lines", lines, raising=False)
     assert end.evaluate() == {"eval/sampled/failed": 1.0}
-    assert caplog.messages == [text]
+    assert caplog.messages == [f"{text}; see logs/worker.log"]
+    assert notice_of(caplog.records[0]) == Notice("held-out tasks, sampled", text, "logs/worker.log", 2)

@@ -131,7 +131,7 @@ def test_an_environment_that_cannot_be_had_is_told_before_any_chain_runs(
     assert not list(tmp_path.glob("*rollout*"))
 
 
-async def test_a_mode_without_a_reward_gives_a_warning_with_the_commonest_error(
+async def test_a_mode_without_a_reward_is_described_by_its_commonest_error(
     warm_server: str, warm_start: Path, tmp_path: Path
 ) -> None:
     source = "from agentfactory import reward\n\n\n@reward\ndef right(prediction):\n    return {}['lft']\n"
@@ -145,11 +145,12 @@ async def test_a_mode_without_a_reward_gives_a_warning_with_the_commonest_error(
         }
     )
     async with open_runner(recipe, tmp_path, warm_server) as runner:
-        figures, warnings = await evaluate(runner, recipe, [{"question": "go"}], "policy", tmp_path, "000000")
+        figures, failures = await evaluate(runner, recipe, [{"question": "go"}], "policy", tmp_path, "000000")
     assert figures == {"sampled/failed": 1.0, "greedy/failed": 1.0}
-    for mode, warning in zip(("sampled", "greedy"), warnings, strict=True):
-        assert warning.startswith(f"held-out tasks, {mode}: 1 of 1 chains ended as reward_error, such as: ")
-        assert warning.endswith("right raised KeyError: 'lft'")
+    assert list(failures) == ["sampled", "greedy"]
+    for mode, failure in failures.items():
+        assert failure.startswith(f"held-out tasks, {mode}: 1 of 1 chains ended as reward_error, such as: ")
+        assert failure.endswith("right raised KeyError: 'lft'")
 
 
 def test_several_samples_give_pass_at_k_intervals_and_a_table_per_source(

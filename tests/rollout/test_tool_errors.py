@@ -1,5 +1,7 @@
 """Which tools a person is warned of."""
 
+import pytest
+
 from agentfactory.rollout.tool_errors import ToolErrors
 from agentfactory.tools.messages import CallError, ToolResult
 
@@ -8,13 +10,15 @@ RAISED, REFUSED = ToolResult(BUG, CallError.TOOL_ERROR), ToolResult("a: 1", Call
 FINE, UNKNOWN = ToolResult("7"), ToolResult("There is no tool", CallError.UNKNOWN_TOOL)
 
 
-def test_a_tool_that_raises_at_half_of_its_calls_is_told_of_once() -> None:
+def test_a_tool_that_raises_at_half_of_its_calls_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     errors = ToolErrors()
 
     def call(tool: str, *results: ToolResult) -> list[str]:
         for result in results:
             errors.note(tool, result)
-        return errors.take_warnings()
+        caplog.clear()
+        errors.report()
+        return caplog.messages
 
     assert call("few", *[RAISED] * 15) == []
     assert call("fine", *[RAISED] * 15, *[FINE, REFUSED] * 8) == []
