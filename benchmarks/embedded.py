@@ -22,6 +22,8 @@ import aiohttp
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from agentfactory.rollout.connection import authorization
+
 REQUESTS, PROMPT, SAMPLED, VOCABULARY = 32, 256, 128, 2048
 
 
@@ -72,7 +74,8 @@ async def server_seconds(url: str, prompts: torch.Tensor) -> float:
         ) as answer:
             assert len((await answer.json())["choices"][0]["token_ids"]) == SAMPLED
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    key = authorization(url, None)
+    async with aiohttp.ClientSession(headers=key, connector=aiohttp.TCPConnector(limit=0)) as session:
         start = time.perf_counter()
         await asyncio.gather(*[one(session, ids) for ids in prompts.tolist()])
         return time.perf_counter() - start

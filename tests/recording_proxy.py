@@ -9,6 +9,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from agentfactory.rollout.connection import authorization
+
 
 @dataclass
 class Recording:
@@ -34,8 +36,8 @@ async def record(upstream: str) -> AsyncIterator[Recording]:
             if recording.fails_with is not None and request.path == "/inference/v1/generate":
                 recording.failures += 1
                 return web.Response(status=recording.fails_with, text="out of order")
-            headers = {"Content-Type": request.headers.get("Content-Type", "application/json")}
             url = upstream + request.path_qs
+            headers = {"Content-Type": "application/json", **authorization(url, None)}
             async with session.request(request.method, url, data=body, headers=headers) as answer:
                 content = await answer.read()
                 if request.path == "/inference/v1/generate" and answer.status == 200:

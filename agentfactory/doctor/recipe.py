@@ -179,9 +179,8 @@ def check_servers(recipe: Recipe) -> Iterator[Finding]:
         except ServerGoneError as error:
             yield problem("server", f"{url} does not answer: {_cause(error)}", "start it, or correct server.url")
         except SyncError as error:
-            refused = " 401:" in str(error) or " 403:" in str(error)
-            fix = "name the variable with its key as server.api_key_env" if refused else "is it an inference server?"
-            yield problem("server", str(error), fix)
+            told, _, fix = str(error).partition("; fix: ")
+            yield problem("server", told, fix or "is it an inference server?")
         else:
             yield from _judge_server(recipe, url, described, needed, cards)
 

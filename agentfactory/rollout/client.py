@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from agentfactory.rollout.concurrency import METRICS_ROUTE, Load, parse_load
-from agentfactory.rollout.connection import Connection, InferenceError, LostError, ServerUnreachableError, refusal
+from agentfactory.rollout.connection import (
+    NEEDS_KEY,
+    Connection,
+    InferenceError,
+    LostError,
+    ServerUnreachableError,
+    refusal,
+)
 from agentfactory.rollout.recovery import Recovery
 from agentfactory.rollout.retries import Retries
 from agentfactory.rollout.routing import Router, ServerState
@@ -102,6 +109,8 @@ class InferenceClient:
         for url in self.urls:
             try:
                 status, text = await self._connection.request("GET", url + "/openapi.json")
+                if status == 401:
+                    raise ServerUnreachableError(f"server {url} answered 401: {NEEDS_KEY}")
                 if status != 200:
                     raise ServerUnreachableError(
                         f"server {url} answered {status} to /openapi.json; is it an inference server?"
@@ -112,6 +121,12 @@ class InferenceClient:
                 self._recovery.base_models |= {
                     card["id"] for card in await self._connection.models(url) if not card.get("parent")
                 }
+                if not await self._connection.is_guarded(url):
+                    logger.warning(
+                        "server %s takes requests without a key: everyone who can reach it can change its weights; "
+                        "start it with `agentfactory serve`, or with a key for all routes",
+                        url,
+                    )
             except LostError as error:
                 raise ServerUnreachableError(f"no server answers at {url}: {error}") from error
             except ValueError as error:

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import aiohttp
 
+from agentfactory.rollout.server_keys import find_key
 from agentfactory.tools.errors import SettingError
 
 # vLLM closes idle connections after 5 s; if it closes one while we write, the server would look dead
@@ -30,17 +31,17 @@ class LostError(Exception):
     """The connection failed during a request."""
 
 
-def authorization(api_key_env: str | None) -> dict[str, str]:
-    """Return the HTTP header with the key from the environment variable `api_key_env`; empty if it is None.
+def authorization(url: str, api_key_env: str | None) -> dict[str, str]:
+    """Return the HTTP header with the key of the server at `url`: the environment variable `api_key_env`, or if it is
+    None, the key that a server of this user has left on this machine. Empty if there is none.
 
     Raises SettingError, a ValueError, if the variable is named but not set.
     """
     if api_key_env is None:
-        return {}
-    key = os.environ.get(api_key_env)
-    if not key:
+        key = find_key(url)
+    elif not (key := os.environ.get(api_key_env)):
         raise SettingError("server.api_key_env", f"the variable {api_key_env} is not set", "export it")
-    return {"Authorization": f"Bearer {key}"}
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 class Connection:
@@ -51,12 +52,14 @@ class Connection:
     """
 
     def __init__(self, api_key_env: str | None = None):
-        self._headers = {"Content-Type": "application/json", **authorization(api_key_env)}
+        self._api_key_env = api_key_env
+        if api_key_env is not None:
+            authorization("", api_key_env)
 
     async def __aenter__(self) -> Self:
         # no limit on connections and no total timeout: chains limit their own number and time
         self._session = aiohttp.ClientSession(
-            headers=self._headers,
+            headers={"Content-Type": "application/json"},
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
         )
@@ -70,10 +73,14 @@ class Connection:
         status, text, _ = await self.exchange(method, url, body)
         return status, text
 
-    async def exchange(self, method: str, url: str, body: bytes | None = None) -> tuple[int, str, Mapping[str, str]]:
+    async def exchange(
+        self, method: str, url: str, body: bytes | None = None, with_key: bool = True
+    ) -> tuple[int, str, Mapping[str, str]]:
         """Make a request; return the answer's status, text and headers."""
+        # looked up each time: a server that was restarted has another key
+        key = authorization(url, self._api_key_env) if with_key else {}
         try:
-            async with self._session.request(method, url, data=body) as response:
+            async with self._session.request(method, url, data=body, headers=key) as response:
                 return response.status, await response.text(errors="replace"), response.headers
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise LostError(str(error) or repr(error)) from error
@@ -82,6 +89,15 @@ class Connection:
         """Return whether the server accepts requests."""
         status, _ = await self.request("GET", url + "/health")
         return status == 200
+
+    async def is_guarded(self, url: str) -> bool:
+        """Return whether the server asks for a key, also on routes that change its weights: vLLM's own key does not
+        protect these."""
+        for route in ("/v1/models", "/is_paused"):
+            status, _, _ = await self.exchange("GET", url + route, with_key=False)
+            if status == 200:
+                return False
+        return True
 
     async def models(self, url: str) -> list[dict[str, Any]]:
         """Return the cards of the server's models and adapters; an adapter's card has a `parent`."""
@@ -120,8 +136,16 @@ _OVERFLOW = (
 )
 
 
+NEEDS_KEY = (
+    "it takes requests only with its key; fix: name the environment variable that holds it as server.api_key_env (the "
+    "key of a server that you started on this machine is found without)"
+)
+
+
 def refusal(status: int, text: str) -> InferenceError:
     """Return the error that a refused request raises."""
+    if status == 401:
+        return InferenceError(f"the server answered 401: {NEEDS_KEY}")
     if status in (400, 500) and any(words in text.lower() for words in _OVERFLOW):
         return ContextOverflowError(text)
     return InferenceError(f"the server answered {status}: {text[:500]}")

@@ -6,6 +6,7 @@ only what needs nothing else. Flags that it does not know itself are vLLM's.
 """
 
 import argparse
+import contextlib
 import http.client
 import importlib.metadata
 import ipaddress
@@ -17,8 +18,10 @@ import threading
 import time
 from typing import NoReturn
 
+from agentfactory.rollout.server_keys import published_key
 from agentfactory.rollout.vllm_guard import KEY_VARIABLE
 from agentfactory.tools import parent_watch
+from agentfactory.tools.errors import SettingError
 
 _POLL_SECONDS = 0.2
 _VERSION = importlib.metadata.version
@@ -48,7 +51,7 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; a public one needs an API key")
     parser.add_argument("--port", type=int, required=True, help="0 takes a free port")
     parser.add_argument("--served-model-name", default="policy", help="the base model's name in requests")
-    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key (default: a random one)")
     parser.add_argument(
         "--weight-transfer-config", metavar="JSON", help='{"backend": NAME}: how full weights will come'
     )
@@ -99,10 +102,10 @@ def _set_up_cpu(flags: list[str]) -> list[str]:
     return [] if names & {"--enforce-eager", "--no-enforce-eager"} else ["--enforce-eager"]
 
 
-def _warm_up(host: str, port: int, model: str, api_key: str | None) -> None:
+def _warm_up(host: str, port: int, model: str, api_key: str) -> None:
     """Wait until the server answers, request one log-probability (which triggers seconds of compilation), and report
     ready."""
-    while not _answers(host, port, "GET", "/health", None, None):
+    while not _answers(host, port, "GET", "/health", None, api_key):
         time.sleep(_POLL_SECONDS)
     body = {"model": model, "token_ids": [1, 2], "sampling_params": {"max_tokens": 2, "logprobs": 0}}
     if not _answers(host, port, "POST", "/inference/v1/generate", body, api_key):
@@ -111,9 +114,9 @@ def _warm_up(host: str, port: int, model: str, api_key: str | None) -> None:
     print(f"ready http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
 
-def _answers(host: str, port: int, method: str, path: str, body: object, api_key: str | None) -> bool:
+def _answers(host: str, port: int, method: str, path: str, body: object, api_key: str) -> bool:
     connection = http.client.HTTPConnection(host, port)
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
     try:
         connection.request(method, path, json.dumps(body), headers)
         response = connection.getresponse()
@@ -147,21 +150,25 @@ def main() -> None:
         _fail(f"vLLM cannot be imported by {sys.executable}: {error}")
     if current_platform.is_cpu():
         flags += _set_up_cpu(flags)
-    if api_key:
-        flags += ["--middleware", "agentfactory.rollout.vllm_guard.RequireKey"]
-    os.environ |= {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        # the API server has threads, and a fork copies their locks
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # as a flag it would be visible in every process list
-        **({KEY_VARIABLE: api_key} if api_key else {}),
-    }
-    warm_up = threading.Thread(target=_warm_up, args=(args.host, port, args.served_model_name, api_key), daemon=True)
-    warm_up.start()
-    own = ["--host", args.host, "--port", str(port), "--served-model-name", args.served_model_name]
-    sys.argv = ["vllm", "serve", args.model, *own, "--enable-scale-out", *flags]
-    vllm_main()
+    with contextlib.ExitStack() as cleanup:
+        try:
+            api_key = api_key or cleanup.enter_context(published_key(*reserved.getsockname()[:2]))
+        except (SettingError, OSError) as error:
+            _fail(f"cannot leave a key for this server's clients: {error}")
+        os.environ |= {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            # the API server has threads, and a fork copies their locks
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            # as a flag it would be visible in every process list
+            KEY_VARIABLE: api_key,
+        }
+        warming = (args.host, port, args.served_model_name, api_key)
+        threading.Thread(target=_warm_up, args=warming, daemon=True).start()
+        own = ["--host", args.host, "--port", str(port), "--served-model-name", args.served_model_name]
+        guard = ["--middleware", "agentfactory.rollout.vllm_guard.RequireKey"]
+        sys.argv = ["vllm", "serve", args.model, *own, "--enable-scale-out", *guard, *flags]
+        vllm_main()
 
 
 importlib.metadata.version = _version

@@ -2,12 +2,12 @@
 
 import http.client
 import json
-import os
 from collections.abc import Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from agentfactory.rollout.client import missing_routes
+from agentfactory.rollout.connection import NEEDS_KEY, authorization
 from agentfactory.tools.errors import SettingError
 
 
@@ -28,7 +28,8 @@ class ServerControl:
     ignores proxy variables, which would break loopback addresses."""
 
     def __init__(self, url: str, api_key_env: str | None = None, timeout_seconds: float = 600.0) -> None:
-        """`url` such as http://127.0.0.1:8000; `api_key_env` names the environment variable that contains the key."""
+        """`url` such as http://127.0.0.1:8000; `api_key_env` names the environment variable that contains the
+        key; see `authorization`. Raises SettingError."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise SettingError("server.url", f"{url!r} is not an address", "write it as http://127.0.0.1:8000")
@@ -38,11 +39,8 @@ class ServerControl:
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._host, self._port, self._prefix = parts.hostname, parts.port, parts.path.rstrip("/")
         self._timeout = timeout_seconds
-        self._headers = {"Content-Type": "application/json"}
-        if api_key_env is not None:
-            if api_key_env not in os.environ:
-                raise SettingError("server.api_key_env", f"the variable {api_key_env} is not set", "export it")
-            self._headers["Authorization"] = f"Bearer {os.environ[api_key_env]}"
+        self._api_key_env = api_key_env
+        authorization(url, api_key_env)
 
     def get(self, path: str) -> dict[str, Any]:
         """Returns the JSON object at `path`. Raises SyncError with the server's message, and ServerGoneError if nothing
@@ -111,7 +109,8 @@ class ServerControl:
     def _request(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         connection = self._connect(self._host, self._port, timeout=self._timeout)
         try:
-            connection.request(method, self._prefix + path, json.dumps(body or {}), self._headers)
+            headers = {"Content-Type": "application/json", **authorization(self.url, self._api_key_env)}
+            connection.request(method, self._prefix + path, json.dumps(body or {}), headers)
             response = connection.getresponse()
             text = response.read().decode("utf-8", "replace")
         except OSError as error:
@@ -122,6 +121,8 @@ class ServerControl:
             connection.close()
         if response.status in (502, 503, 504):
             raise ServerGoneError(f"{method} {self.url}{path} answered {response.status}: {text[:500]}")
+        if response.status == 401:
+            raise SyncError(f"{method} {self.url}{path} answered 401: {NEEDS_KEY}")
         if response.status != 200:
             raise SyncError(f"{method} {self.url}{path} answered {response.status}: {text[:500]}")
         # vLLM answers some of its routes with plain text or nothing

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import psutil
 import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from agentfactory.rollout.connection import authorization
 from tests.project import Command
 
 pytestmark = pytest.mark.processes
@@ -33,7 +35,10 @@ def test_a_server_runs_until_it_is_ended(recipe: Path) -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     ready = next(line for line in process.stdout if line.startswith("ready "))
-    with urllib.request.urlopen(ready.split()[1] + "/v1/models", timeout=30) as answer:
+    models = ready.split()[1] + "/v1/models"
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(models, timeout=30)
+    with urllib.request.urlopen(urllib.request.Request(models, headers=authorization(models, None))) as answer:
         assert json.load(answer)["data"][0]["id"] == "policy"
     folder = recipe.parent / "runs" / "served" / "serve"
     assert "ready http" in (folder / "logs" / "server.log").read_text()

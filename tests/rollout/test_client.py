@@ -118,7 +118,7 @@ async def test_what_can_heal_is_tried_again_from_the_same_ids(status: int) -> No
 async def test_a_permanent_refusal_is_not_tried_again(status: int) -> None:
     server = Server(refuse(status, "never"))
     async with connected(server) as client:
-        with pytest.raises(InferenceError, match=f"answered {status}: never"):
+        with pytest.raises(InferenceError, match=f"answered {status}: "):
             await ask(client)
     assert len(server.prompts) == 1
 

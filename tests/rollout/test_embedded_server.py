@@ -29,6 +29,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from agentfactory.rollout.connection import authorization
 from tests.server_process import busy
 
 SIZES: dict[str, Any] = {
@@ -123,7 +124,7 @@ class Client:
 
 @pytest_asyncio.fixture
 async def client(servers: tuple[Running, Running]) -> AsyncIterator[Client]:
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(headers=authorization(servers[0].url, None)) as session:
         client = Client(servers[0], session)
         yield client
         # whatever a test did, the next one meets the first weights and an empty cache

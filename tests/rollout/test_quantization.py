@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
+from agentfactory.rollout.connection import authorization
 from agentfactory.rollout.embedded.engine import UnsupportedModel
 from agentfactory.rollout.embedded.quantization import FULL_WEIGHTS, quantize
 from tests.conftest import embedded_server
@@ -112,7 +113,8 @@ def server(folder: Path) -> Iterator[str]:
 
 
 def post(url: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", **authorization(url, None)}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request) as answer:
         return json.load(answer)
 

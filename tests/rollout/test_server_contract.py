@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from agentfactory.rollout.client import InferenceClient
-from agentfactory.rollout.connection import ContextOverflowError, InferenceError
+from agentfactory.rollout.connection import ContextOverflowError, InferenceError, authorization
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import load_policy
 from agentfactory.trainers.server_control import ServerControl
@@ -158,7 +158,7 @@ class Client:
 
 @asynccontextmanager
 async def connect(server: Served) -> AsyncIterator[Client]:
-    headers = {"Authorization": f"Bearer {server.key}"} if server.key else {}
+    headers = authorization(server.url, KEY_VARIABLE if server.key else None)
     # no connection is used again: while a test computes what is right, the server may close an idle one
     connector = aiohttp.TCPConnector(force_close=True)
     async with aiohttp.ClientSession(headers=headers, connector=connector) as session:

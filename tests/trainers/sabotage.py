@@ -11,6 +11,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from agentfactory.rollout.connection import authorization
+
 Json = dict[str, Any]
 Forward = Callable[[Json | None], Awaitable[web.Response]]
 """Sends the request on, with another body if one is given, and returns the server's answer."""
@@ -56,7 +58,8 @@ def sabotaged(upstream: str, tamper: Tamper) -> Iterator[str]:
 
 async def send(session: aiohttp.ClientSession, method: str, url: str, data: bytes) -> web.Response:
     """One request to a real server, and its answer."""
-    async with session.request(method, url, data=data, headers={"Content-Type": "application/json"}) as answer:
+    headers = {"Content-Type": "application/json", **authorization(url, None)}
+    async with session.request(method, url, data=data, headers=headers) as answer:
         return web.Response(body=await answer.read(), status=answer.status, content_type=answer.content_type)
 
 

@@ -23,6 +23,7 @@ from accelerate import Accelerator
 from transformers import AutoTokenizer
 
 from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.connection import authorization
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers import time_share
 from agentfactory.trainers.checkpoints import Checkpoints
@@ -91,7 +92,8 @@ class Recorder:
         else:
             sent = self.robbed(body) if path == GENERATE else body
             connection = http.client.HTTPConnection(urlsplit(self.upstream).netloc, timeout=60)
-            connection.request(request.command, request.path, sent, {"Content-Type": "application/json"})
+            headers = {"Content-Type": "application/json", **authorization(self.upstream, None)}
+            connection.request(request.command, request.path, sent, headers)
             response = connection.getresponse()
             status, answer = response.status, response.read()
             connection.close()

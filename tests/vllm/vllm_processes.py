@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from agentfactory.rollout.connection import authorization
 from tests.rollout.test_server_contract import make_model
 from tests.server_process import VLLM_PYTHON
 
@@ -53,7 +54,8 @@ def ready(process: subprocess.Popen[str]) -> str:
 @pytest.mark.parametrize("victim", ["launcher", "API server"])
 def test_kill_leaves_no_process(recipe: Path, victim: str) -> None:
     with serving(recipe) as launcher:
-        with urllib.request.urlopen(ready(launcher) + "/weight_info", timeout=30) as answer:
+        url = ready(launcher) + "/weight_info"
+        with urllib.request.urlopen(urllib.request.Request(url, headers=authorization(url, None))) as answer:
             assert json.load(answer) == {"weight_version": "default"}
         processes = psutil.Process(launcher.pid).children(recursive=True)
         assert len(processes) >= 3, "an API server, an engine, a worker"

@@ -2,17 +2,19 @@
 
 import argparse
 import asyncio
+import contextlib
 import ipaddress
 import os
 import signal
 import socket
 import sys
-from types import FrameType
 from typing import Any, NoReturn
 
 from agentfactory.rollout.config import EMBEDDED_QUANTIZATIONS
 from agentfactory.rollout.embedded.allocator import keep_freed_memory
+from agentfactory.rollout.server_keys import published_key
 from agentfactory.tools import parent_watch
+from agentfactory.tools.errors import SettingError
 
 
 def _arguments() -> argparse.Namespace:
@@ -27,7 +29,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=128, help="sequences decoded together")
     parser.add_argument("--max-loras", type=int, default=4, help="adapters held at a time")
     parser.add_argument("--adapter", action="append", default=[], metavar="NAME=PATH", help="adapter to load at start")
-    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key (default: a random one)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--weight-version", default="0", help="label of the initial weights")
     return parser.parse_args()
@@ -54,7 +56,7 @@ def _loopback(bound: socket.socket) -> bool:
     return ipaddress.ip_address(bound.getsockname()[0]).is_loopback
 
 
-async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str | None) -> None:
+async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -> None:
     import torch
     from aiohttp import web
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -111,14 +113,16 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str | 
     await server.run_engine()
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    os._exit(0)  # there is nothing to save
-
-
 def main() -> None:
     """Serve until SIGTERM or SIGINT. Exit status 2 and one line on stderr when it cannot start."""
+    cleanup = contextlib.ExitStack()
+
+    def end(*_: object) -> NoReturn:
+        cleanup.close()
+        os._exit(0)  # there is nothing to save
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _end)
+        signal.signal(number, end)
     parent_watch.follow_parent()
     keep_freed_memory()
     args = _arguments()
@@ -128,7 +132,12 @@ def main() -> None:
     bound = _bind(args.host, args.port)
     if not _loopback(bound) and not api_key:
         _fail(f"--host {args.host} is a public address: it needs --api-key-env")
-    asyncio.run(_serve(args, bound, api_key))
+    with cleanup:
+        try:
+            api_key = api_key or cleanup.enter_context(published_key(*bound.getsockname()[:2]))
+        except (SettingError, OSError) as error:
+            _fail(f"cannot leave a key for this server's clients: {error}")
+        asyncio.run(_serve(args, bound, api_key))
 
 
 if __name__ == "__main__":

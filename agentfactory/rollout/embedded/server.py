@@ -31,14 +31,14 @@ class Server:
         served_model_name: str,
         max_loras: int,
         eos_token_ids: frozenset[int] = frozenset(),
-        api_key: str | None = None,
+        api_key: str,
     ) -> None:
         self.engine = engine
         self.served_model_name = served_model_name
         self.max_loras = max_loras
         self.eos_token_ids = eos_token_ids
         self.adapters: dict[str, Adapter] = {}
-        self._authorization = f"Bearer {api_key}".encode() if api_key else None
+        self._authorization = f"Bearer {api_key}".encode()
         self._device = engine.device
         self._asleep: set[str] = set()  # subset of "weights", "kv_cache"
         self._frozen = False  # paused with requests kept: no steps
@@ -64,7 +64,7 @@ class Server:
     async def dispatch(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one HTTP request: JSON in, JSON out (/metrics: text)."""
         try:
-            if self._authorization and request.path != "/health":
+            if request.path != "/health":
                 given = request.headers.get("Authorization", "").encode()
                 if not hmac.compare_digest(given, self._authorization):
                     return _answer({"error": "Unauthorized"}, 401)

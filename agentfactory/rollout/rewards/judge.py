@@ -13,6 +13,7 @@ import aiohttp
 from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
+from agentfactory.rollout.connection import authorization
 from agentfactory.rollout.rewards.decorator import reward
 from agentfactory.rollout.rewards.reward_spec import RewardError
 from agentfactory.rollout.rewards.scoring import prediction_of
@@ -123,7 +124,8 @@ class Judge:
             if attempt:
                 await asyncio.sleep(_FIRST_PAUSE * 2 ** (attempt - 1))
             try:
-                async with self._places, self._session.post(address, json=request) as response:
+                key = authorization(address, self.api_key_env)
+                async with self._places, self._session.post(address, json=request, headers=key) as response:
                     if response.status == 200:
                         return _content(await response.json())
                     problem = f"status {response.status}: {(await response.text())[:300]}"
@@ -137,11 +139,10 @@ class Judge:
         # a notebook runs several event loops in succession
         if self._loop is not asyncio.get_running_loop():
             self._loop = asyncio.get_running_loop()
-            headers = {} if self.api_key_env is None else {"Authorization": f"Bearer {os.environ[self.api_key_env]}"}
             self._places = asyncio.Semaphore(self.concurrency)
             # uses proxies from the environment, because judges are often remote; the time limit is the entry's
             self._session = aiohttp.ClientSession(
-                headers=headers, trust_env=True, timeout=aiohttp.ClientTimeout(total=None, sock_connect=30)
+                trust_env=True, timeout=aiohttp.ClientTimeout(total=None, sock_connect=30)
             )
 
     async def close(self) -> None:

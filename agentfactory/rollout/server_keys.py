@@ -1,0 +1,128 @@
+"""Keys of the inference servers that a user runs on this machine.
+
+Loopback keeps other machines out, but not other users of this one. So a server that was given no key draws one, and
+leaves it in a file that only its user can read: in the user's runtime folder, named by the server's address. Clients of
+the same user find it there. Imported by vLLM's Python too: it needs only the standard library.
+"""
+
+import fcntl
+import functools
+import os
+import secrets
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from agentfactory.tools.errors import SettingError
+
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+def key_folder() -> Path:
+    """Return the folder of this user's keys, which may not exist."""
+    user = os.geteuid()
+    runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{user}"
+    parent = runtime if os.access(runtime, os.W_OK) else tempfile.gettempdir()
+    return Path(parent, f"agentfactory-{user}")
+
+
+def key_file(host: str, port: int) -> Path:
+    """Return the file for the key of the server that listens on the address `host`, an IP, and `port`."""
+    return key_folder() / f"{host}:{port}"
+
+
+@contextmanager
+def published_key(host: str, port: int) -> Iterator[str]:
+    """Draw a key for the server at `host` and `port`, and keep it in its file during the context. Raises SettingError
+    if another user could read the folder."""
+    file = key_file(host, port)
+    file.parent.mkdir(mode=0o700, exist_ok=True)
+    _check_private(file.parent)
+    key = secrets.token_urlsafe(32)
+    with _locked(file.parent):
+        _remove_stale(file.parent)
+        # written under another name: a client never reads half a key
+        passing = file.with_name(f".{secrets.token_hex(8)}")
+        stream = os.fdopen(os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii")
+        stream.write(key)
+        stream.flush()
+        # the system releases this lock however the server ends: a file without it is stale
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        passing.rename(file)
+    with stream:
+        try:
+            yield key
+        finally:
+            if _same_file(file, stream.fileno()):
+                file.unlink()
+
+
+def find_key(url: str) -> str | None:
+    """Return the key that the server at `url` has left for this user; None if there is none. Raises SettingError if
+    another user could have written it."""
+    for host, port in _addresses(url):
+        file = key_file(host, port)
+        with suppress(FileNotFoundError):
+            status = file.stat()
+            return _read(file, status.st_ino, status.st_mtime_ns)
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _addresses(url: str) -> tuple[tuple[str, int], ...]:
+    """Return the addresses (IP, port) that `url` may mean on this machine; none if it is elsewhere."""
+    parts = urlsplit(url)
+    port = parts.port or _DEFAULT_PORTS.get(parts.scheme)
+    try:
+        found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return ()
+    addresses = [(str(address[0]), int(address[1])) for *_, address in found]
+    return tuple((host, port) for host, port in addresses if host == "::1" or host.startswith("127."))
+
+
+@functools.lru_cache(maxsize=256)
+def _read(file: Path, inode: int, changed: int) -> str:
+    """Read a key again only if its file has changed: a client asks before each request."""
+    _check_private(file.parent)
+    return file.read_text(encoding="ascii")
+
+
+def _check_private(folder: Path) -> None:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise SettingError(
+            "server",
+            f"the folder {folder}, where servers leave their keys, could be read or changed by another user",
+            "remove it, or let XDG_RUNTIME_DIR name a folder of your own",
+        )
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove the files of servers that were killed. The folder is locked."""
+    for file in folder.iterdir():
+        with suppress(FileNotFoundError, BlockingIOError), file.open() as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _same_file(file, stream.fileno()):
+                file.unlink()
+
+
+def _same_file(file: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(file.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
