@@ -117,7 +117,7 @@ async def reinforce(recipe: Recipe, folder: Path, say: Callable[[str], None]) ->
         before, _ = await test("before")
         for step in range(1, recipe.train.steps + 1):
             # from now on, every turn comes from these weights
-            runner.client.published(report.version, report.model)
+            runner.client.published(report.published)
             batch = draw.sample(tasks, recipe.train.batch_size)
             groups = await asyncio.gather(
                 *(run_group(runner, recipe, task, f"{step}-{place}", report.model) for place, task in enumerate(batch))
@@ -126,7 +126,7 @@ async def reinforce(recipe: Recipe, folder: Path, say: Callable[[str], None]) ->
             report = sync.push(step, trainer.policy, trainer.policy.gather())
             rewards = [chain.reward for group in groups for chain in group.trajectories if chain.reward is not None]
             say(f"step {step}: reward {sum(rewards) / len(rewards):.2f}")
-        runner.client.published(report.version, report.model)
+        runner.client.published(report.published)
         after, _ = await test("after")
         sync.close()
     return {

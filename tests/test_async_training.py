@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from agentfactory.rollout.delivery import WorkerProcess
 from agentfactory.rollout.trajectory import Group, Row, read_groups
+from agentfactory.rollout.weight_versions import Published
 from agentfactory.trainers.checkpoints import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import Policy, load_policy
@@ -148,8 +149,8 @@ class RecordingSource:
         self.played.busy.touch()
         return self.played.batches[-1]
 
-    def published(self, version: int, model: str) -> None:
-        self.worker.published(version, model)
+    def published(self, published: Published) -> None:
+        self.worker.published(published)
         self.played.busy.unlink(missing_ok=True)
 
 
@@ -189,7 +190,7 @@ def play(
         first.push(0, base, base.gather())
         first.close()
     # an adapter's run is its folder's: all runs share one server
-    sync = RecordingSync(make_sync(recipe, servers, folder / "sync", folder.name, 1), played)
+    sync = RecordingSync(make_sync(recipe, servers, folder / "sync", folder.name), played)
     worker = WorkerProcess(
         recipe, folder, [url], folder, folder / "worker.log", BATCH, steps * BATCH, restore=lambda url: False
     )

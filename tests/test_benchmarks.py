@@ -22,7 +22,10 @@ def test_the_last_line_is_the_ratios(script: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     ratios = json.loads(done.stdout.splitlines()[-1])
     assert ratios
-    assert all(math.isfinite(ratio) and ratio > 0 for ratio in ratios.values()), ratios
+    if script == "faults.py":
+        assert ratios == {"caught": 16, "faults": 16, "false_alarms": 0}
+    else:
+        assert all(math.isfinite(ratio) and ratio > 0 for ratio in ratios.values()), ratios
 
 
 def test_the_pages_speak_of_those_that_there_are() -> None:

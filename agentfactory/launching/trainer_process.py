@@ -5,7 +5,6 @@ live rollouts, the worker and the weight sync.
 """
 
 import logging
-import os
 import signal
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -253,8 +252,7 @@ def _rollouts(
     servers += [ServerControl(url, recipe.server.api_key_env) for url in recipe.server.urls]
     for server in servers:
         server.require(backend_of(recipe).routes)
-    # the process id distinguishes this attempt's adapters from those that an earlier one left on the server
-    backend, turns = make_sync(recipe, servers, folder.sync, recipe.name, os.getpid()), None
+    backend, turns = make_sync(recipe, servers, folder.sync, recipe.name), None
     if recipe.placement.mode == "time_share":
         servers[0].require(SLEEP_ROUTES)
         turns = TimeShare(servers[0], accelerator.device, recipe.server.retry_seconds, stop)

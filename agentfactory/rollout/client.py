@@ -21,12 +21,18 @@ from agentfactory.rollout.connection import (
 from agentfactory.rollout.recovery import Recovery
 from agentfactory.rollout.retries import Retries
 from agentfactory.rollout.routing import Router, ServerState
+from agentfactory.rollout.stalls import StallWatch
 from agentfactory.rollout.trajectory import Span
+from agentfactory.rollout.weight_versions import Published
+from agentfactory.tools.notices import tell
 
 logger = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
 NEEDED_ROUTES = (GENERATE, "/health", "/v1/models")
+LOAD_SECONDS = 10.0
+"""Time for a server's metrics."""
+_PAGE = "docs/servers.md"
 _ROUNDING = 1e-3
 """How far above 0 half precision may round a log-probability."""
 
@@ -70,8 +76,8 @@ def missing_routes(url: str, described: Sequence[str], needed: Sequence[str]) ->
 class InferenceClient:
     """Sends turns to the servers; use it as an async context manager.
 
-    `Connection` makes the requests, `Router` chooses the server, and `Recovery` brings back a server that is lost or
-    has other weights than the published ones.
+    `Connection` makes the requests, `Router` chooses the server, `Recovery` brings back a server that is lost or has
+    other weights than the published ones, and `StallWatch` notices one that gives no token.
     """
 
     def __init__(self, urls: str | Sequence[str], api_key_env: str | None = None, retry_seconds: float = 300.0):
@@ -81,12 +87,14 @@ class InferenceClient:
         self._router = Router(self.urls)
         self._connection = Connection(api_key_env)
         self._recovery = Recovery(self._connection, self._router, retry_seconds)
+        self._stalls = StallWatch(self._connection, self.urls, retry_seconds)
 
     async def __aenter__(self) -> Self:
         await self._connection.__aenter__()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
+        await self._stalls.close()
         await self._recovery.close()
         await self._connection.__aexit__(*exception)
 
@@ -95,10 +103,10 @@ class InferenceClient:
         away meanwhile."""
         self._recovery.restore = restore
 
-    def published(self, version: int, model: str) -> None:
-        """Note that the weights `version` are live as `model`: turns requested from now on come from these weights or
-        newer ones, and tokens that a server samples from older ones are discarded."""
-        self._recovery.published(version, model)
+    def published(self, published: Published) -> None:
+        """Note which weights are live: turns requested from now on come from these weights or newer ones, and tokens
+        that a server samples from others are discarded."""
+        self._recovery.published = published
 
     async def models(self, url: str) -> list[dict[str, Any]]:
         """Return the cards of a server's models and adapters."""
@@ -122,11 +130,8 @@ class InferenceClient:
                     card["id"] for card in await self._connection.models(url) if not card.get("parent")
                 }
                 if not await self._connection.is_guarded(url):
-                    logger.warning(
-                        "server %s takes requests without a key: everyone who can reach it can change its weights; "
-                        "start it with `agentfactory serve`, or with a key for all routes",
-                        url,
-                    )
+                    text = f"server {url} takes requests without a key: whoever reaches it can change its weights"
+                    tell(logger, f"{url} has no key", f"{text}; start it with `agentfactory serve`", see=_PAGE)
             except LostError as error:
                 raise ServerUnreachableError(f"no server answers at {url}: {error}") from error
             except ValueError as error:
@@ -146,14 +151,14 @@ class InferenceClient:
         If an answer is lost, the turn is sampled again from the same ids, on another server if necessary. If a paused
         or sleeping server refuses or aborts the request, the client waits until the server continues. Raises
         ContextOverflowError or InferenceError for a refused request, ServerUnreachableError if no server has answered
-        for `retry_seconds`.
+        for `retry_seconds`. A server that gives no token for as long counts as lost.
         """
         request = {"token_ids": token_ids, "model": model, "sampling_params": {"logprobs": 0, **sampling}}
         if cache_salt is not None:
             request["cache_salt"] = cache_salt
         body = json.dumps(request).encode()
         prompt = hash(tuple(token_ids)) if len(self.urls) > 1 else 0
-        oldest = self._recovery.version
+        oldest = self._recovery.published
         retries = Retries(self._limit)
         failed_at = set[str]()
         while True:
@@ -161,7 +166,8 @@ class InferenceClient:
             self._router.started(url)
             lost = None
             try:
-                status, text = await self._connection.request("POST", url + GENERATE, body)
+                async with self._stalls.request(url):
+                    status, text = await self._connection.request("POST", url + GENERATE, body)
             except LostError as error:
                 lost = str(error)
             finally:
@@ -185,7 +191,7 @@ class InferenceClient:
                 elif self._recovery.is_current(completion.versions, model, oldest):
                     return completion
                 else:
-                    problem = f"it sampled with {completion.versions[0].version}, not with {oldest}"
+                    problem = f"it sampled with {completion.versions[0].version}, not with {oldest and oldest.label}"
                     self._recovery.distrust(url, problem)
             elif status == 404 and self._recovery.is_published(model):
                 problem = f"it does not know {model}"
@@ -203,7 +209,7 @@ class InferenceClient:
         for url, state in self._router.states.items():
             if state is ServerState.SERVING:
                 try:
-                    status, text = await self._connection.request("GET", url + METRICS_ROUTE)
+                    status, text = await self._connection.request("GET", url + METRICS_ROUTE, seconds=LOAD_SECONDS)
                 except LostError as error:
                     raise InferenceError(f"{url}{METRICS_ROUTE}: {error}") from error
                 if status != 200:

@@ -42,21 +42,25 @@ class Places:
 
 @dataclass(frozen=True)
 class Load:
-    """The load that an inference server reports: waiting and running requests, and the share of its cache in use."""
+    """What an inference server reports: waiting and running requests, the share of its cache in use, and how many
+    tokens of prompts and answers it has computed since its start."""
 
     waiting: float
     running: float
     cache: float
+    prompt_tokens: float = 0.0
+    generation_tokens: float = 0.0
 
 
 METRICS_ROUTE = "/metrics"
 _WAITING, _RUNNING, _CACHE = "vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"
+_PROMPTS, _GENERATED = "vllm:prompt_tokens_total", "vllm:generation_tokens_total"
 
 
 def parse_load(text: str) -> Load:
     """Read the load from a Prometheus page in vLLM's format. The counts of several engines behind one address are
-    summed, and the fullest of their caches counts. Raises ValueError if one of the three metrics is missing."""
-    values: dict[str, list[float]] = {_WAITING: [], _RUNNING: [], _CACHE: []}
+    summed, and the fullest of their caches counts. Raises ValueError if one of the metrics is missing."""
+    values: dict[str, list[float]] = {name: [] for name in (_WAITING, _RUNNING, _CACHE, _PROMPTS, _GENERATED)}
     for line in text.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
         if name in values:
@@ -64,13 +68,16 @@ def parse_load(text: str) -> Load:
     for name, found in values.items():
         if not found:
             raise ValueError(f"the server's {METRICS_ROUTE} has no {name}")
-    return Load(sum(values[_WAITING]), sum(values[_RUNNING]), max(values[_CACHE]))
+    waiting, running, prompts, generated = (sum(values[name]) for name in (_WAITING, _RUNNING, _PROMPTS, _GENERATED))
+    return Load(waiting, running, max(values[_CACHE]), prompts, generated)
 
 
 def write_load(load: Load) -> str:
     """Write the page that `parse_load` reads."""
-    metrics = {_WAITING: load.waiting, _RUNNING: load.running, _CACHE: load.cache}
-    return "".join(f"# TYPE {name} gauge\n{name} {value}\n" for name, value in metrics.items())
+    gauges = {_WAITING: load.waiting, _RUNNING: load.running, _CACHE: load.cache}
+    counters = {_PROMPTS: load.prompt_tokens, _GENERATED: load.generation_tokens}
+    kinds = ("gauge", gauges), ("counter", counters)
+    return "".join(f"# TYPE {name} {kind}\n{name} {value}\n" for kind, of in kinds for name, value in of.items())
 
 
 FULL_CACHE = 0.9

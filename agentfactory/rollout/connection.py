@@ -13,6 +13,8 @@ from agentfactory.tools.errors import SettingError
 # vLLM closes idle connections after 5 s; if it closes one while we write, the server would look dead
 _IDLE_SECONDS = 4.0
 _CONNECT_SECONDS = 30.0
+_STATE_SECONDS = 30.0
+"""Time for an answer on a server's state; a stopped process takes connections and never answers."""
 
 
 class InferenceError(Exception):
@@ -57,62 +59,69 @@ class Connection:
             authorization("", api_key_env)
 
     async def __aenter__(self) -> Self:
-        # no limit on connections and no total timeout: chains limit their own number and time
+        # no limit on connections: chains limit their own number
         self._session = aiohttp.ClientSession(
             headers={"Content-Type": "application/json"},
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
         )
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def request(self, method: str, url: str, body: bytes | None = None) -> tuple[int, str]:
-        """Make a request; return the answer's status and text."""
-        status, text, _ = await self.exchange(method, url, body)
+    async def request(
+        self, method: str, url: str, body: bytes | None = None, seconds: float | None = None
+    ) -> tuple[int, str]:
+        """Make a request that may take `seconds` (None: any time); return the answer's status and text."""
+        status, text, _ = await self.exchange(method, url, body, seconds=seconds)
         return status, text
 
     async def exchange(
-        self, method: str, url: str, body: bytes | None = None, with_key: bool = True
+        self,
+        method: str,
+        url: str,
+        body: bytes | None = None,
+        with_key: bool = True,
+        seconds: float | None = None,
     ) -> tuple[int, str, Mapping[str, str]]:
         """Make a request; return the answer's status, text and headers."""
+        limit = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
         # looked up each time: a server that was restarted has another key
         key = authorization(url, self._api_key_env) if with_key else {}
         try:
-            async with self._session.request(method, url, data=body, headers=key) as response:
+            async with self._session.request(method, url, data=body, headers=key, timeout=limit) as response:
                 return response.status, await response.text(errors="replace"), response.headers
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise LostError(str(error) or repr(error)) from error
 
     async def is_healthy(self, url: str) -> bool:
         """Return whether the server accepts requests."""
-        status, _ = await self.request("GET", url + "/health")
+        status, _ = await self.request("GET", url + "/health", seconds=_STATE_SECONDS)
         return status == 200
 
     async def is_guarded(self, url: str) -> bool:
         """Return whether the server asks for a key, also on routes that change its weights: vLLM's own key does not
         protect these."""
         for route in ("/v1/models", "/is_paused"):
-            status, _, _ = await self.exchange("GET", url + route, with_key=False)
+            status, _, _ = await self.exchange("GET", url + route, with_key=False, seconds=_STATE_SECONDS)
             if status == 200:
                 return False
         return True
 
     async def models(self, url: str) -> list[dict[str, Any]]:
         """Return the cards of the server's models and adapters; an adapter's card has a `parent`."""
-        status, text = await self.request("GET", url + "/v1/models")
+        status, text = await self.request("GET", url + "/v1/models", seconds=_STATE_SECONDS)
         return _object(text).get("data", []) if status == 200 else []
 
     async def weight_version(self, url: str) -> str:
         """Return the label of the server's base weights; empty if it has none."""
-        status, text = await self.request("GET", url + "/weight_info")
+        status, text = await self.request("GET", url + "/weight_info", seconds=_STATE_SECONDS)
         return str(_object(text).get("weight_version")) if status == 200 else ""
 
     async def holds_requests(self, url: str) -> bool:
         """Return whether the server reports that it is paused or asleep."""
         for route, key in (("/is_sleeping", "is_sleeping"), ("/is_paused", "is_paused")):
-            status, text = await self.request("GET", url + route)
+            status, text = await self.request("GET", url + route, seconds=_STATE_SECONDS)
             if status == 200 and _object(text).get(key):
                 return True
         return False

@@ -14,11 +14,13 @@ import socket
 import subprocess
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from agentfactory.rollout.config import EqualRewards, RolloutRecipe
 from agentfactory.rollout.trajectory import Group
+from agentfactory.rollout.weight_versions import Published
 from agentfactory.tools import parent_watch
 from agentfactory.tools.import_path import own_python
 from agentfactory.tools.notices import tell
@@ -136,10 +138,9 @@ class WorkerProcess:
         """What the worker counted while producing the last batch, by metric name."""
         return self._figures
 
-    def published(self, version: int, model: str) -> None:
-        """Tell the worker that the weights `version` are live under the name `model`; the first call starts
-        generation."""
-        self._send("published", version=version, model=model)
+    def published(self, published: Published) -> None:
+        """Tell the worker which weights are live; the first call starts generation."""
+        self._send("published", **asdict(published))
 
     def acknowledge(self, group_ids: list[str]) -> None:
         """Tell the worker that a durable checkpoint includes the training on these groups."""

@@ -16,21 +16,13 @@ from agentfactory.rollout.resume import Resumed
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.staleness import Admission, BatchChoice, Candidate
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
-from agentfactory.rollout.weight_versions import Cancellations
+from agentfactory.rollout.weight_versions import Cancellations, Published
 
 logger = logging.getLogger(__name__)
 
 
 class RolloutStoppedError(Exception):
     """Rollouts cannot continue; the message says why."""
-
-
-@dataclass(frozen=True)
-class Published:
-    """The newest live weights: their number and the server's name for them."""
-
-    version: int
-    model: str
 
 
 @dataclass
@@ -233,7 +225,7 @@ class GroupProducer:
         """Return the salt for a chain that begins now: with `inflight: keep`, it must not find caches of older
         weights."""
         keeps = self.config.inflight is Inflight.KEEP and self.runner.setup.recipe.model.lora is None
-        return str(self.published.version) if keeps else None
+        return self.published.label if keeps else None
 
     def _save(self, group: _OpenGroup) -> None:
         with self.trajectories.open("a", encoding="utf-8") as file:

@@ -9,6 +9,7 @@ from agentfactory.rollout.connection import Connection, LostError, ServerUnreach
 from agentfactory.rollout.retries import Retries
 from agentfactory.rollout.routing import Router, ServerState
 from agentfactory.rollout.trajectory import Span
+from agentfactory.rollout.weight_versions import Published
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +24,8 @@ class Recovery:
         weights are published."""
         self.base_models: set[str] = set()
         """Names of base weights; any other model is an adapter."""
-        self.version: int | None = None
-        """The version of the weights that were published last; None if none are published."""
-        self._model = ""
+        self.published: Published | None = None
+        """The weights that were published last; None if none are published."""
         self._connection = connection
         self._router = router
         self._limit = retry_seconds
@@ -40,20 +40,16 @@ class Recovery:
             task.cancel()
         await asyncio.gather(*self._returning, return_exceptions=True)
 
-    def published(self, version: int, model: str) -> None:
-        """Note that the weights `version` are live as `model`."""
-        self.version, self._model = version, model
-
     def is_published(self, model: str) -> bool:
         """Return whether every server should know `model`."""
-        return self.version is not None and model == self._model
+        return self.published is not None and model == self.published.model
 
-    def is_current(self, versions: Sequence[Span], model: str, oldest: int | None) -> bool:
-        """Return whether the base weights of a turn are `oldest` or newer. Turns with an adapter always pass, because
-        each version of an adapter has its own name."""
+    def is_current(self, versions: Sequence[Span], model: str, oldest: Published | None) -> bool:
+        """Return whether the base weights of a turn are `oldest` or newer ones of the same run. Turns with an adapter
+        always pass, because each version of an adapter has its own name."""
         if oldest is None or model not in self.base_models:
             return True
-        return all(_number(span.version) >= oldest for span in versions)
+        return all(_is_at_least(span.version, oldest) for span in versions)
 
     async def take(self, chain: str, prompt: int, avoid: set[str]) -> str:
         """Return the server for a request; wait while none is serving. Raises ServerUnreachableError."""
@@ -138,14 +134,16 @@ class Recovery:
 
     async def _has_weights(self, url: str) -> bool:
         """Return whether the server's process is still the one that loaded the published weights."""
-        if self.version is None:
+        if self.published is None:
             return self.restore is None
-        if self._model not in self.base_models:
-            return any(card["id"] == self._model for card in await self._connection.models(url))
-        # a fresh embedded engine also calls its initial weights version 0
-        return self.version > 0 and _number(await self._connection.weight_version(url)) >= self.version
+        if self.published.model not in self.base_models:
+            return any(card["id"] == self.published.model for card in await self._connection.models(url))
+        return _is_at_least(await self._connection.weight_version(url), self.published)
 
 
-def _number(label: str) -> int:
-    """Return the version in a label of base weights; -1 if the label is not one of ours, such as vLLM's "default"."""
-    return int(label) if label.isdecimal() else -1
+def _is_at_least(label: str, oldest: Published) -> bool:
+    """Return whether base weights called `label` are `oldest` or a newer version, which may serve before it is
+    published. A label ends with its version, and those of a run begin the same."""
+    prefix = oldest.label.removesuffix(str(oldest.version))
+    number = label.removeprefix(prefix)
+    return label.startswith(prefix) and number.isdecimal() and int(number) >= oldest.version

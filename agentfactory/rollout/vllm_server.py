@@ -51,7 +51,9 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; a public one needs an API key")
     parser.add_argument("--port", type=int, required=True, help="0 takes a free port")
     parser.add_argument("--served-model-name", default="policy", help="the base model's name in requests")
-    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key (default: a random one)")
+    parser.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable with the API key (default: a random key)"
+    )
     parser.add_argument(
         "--weight-transfer-config", metavar="JSON", help='{"backend": NAME}: how full weights will come'
     )

@@ -6,18 +6,25 @@ from dataclasses import dataclass, field
 from agentfactory.rollout.trajectory import Group, Trajectory
 
 
+@dataclass(frozen=True)
+class Published:
+    """The newest live weights: their version, the model that requests name, and the servers' label in spans."""
+
+    version: int
+    model: str
+    label: str
+
+
 @dataclass
 class WeightVersions:
-    """Maps a span's label to a version. A server labels full weights by their number and adapters by their name;
-    `adapters` says which of the two is trained."""
+    """Maps a span's label to a version."""
 
-    adapters: bool
     numbers: dict[str, int] = field(default_factory=dict)
     """Label -> version, for all published weights."""
 
-    def note(self, version: int, model: str) -> None:
-        """Note that weights of `version` are live; requests refer to them by the name `model`."""
-        self.numbers[model if self.adapters else str(version)] = version
+    def note(self, published: Published) -> None:
+        """Note that these weights are live."""
+        self.numbers[published.label] = published.version
 
     def number(self, label: str) -> int:
         """Return the version called `label`. Raises ValueError for a label that was not published."""

@@ -19,10 +19,11 @@ from agentfactory.rollout.connection import InferenceError, ServerUnreachableErr
 from agentfactory.rollout.data import TaskOrder, load_tasks
 from agentfactory.rollout.delivery import connect, encode
 from agentfactory.rollout.evaluate import evaluate, open_runner
-from agentfactory.rollout.producer import GroupProducer, Published, RolloutStoppedError
+from agentfactory.rollout.producer import GroupProducer, RolloutStoppedError
 from agentfactory.rollout.resume import Resumed
 from agentfactory.rollout.staleness import Admission
 from agentfactory.rollout.trajectory import Group, read_groups
+from agentfactory.rollout.weight_versions import Published
 from agentfactory.tools import parent_watch
 from agentfactory.tools.import_path import append_folders
 from agentfactory.tools.messages import ToolInfrastructureError
@@ -68,20 +69,21 @@ class Worker:
             first = await anext(messages, None)
             if first is None:
                 raise TrainerGoneError
-            version = first["version"]
+            published = _published(first)
+            version = published.version
             saved = self.trajectories / "train.jsonl"
             # batches that a version has consumed are gone: a resumed run continues after them
             admission = Admission(
                 self.batch_size, self.recipe.rollout.max_staleness, self.total, version, version * self.batch_size
             )
             runner.client.restore_by(self._restore)
-            runner.client.published(version, first["model"])
+            runner.client.published(published)
             producer = GroupProducer(
                 self.recipe.rollout,
                 runner,
                 self.order,
                 admission,
-                Published(version, first["model"]),
+                published,
                 saved,
                 partial(self._deliver, runner),
                 self._resume(saved, version) if saved.exists() else None,
@@ -93,8 +95,9 @@ class Worker:
                 async for message in messages:
                     match message["kind"]:
                         case "published":
-                            runner.client.published(message["version"], message["model"])
-                            producer.publish(Published(message["version"], message["model"]))
+                            published = _published(message)
+                            runner.client.published(published)
+                            producer.publish(published)
                         case "evaluate":
                             tasks.create_task(self._evaluate(runner, producer.published, producer.cache_salt()))
                         case "restored":
@@ -169,6 +172,10 @@ class Worker:
     async def _send(self, kind: str, **fields: Any) -> None:
         self.writer.write(encode(kind, **fields))
         await self.writer.drain()
+
+
+def _published(message: dict[str, Any]) -> Published:
+    return Published(message["version"], message["model"], message["label"])
 
 
 class _Forward(logging.Handler):

@@ -155,7 +155,7 @@ class _Loop:
         self.stop = stop
         self.turns = turns
         self.scores = needed_scores(recipe)
-        self.versions = WeightVersions(adapters=recipe.model.lora is not None, numbers=self.state.labels)
+        self.versions = WeightVersions(self.state.labels)
 
     def begin(self, expected: Scores | None) -> None:
         """Publish and evaluate the weights that the run continues from."""
@@ -173,6 +173,9 @@ class _Loop:
         waited = time.perf_counter() - started
         ages = self.check_ages(step, groups)
         credit = self.credit(step, groups)
+        if self.turns.server_sleeps and self.canary is not None:
+            # it proves this before each push; a server that has slept may have lost its adapter
+            self.canary.prove_unchanged()
         with self.turns.training():
             learned = self.update(step, credit)
         synced = self.publish(step, learned.expected)
@@ -252,8 +255,8 @@ class _Loop:
         if pushed is None:
             return {}
         report, proof = pushed
-        self.versions.note(version, report.model)
-        source.published(version, report.model)
+        self.versions.note(report.published)
+        source.published(report.published)
         logger.info("version %d is live as %s, digest of its content %s", version, report.model, report.digest)
         return {"sync/bytes": report.bytes, "seconds/sync": time.perf_counter() - started, **proof}
 

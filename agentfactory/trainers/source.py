@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Protocol
 
 from agentfactory.rollout.trajectory import Group, read_groups
+from agentfactory.rollout.weight_versions import Published
 from agentfactory.tools.errors import SettingError
 
 
@@ -13,9 +14,8 @@ class GroupSource(Protocol):
     def next_batch(self, groups: int) -> list[Group]:
         """Return the next groups to train on; waits for them."""
 
-    def published(self, version: int, model: str) -> None:
-        """Note that weights of this version are live: new turns ask the server for `model`. The first call has the
-        version that the run begins with."""
+    def published(self, published: Published) -> None:
+        """Note that these weights are live. The first call has the version that the run begins with."""
 
     def figures(self) -> dict[str, float]:
         """Return the counts made while the last batch was produced, by metric name."""
@@ -49,7 +49,7 @@ class SavedGroups:
         """Return the next groups of the file."""
         return [next(self._groups) for _ in range(groups)]
 
-    def published(self, version: int, model: str) -> None:
+    def published(self, published: Published) -> None:
         """Do nothing: saved groups do not depend on the weights."""
 
     def figures(self) -> dict[str, float]:

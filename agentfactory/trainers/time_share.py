@@ -28,6 +28,9 @@ class Turns:
         """Hold the device for the trainer's turn."""
         yield
 
+    server_sleeps = False
+    """Whether the server sleeps during the trainer's turn."""
+
     def share(self, learner: Learner) -> None:
         """Register `learner`, which was created in the present turn and leaves the device at its end."""
 
@@ -44,6 +47,8 @@ class TimeShare(Turns):
     that ends with an error offloads nothing. A run that is stopped within a turn leaves its server asleep, and the next
     attempt finds it so. On a CPU the trainer's tensors are already in host memory, so only the order is kept.
     """
+
+    server_sleeps = True
 
     def __init__(
         self,

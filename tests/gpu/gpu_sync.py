@@ -12,9 +12,9 @@ from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.server_control import ServerControl
 from agentfactory.trainers.sync.content import check_content, parameter_digest
 from agentfactory.trainers.sync.ipc import IpcSync
+from benchmarks import sabotage
 from tests.gpu.models import DEVICE, NEEDS_GPU, recipe
 from tests.server_process import serve
-from tests.trainers import sabotage
 from tests.trainers.test_sabotage import Run, with_first_weights
 
 pytestmark = NEEDS_GPU

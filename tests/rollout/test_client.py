@@ -13,6 +13,7 @@ from aiohttp import web
 
 from agentfactory.rollout.client import GENERATE, NEEDED_ROUTES, Completion, InferenceClient
 from agentfactory.rollout.connection import ContextOverflowError, InferenceError, ServerUnreachableError
+from agentfactory.rollout.weight_versions import Published
 from tests.waiting import until
 
 PROMPT = [1, 2, 3]
@@ -230,7 +231,7 @@ async def trained(*servers: Server, version: int) -> AsyncIterator[tuple[Inferen
 
         await client.check_routes()
         client.restore_by(restore)
-        client.published(version, "policy")
+        client.published(Published(version, "policy", str(version)))
         yield client, restored
 
 
@@ -243,7 +244,7 @@ async def test_a_restarted_server_gets_no_request_before_it_has_its_weights() ->
         await server.stop()
         waiting = asyncio.create_task(ask(client))
         await asyncio.sleep(0.1)
-        server.version = "0"
+        server.version = "default"
         count = len(server.prompts)
         await server.start()
         assert (await waiting).versions[0].version == "5"
@@ -265,7 +266,7 @@ async def test_a_connection_that_breaks_asks_the_trainer_nothing() -> None:
         assert restored == [], "it says the version that only this run can have given it"
 
 
-@pytest.mark.parametrize("label", ["0", "4", "default"])
+@pytest.mark.parametrize("label", ["0", "4", "default", "other-1a2b-v5", "6-of-another", ""])
 async def test_tokens_of_other_weights_never_pass(label: str) -> None:
     server = Server()
     server.version = label
@@ -281,7 +282,7 @@ async def test_an_update_under_a_turn_is_no_fault() -> None:
     async with trained(server, version=5) as (client, restored):
         assert (await ask(client)).versions[0].version == "6", "newer than published: the trainer says so in a moment"
         late = asyncio.create_task(ask(client))
-        client.published(6, "policy")
+        client.published(Published(6, "policy", "6"))
         await late
     assert restored == []
 
@@ -297,7 +298,7 @@ async def test_a_server_without_the_newest_adapter_is_restored() -> None:
 
         await client.check_routes()
         client.restore_by(restore)
-        client.published(3, "run-v3")
+        client.published(Published(3, "run-v3", "run-v3"))
         await client.generate(PROMPT, "run-v3", SAMPLING)
         assert restored == [server.url]
         server.script = [refuse(404, "The model `run-v1` does not exist.")]

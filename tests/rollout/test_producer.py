@@ -16,12 +16,13 @@ from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Place, TaskOrder
 from agentfactory.rollout.filter import Worth, worth
-from agentfactory.rollout.producer import GroupProducer, Published, RolloutStoppedError
+from agentfactory.rollout.producer import GroupProducer, RolloutStoppedError
 from agentfactory.rollout.renderer import load_tokenizer, make_renderer
 from agentfactory.rollout.resume import Resumed
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.staleness import Admission
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory, read_groups
+from agentfactory.rollout.weight_versions import Published
 from agentfactory.tools.toolset import open_toolset
 from tests.scripted_server import ScriptedServer, serve_script
 
@@ -78,7 +79,7 @@ class Trainer:
         return [chain.id for group in batch for chain in group.trajectories], figures
 
     def publish(self, version: int) -> None:
-        self.producer.publish(Published(version, f"m{version}"))
+        self.producer.publish(Published(version, f"m{version}", f"m{version}"))
 
 
 @asynccontextmanager
@@ -128,7 +129,7 @@ async def training(
         async def unset(batch: list[Group], figures: dict[str, float]) -> None:
             raise AssertionError
 
-        published = Published(version, f"m{version}")
+        published = Published(version, f"m{version}", f"m{version}")
         producer = GroupProducer(recipe.rollout, runner, order, admission, published, path, unset, resumed)
         trainer = Trainer(producer, server)
         trainer.running = asyncio.create_task(producer.run())

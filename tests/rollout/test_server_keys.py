@@ -94,7 +94,9 @@ def test_another_user_of_the_machine_finds_every_door_locked(tmp_path: Path) -> 
 
     def ask(path: str) -> str:
         given = [] if path in (*READ, "/health") else ["--data", "{}"]
-        return run("curl", "--silent", "--noproxy", "*", "--write-out", "%{http_code}", *given, server.url + path).stdout
+        return run(
+            "curl", "--silent", "--noproxy", "*", "--write-out", "%{http_code}", *given, server.url + path
+        ).stdout
 
     server = Running(make_model(tmp_path / "model"), "--max-model-len", "64", "--max-num-seqs", "2").wait()
     try:

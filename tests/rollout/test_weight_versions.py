@@ -3,7 +3,7 @@
 import pytest
 
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
-from agentfactory.rollout.weight_versions import Cancellations, WeightVersions
+from agentfactory.rollout.weight_versions import Cancellations, Published, WeightVersions
 
 
 def chain(*labels: str, turn: int = 2) -> Trajectory:
@@ -15,17 +15,17 @@ def chain(*labels: str, turn: int = 2) -> Trajectory:
 
 
 def test_ages_are_counted_by_token() -> None:
-    versions = WeightVersions(adapters=False)
+    versions = WeightVersions()
     for version in range(4):
-        versions.note(version, "policy")
+        versions.note(Published(version, "policy", str(version)))
     groups = [Group("a", {}, [chain("0", "1"), chain("3")]), Group("b", {}, [chain("3", turn=5)])]
     assert versions.ages(groups, version=3) == {3: 2, 2: 2, 0: 7}
 
 
 def test_adapters_are_known_by_name() -> None:
-    versions = WeightVersions(adapters=True)
-    versions.note(7, "run-1-v7")
-    versions.note(8, "run-1-v8-2")
+    versions = WeightVersions()
+    versions.note(Published(7, "run-1-v7", "run-1-v7"))
+    versions.note(Published(8, "run-1-v8-2", "run-1-v8-2"))
     assert [versions.number(name) for name in ("run-1-v7", "run-1-v8-2")] == [7, 8]
     with pytest.raises(ValueError, match="weights called 'default', which this run never published"):
         versions.ages([Group("a", {}, [chain("default")])], version=8)

@@ -108,7 +108,7 @@ def test_after_a_restart_the_latest_version_must_score_as_before(scorer: Scorer)
     drift = begun(scorer)
     drift.judge(*(scorer.at(0.5) for _ in range(3)))
     assert drift.judge_again(scorer.at(0.5)).failure is None
-    assert "before its restart" in (drift.judge_again(scorer.at(0.0)).failure or "")
+    assert "with which it proved this version" in (drift.judge_again(scorer.at(0.0)).failure or "")
     # the proof of version 1 still counts
     assert drift.judge(*(scorer.at(0.6) for _ in range(3))).slope == pytest.approx(1.0, abs=0.2)
 

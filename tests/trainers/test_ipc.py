@@ -85,7 +85,7 @@ def test_the_recipe_asks_for_it(make_recipe: Callable[..., TrainRecipe], server:
     recipe = make_recipe()
     recipe.sync.backend = "ipc"
     server.require(backend_of(recipe).routes)
-    assert isinstance(make_sync(recipe, [server], tmp_path, "run", 0), IpcSync)
+    assert isinstance(make_sync(recipe, [server], tmp_path, "run"), IpcSync)
 
 
 @pytest.mark.processes

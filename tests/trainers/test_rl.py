@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerFast
 
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from agentfactory.rollout.weight_versions import Published
 from agentfactory.trainers.best_checkpoint import find_best
 from agentfactory.trainers.checkpoints import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
@@ -196,9 +197,9 @@ class LiveSource:
             chains.append(Trajectory(f"{number}.{member}", [], [row], Outcome.COMPLETED, reward, turns=1))
         return Group(f"v{self.version}-{number}", {}, chains, self.version)
 
-    def published(self, version: int, model: str) -> None:
-        self.version, self.model = version, model
-        self.events.append(f"published {version} {model}")
+    def published(self, published: Published) -> None:
+        self.version, self.model = published.version, published.model
+        self.events.append(f"published {self.version} {self.model}")
 
     def figures(self) -> dict[str, float]:
         return {"cancelled/groups": 0.0}
@@ -228,7 +229,7 @@ def test_live_tokens_are_scored_as_the_server_sampled_them(
     recipe.rollout.temperature = 0.8
     recipe.eval.every = 3
     source = LiveSource(server, temperature=0.8)
-    sync = LoraSync([server], tmp_path / "lora", "live", 1, keep=2) if lora else file_sync
+    sync = LoraSync([server], tmp_path / "lora", "live-1-v", keep=2) if lora else file_sync
     logged: list[dict[str, Any]] = []
     canary = Canary([server], canary_rows(range(64), longest=63), "float32")
     result = train_rl(

@@ -21,12 +21,12 @@ from agentfactory.trainers.learner import Learner
 from agentfactory.trainers.policy import load_policy
 from agentfactory.trainers.policy_update import update_policy
 from agentfactory.trainers.server_control import ServerControl, SyncError
-from agentfactory.trainers.sync.canary import Canary, canary_rows
+from agentfactory.trainers.sync.canary import Canary, canary_rows, push_proven
 from agentfactory.trainers.sync.file import FileSync
 from agentfactory.trainers.sync.lora import LoraSync
 from agentfactory.trainers.sync.protocol import WeightSync
+from benchmarks import sabotage
 from tests.conftest import embedded_server
-from tests.trainers import sabotage
 
 VOCABULARY = 256
 LEARNING_RATE = 1e-6
@@ -107,15 +107,16 @@ class Run:
         self.batch = self.learner.deal(rows)
         servers = [ServerControl(url)]
         self.sync: WeightSync
-        self.sync = LoraSync(servers, folder, lora, 1, keep=2) if lora else FileSync(servers, folder)
+        self.sync = LoraSync(servers, folder, f"{lora}-1-v", keep=2) if lora else FileSync(servers, folder, "run-1-v")
         self.canary = Canary(servers, canary_rows(range(VOCABULARY), longest=159), dtype)
         self.metrics: list[dict[str, float]] = []
 
     def publish(self, version: int) -> None:
         """Syncs the policy as it is, and proves it."""
         policy = self.learner.policy
-        report = self.sync.push(version, policy, policy.gather())
-        self.metrics.append(self.canary.prove(report, self.canary.trainer_scores(policy)))
+        scores = self.canary.trainer_scores(policy)
+        _, metrics = push_proven(self.sync, self.canary, version, policy, policy.gather(), scores)
+        self.metrics.append(metrics)
 
     def until_caught(self, steps: int) -> tuple[int, str]:
         """The step at which the sync is found wrong, and the reason; (-1, "") if it is not."""

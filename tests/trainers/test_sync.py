@@ -74,7 +74,7 @@ def test_adapters_arrive_and_old_ones_go(
     full = load_policy(make_recipe())
     FileSync([server], tmp_path / "file").push(0, full, full.gather())
     policy = load_policy(make_recipe(lora={"rank": 2}))
-    sync = LoraSync([server], tmp_path / "lora", "quick", attempt=4, keep=2)
+    sync = LoraSync([server], tmp_path / "lora", "quick-4-v", keep=2)
     for version in (0, 1, 2):
         report = sync.push(version, policy, policy.gather())
         assert report.model == report.label == f"quick-4-v{version}"
@@ -146,7 +146,7 @@ def test_a_server_that_is_started_again_gets_the_last_version_back(
         port = reserved_port()
         servers = [ServerControl(staying), ServerControl(f"http://127.0.0.1:{port}")]
         with embedded_server(model_folder, *flags, "--port", str(port)):
-            sync: WeightSync = LoraSync(servers, tmp_path, "run", 1, 2) if lora else FileSync(servers, tmp_path)
+            sync: WeightSync = LoraSync(servers, tmp_path, "run-1-v", 2) if lora else FileSync(servers, tmp_path)
             canary = Canary(servers, rows, "float32")
             canary.prove(sync.push(0, policy, policy.gather()), canary.trainer_scores(policy))
             disturb(policy, 1)

@@ -196,7 +196,7 @@ def take_turns(
     monkeypatch.setattr(TimeShare, "share", noted(recorder, TimeShare.share, "trainer: made"))
     server, accelerator = ServerControl(recorder.url), Accelerator(cpu=True)
     recipe = make_recipe(lora, steps=2, batch_size=1, learning_rate=1e-2)
-    sync: WeightSync = LoraSync([server], folder, "run", 1, keep=2) if lora else FileSync([server], folder)
+    sync: WeightSync = LoraSync([server], folder, "run-1-v", keep=2) if lora else FileSync([server], folder)
     canary = Canary([server], canary_rows(range(60), longest=63), "float32")
     turns = TimeShare(server, accelerator.device, retry_seconds=10.0, moves=True)
     logged: list[dict[str, Any]] = []
@@ -233,7 +233,8 @@ UPDATE = [
 @pytest.mark.processes
 def test_full_weights_are_updated_in_turns(train: Train, recorder: Recorder) -> None:
     logged = train()
-    turn = [*SLEEP, "trainer: to_device", "trainer: to_host", *UPDATE]
+    # it proves that it still has its weights before it sleeps
+    turn = ["canary", *SLEEP, "trainer: to_device", "trainer: to_host", *UPDATE]
     # neither paused nor resumed: vLLM would go on without its cache
     assert recorder.calls == [*SLEEP, "trainer: made", "trainer: to_host", *UPDATE, "turn", *turn, "turn", *turn]
     check_metrics(logged)
@@ -243,7 +244,8 @@ def test_adapters_are_loaded_again_after_each_sleep(train: Train, recorder: Reco
     # it would lose them otherwise
     recorder.loses = "what has slept"
     logged = train({"rank": 4})
-    turn = [*SLEEP, "trainer: to_device", "trainer: to_host", "/wake_up?tags=weights"]
+    # it proves that it still has its weights before it sleeps
+    turn = ["canary", *SLEEP, "trainer: to_device", "trainer: to_host", "/wake_up?tags=weights"]
     assert recorder.calls == [
         *(*SLEEP, "trainer: made", "trainer: to_host", "/wake_up?tags=weights"),
         *("load run-1-v0", *CACHE, "turn"),

@@ -29,9 +29,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=128, help="sequences decoded together")
     parser.add_argument("--max-loras", type=int, default=4, help="adapters held at a time")
     parser.add_argument("--adapter", action="append", default=[], metavar="NAME=PATH", help="adapter to load at start")
-    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key (default: a random one)")
+    parser.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable with the API key (default: a random key)"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--weight-version", default="0", help="label of the initial weights")
+    parser.add_argument("--weight-version", default="default", help="label of the initial weights")
     return parser.parse_args()
 
 

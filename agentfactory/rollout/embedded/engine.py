@@ -84,7 +84,7 @@ class Engine:
         *,
         max_model_len: int,
         max_num_seqs: int,
-        weight_version: str = "0",
+        weight_version: str = "default",
         static_decode: bool | None = None,
     ) -> None:
         config = model.config
@@ -102,6 +102,10 @@ class Engine:
         self.weight_version = weight_version
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.prompt_tokens = 0
+        """Tokens of prompts that were computed so far, without those found in the cache."""
+        self.generation_tokens = 0
+        """Tokens that were sampled so far."""
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = getattr(config, "num_key_value_heads", None) or self._heads
         self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self._heads
@@ -339,6 +343,7 @@ class Engine:
             )
             self._plan = None  # frees its masks before the sampler and the next step need memory
         self._computed[slots] = end
+        self.prompt_tokens += int(count[count > 1].sum())
         if len(sampled):
             self._extend([requests[i] for i in sampled], slots[sampled], logits)
 
@@ -416,6 +421,7 @@ class Engine:
         logprobs = distribution.gather(1, torch.tensor(tokens, device=distribution.device)[:, None])[:, 0].tolist()
         self._ids[slots, self._known[slots]] = tokens
         self._known[slots] += 1
+        self.generation_tokens += len(tokens)
         finished = False
         for row, request in enumerate(requests):
             if request.candidates:

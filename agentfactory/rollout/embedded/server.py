@@ -138,13 +138,15 @@ class Server:
                 await asyncio.wait(self._in_flight)
 
     async def resume(self, http: web.BaseRequest) -> Json:
+        if self._update is not None:
+            raise ApiError(409, "a weight update is under way; POST /finish_weight_update first")
         self._frozen = False
         self._open.set()
         self._work.set()
         return {"status": "resumed"}
 
     async def is_paused(self, http: web.BaseRequest) -> Json:
-        return {"is_paused": not self._open.is_set()}
+        return {"is_paused": not self._open.is_set() or self._update is not None}
 
     # ---- weights
 
@@ -275,7 +277,8 @@ class Server:
 
     async def metrics(self, http: web.BaseRequest) -> str:
         engine = self.engine
-        return write_load(Load(len(engine.waiting), len(engine.running), engine.cache_usage))
+        waiting, running = len(engine.waiting), len(engine.running)
+        return write_load(Load(waiting, running, engine.cache_usage, engine.prompt_tokens, engine.generation_tokens))
 
     async def models(self, http: web.BaseRequest) -> Json:
         base = {

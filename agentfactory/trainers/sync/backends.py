@@ -6,6 +6,7 @@ protocol.py. Nothing else in AgentFactory depends on a backend's name.
 """
 
 import importlib
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -62,10 +63,10 @@ _CLASSES = {
     "ipc": "agentfactory.trainers.sync.ipc:IpcSync",
 }
 
-INPUTS = ("servers", "folder", "run", "attempt", "keep", "keep_caches")
+INPUTS = ("servers", "folder", "prefix", "keep", "keep_caches")
 """Arguments, by name, that a backend's class can take: the servers (ServerControl); a folder for files that it
-transfers; names of the run and of this attempt at it; how many adapter versions turns may use at a time; whether the
-servers' caches outlive an update (rollout.inflight: keep)."""
+transfers; the beginning of its versions' names; how many adapter versions turns may use at a time; whether the servers'
+caches outlive an update (rollout.inflight: keep)."""
 
 
 def backend_of(recipe: TrainRecipe) -> Backend:
@@ -93,19 +94,16 @@ def check_backend(recipe: TrainRecipe) -> None:
     raise SettingError("sync.backend", problem, fix)
 
 
-def make_sync(
-    recipe: TrainRecipe, servers: "list[ServerControl]", folder: Path, run: str, attempt: int
-) -> "WeightSync":
-    """Creates the recipe's backend for `servers`. `folder` is for files that it transfers; `run` and `attempt` name
-    adapters, so that those of an earlier attempt on the same server are never taken for this one's.
+def make_sync(recipe: TrainRecipe, servers: "list[ServerControl]", folder: Path, run: str) -> "WeightSync":
+    """Creates the recipe's backend for `servers`. `folder` is for files that it transfers. Its versions are named after
+    `run` and at random, so that those of another process, or of an earlier attempt, are never taken for this one's.
 
     Raises SyncError if it cannot work, and SettingError if a user's own class lacks a method of WeightSync.
     """
     made = _load(recipe)(
         servers=servers,
         folder=folder,
-        run=run,
-        attempt=attempt,
+        prefix=f"{run}-{secrets.token_hex(4)}-v",
         keep=recipe.rollout.max_staleness + 2,
         keep_caches=recipe.rollout.inflight == Inflight.KEEP,
     )

@@ -16,6 +16,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,15 @@ from torch import Tensor
 from agentfactory.trainers.policy import Policy
 from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
 from agentfactory.trainers.sync.drift import Drift, Scores, Verdict
-from agentfactory.trainers.sync.protocol import SyncReport, WeightSync, find, on_each
+from agentfactory.trainers.sync.protocol import (
+    INITIAL_LABEL,
+    ForeignWeightsError,
+    SyncReport,
+    WeightSync,
+    find,
+    on_each,
+    served_models,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +47,14 @@ CANDIDATES = 16
 """Tokens scored after each context; vLLM returns at most 20."""
 _INVALID = -9999.0
 """What vLLM sends for a log-probability that is NaN."""
+
+
+class OtherVersionError(SyncError):
+    """A server generates with other base weights than it should; `versions` are its labels of them."""
+
+    def __init__(self, message: str, versions: set[str]) -> None:
+        super().__init__(message)
+        self.versions = versions
 
 
 Forward = Callable[..., tuple[Tensor, Tensor]]
@@ -97,7 +114,10 @@ def server_scores(server: ServerControl, rows: Sequence[CanaryRow], report: Sync
             problem = f"{server.url}/inference/v1/generate answered the canary with no completion ({error!r})"
             raise SyncError(f"{problem}; is a proxy in front of it?") from error
         if not report.is_adapter and versions != {report.label}:
-            raise SyncError(f"{server.url} generates with version {versions}, not with {report.label!r}")
+            raise OtherVersionError(
+                f"{server.url} generates with version {', '.join(map(repr, versions))}, not with {report.label!r}",
+                versions,
+            )
         missing = [token for token in row.candidates if given.get(token, _INVALID) == _INVALID]
         if missing:
             raise SyncError(
@@ -120,6 +140,7 @@ class Canary:
         TrainRecipe.rounding)."""
         self.rows = list(rows)
         self._servers = servers
+        self._proven: SyncReport | None = None
         self._drifts: defaultdict[str, Drift] = defaultdict(lambda: Drift(dtype, len(self.rows), rounded))
 
     def trainer_scores(self, policy: Policy, forward: Forward | None = None) -> Scores:
@@ -134,6 +155,7 @@ class Canary:
         """
         verdicts: list[Verdict] = []
         on_each(self._servers, lambda server: verdicts.append(self._judge(server, report, trainer)))
+        self._proven = report
         slopes = [verdict.slope for verdict in verdicts if verdict.slope is not None]
         metrics = {
             "sync/provable": float(all(verdict.provable for verdict in verdicts)),
@@ -150,6 +172,33 @@ class Canary:
         if drift.started:
             scores = server_scores(server, self.rows, report, fresh=True)
             self._accept(server, report, drift.judge_again(scores))
+
+    def prove_unchanged(self) -> None:
+        """Checks that the servers still score as when they proved the last version. Servers that sleep, are gone, or
+        were restarted and have their first weights are left to the next push.
+
+        Raises ForeignWeightsError if another process has changed a server's weights since.
+        """
+        if (report := self._proven) is not None:
+            with suppress(ServerGoneError):
+                on_each(self._servers, lambda server: self._compare_with_proof(server, report))
+
+    def _compare_with_proof(self, server: ServerControl, report: SyncReport) -> None:
+        drift = self._drifts[server.url]
+        restarted = report.is_adapter and report.model not in served_models(server)
+        if server.asleep or restarted or not drift.started:
+            return
+        try:
+            scores = server_scores(server, self.rows, report, fresh=True)
+        except OtherVersionError as error:
+            if error.versions != {INITIAL_LABEL}:
+                raise ForeignWeightsError(server, f"serves version {', '.join(sorted(error.versions))}") from error
+            return
+        verdict = drift.judge_again(scores)
+        if verdict.failure is not None:
+            raise ForeignWeightsError(
+                server, f"has other weights since it proved version {report.version}: {verdict.failure}"
+            )
 
     def _judge(self, server: ServerControl, report: SyncReport, trainer: Scores) -> Verdict:
         drift = self._drifts[server.url]
@@ -181,9 +230,12 @@ def push_proven(
     scores: Scores | None,
 ) -> tuple[SyncReport, dict[str, float]]:
     """Pushes a version and proves it with the canary; also returns the canary's metrics. `scores` are the trainer's.
+    Before that, the servers must prove the version before: nobody else has changed their weights.
 
     If servers are gone when the canary checks them, the version is pushed again as soon as `sync` finds one.
     """
+    if canary is not None:
+        canary.prove_unchanged()
     while True:
         report = sync.push(version, policy, state)
         if canary is None or scores is None:

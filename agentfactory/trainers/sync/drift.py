@@ -115,12 +115,12 @@ class Drift:
         return Verdict(provable, drift, gap, slope, failure)
 
     def judge_again(self, server: Scores) -> Verdict:
-        """Judge the latest version again after the server was restarted: it must score as before."""
+        """Judge the latest version again, after a restart or before the next one: the server must score as before."""
         assert self._latest is not None
         gap = _rms(server - self._latest)
         failure = None
         if not gap <= PROVABLE * self.noise:
-            failure = f"the server's log-probabilities are {gap:.3g} nats from what they were before its restart"
+            failure = f"the server's log-probabilities are {gap:.3g} nats from those with which it proved this version"
         return Verdict(provable=True, drift=0.0, cache_gap=gap, failure=failure)
 
     def _size(self, values: Scores) -> float:

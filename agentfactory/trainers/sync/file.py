@@ -19,11 +19,12 @@ class FileSync:
     Proof: a server echoes the version, and its checksum of every weight equals ours.
     """
 
-    def __init__(self, servers: list[ServerControl], folder: Path, keep_caches: bool = False) -> None:
-        """`folder` contains the file of the last version; servers must be able to read it under the same path.
-        `keep_caches`: see update_full_weights."""
+    def __init__(self, servers: list[ServerControl], folder: Path, prefix: str = "", keep_caches: bool = False) -> None:
+        """`folder` contains the file of the last version; servers must be able to read it under the same path. Versions
+        are called {prefix}{version}. `keep_caches`: see update_full_weights."""
         self._servers = servers
         self._folder = folder
+        self._prefix = prefix
         self._keep_caches = keep_caches
         self._model = base_model(servers)
         self._last: tuple[int, Path] | None = None
@@ -51,7 +52,7 @@ class FileSync:
         started = time.perf_counter()
         version, file = self._last
         server, state = find(self._servers, url), load_file(file)
-        if not holds_full_weights(server, str(version), state):
+        if not holds_full_weights(server, self._label(version), state):
             self._update(server, version, file, state)
         return self._report(started)
 
@@ -68,12 +69,15 @@ class FileSync:
         def transfer() -> None:
             server.post("/update_weights", {"update_info": {"path": str(file)}})
 
-        self._digest = update_full_weights([server], str(version), state, transfer, self._keep_caches)
+        self._digest = update_full_weights([server], self._label(version), state, transfer, self._keep_caches)
+
+    def _label(self, version: int) -> str:
+        return f"{self._prefix}{version}"
 
     def _report(self, started: float) -> SyncReport:
         assert self._last is not None
         version, file = self._last
-        size, label = file.stat().st_size, str(version)
+        size, label = file.stat().st_size, self._label(version)
         salt = label if self._keep_caches else None
         return SyncReport(version, label, self._model, size, time.perf_counter() - started, self._digest, salt)
 

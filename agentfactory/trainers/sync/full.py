@@ -1,11 +1,13 @@
 """Updates a server's full weights with any transport: pause, transfer, prove, resume."""
 
 from collections.abc import Callable
+from string import digits
 
 from torch import Tensor
 
 from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
 from agentfactory.trainers.sync.content import prove_full_weights
+from agentfactory.trainers.sync.protocol import INITIAL_LABEL, ForeignWeightsError
 
 
 def update_full_weights(
@@ -44,7 +46,13 @@ def update_full_weights(
 
 
 def holds_full_weights(server: ServerControl, label: str, state: dict[str, Tensor]) -> bool:
-    """Returns whether a server proves that it has this version. A paused server was left so by a failure."""
+    """Returns whether a server proves that it has this version. A paused server was left so by a failure.
+
+    Raises ForeignWeightsError if it has a version of another process, which a restart does not explain.
+    """
+    found = str(server.get("/weight_info").get("weight_version"))
+    if found != INITIAL_LABEL and found.rstrip(digits) != label.rstrip(digits):
+        raise ForeignWeightsError(server, f"serves version {found!r}, and {label!r} was pushed")
     if server.get("/is_paused").get("is_paused") is True:
         return False
     try:

@@ -79,13 +79,16 @@ class IpcSync:
     def __init__(
         self,
         servers: list[ServerControl],
+        prefix: str = "",
         keep_caches: bool = False,
         device: torch.device | None = None,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         """Raises SyncError if a server cannot open this process's memory. `device` is the buffer's, by default the
-        current GPU, or the CPU if there is none. `keep_caches`: see update_full_weights."""
+        current GPU, or the CPU if there is none. Versions are called {prefix}{version}. `keep_caches`: see
+        update_full_weights."""
         self._servers = servers
+        self._prefix = prefix
         self._keep_caches = keep_caches
         self._buffer_bytes = buffer_bytes
         gpu = torch.cuda.is_available()
@@ -114,7 +117,7 @@ class IpcSync:
         assert self._copy
         started = time.perf_counter()
         server = find(self._servers, url)
-        if not holds_full_weights(server, str(self._version), self._copy):
+        if not holds_full_weights(server, self._label, self._copy):
             self._update(server, self._copy)
         return self._report(started)
 
@@ -154,15 +157,17 @@ class IpcSync:
                         "/update_weights", {"update_info": {**description(part), "ipc_handles_pickled": pickled}}
                     )
 
-            label = str(self._version)
-            self._digest = update_full_weights([server], label, self._copy, transfer, self._keep_caches)
+            self._digest = update_full_weights([server], self._label, self._copy, transfer, self._keep_caches)
+
+    @property
+    def _label(self) -> str:
+        return f"{self._prefix}{self._version}"
 
     def _report(self, started: float) -> SyncReport:
-        label = str(self._version)
         size = sum(value.nbytes for value in self._copy.values())
-        salt = label if self._keep_caches else None
+        salt = self._label if self._keep_caches else None
         seconds = time.perf_counter() - started
-        return SyncReport(self._version, label, self._model, size, seconds, self._digest, salt)
+        return SyncReport(self._version, self._label, self._model, size, seconds, self._digest, salt)
 
 
 def parts(state: dict[str, Tensor], capacity: int) -> Iterator[list[tuple[str, Tensor]]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from agentfactory.trainers.policy import Policy
 from agentfactory.trainers.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.content import file_digest
-from agentfactory.trainers.sync.protocol import SyncReport, find, on_each
+from agentfactory.trainers.sync.protocol import ForeignWeightsError, SyncReport, find, on_each
 
 _WEIGHTS = "adapter_model.safetensors"
 
@@ -25,8 +25,8 @@ class LoraSync:
     path still has this digest after loading. The canary checks that the server computes with what it read.
     """
 
-    def __init__(self, servers: list[ServerControl], folder: Path, run: str, attempt: int, keep: int) -> None:
-        """Adapters are called {run}-{attempt}-v{version}; a version that is pushed again gets -2, -3 and so on.
+    def __init__(self, servers: list[ServerControl], folder: Path, prefix: str, keep: int) -> None:
+        """Adapters are called {prefix}{version}; a version that is pushed again gets -2, -3 and so on.
 
         Every server must be able to read `folder` under the same path. The `keep` newest stay loaded:
         rollout.max_staleness + 2, so that no turn loses its adapter; a server must have room for as many
@@ -34,7 +34,7 @@ class LoraSync:
         """
         self._servers = servers
         self._folder = folder
-        self._prefix = f"{run}-{attempt}-v"
+        self._prefix = prefix
         self._keep = keep
         self._pushes: dict[int, int] = {}
         self._loaded: OrderedDict[str, Path] = OrderedDict()
@@ -109,10 +109,7 @@ def _load(server: ServerControl, name: str, path: Path) -> None:
     """Loads an adapter into a server and proves it. Raises SyncError."""
     held = _listed(server)
     if name in held:
-        raise SyncError(
-            f"{server.url} already serves an adapter called {name}, from {held[name]}: its weights are not the "
-            "trainer's; unload it, or give the run another name"
-        )
+        raise ForeignWeightsError(server, f"already serves an adapter called {name}, from {held[name]}")
     server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
     root = _listed(server).get(name)
     if root != str(path):

@@ -80,18 +80,21 @@ class NcclSync:
     def __init__(
         self,
         servers: list[ServerControl],
+        prefix: str = "",
         keep_caches: bool = False,
         open_group: OpenGroup | None = None,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         """Joins one group with all workers of all servers. Raises SyncError with the reason if NCCL cannot work.
-        `open_group` is for transports other than NCCL; `keep_caches`: see update_full_weights."""
+        `open_group` is for transports other than NCCL. Versions are called {prefix}{version}. `keep_caches`: see
+        update_full_weights."""
         if open_group is None:
             reason = why_impossible()
             if reason:
                 raise SyncError(f"sync.backend: nccl: {reason}")
             open_group = VllmGroup
         self._servers = servers
+        self._prefix = prefix
         self._keep_caches = keep_caches
         self._buffer_bytes = buffer_bytes
         self._model = base_model(servers)
@@ -121,7 +124,7 @@ class NcclSync:
     def push(self, version: int, policy: Policy, state: dict[str, Tensor]) -> SyncReport:
         """See WeightSync."""
         started = time.perf_counter()
-        label = str(version)
+        label = f"{self._prefix}{version}"
         info = {
             "names": list(state),
             "dtype_names": [str(value.dtype).removeprefix("torch.") for value in state.values()],

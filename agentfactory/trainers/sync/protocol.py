@@ -7,10 +7,15 @@ from typing import Protocol
 
 from torch import Tensor
 
+from agentfactory.rollout.weight_versions import Published
 from agentfactory.trainers.policy import Policy
 from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
 
 logger = logging.getLogger(__name__)
+
+
+INITIAL_LABEL = "default"
+"""What a server calls the weights that it was started with."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +24,8 @@ class SyncReport:
 
     version: int
     label: str
-    """The servers' name for the version in `weight_versions`; an adapter's label is its name."""
+    """The servers' name for the version in `weight_versions`: an adapter's name, or for full weights a text that ends
+    with the version and begins the same for all versions."""
     model: str
     """The model name for requests to the servers."""
     bytes: int
@@ -31,9 +37,24 @@ class SyncReport:
     """Salt with which requests must avoid caches of older weights, if these are kept."""
 
     @property
+    def published(self) -> Published:
+        """What rollouts need to know of it."""
+        return Published(self.version, self.model, self.label)
+
+    @property
     def is_adapter(self) -> bool:
         """Whether the version is an adapter; `weight_versions` may then still name the base weights."""
         return self.label == self.model
+
+
+class ForeignWeightsError(SyncError):
+    """A server has weights that this run did not push."""
+
+    def __init__(self, server: ServerControl, what: str) -> None:
+        super().__init__(
+            f"{server.url} {what}; fix: if another process pushes weights into it, end that process, or give each run a "
+            "server of its own"
+        )
 
 
 class WeightSync(Protocol):

@@ -1,0 +1,129 @@
+"""Notices servers that take requests and give no token: stopped, wedged, or paused and never resumed."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from agentfactory.rollout.concurrency import METRICS_ROUTE, parse_load
+from agentfactory.rollout.connection import Connection, LostError
+from agentfactory.tools.notices import tell
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 5.0
+"""Time between two looks at servers that owe an answer."""
+STALL_SECONDS = 20.0
+"""Time without a token after which a person is told."""
+
+
+@dataclass
+class Stall:
+    """What one server does for the requests that it has. A pure state machine."""
+
+    deadlines: list[asyncio.Timeout] = field(default_factory=list)
+    """One per request that waits for its answer."""
+    told: bool = False
+    """Whether a person was told that nothing comes."""
+    _since: float = 0.0
+    _tokens: float | None = None
+
+    def begin(self, deadline: asyncio.Timeout, now: float) -> None:
+        """Note that a request was sent."""
+        if not self.deadlines:
+            self._since = now
+        self.deadlines.append(deadline)
+
+    def end(self, deadline: asyncio.Timeout, now: float) -> None:
+        """Note that a request was answered or lost."""
+        self.deadlines.remove(deadline)
+        self._since = now
+
+    def count(self, tokens: float, now: float) -> None:
+        """Note how many tokens the server has computed since it was started."""
+        if self._tokens not in (None, tokens):
+            self._since = now
+        self._tokens = tokens
+
+    def seconds(self, now: float) -> float:
+        """Return for how long the server has given no token although it has requests."""
+        return now - self._since if self.deadlines else 0.0
+
+
+class StallWatch:
+    """Watches the requests to all servers. Some answers take long: a server that computes tokens is not stalled."""
+
+    def __init__(self, connection: Connection, urls: Sequence[str], limit: float) -> None:
+        """A request to a server that has computed nothing for `limit` seconds, and is neither paused nor asleep, is
+        lost."""
+        self._connection = connection
+        self._limit = limit
+        self._stalls = {url: Stall() for url in urls}
+        self._task: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def request(self, url: str) -> AsyncIterator[None]:
+        """Watch one request to `url`, which is sent within the context. Raises LostError."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._watch())
+        stall = self._stalls[url]
+        try:
+            async with asyncio.timeout(None) as deadline:
+                stall.begin(deadline, time.monotonic())
+                try:
+                    yield
+                finally:
+                    stall.end(deadline, time.monotonic())
+        except TimeoutError as error:
+            raise LostError(f"it gave no token for {self._limit:g} s") from error
+
+    async def close(self) -> None:
+        """Stop watching."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.gather(*(self._look(url, stall) for url, stall in self._stalls.items()))
+
+    async def _look(self, url: str, stall: Stall) -> None:
+        before = stall.seconds(time.monotonic())
+        if before < LOOK_SECONDS and not stall.told:
+            return
+        reason = await self._ask(url, stall)
+        now = time.monotonic()
+        quiet = stall.seconds(now)
+        if quiet < STALL_SECONDS:
+            if stall.told:
+                stall.told = False
+                logger.warning("server %s gives tokens again", url)
+        elif reason is not None and not stall.told:
+            stall.told = True
+            waiting = f"{len(stall.deadlines)} request{'s' * (len(stall.deadlines) > 1)} wait"
+            tell(
+                logger,
+                f"{url} gives no token",
+                f"server {url} has given no token for {quiet:.0f} s: {waiting}, {reason}",
+            )
+        if reason not in (None, _HELD) and quiet >= self._limit:
+            for deadline in stall.deadlines:
+                deadline.reschedule(asyncio.get_running_loop().time())
+
+    async def _ask(self, url: str, stall: Stall) -> str | None:
+        """Return why the server may give no token; None if it does not say how many it has computed."""
+        try:
+            _, text = await self._connection.request("GET", url + METRICS_ROUTE, seconds=LOOK_SECONDS)
+            load = parse_load(text)
+            stall.count(load.prompt_tokens + load.generation_tokens, time.monotonic())
+            return _HELD if await self._connection.holds_requests(url) else "and it computes none"
+        except LostError:
+            return "and it does not answer"
+        except ValueError:
+            return None
+
+
+_HELD = "and it is paused or asleep"

@@ -1,0 +1,437 @@
+"""Faults on the way of weights from trainer to server: is each stopped by the proof before the next step?
+
+A small model is trained at a steady, low learning rate, and its weights are synced to a real server after each
+update. A proxy between trainer and server, or a second process, breaks one thing at sync 4, and answers as if nothing
+had happened. The fault is caught if the sync that it breaks raises an error (for weights that come in between two
+syncs: the next one). Then two runs of 50 syncs without a fault follow, one with full weights and one with adapters:
+each error there is a false alarm.
+
+The default is the embedded engine in float32. `--vllm PYTHON` uses real vLLM, started with that Python.
+
+The last line is JSON: `faults`, how many of them were `caught` at that sync, and the `false_alarms` in the honest
+syncs.
+
+    python benchmarks/faults.py [--quick] [--vllm .venv-vllm/bin/python]
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import tempfile
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from aiohttp import web
+from sabotage import Forward, Json, sabotaged
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from agentfactory.launching.server_process import serve
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.connection import authorization
+from agentfactory.trainers.batch import TrainingRow
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.learner import Learner
+from agentfactory.trainers.policy import load_policy
+from agentfactory.trainers.policy_update import update_policy
+from agentfactory.trainers.server_control import ServerControl, SyncError
+from agentfactory.trainers.sync.canary import Canary, canary_rows, push_proven
+from agentfactory.trainers.sync.file import FileSync
+from agentfactory.trainers.sync.lora import LoraSync
+from agentfactory.trainers.sync.protocol import WeightSync
+
+VOCABULARY = 256
+BROKEN = 4
+"""The sync that is broken."""
+HONEST = 50
+RATES = {False: 1e-5, True: 1e-4}
+"""Learning rates of full weights and of adapters: usual ones."""
+GENERATE = "/inference/v1/generate"
+
+
+class Fault:
+    """A proxy's behaviour; `broken` from the broken sync on. This one breaks nothing."""
+
+    adapters = False
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self.url, self.folder = url, folder
+        self.broken = False
+        self.paths: list[Path] = []
+
+    async def tamper(self, path: str, body: Json, forward: Forward) -> web.Response:
+        """Answer a request of the trainer."""
+        if path == "/update_weights":
+            self.paths.append(self.kept(Path(body["update_info"]["path"])))
+        elif path == "/v1/load_lora_adapter":
+            self.paths.append(self.kept(Path(body["lora_path"]) / "adapter_model.safetensors"))
+        return await (self.act if self.broken else self.forward)(path, body, forward)
+
+    def kept(self, file: Path) -> Path:
+        """Keep a copy of the weights of each version: the trainer removes old ones."""
+        copy = self.folder / f"version-{len(self.paths)}.safetensors"
+        copy.write_bytes(file.read_bytes())
+        return copy
+
+    async def forward(self, path: str, body: Json, forward: Forward) -> web.Response:
+        """Break nothing."""
+        return await forward(None)
+
+    act = forward
+
+    def between(self, run: "Run") -> None:
+        """What another process does after the sync before the broken one."""
+
+
+class StaleWeights(Fault):
+    """full weights: the server reads the file of the version before"""
+
+    async def act(self, path: str, body: Json, forward: Forward) -> web.Response:
+        stale = {"update_info": {"path": str(self.paths[-2])}} if path == "/update_weights" else None
+        return await forward(stale)
+
+
+class StaleReplica(Fault):
+    """full weights: loaded and proven, but the replica that generates has the version before"""
+
+    async def act(self, path: str, body: Json, forward: Forward) -> web.Response:
+        answer = await forward(None)
+        if path == "/resume":
+            label = ServerControl(self.url).get("/weight_info")["weight_version"]
+            await asyncio.to_thread(push, self.url, self.paths[-2], label)
+        return answer
+
+
+class TornFile(Fault):
+    """full weights: the second half of the file is that of the version before"""
+
+    async def act(self, path: str, body: Json, forward: Forward) -> web.Response:
+        if path == "/update_weights":
+            file = Path(body["update_info"]["path"])
+            new, old = file.read_bytes(), self.paths[-2].read_bytes()
+            file.write_bytes(new[: len(new) // 2] + old[len(new) // 2 :])
+        return await forward(None)
+
+
+class CutFile(Fault):
+    """full weights: the file ends in the middle"""
+
+    async def act(self, path: str, body: Json, forward: Forward) -> web.Response:
+        if path == "/update_weights":
+            file = Path(body["update_info"]["path"])
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        return await forward(None)
+
+
+class WrongVersionEchoed(Fault):
+    """full weights: the server says that it has the version before"""
+
+    async def act(self, path: str, body: Json, forward: Forward) -> web.Response:
+        if path == "/finish_weight_update":
+            return await forward({"weight_version": body["weight_version"][:-1] + str(BROKEN - 1)})
+        return await forward(None)
+
+
+class LostUpdate(Fault):
+    """full weights: the update is answered with 200 and not done"""
+
+    async def act(self, path: str, body: Json, forward: Forward) -> web.Response:
+        return web.json_response({}) if path == "/update_weights" else await forward(None)
+
+
+class StaleCache(Fault):
+    """full weights: the prefix cache of the version before is not dropped"""
+
+    async def act(self, path: str, body: Json, forward: Forward) -> web.Response:
+        if path.startswith("/reset_prefix_cache"):
+            return web.json_response({"success": True})
+        return await forward(None)
+
+
+class AnotherRun(Fault):
+    """full weights: another run pushes its own into the server, under its own name"""
+
+    def label(self) -> str:
+        return f"another-run-v{BROKEN}"
+
+    def between(self, run: "Run") -> None:
+        push(self.url, run.other_weights(), self.label())
+
+
+class AnotherRunInDisguise(AnotherRun):
+    """full weights: another process pushes its own, under our version's name"""
+
+    def label(self) -> str:
+        return str(ServerControl(self.url).get("/weight_info")["weight_version"])
+
+
+class StaleAdapter(Fault):
+    """adapter: the right folder is loaded, on a disk that still has the bytes of the version before"""
+
+    adapters = True
+
+    async def act(self, path: str, body: Json, forward: Forward) -> web.Response:
+        if path != "/v1/load_lora_adapter":
+            return await forward(None)
+        file = Path(body["lora_path"]) / "adapter_model.safetensors"
+        new = file.read_bytes()
+        file.write_bytes(self.paths[-2].read_bytes())
+        answer = await forward(None)
+        file.write_bytes(new)
+        return answer
+
+
+class OldAdapterUnderNewName(Fault):
+    """adapter: the new name is given the folder of the version before"""
+
+    adapters = True
+
+    def __init__(self, url: str, folder: Path) -> None:
+        super().__init__(url, folder)
+        self.folders: list[str] = []
+
+    async def forward(self, path: str, body: Json, forward: Forward) -> web.Response:
+        if path == "/v1/load_lora_adapter":
+            self.folders.append(body["lora_path"])
+        return await forward(None)
+
+    async def act(self, path: str, body: Json, forward: Forward) -> web.Response:
+        stale = {**body, "lora_path": self.folders[-1]} if path == "/v1/load_lora_adapter" else None
+        return await forward(stale)
+
+
+class AbsentAdapter(Fault):
+    """adapter: the load is answered with 200 and not done"""
+
+    adapters = True
+
+    async def act(self, path: str, body: Json, forward: Forward) -> web.Response:
+        if path == "/v1/load_lora_adapter":
+            return web.Response(text="Success: LoRA adapter added successfully.")
+        return await forward(None)
+
+
+class UnusedAdapter(Fault):
+    """adapter: loaded and listed, and the base model generates"""
+
+    adapters = True
+
+    async def act(self, path: str, body: Json, forward: Forward) -> web.Response:
+        return await forward({**body, "model": "policy"} if path == GENERATE else None)
+
+
+class MergedInBfloat16(Fault):
+    """adapter: merged into the base weights in bfloat16 and taken out: the base stays rounded"""
+
+    adapters = True
+
+    async def act(self, path: str, body: Json, forward: Forward) -> web.Response:
+        answer = await forward(None)
+        if path == "/v1/load_lora_adapter":
+            base, adapter = load_file(self.folder / "base.safetensors"), load_file(self.paths[-1])
+            config = json.loads((Path(body["lora_path"]) / "adapter_config.json").read_text())
+            scale = config["lora_alpha"] / config["r"]
+            for name in [name for name in adapter if name.endswith(".lora_A.weight")]:
+                module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+                change = adapter[name.replace("lora_A", "lora_B")] @ adapter[name] * scale
+                base[f"{module}.weight"] = (base[f"{module}.weight"] + change).bfloat16().float() - change
+            save_file(base, self.folder / "rounded.safetensors", metadata={"format": "pt"})
+            await asyncio.to_thread(push, self.url, self.folder / "rounded.safetensors", "default")
+        return answer
+
+
+class AnothersAdapter(Fault):
+    """adapter: another process loads its own under our name"""
+
+    adapters = True
+
+    def between(self, run: "Run") -> None:
+        name, folder = f"{run.prefix}{BROKEN - 1}", run.other_adapter()
+        call(self.url, "/v1/unload_lora_adapter", {"lora_name": name})
+        call(self.url, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+
+
+class AnothersBase(Fault):
+    """adapter: another run pushes full weights under it"""
+
+    adapters = True
+
+    def between(self, run: "Run") -> None:
+        push(self.url, run.other_weights(), "default")
+
+
+FAULTS: tuple[type[Fault], ...] = (
+    *(StaleWeights, StaleReplica, TornFile, CutFile, WrongVersionEchoed, LostUpdate, StaleCache),
+    *(AnotherRun, AnotherRunInDisguise),
+    *(StaleAdapter, OldAdapterUnderNewName, AbsentAdapter, UnusedAdapter, MergedInBfloat16),
+    *(AnothersAdapter, AnothersBase),
+)
+
+
+def call(url: str, path: str, body: object = None) -> None:
+    """Make a request as any process with the key can."""
+    headers = {"Content-Type": "application/json", **authorization(url, None)}
+    urllib.request.urlopen(urllib.request.Request(url + path, json.dumps(body or {}).encode(), headers)).read()
+
+
+def push(url: str, file: Path, label: str) -> None:
+    """Load full weights into a server, as another process would."""
+    call(url, "/pause?mode=keep&clear_cache=false")
+    call(url, "/start_weight_update")
+    call(url, "/update_weights", {"update_info": {"path": str(file)}})
+    call(url, "/finish_weight_update", {"weight_version": label})
+    call(url, "/reset_prefix_cache?reset_running_requests=true")
+    call(url, "/resume")
+
+
+class Run:
+    """A trainer, its sync and its canary."""
+
+    def __init__(self, name: str, model: Path, folder: Path, url: str, adapters: bool) -> None:
+        self.model, self.folder, self.prefix = model, folder, f"{name}-v"
+        section = {"path": str(model), "dtype": "float32", "lora": {"rank": 8} if adapters else None}
+        train = {"steps": 1, "learning_rate": RATES[adapters]}
+        self.recipe = TrainRecipe.model_validate({"model": section, "train": train})
+        self.learner = Learner(self.recipe, Accelerator(cpu=True))
+        draw = random.Random(1)
+        rows = [
+            TrainingRow(
+                token_ids=[draw.randrange(VOCABULARY) for _ in range(48)],
+                targets=list(range(8, 48)),
+                streams={
+                    "behaviour": [-5.0] * 40,
+                    "advantage": [1.0 if number % 2 else -1.0] * 40,
+                    "weight": [1.0] * 40,
+                    "mixed": [0.0] * 40,
+                },
+            )
+            for number in range(8)
+        ]
+        self.batch = self.learner.deal(rows)
+        servers = [ServerControl(url)]
+        self.sync: WeightSync = (
+            LoraSync(servers, folder / "sync", self.prefix, keep=2)
+            if adapters
+            else FileSync(servers, folder / "sync", self.prefix)
+        )
+        self.canary = Canary(servers, canary_rows(range(VOCABULARY), longest=159), "float32")
+
+    def step(self, version: int) -> str:
+        """Update the weights and sync them. Return the error that this raised, or ""."""
+        if version:
+            update_policy(self.learner, self.batch, self.recipe)
+        policy = self.learner.policy
+        scores = self.canary.trainer_scores(policy)
+        try:
+            push_proven(self.sync, self.canary, version, policy, policy.gather(), scores)
+        except SyncError as error:
+            return str(error)
+        return ""
+
+    def other_weights(self) -> Path:
+        """Write full weights of another run."""
+        state, file = load_file(self.folder / "base.safetensors"), self.folder / "others.safetensors"
+        save_file({name: value * 1.02 for name, value in state.items()}, file, metadata={"format": "pt"})
+        return file
+
+    def other_adapter(self) -> Path:
+        """Write an adapter of another run."""
+        recipe = TrainRecipe.model_validate({**self.recipe.model_dump(), "seed": 1})
+        policy = load_policy(recipe)
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.data.add_(0.02)
+        policy.save_adapter(self.folder / "others", policy.gather())
+        return self.folder / "others"
+
+
+def make_model(folder: Path) -> Path:
+    """Create a Qwen3 of three million parameters, with weights of the size that pretrained models have."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        tie_word_embeddings=True,
+        initializer_range=0.02,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def inject(fault: type[Fault], model: Path, folder: Path, url: str) -> tuple[int | None, str]:
+    """Run syncs with a fault. Return the sync that raised an error, and the error; None if none did."""
+    folder.mkdir()
+    base = folder / "base.safetensors"
+    base.write_bytes((model / "model.safetensors").read_bytes())
+    call(url, "/init_weight_transfer_engine", {"init_info": {}})
+    push(url, base, "default")
+    broken = fault(url, folder)
+    with sabotaged(url, broken.tamper) as proxy:
+        run = Run(fault.__name__, model, folder, proxy, fault.adapters)
+        for version in range(BROKEN + 2):
+            if version == BROKEN:
+                broken.between(run)
+                broken.broken = True
+            if error := run.step(version):
+                return version, error
+    return None, ""
+
+
+def honest(adapters: bool, model: Path, folder: Path, url: str) -> int:
+    """Return the number of errors in a run without a fault."""
+    folder.mkdir()
+    call(url, "/init_weight_transfer_engine", {"init_info": {}})
+    push(url, model / "model.safetensors", "default")
+    run = Run("honest", model, folder, url, adapters)
+    errors = [error for version in range(HONEST) if (error := run.step(version))]
+    print(*errors, sep="\n", end="\n" if errors else "")
+    return len(errors)
+
+
+def measure(model: Path, folder: Path, url: str) -> dict[str, int]:
+    """Inject all faults, run without one, and print the table."""
+    caught = 0
+    print(f"{'fault':90} {'caught at':>9}  by")
+    for fault in FAULTS:
+        at, error = inject(fault, model, folder / fault.__name__, url)
+        caught += at == BROKEN
+        proof = error.replace(str(folder), "...").split(": ", 1)[-1][:110]
+        print(f"{fault.__doc__ or '':90} {'never' if at is None else f'sync {at}':>9}  {proof}", flush=True)
+    alarms = {kind: honest(kind, model, folder / f"honest-{kind}", url) for kind in (False, True)}
+    told = ", ".join(
+        f"{alarms[kind]} of {HONEST} with {name}" for kind, name in ((False, "full weights"), (True, "adapters"))
+    )
+    print(f"honest syncs with an error: {told}")
+    return {"caught": caught, "faults": len(FAULTS), "false_alarms": sum(alarms.values())}
+
+
+async def main() -> None:
+    """Start a server, and print what the proofs have caught."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the same: it takes a minute")
+    parser.add_argument("--vllm", metavar="PYTHON", help="use vLLM, which this Python has")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = make_model(folder / "model")
+        server: dict[str, Any] = {"engine": "embedded", "max_model_len": 160, "max_num_seqs": 64, "max_loras": 64}
+        if args.vllm:
+            transfer = ["--weight-transfer-config", json.dumps({"backend": "file"})]
+            server |= {"engine": "vllm", "python": args.vllm, "max_num_seqs": 16, "max_loras": 8, "args": transfer}
+        policy = {"path": str(model), "dtype": "float32", "lora": {"rank": 8}}
+        recipe = RolloutRecipe.model_validate({"model": policy, "server": server})
+        async with serve(recipe, {}) as (_, url):
+            print(json.dumps(await asyncio.to_thread(measure, model, folder, url)))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,110 @@
+"""Another process, which has the key, pushes weights into the server of a run: caught at the run's next sync."""
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from agentfactory.rollout.server_keys import find_key
+from agentfactory.trainers.policy import load_policy
+from agentfactory.trainers.server_control import ServerControl
+from agentfactory.trainers.sync.full import holds_full_weights
+from agentfactory.trainers.sync.protocol import ForeignWeightsError
+from tests.trainers.test_sabotage import Run, Start, make_recipe, model, serve, start, with_first_weights
+
+__all__ = ["model", "start"]
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[str]:
+    with serve(model, "float32") as url:
+        yield url
+
+
+def curl(url: str, path: str, body: object = None) -> None:
+    """A request by another process, with the key that its user finds."""
+    headers = ["--header", f"Authorization: Bearer {find_key(url)}", "--header", "Content-Type: application/json"]
+    command = ["curl", "--silent", "--show-error", "--fail", "--noproxy", "*", *headers]
+    subprocess.run([*command, "--data", json.dumps(body or {}), url + path], check=True, capture_output=True)
+
+
+def push(url: str, weights: Path, label: str) -> None:
+    """Everything that a sync does, without a trainer."""
+    curl(url, "/pause?mode=keep&clear_cache=false")
+    curl(url, "/init_weight_transfer_engine")
+    curl(url, "/start_weight_update")
+    curl(url, "/update_weights", {"update_info": {"path": str(weights)}})
+    curl(url, "/finish_weight_update", {"weight_version": label})
+    curl(url, "/resume")
+
+
+@pytest.fixture
+def theirs(model: Path, tmp_path: Path) -> Path:
+    """Weights of another run, a little away from the first ones."""
+    state = load_file(model / "model.safetensors")
+    save_file({name: value * 1.02 for name, value in state.items()}, tmp_path / "theirs.safetensors")
+    return tmp_path / "theirs.safetensors"
+
+
+def begin(start: Start, url: str, **options: object) -> Run:
+    """A run after two syncs without trouble."""
+    run = start("float32", url, **options)
+    assert run.until_caught(1) == (-1, "")
+    return run
+
+
+@pytest.mark.parametrize("label", ["other-7f3a-v1", "run-1-v1"])
+def test_full_weights_of_another_process(server: str, theirs: Path, start: Start, label: str) -> None:
+    """Under a name of its own, and under that of our last version."""
+    run = begin(start, server)
+    push(server, theirs, label)
+    with pytest.raises(ForeignWeightsError, match="give each run a server of its own") as caught:
+        run.publish(2)
+    print(caught.value)
+    assert label in str(caught.value) or "has other weights since it proved version 1" in str(caught.value)
+
+
+def test_base_weights_under_an_adapter(server: str, theirs: Path, model: Path, start: Start, tmp_path: Path) -> None:
+    with_first_weights(model, "float32", server, tmp_path / "base")
+    run = begin(start, server, lora="base")
+    push(server, theirs, "other-7f3a-v1")
+    with pytest.raises(ForeignWeightsError, match="has other weights since it proved version 1"):
+        run.publish(2)
+
+
+def test_an_adapter_of_another_process(server: str, model: Path, start: Start, tmp_path: Path) -> None:
+    with_first_weights(model, "float32", server, tmp_path / "base")
+    run = begin(start, server, lora="mine", learning_rate=1e-3)
+    other = load_policy(make_recipe(model, "float32", lora=True, seed=1))
+    for parameter in other.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(0.02)
+    other.save_adapter(tmp_path / "other", other.gather())
+    curl(server, "/v1/unload_lora_adapter", {"lora_name": "mine-1-v1"})
+    curl(server, "/v1/load_lora_adapter", {"lora_name": "mine-1-v1", "lora_path": str(tmp_path / "other")})
+    with pytest.raises(ForeignWeightsError, match="has other weights since it proved version 1"):
+        run.publish(2)
+
+
+def test_a_server_that_comes_back_with_weights_of_another_process(server: str, theirs: Path, start: Start) -> None:
+    """A client that meets them asks the trainer to restore the server: that does not paper over it."""
+    run = begin(start, server)
+    push(server, theirs, "other-7f3a-v1")
+    with pytest.raises(ForeignWeightsError, match=r"serves version 'other-7f3a-v1', and 'run-1-v1' was pushed"):
+        run.sync.restore(server)
+    push(server, theirs, "run-1-v0")
+    run.sync.restore(server)
+    policy = run.learner.policy
+    assert holds_full_weights(ServerControl(server), "run-1-v1", policy.gather())
+
+
+def test_a_restarted_server_is_no_fault(model: Path, start: Callable[..., Run]) -> None:
+    """It has its first weights and says so: the next push brings the new ones."""
+    with serve(model, "float32") as url:
+        run = begin(start, url)
+        push(url, model / "model.safetensors", "default")
+        run.publish(2)
