@@ -18,6 +18,7 @@ from agentfactory.launching.server_process import start_server
 from agentfactory.placement.placement import Placement, may_have_gpu, place
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
+from agentfactory.rollout.server_keys import key_file_of
 from agentfactory.rollout.serving import server_command
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ def serve(recipe: Recipe | StagedRecipe, say: Say) -> None:
         command = placement.server_command(served.recipe, served.adapters, transfer)
         server, url = start_server(served.recipe, command, children, log, say, served.adapters, env)
         say(f"ready {url} (log: {display(log)})")
+        if served.recipe.server.api_key_env is None:
+            say(f"it takes requests with its key, which AgentFactory finds; for others: {key_file_of(url)}")
         children.wait(server)
 
 

@@ -61,6 +61,11 @@ def published_key(host: str, port: int) -> Iterator[str]:
                 file.unlink()
 
 
+def key_file_of(url: str) -> Path | None:
+    """Return the file with the key that the server at `url` has left for this user; None if there is none."""
+    return next((file for address in _addresses(url) if (file := key_file(*address)).exists()), None)
+
+
 def find_key(url: str) -> str | None:
     """Return the key that the server at `url` has left for this user; None if there is none. Raises SettingError if
     another user could have written it."""

@@ -103,12 +103,10 @@ class StallWatch:
                 logger.warning("server %s gives tokens again", url)
         elif reason is not None and not stall.told:
             stall.told = True
-            waiting = f"{len(stall.deadlines)} request{'s' * (len(stall.deadlines) > 1)} wait"
-            tell(
-                logger,
-                f"{url} gives no token",
-                f"server {url} has given no token for {quiet:.0f} s: {waiting}, {reason}",
-            )
+            count = len(stall.deadlines)
+            waiting = "1 request waits" if count == 1 else f"{count} requests wait"
+            text = f"server {url} has given no token for {quiet:.0f} s: {waiting}, {reason}"
+            tell(logger, f"{url} gives no token", text)
         if reason not in (None, _HELD) and quiet >= self._limit:
             for deadline in stall.deadlines:
                 deadline.reschedule(asyncio.get_running_loop().time())

@@ -2,13 +2,19 @@
 
 import http.client
 import json
+import logging
+import threading
 from collections.abc import Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from agentfactory.rollout.client import missing_routes
 from agentfactory.rollout.connection import NEEDS_KEY, authorization
+from agentfactory.rollout.stalls import STALL_SECONDS
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.notices import tell
+
+logger = logging.getLogger(__name__)
 
 
 class SyncError(Exception):
@@ -108,6 +114,11 @@ class ServerControl:
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         connection = self._connect(self._host, self._port, timeout=self._timeout)
+        text = f"server {self.url} has not answered {method} {path} for {STALL_SECONDS:g} s"
+        text += f"; the trainer waits up to {self._timeout:g} s"
+        late = threading.Timer(STALL_SECONDS, tell, (logger, f"{self.url} is late", text))
+        late.daemon = True
+        late.start()
         try:
             headers = {"Content-Type": "application/json", **authorization(self.url, self._api_key_env)}
             connection.request(method, self._prefix + path, json.dumps(body or {}), headers)
@@ -118,6 +129,7 @@ class ServerControl:
         except http.client.HTTPException as error:
             raise ServerGoneError(f"{method} {self.url}{path}: {error!r}") from error
         finally:
+            late.cancel()
             connection.close()
         if response.status in (502, 503, 504):
             raise ServerGoneError(f"{method} {self.url}{path} answered {response.status}: {text[:500]}")

@@ -1,11 +1,13 @@
 """Control of inference servers: what is asked of them at the start, and what happens while none answers."""
 
+import socket
 import time
 from collections.abc import Callable
 
 import pytest
 from torch import Tensor
 
+from agentfactory.trainers import server_control
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
@@ -72,3 +74,16 @@ def test_a_server_that_is_gone_again_is_not_proven() -> None:
     sync = RetryingSync(Sleeper(answers_from=2), CANARY, retry_seconds=1.0)
     assert sync.bring_back(NOWHERE.url) is False
     assert sync.bring_back(NOWHERE.url) is True
+
+
+def test_a_control_request_that_takes_long_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server_control, "STALL_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server = ServerControl(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_seconds=1.0)
+        with pytest.raises(ServerGoneError, match="timed out"):
+            server.post("/pause")
+    assert caplog.messages == [
+        f"server {server.url} has not answered POST /pause for 0.2 s; the trainer waits up to 1 s"
+    ]

@@ -1,5 +1,6 @@
 """Weight sync against the embedded engine, over HTTP: new weights arrive, and what did not arrive is found."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,24 @@ def test_adapters_arrive_and_old_ones_go(
     assert served == ["policy", "quick-4-v2", "quick-4-v2-2"]
     for name in served[1:]:
         server.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+
+def test_nobody_else_can_write_the_files_that_a_server_reads(
+    make_recipe: Callable[..., TrainRecipe], server: ServerControl, tmp_path: Path
+) -> None:
+    before = os.umask(0)
+    try:
+        full, adapted = load_policy(make_recipe()), load_policy(make_recipe(lora={"rank": 2}))
+        file = FileSync([server], tmp_path / "file")
+        file.push(0, full, full.gather())
+        adapter = LoraSync([server], tmp_path / "lora", "modes-", keep=2).push(0, adapted, adapted.gather())
+    finally:
+        os.umask(before)
+    server.post("/v1/unload_lora_adapter", {"lora_name": adapter.model})
+    written = [path for kind in ("file", "lora") for path in (tmp_path / kind).glob("*/**")]
+    written += [path for path in tmp_path.glob("*/*/*") if path.is_file()]
+    assert len(written) >= 5
+    assert not [path for path in written if path.stat().st_mode & 0o022]
 
 
 def test_weights_that_did_not_arrive_are_found(make_recipe: Callable[..., TrainRecipe], server: ServerControl) -> None:

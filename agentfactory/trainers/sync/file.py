@@ -10,7 +10,7 @@ from torch import Tensor
 from agentfactory.trainers.policy import Policy
 from agentfactory.trainers.server_control import ServerControl
 from agentfactory.trainers.sync.full import holds_full_weights, update_full_weights
-from agentfactory.trainers.sync.protocol import SyncReport, base_model, find, on_each
+from agentfactory.trainers.sync.protocol import SyncReport, base_model, find, lock_for_others, on_each
 
 
 class FileSync:
@@ -39,6 +39,7 @@ class FileSync:
         target.mkdir(parents=True, exist_ok=True)
         file = (target / "model.safetensors").resolve()
         save_file({name: value.cpu() for name, value in state.items()}, file, metadata={"format": "pt"})
+        lock_for_others(target)
         on_each(self._servers, lambda server: self._update(server, version, file, state))
         if self._last is not None and self._last[1] != file:
             shutil.rmtree(self._last[1].parent)

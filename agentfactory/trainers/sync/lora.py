@@ -11,7 +11,7 @@ from torch import Tensor
 from agentfactory.trainers.policy import Policy
 from agentfactory.trainers.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.content import file_digest
-from agentfactory.trainers.sync.protocol import ForeignWeightsError, SyncReport, find, on_each
+from agentfactory.trainers.sync.protocol import ForeignWeightsError, SyncReport, find, lock_for_others, on_each
 
 _WEIGHTS = "adapter_model.safetensors"
 
@@ -70,6 +70,7 @@ class LoraSync:
         # written under a temporary name: the final name contains the digest of what was written
         passing = (self._folder / f".{name}").resolve()
         digest = file_digest(policy.save_adapter(passing, state))
+        lock_for_others(passing)
         path = passing.with_name(f"{name}-{digest[:16]}")
         passing.rename(path)
         self._loaded[name] = path

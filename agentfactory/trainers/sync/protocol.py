@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
@@ -52,8 +53,8 @@ class ForeignWeightsError(SyncError):
 
     def __init__(self, server: ServerControl, what: str) -> None:
         super().__init__(
-            f"{server.url} {what}; fix: if another process pushes weights into it, end that process, or give each run a "
-            "server of its own"
+            f"{server.url} {what}; fix: if another process pushes weights into it, end that process, or give each run "
+            "a server of its own"
         )
 
 
@@ -78,6 +79,12 @@ class WeightSync(Protocol):
 
     def close(self) -> None:
         """Removes files that were written for the servers and are no longer useful to them."""
+
+
+def lock_for_others(folder: Path) -> None:
+    """Lets only this user change a folder of weights and what it contains: a server reads them by their path."""
+    for path in (folder, *folder.iterdir()):
+        path.chmod(path.stat().st_mode & ~0o022)
 
 
 def on_each(servers: Sequence[ServerControl], act: Callable[[ServerControl], None]) -> None:

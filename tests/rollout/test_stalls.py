@@ -1,0 +1,151 @@
+"""A server that takes requests and gives no token is noticed."""
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from agentfactory.rollout import stalls
+from agentfactory.rollout.client import GENERATE, InferenceClient
+from agentfactory.rollout.concurrency import METRICS_ROUTE, Load, write_load
+from agentfactory.rollout.connection import ServerUnreachableError, authorization
+from agentfactory.rollout.stalls import Stall
+from tests.rollout.test_embedded_server import Client, Running, make_model
+from tests.waiting import until
+
+SAMPLING = {"temperature": 1.0, "max_tokens": 4}
+
+
+async def test_only_a_server_with_requests_and_without_progress_is_quiet() -> None:
+    stall = Stall()
+    assert stall.seconds(100.0) == 0.0
+    first, second = asyncio.timeout(None), asyncio.timeout(None)
+    stall.begin(first, 100.0)
+    stall.begin(second, 110.0)
+    assert stall.seconds(112.0) == 12.0, "a request more is no progress"
+    stall.count(50.0, 113.0)
+    assert stall.seconds(115.0) == 15.0, "the first count says nothing"
+    stall.count(50.0, 116.0)
+    assert stall.seconds(117.0) == 17.0
+    stall.count(51.0, 118.0)
+    assert stall.seconds(120.0) == 2.0
+    stall.end(first, 121.0)
+    assert stall.seconds(123.0) == 2.0
+    stall.end(second, 124.0)
+    assert stall.seconds(200.0) == 0.0
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stalls, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(stalls, "STALL_SECONDS", 0.5)
+
+
+@asynccontextmanager
+async def silent(metrics: Any) -> AsyncIterator[str]:
+    """The address of a server that never answers a request for tokens."""
+
+    async def wait(request: web.Request) -> web.Response:
+        await asyncio.sleep(3600)
+        return web.Response()
+
+    async def report(request: web.Request) -> web.Response:
+        return web.Response(text=metrics())
+
+    app = web.Application()
+    app.router.add_post(GENERATE, wait)
+    app.router.add_get(METRICS_ROUTE, report)
+    app.router.add_get("/health", report)
+    runner = web.AppRunner(app, shutdown_timeout=0.05)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+async def test_a_server_that_computes_nothing_is_told_of_and_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    async with (
+        silent(lambda: write_load(Load(1, 0, 0.0, 7, 7))) as url,
+        InferenceClient(url, retry_seconds=1.0) as client,
+    ):
+        with pytest.raises(ServerUnreachableError, match=r"completed a request for 1 s.*gave no token for 1 s"):
+            await client.generate([1], "policy", SAMPLING)
+    told = [text for text in caplog.messages if "has given no token" in text]
+    assert told[0].endswith("1 request waits, and it computes none")
+
+
+async def test_a_long_answer_is_no_stall(caplog: pytest.LogCaptureFixture) -> None:
+    computed = iter(range(10**6))
+    async with (
+        silent(lambda: write_load(Load(0, 1, 0.0, 7, next(computed)))) as url,
+        InferenceClient(url, retry_seconds=0.6) as client,
+    ):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.generate([1], "policy", SAMPLING), 1.5)
+    assert "no token" not in caplog.text
+
+
+async def test_a_server_without_counts_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    async with silent(lambda: "nothing here") as url, InferenceClient(url, retry_seconds=0.6) as client:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.generate([1], "policy", SAMPLING), 1.5)
+    assert "no token" not in caplog.text
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    model = make_model(tmp_path_factory.mktemp("stalls") / "model")
+    running = Running(model, "--max-model-len", "64", "--max-num-seqs", "4").wait()
+    yield running
+    running.stop()
+
+
+@pytest.mark.processes
+async def test_a_stopped_process_is_told_of_and_goes_on(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    async with InferenceClient(server.url) as client:
+        await client.generate([1, 2], "policy", SAMPLING)
+        os.kill(server.process.pid, signal.SIGSTOP)
+        try:
+            turns = [asyncio.create_task(client.generate([1, n], "policy", SAMPLING)) for n in range(3)]
+            await until(lambda: "has given no token" in caplog.text)
+        finally:
+            os.kill(server.process.pid, signal.SIGCONT)
+        await asyncio.gather(*turns)
+        await until(lambda: "gives tokens again" in caplog.text)
+    told = [text for text in caplog.messages if "has given no token" in text]
+    assert len(told) == 1
+    assert told[0].endswith("3 requests wait, and it does not answer")
+
+
+@pytest.mark.processes
+async def test_an_update_that_is_not_finished_holds_the_server_and_is_told_of(
+    server: Running, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """`finish_weight_update` is refused, and somebody resumes: nothing runs, and the server says so."""
+    async with (
+        aiohttp.ClientSession(headers=authorization(server.url, None)) as session,
+        InferenceClient(server.url, retry_seconds=1.0) as client,
+    ):
+        control = Client(server, session)
+        await control.post("/pause?mode=keep")
+        await control.post("/start_weight_update")
+        await control.post("/finish_weight_update", {"weight_version": "1"}, 400)
+        await control.post("/resume", status=409)
+        assert await control.get("/is_paused") == {"is_paused": True}
+        turn = asyncio.create_task(client.generate([1, 2], "policy", SAMPLING))
+        await until(lambda: "has given no token" in caplog.text)
+        assert "1 request waits, and it is paused or asleep" in caplog.text
+        await asyncio.sleep(1.0)
+        assert not turn.done(), "a server that is paused is not lost"
+        await control.post("/finish_weight_update")
+        await control.post("/resume")
+        await turn
