@@ -27,6 +27,7 @@ from agentfactory.recipe.composition import COMMAND_LINE
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.tools import parent_watch
+from agentfactory.tools.disk import DiskError
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import append_folders
 from agentfactory.trainers.health import Symptom
@@ -103,7 +104,7 @@ def main() -> int:
             # on one line, which the launcher repeats: other libraries' words may take several
             say_why(" ".join(str(error).split()))
         return 2
-    except (WorkerDiedError, SyncError, TrackingError, ValueError, FloatingPointError) as error:
+    except (WorkerDiedError, SyncError, TrackingError, DiskError, ValueError, FloatingPointError) as error:
         say_why(error)
         return 1
     except KeyboardInterrupt:

@@ -13,12 +13,12 @@ from agentfactory.commands.served_weights import Served, what_is_served
 from agentfactory.launching.launcher import Say
 from agentfactory.launching.prepare import run_prepare
 from agentfactory.launching.processes import ChildFailed, Children
-from agentfactory.launching.run_folder import RunFolder, next_free
+from agentfactory.launching.run_folder import RunFolder, check_writable, next_free
 from agentfactory.launching.server_process import start_server
 from agentfactory.placement.placement import Placement, may_have_gpu, place
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
-from agentfactory.rollout.serving import server_command
+from agentfactory.rollout.serving import address_fault, server_command
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -32,6 +32,9 @@ def serve(recipe: Recipe | StagedRecipe, say: Say) -> None:
     log goes to `<output>/serve`, serve-2, ..."""
     with Children() as children:
         served = what_is_served(recipe, None)
+        check_writable(recipe.output)
+        if (taken := address_fault(served.recipe)) is not None:
+            raise taken
         run_prepare(recipe, children, say)
         placement = place([served.recipe], "serve")[0] or Placement(on_gpu=may_have_gpu())
         for line in placement.describe():
@@ -97,6 +100,7 @@ def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say
         raise error.at(source=COMMAND_LINE) from None
     except ServerUnreachableError as error:
         raise ChildFailed(str(error)) from error
+    check_writable(recipe.output)
     with Children() as children:
         run_prepare(recipe, children, say)
         folder = _run_folder("eval", recipe, there.recipe)
@@ -191,6 +195,9 @@ def _acting(
                 asyncio.run(_check_routes(served.recipe))
                 # a running server has its own weights
                 served = replace(served, label=f"{served.name} at {', '.join(urls)}", step=None)
+            elif (taken := address_fault(served.recipe)) is not None:
+                raise taken
+            check_writable(recipe.output)
             run_prepare(recipe, children, say)
             folder = _run_folder(command, recipe, served.recipe)
             _log_to(folder, command)

@@ -4,7 +4,6 @@ import http.client
 import importlib.metadata
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from agentfactory.placement.placement import place
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.client import NEEDED_ROUTES, missing_routes
+from agentfactory.rollout.serving import address_fault
 from agentfactory.tools.import_path import own_python
 
 _ANSWERS_WITHIN = 10.0
@@ -102,17 +102,10 @@ def check_fit(recipe: Recipe, room: int) -> Iterator[Finding]:
 
 def check_address(recipe: Recipe) -> Iterator[Finding]:
     """Check that a server started here can listen."""
-    host, port = recipe.server.host, recipe.server.port
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        fix = "server.port=0 takes a free one" if port else "server.host=127.0.0.1"
-        yield problem("port", f"nothing can listen on {host}:{port}: {error.strerror}", fix)
+    if (fault := address_fault(recipe)) is not None:
+        yield problem("port", fault.problem, fault.fix)
     else:
-        yield ok("port", f"{host}:{port or 'any'} is free")
+        yield ok("port", f"{recipe.server.host}:{recipe.server.port or 'any'} is free")
 
 
 def check_vllm(recipe: Recipe, gpus: int) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 
 from agentfactory.launching.conclusion import best_checkpoint, conclude, draw_curve
 from agentfactory.launching.plan import RunPlan, StagePlan, State, plan_run
@@ -12,6 +13,8 @@ from agentfactory.launching.run_folder import Hold, RunFolder, RunFolderError, c
 from agentfactory.launching.server_process import start_server
 from agentfactory.recipe.checks import check_prepared
 from agentfactory.recipe.schema import Recipe, StagedRecipe
+from agentfactory.rollout.serving import address_fault
+from agentfactory.tools.disk import DiskError
 
 Say = Callable[[str], None]
 
@@ -42,12 +45,16 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
         for stage in plan.due:
             if stage.refusal is not None:
                 _tell(stage, say)
+            if stage.server is not None and (taken := address_fault(stage.recipe)) is not None:
+                raise taken
         folder = _open_folder(plan, overwrite, resume, hold)
         try:
             with Children() as children:
                 _run_stages(plan, folder, children, say)
         except BaseException as error:
-            _note_failure(folder, error, recipe.seed)
+            # on a full disk, the terminal has the cause
+            with suppress(DiskError):
+                _note_failure(folder, error, recipe.seed)
             raise
         last = plan.stages[-1].folder
         summary = {**last.read_summary(), "status": "completed"}

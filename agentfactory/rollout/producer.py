@@ -17,6 +17,7 @@ from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.staleness import Admission, BatchChoice, Candidate
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.rollout.weight_versions import Cancellations
+from agentfactory.tools.disk import append
 
 logger = logging.getLogger(__name__)
 
@@ -236,8 +237,7 @@ class GroupProducer:
         return str(self.published.version) if keeps else None
 
     def _save(self, group: _OpenGroup) -> None:
-        with self.trajectories.open("a", encoding="utf-8") as file:
-            file.write(group.group(group.chains).to_json() + "\n")
+        append(self.trajectories, group.group(group.chains).to_json() + "\n")
         if self.curriculum is not None:
             row = self.order.row(group.place.position)
             self.curriculum.observe(row, successes(counted(group.chains, self.config)))

@@ -24,6 +24,7 @@ from agentfactory.rollout.resume import Resumed
 from agentfactory.rollout.staleness import Admission
 from agentfactory.rollout.trajectory import Group, read_groups
 from agentfactory.tools import parent_watch
+from agentfactory.tools.disk import append
 from agentfactory.tools.import_path import append_folders
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.notices import notice_of, tell
@@ -125,8 +126,7 @@ class Worker:
         return resumed
 
     def _note_acknowledged(self, groups: list[str]) -> None:
-        with (self.trajectories / "acknowledged.txt").open("a", encoding="utf-8") as file:
-            file.writelines(f"{group}\n" for group in groups)
+        append(self.trajectories / "acknowledged.txt", "".join(f"{group}\n" for group in groups))
 
     async def _follow_load(self, runner: ChainRunner) -> None:
         places = runner.places

@@ -26,7 +26,7 @@ BROKEN = {
     "misspelt key": ({"steps": "stepz"}, [], ["train.stepz", "did you mean train.steps?"]),
     "key of another section": ({}, ["learning_rate=1e-3"], ["command line: learning_rate", "train.learning_rate"]),
     "wrong type": ({"1e-5": "abc"}, [], ["recipe.yaml: train.learning_rate", "'abc'", "valid number"]),
-    "text for a number": ({"steps: 10": "steps: '10'"}, [], ["train.steps", "'10'", "valid integer"]),
+    "text for a number": ({"steps: 10": "steps: '10'"}, [], ["train.steps", "'10'", "without quotes: 10"]),
     "number for a section": ({}, ["model.lora=8"], ["model.lora", "8", "indented"]),
     "out of range": ({}, ["train.steps=0"], ["train.steps", "0", "greater than 0"]),
     "not one of the choices": ({}, ["model.dtype=fp8"], ["model.dtype", "'fp8'", "'bfloat16'"]),
