@@ -89,6 +89,7 @@ def evaluate(
 def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say: Say) -> None:
     """Evaluate the server at `url`."""
     from agentfactory.commands import eval_target
+    from agentfactory.rollout.chain_runner import RolloutStoppedError
     from agentfactory.rollout.connection import ServerUnreachableError
 
     # the model of a later stage is a checkpoint that may not exist
@@ -109,7 +110,7 @@ def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say
         try:
             opened = eval_target.open_runner_at(there, folder.path)
             found = _run_eval(there.recipe, folder, opened, there.model, say)
-        except (ServerUnreachableError, eval_target.ChatEndpointError) as error:
+        except (ServerUnreachableError, RolloutStoppedError, eval_target.ChatEndpointError) as error:
             raise ChildFailed(str(error)) from error
     _report(found, there.recipe, f"{there.model} at {url}", folder, say)
 
@@ -185,6 +186,7 @@ def _acting(
 ) -> Iterator[tuple[Served, RunFolder, list[str]]]:
     """Yield the served weights, a run folder, and the addresses of servers for `command`. Raises ChildFailed if no
     server answers any more."""
+    from agentfactory.rollout.chain_runner import RolloutStoppedError
     from agentfactory.rollout.connection import ServerUnreachableError
 
     with Children() as children:
@@ -210,7 +212,7 @@ def _acting(
             # if the server has ended, report that as the cause
             if server is not None:
                 children.check(server)
-            if isinstance(error, ServerUnreachableError):
+            if isinstance(error, (ServerUnreachableError, RolloutStoppedError)):
                 raise ChildFailed(str(error)) from error
             raise
 

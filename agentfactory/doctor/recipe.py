@@ -1,5 +1,6 @@
 """Checks what a recipe needs from this machine, its servers and the hub."""
 
+import asyncio
 import http.client
 import importlib.metadata
 import os
@@ -17,11 +18,15 @@ from agentfactory.placement.placement import place
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.client import NEEDED_ROUTES, missing_routes
+from agentfactory.rollout.data import load_tasks
+from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.serving import address_fault
 from agentfactory.tools.import_path import own_python
+from agentfactory.tools.messages import EnvironmentReward
 
 _ANSWERS_WITHIN = 10.0
 """Seconds within which a server or the hub must answer."""
+_TRIED_ROWS = 3
 _WEIGHTS = ("*.safetensors", "*.bin")
 _CODE = ("code_interpreter", "code_tests")
 """Prebuilt tools and rewards that run code."""
@@ -76,6 +81,22 @@ def _checkpoints(recipe: Recipe) -> int:
         return made + best
     # the next one is complete before the oldest is deleted
     return min(made, train.keep_last + 1) + best
+
+
+def check_rewards(recipe: Recipe) -> Iterator[Finding]:
+    """Call the rewards on a made answer to the first tasks; an environment's verdict is 0."""
+    assert recipe.data is not None
+    tasks = load_tasks(recipe.data)[:_TRIED_ROWS]
+
+    async def try_them() -> list[str]:
+        async with Rewards.load(recipe.rewards, Path.cwd()) as rewards:
+            return await rewards.try_on(tasks, EnvironmentReward(0.0))
+
+    faults = asyncio.run(try_them())
+    for fault in faults:
+        yield problem("rewards", fault, "correct it: a model may answer anything")
+    if not faults:
+        yield ok("rewards", f"called on a made answer to {len(tasks)} tasks, each gives a number")
 
 
 def check_fit(recipe: Recipe, room: int) -> Iterator[Finding]:

@@ -185,7 +185,7 @@ def run_eval(
 
     async def run() -> dict[str, list[Group]]:
         async with opened as runner:
-            await runner.check(tasks[0])
+            await runner.check(tasks, "eval.data")
             played = await _play(runner, recipe, tasks, model, folder, "final")
             runner.setup.tool_errors.report()
             return played
@@ -237,7 +237,7 @@ def run_rollout(
 
     async def run() -> list[Group]:
         async with open_runner(recipe, base, urls) as runner:
-            await runner.check(tasks[0])
+            await runner.check(tasks)
             groups = await asyncio.gather(*(run_group(runner, number) for number in range(len(tasks))))
             runner.setup.tool_errors.report()
             return list(groups)

@@ -12,14 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentfactory.rollout.chain_runner import ChainRunner
+from agentfactory.rollout.chain_runner import ChainRunner, RolloutStoppedError
 from agentfactory.rollout.concurrency import ConcurrencyControl
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.connection import InferenceError, ServerUnreachableError
 from agentfactory.rollout.data import TaskOrder, load_tasks
 from agentfactory.rollout.delivery import connect, encode
 from agentfactory.rollout.evaluate import evaluate, open_runner
-from agentfactory.rollout.producer import GroupProducer, Published, RolloutStoppedError
+from agentfactory.rollout.producer import GroupProducer, Published
 from agentfactory.rollout.resume import Resumed
 from agentfactory.rollout.staleness import Admission
 from agentfactory.rollout.trajectory import Group, read_groups
@@ -63,7 +63,9 @@ class Worker:
     async def run(self) -> None:
         """Serve until rank 0 is gone."""
         async with open_runner(self.recipe, self.base, self.urls) as runner:
-            await runner.check(self.order.tasks[0])
+            if self.held_out:
+                await runner.check(self.held_out, "eval.data")
+            await runner.check(self.order.tasks)
             await self._send("ready", renderer=runner.setup.renderer.info)
             messages = self._messages()
             first = await anext(messages, None)

@@ -114,7 +114,7 @@ def _parameters(function: Callable[..., Any], caller: FrameType | None) -> dict[
             raise TypeError(f"@tool {name}: parameter {parameter} cannot be filled by name; give each argument its own")
         if parameter.annotation is parameter.empty:
             raise TypeError(
-                f"@tool {name}: parameter {parameter.name} has no annotation; write it as {parameter.name}: str, or use "
+                f"@tool {name}: parameter {parameter.name} has no annotation; write {parameter.name}: str, or use "
                 f"{SUPPORTED_ANNOTATIONS}"
             )
         annotation = _resolve(function, parameter, caller)

@@ -51,17 +51,17 @@ BROKEN = {
     "a reward without its field": (
         {},
         ["eval.data.columns={solution: answer}"],
-        ["rewards.0", "exact wants 'answer'", "first row of eval.data", "fix: "],
+        ["rewards.0", "exact wants 'answer'", "in row 1 of eval.data", "fix: "],
     ),
     "an environment without its field": (
         {},
         ["tools=[my_tools.py:World]", "rewards=[]", "eval.data.columns={solution: answer}"],
-        ["tools.0", "World needs answer, which", "(question, solution), in the first row of eval.data", "fix: "],
+        ["tools.0", "World needs answer, which", "(question, solution), in row 1 of eval.data", "fix: "],
     ),
     "a served environment without its field": (
         {},
         ["mcp_servers.w.module=my_tools.py:World", "rewards=[]", "data.columns={solution: answer}"],
-        ["mcp_servers.w.module", "World needs answer, which", "in the first row of data", "fix: "],
+        ["mcp_servers.w.module", "World needs answer, which", "in row 1 of data", "fix: "],
     ),
     "missing chat template": ({}, ["model.chat_template=t.jinja"], ["model.chat_template", "t.jinja", "Jinja"]),
     "missing saved rows": ({}, ["train.from_trajectories=old"], ["train.from_trajectories", "old", "JSONL"]),

@@ -34,7 +34,7 @@ def test_loads_once_under_a_private_name(tmp_path: Path) -> None:
         ),
         (
             "bare.py:f",
-            r"@tool f: parameter x has no annotation; write it as x: str.*\(line 2\); fix: correct",
+            r"@tool f: parameter x has no annotation; write x: str.*\(line 2\); fix: correct",
         ),
     ],
 )
