@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentfactory.commands.served_weights import Served, what_is_served
+from agentfactory.launching.conclusion import MostChainsDroppedError
 from agentfactory.launching.launcher import Say
 from agentfactory.launching.prepare import run_prepare
 from agentfactory.launching.processes import ChildFailed, Children
@@ -142,6 +143,7 @@ def _report(found: "Evaluation", recipe: Recipe, label: str, folder: RunFolder, 
         say(table)
     say(f"every figure: {display(folder.summary)}; every chain: {display(folder.trajectories)}")
     say(f"{recipe.name}: evaluated {label}; run folder {display(folder.path)}")
+    _check_failed(sum(found.failures.values()), found.chains)
 
 
 def roll_out(recipe: Recipe | StagedRecipe, say: Say) -> None:
@@ -163,6 +165,14 @@ def roll_out(recipe: Recipe | StagedRecipe, say: Say) -> None:
     say(f"means over chains: {', '.join(told)}; every figure: {display(folder.summary)}")
     saved = display(folder.trajectories)
     say(f"{recipe.name}: chains are saved; train on them with train.from_trajectories={saved}")
+    chains = len(tasks) * acting.rollout.group_size
+    _check_failed(round(metrics["failed"] * chains), chains)
+
+
+def _check_failed(failed: int, chains: int) -> None:
+    """Raise MostChainsDroppedError if more than half of the chains have no reward."""
+    if failed > chains / 2:
+        raise MostChainsDroppedError(f"{failed} of {chains} chains have no reward")
 
 
 def _run_folder(command: str, recipe: Recipe | StagedRecipe, acting: Recipe) -> RunFolder:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 
-from agentfactory.launching.conclusion import best_checkpoint, conclude, draw_curve
+from agentfactory.launching.conclusion import best_checkpoint, check_dropped, conclude, draw_curve
 from agentfactory.launching.plan import RunPlan, StagePlan, State, plan_run
 from agentfactory.launching.prepare import run_prepare
 from agentfactory.launching.processes import ChildFailed, Children
@@ -30,7 +30,8 @@ class RunStopped(Exception):
 def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, say: Say) -> None:
     """Run all stages and write the run folder. `resume` continues the run in that folder, from this checkpoint or AUTO.
 
-    Raises ChildFailed, RunStopped, RunFolderError, PlacementError, SettingError, KeyboardInterrupt.
+    Raises ChildFailed, RunStopped, MostChainsDroppedError, RunFolderError, PlacementError, SettingError,
+    KeyboardInterrupt.
     """
     with Hold(recipe.output) as hold:
         hold.take()
@@ -60,8 +61,13 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
         summary = {**last.read_summary(), "status": "completed"}
         folder.write_summary(summary)
         curve = draw_curve(last.read_metrics(), folder.path / "curve.png", recipe.name)
+        stages = [(stage.recipe.name, stage.folder.read_summary()) for stage in plan.stages]
+        # a stage's own warnings have ended its output; the last stage's stand right above
+        for line in [f"stage {name}: {text}" for name, found in stages[:-1] for text in found.get("warnings", ())]:
+            say(line)
         for line in conclude(recipe.name, summary, folder.path, curve):
             say(line)
+        check_dropped(found for _, found in stages)
 
 
 def _open_folder(plan: RunPlan, overwrite: bool, resume: str | None, hold: Hold) -> RunFolder:

@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 
 from agentfactory.rollout.agent import AgentHooks
+from agentfactory.rollout.chain_outcomes import ChainOutcomes
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.concurrency import Places
 from agentfactory.rollout.config import RolloutRecipe
@@ -119,6 +120,7 @@ class ChainRunner:
         self.toolset = toolset
         self.rewards = rewards
         self._verdicts: FirstVerdicts | None = None
+        self._outcomes: ChainOutcomes | None = None
         limit = recipe.rollout.concurrency
         self.places = Places(recipe.server.max_num_seqs if limit == "auto" else limit)
 
@@ -144,7 +146,8 @@ class ChainRunner:
     async def check(self, tasks: Sequence[Task], section: str = "data") -> None:
         """Check for errors that would fail chains of these tasks, the rows of `section`: a field that a reward or a
         reset needs and a row lacks; and, with the first task, an environment that cannot be created or reset (wrong
-        options, or a sandbox that this machine lacks). From now on, rewards that only fail stop the chains.
+        options, or a sandbox that this machine lacks). From now on, rewards that only fail stop the chains, and a
+        person is told of outcomes that too many chains have.
 
         Raises SettingError or ToolInfrastructureError.
         """
@@ -154,6 +157,7 @@ class ChainRunner:
         async with self.toolset.chain("check", tasks[0]):
             pass
         self._verdicts = FirstVerdicts(self.setup.config.group_size)
+        self._outcomes = self._outcomes or ChainOutcomes(self.setup.config)
 
     async def run_group(self, group_id: str, task: Task, chains: Sequence[Awaitable[Trajectory]]) -> Group:
         """Run `chains` on one task concurrently, and add the rewards that compare them."""
@@ -188,6 +192,8 @@ class ChainRunner:
                 self._fail(trajectory, error)
             trajectory.seconds = time.monotonic() - started
             trajectory.metrics = {**chain.metrics(), **trajectory.metrics}
+            if self._outcomes is not None:
+                self._outcomes.note(trajectory)
             if self._verdicts is not None:
                 self._verdicts.note(trajectory)
 
