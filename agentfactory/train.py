@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from agentfactory.launching.conclusion import MostChainsDroppedError
 from agentfactory.launching.plan import Assignment
 from agentfactory.launching.resume_option import add_resume_option, settle_resume
 from agentfactory.launching.run_folder import RunFolderError
@@ -27,12 +28,13 @@ from agentfactory.recipe.composition import COMMAND_LINE
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.tools import parent_watch
+from agentfactory.tools.disk import DiskError
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import append_folders
 from agentfactory.trainers.health import Symptom
 
-STOPPED = 3
-"""Exit status if a symptom of train.stop_when ended the run."""
+STOPPED, MOSTLY_DROPPED = 3, 4
+"""Exit statuses if a symptom of train.stop_when ended the run, and if most of its chains were dropped."""
 
 
 def load(arguments: list[str]) -> tuple[Recipe, str | Assignment | None]:
@@ -79,7 +81,7 @@ def load(arguments: list[str]) -> tuple[Recipe, str | Assignment | None]:
 
 def main() -> int:
     """Run the command line; return the exit status: 0 done, 1 failed, 2 the recipe or launch is wrong, 3 a symptom of
-    train.stop_when ended it, 128 + the signal's number if a signal ended it."""
+    train.stop_when ended it, 4 most chains were dropped, 128 + the signal's number if a signal ended it."""
     parent_watch.follow_parent()
     # exit through the interpreter, so that the worker and the progress display are closed in order
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -97,13 +99,16 @@ def main() -> int:
 
     try:
         ended_by = train(recipe, asked)
+    except MostChainsDroppedError as error:
+        say_why(error)
+        return MOSTLY_DROPPED
     except (LaunchError, RunFolderError, SettingError) as error:
         # all ranks find the error, except one about a machine's disk; one rank of each machine prints it
         if os.environ.get("LOCAL_RANK", "0") == "0":
             # on one line, which the launcher repeats: other libraries' words may take several
             say_why(" ".join(str(error).split()))
         return 2
-    except (WorkerDiedError, SyncError, TrackingError, ValueError, FloatingPointError) as error:
+    except (WorkerDiedError, SyncError, TrackingError, DiskError, ValueError, FloatingPointError) as error:
         say_why(error)
         return 1
     except KeyboardInterrupt:

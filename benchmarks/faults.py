@@ -20,6 +20,7 @@ import json
 import random
 import tempfile
 import urllib.request
+from collections import Counter
 from pathlib import Path
 from typing import Any
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from agentfactory.recipe.schema import Recipe, StagedRecipe
     from agentfactory.tools.errors import SettingError
 
-OK, FAILED, REFUSED, STOPPED, INTERRUPTED = 0, 1, 2, 3, 130
+OK, FAILED, REFUSED, STOPPED, MOSTLY_DROPPED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 """Exit statuses: done; something failed; a bad recipe or command line, with nothing written; a symptom of
-train.stop_when; Ctrl-C or SIGTERM."""
+train.stop_when; done, but most chains were dropped; Ctrl-C or SIGTERM."""
 
 _TRACEBACK_LINES = 16
 """Number of lines shown of a traceback: with the error they fit on a screen."""
@@ -84,6 +84,7 @@ def _run(options: argparse.Namespace) -> int:
 
     from agentfactory.commands import server_commands
     from agentfactory.launching import launcher
+    from agentfactory.launching.conclusion import MostChainsDroppedError
     from agentfactory.launching.processes import ChildFailed
     from agentfactory.launching.run_folder import RunFolderError
     from agentfactory.placement.placement import PlacementError
@@ -108,6 +109,8 @@ def _run(options: argparse.Namespace) -> int:
         return _end(f"interrupted by {str(error) or 'Ctrl-C'}; run folder {folder}{goes_on}", INTERRUPTED)
     except (ChildFailed, PlacementError) as error:
         return _end(f"failed: {error}; run folder {folder}", FAILED)
+    except MostChainsDroppedError as error:
+        return _end(f"most chains were dropped: {error}; run folder {folder}", MOSTLY_DROPPED)
     except launcher.RunStopped as error:
         return _end(f"stopped: {error}; run folder {folder}", STOPPED)
     except Exception as error:

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentfactory.commands.served_weights import Served, what_is_served
+from agentfactory.launching.conclusion import MostChainsDroppedError
 from agentfactory.launching.launcher import Say
 from agentfactory.launching.prepare import run_prepare
 from agentfactory.launching.processes import ChildFailed, Children
-from agentfactory.launching.run_folder import RunFolder, next_free
+from agentfactory.launching.run_folder import RunFolder, check_writable, next_free
 from agentfactory.launching.server_process import start_server
 from agentfactory.placement.placement import Placement, may_have_gpu, place
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.server_keys import key_file_of
-from agentfactory.rollout.serving import server_command
+from agentfactory.rollout.serving import address_fault, server_command
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -33,6 +34,9 @@ def serve(recipe: Recipe | StagedRecipe, say: Say) -> None:
     log goes to `<output>/serve`, serve-2, ..."""
     with Children() as children:
         served = what_is_served(recipe, None)
+        check_writable(recipe.output)
+        if (taken := address_fault(served.recipe)) is not None:
+            raise taken
         run_prepare(recipe, children, say)
         placement = place([served.recipe], "serve")[0] or Placement(on_gpu=may_have_gpu())
         for line in placement.describe():
@@ -89,6 +93,7 @@ def evaluate(
 def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say: Say) -> None:
     """Evaluate the server at `url`."""
     from agentfactory.commands import eval_target
+    from agentfactory.rollout.chain_runner import RolloutStoppedError
     from agentfactory.rollout.connection import ServerUnreachableError
 
     # the model of a later stage is a checkpoint that may not exist
@@ -100,6 +105,7 @@ def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say
         raise error.at(source=COMMAND_LINE) from None
     except ServerUnreachableError as error:
         raise ChildFailed(str(error)) from error
+    check_writable(recipe.output)
     with Children() as children:
         run_prepare(recipe, children, say)
         folder = _run_folder("eval", recipe, there.recipe)
@@ -108,7 +114,7 @@ def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say
         try:
             opened = eval_target.open_runner_at(there, folder.path)
             found = _run_eval(there.recipe, folder, opened, there.model, say)
-        except (ServerUnreachableError, eval_target.ChatEndpointError) as error:
+        except (ServerUnreachableError, RolloutStoppedError, eval_target.ChatEndpointError) as error:
             raise ChildFailed(str(error)) from error
     _report(found, there.recipe, f"{there.model} at {url}", folder, say)
 
@@ -140,6 +146,7 @@ def _report(found: "Evaluation", recipe: Recipe, label: str, folder: RunFolder, 
         say(table)
     say(f"every figure: {display(folder.summary)}; every chain: {display(folder.trajectories)}")
     say(f"{recipe.name}: evaluated {label}; run folder {display(folder.path)}")
+    _check_failed(sum(found.failures.values()), found.chains)
 
 
 def roll_out(recipe: Recipe | StagedRecipe, say: Say) -> None:
@@ -161,6 +168,14 @@ def roll_out(recipe: Recipe | StagedRecipe, say: Say) -> None:
     say(f"means over chains: {', '.join(told)}; every figure: {display(folder.summary)}")
     saved = display(folder.trajectories)
     say(f"{recipe.name}: chains are saved; train on them with train.from_trajectories={saved}")
+    chains = len(tasks) * acting.rollout.group_size
+    _check_failed(round(metrics["failed"] * chains), chains)
+
+
+def _check_failed(failed: int, chains: int) -> None:
+    """Raise MostChainsDroppedError if more than half of the chains have no reward."""
+    if failed > chains / 2:
+        raise MostChainsDroppedError(f"{failed} of {chains} chains have no reward")
 
 
 def _run_folder(command: str, recipe: Recipe | StagedRecipe, acting: Recipe) -> RunFolder:
@@ -184,6 +199,7 @@ def _acting(
 ) -> Iterator[tuple[Served, RunFolder, list[str]]]:
     """Yield the served weights, a run folder, and the addresses of servers for `command`. Raises ChildFailed if no
     server answers any more."""
+    from agentfactory.rollout.chain_runner import RolloutStoppedError
     from agentfactory.rollout.connection import ServerUnreachableError
 
     with Children() as children:
@@ -194,6 +210,9 @@ def _acting(
                 asyncio.run(_check_routes(served.recipe))
                 # a running server has its own weights
                 served = replace(served, label=f"{served.name} at {', '.join(urls)}", step=None)
+            elif (taken := address_fault(served.recipe)) is not None:
+                raise taken
+            check_writable(recipe.output)
             run_prepare(recipe, children, say)
             folder = _run_folder(command, recipe, served.recipe)
             _log_to(folder, command)
@@ -206,7 +225,7 @@ def _acting(
             # if the server has ended, report that as the cause
             if server is not None:
                 children.check(server)
-            if isinstance(error, ServerUnreachableError):
+            if isinstance(error, (ServerUnreachableError, RolloutStoppedError)):
                 raise ChildFailed(str(error)) from error
             raise
 

@@ -21,6 +21,7 @@ from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.data import Task, load_tasks
+from agentfactory.rollout.rewards import Rewards
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.limits import check_limits
@@ -35,6 +36,8 @@ from agentfactory.tools.messages import (
 )
 from agentfactory.tools.toolset import open_toolset
 
+TRIED_ROWS = 3
+"""Number of tasks that `check` calls the rewards on."""
 SLOW_SECONDS = 3.0
 """`check` reports a server that takes longer than this to open."""
 
@@ -74,6 +77,7 @@ class _Server:
     seconds: float = 0.0
     specs: list[ToolSpec] = field(default_factory=list)
     environment: str = ""
+    verdict: EnvironmentReward | None = None
     problems: list[str] = field(default_factory=list)
 
 
@@ -108,7 +112,7 @@ async def _open(part: ToolsRecipe, find_task: _FindTask | None) -> _Server:
                         says = f", says {_short(text_of(session.opening))}" if session.opening else ""
                         server.environment = f"an environment: reset in {seconds:.2f} s{says}"
                         # an error here would also fail every chain that ends without a call
-                        verdict = await session.reward()
+                        verdict = server.verdict = await session.reward()
                         judge = f"judges what nobody touched with {_figures(verdict)}" if verdict else "does not judge"
                         server.environment += f"; {judge}"
     except EnvironmentRewardError as error:
@@ -140,17 +144,22 @@ async def _list(recipe: Recipe, as_json: bool) -> None:
 
 
 async def _check(recipe: Recipe, task: Task | None) -> None:
-    finding: asyncio.Task[tuple[Task | None, str]] | None = None
+    finding: asyncio.Task[tuple[list[Task], str]] | None = None
 
-    async def find_task() -> Task | None:
+    async def find_tasks() -> list[Task]:
         nonlocal finding
         if task is not None:
-            return task
+            return [task]
         # load the data in a thread, so that the other servers continue
-        finding = finding or asyncio.create_task(asyncio.to_thread(_first_row, recipe))
+        finding = finding or asyncio.create_task(asyncio.to_thread(_first_rows, recipe))
         return (await finding)[0]
 
+    async def find_task() -> Task | None:
+        return next(iter(await find_tasks()), None)
+
     servers = await _open_each(recipe, find_task)
+    verdict = next((server.verdict for server in servers if server.verdict is not None), None)
+    told, faults = await _try_rewards(recipe, find_tasks, verdict)
     owners = Counter(spec.name for server in servers for spec in server.specs)
     for server in servers:
         for spec in server.specs:
@@ -170,7 +179,10 @@ async def _check(recipe: Recipe, task: Task | None) -> None:
         print("task: --task")
     else:
         print(f"task: {(await finding)[1] if finding else 'none, for there is no environment'}")
+    for line in told:
+        print(line)
     problems = [f"{server.name}: {problem}" for server in servers for problem in server.problems]
+    problems += faults
     # a server that failed to open may have the tools that seem to be missing
     if not problems:
         try:
@@ -186,8 +198,22 @@ def _fail(problems: list[str]) -> None:
         raise ToolsFailed("\n".join(problems))
 
 
-def _first_row(recipe: Recipe) -> tuple[Task | None, str]:
-    """Return the task to try environments with, and its origin; None if the recipe's data does not exist.
+async def _try_rewards(
+    recipe: Recipe, find_tasks: Callable[[], Awaitable[list[Task]]], verdict: EnvironmentReward | None
+) -> tuple[list[str], list[str]]:
+    """Call the rewards on a made answer to the first tasks. Return what to print, and what goes wrong."""
+    if not recipe.rewards or not (tasks := await find_tasks()):
+        return [], []
+    async with Rewards.load(recipe.rewards, Path.cwd()) as rewards:
+        faults = await rewards.try_on(tasks, verdict)
+    names = ", ".join(reward.name or reward.reward.rpartition(":")[2] for reward in recipe.rewards)
+    end = f"{len(faults)} failed" if faults else "each is a number"
+    return [f"rewards: {names}: called on a made answer to {len(tasks)} tasks; {end}"], faults
+
+
+def _first_rows(recipe: Recipe) -> tuple[list[Task], str]:
+    """Return the tasks to try environments and rewards with, and their origin; none if the recipe's data does not
+    exist.
 
     Raises ToolsCommandError if the data cannot be read.
     """
@@ -195,14 +221,14 @@ def _first_row(recipe: Recipe) -> tuple[Task | None, str]:
         if data is None:
             continue
         if data.file is not None and not data.file.exists():
-            return None, f"none, and no environment was reset: there is no {display(data.file)} yet; give --task"
+            return [], f"none, and no environment was reset: there is no {display(data.file)} yet; give --task"
         try:
-            return load_tasks(data, name)[0], f"the first row of {name}"
+            return load_tasks(data, name)[:TRIED_ROWS], f"the first row of {name}"
         except SettingError as error:
             raise ToolsCommandError(f"{error.told}; fix: {error.fix}, or give --task") from error
         except Exception as error:  # boundary: files of any content, and the hub
             raise ToolsCommandError(f"{name}.path: {error}; fix: correct it, or give --task") from error
-    return {}, "an empty row, for the recipe has no data"
+    return [{}], "an empty row, for the recipe has no data"
 
 
 def _schema_fault(spec: ToolSpec) -> str | None:
@@ -222,7 +248,7 @@ async def _call(recipe: Recipe, options: argparse.Namespace) -> None:
             call = ToolCall("call_0", options.tool, _parse_arguments(options.arguments, spec))
             task = options.task
             if task is None:
-                task = (_first_row(recipe)[0] if toolset.environments else None) or {}
+                task = next(iter(_first_rows(recipe)[0] if toolset.environments else []), {})
             async with toolset.chain("call", task) as session:
                 result = await session.call(call)
     except (ToolInfrastructureError, ValueError, TypeError) as error:

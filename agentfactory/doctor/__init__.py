@@ -23,6 +23,7 @@ from agentfactory.doctor.recipe import (
     check_fit,
     check_hub,
     check_output,
+    check_rewards,
     check_servers,
     check_vllm,
     open_files,
@@ -101,6 +102,8 @@ def _checks(recipe: Recipe, gpus: int) -> Iterator[tuple[str, Check]]:
     yield "run folder", partial(check_output, recipe)
     yield "memory", lambda: check_fit(recipe, memory_room())
     yield "hub", partial(check_hub, recipe)
+    if recipe.rewards and recipe.data is not None and recipe.data.file is not None and recipe.data.file.exists():
+        yield "rewards", partial(check_rewards, recipe)
     if starts_server(recipe):
         yield "port", partial(check_address, recipe)
         if recipe.server.engine == "vllm":

@@ -1,10 +1,10 @@
 """Checks what a recipe needs from this machine, its servers and the hub."""
 
+import asyncio
 import http.client
 import importlib.metadata
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,10 +18,15 @@ from agentfactory.placement.placement import place
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.client import NEEDED_ROUTES, missing_routes
+from agentfactory.rollout.data import load_tasks
+from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.serving import address_fault
 from agentfactory.tools.import_path import own_python
+from agentfactory.tools.messages import EnvironmentReward
 
 _ANSWERS_WITHIN = 10.0
 """Seconds within which a server or the hub must answer."""
+_TRIED_ROWS = 3
 _WEIGHTS = ("*.safetensors", "*.bin")
 _CODE = ("code_interpreter", "code_tests")
 """Prebuilt tools and rewards that run code."""
@@ -78,6 +83,22 @@ def _checkpoints(recipe: Recipe) -> int:
     return min(made, train.keep_last + 1) + best
 
 
+def check_rewards(recipe: Recipe) -> Iterator[Finding]:
+    """Call the rewards on a made answer to the first tasks; an environment's verdict is 0."""
+    assert recipe.data is not None
+    tasks = load_tasks(recipe.data)[:_TRIED_ROWS]
+
+    async def try_them() -> list[str]:
+        async with Rewards.load(recipe.rewards, Path.cwd()) as rewards:
+            return await rewards.try_on(tasks, EnvironmentReward(0.0))
+
+    faults = asyncio.run(try_them())
+    for fault in faults:
+        yield problem("rewards", fault, "correct it: a model may answer anything")
+    if not faults:
+        yield ok("rewards", f"called on a made answer to {len(tasks)} tasks, each gives a number")
+
+
 def check_fit(recipe: Recipe, room: int) -> Iterator[Finding]:
     """Check that trainer and server have the memory that they need."""
     planned = place([recipe], "train")[0]
@@ -102,17 +123,10 @@ def check_fit(recipe: Recipe, room: int) -> Iterator[Finding]:
 
 def check_address(recipe: Recipe) -> Iterator[Finding]:
     """Check that a server started here can listen."""
-    host, port = recipe.server.host, recipe.server.port
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        fix = "server.port=0 takes a free one" if port else "server.host=127.0.0.1"
-        yield problem("port", f"nothing can listen on {host}:{port}: {error.strerror}", fix)
+    if (fault := address_fault(recipe)) is not None:
+        yield problem("port", fault.problem, fault.fix)
     else:
-        yield ok("port", f"{host}:{port or 'any'} is free")
+        yield ok("port", f"{recipe.server.host}:{recipe.server.port or 'any'} is free")
 
 
 def check_vllm(recipe: Recipe, gpus: int) -> Iterator[Finding]:

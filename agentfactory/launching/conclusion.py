@@ -62,6 +62,34 @@ def conclude(name: str, summary: dict[str, Any], folder: Path, curve: Path | Non
     return [*lines, f"look at it: agentfactory view {display(folder)}"]
 
 
+class MostChainsDroppedError(Exception):
+    """A run is complete, but most of its chains were dropped: it learned from the few others. The message has the
+    counts."""
+
+
+def chains_dropped(metrics: Iterable[dict[str, Any]]) -> dict[str, int]:
+    """Return the number of `chains` that ended, and of `dropped_chains` among them, which includes those that were run
+    again; empty if nothing was rolled out. `metrics` are the lines of metrics.jsonl."""
+    lines = [line for line in metrics if "chains" in line]
+    dropped = (
+        value
+        for line in lines
+        for name, value in line.items()
+        if name.startswith("filtered/") and name != "filtered/groups"
+    )
+    return {"chains": int(sum(line["chains"] for line in lines)), "dropped_chains": int(sum(dropped))} if lines else {}
+
+
+def check_dropped(summaries: Iterable[dict[str, Any]]) -> None:
+    """Raise MostChainsDroppedError if a stage with one of these summaries has dropped more than half of its chains."""
+    for summary in summaries:
+        chains, dropped = summary.get("chains", 0), summary.get("dropped_chains", 0)
+        if dropped > chains / 2:
+            raise MostChainsDroppedError(
+                f"{dropped} of {chains} chains were dropped or run again (filtered/* in metrics.jsonl)"
+            )
+
+
 def best_checkpoint(summary: dict[str, Any]) -> list[str]:
     """Describe the best checkpoint, unless it is the last one; say so if no checkpoint beats the initial weights."""
     best = summary.get("best_checkpoint")

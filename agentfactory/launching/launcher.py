@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 
-from agentfactory.launching.conclusion import best_checkpoint, conclude, draw_curve
+from agentfactory.launching.conclusion import best_checkpoint, check_dropped, conclude, draw_curve
 from agentfactory.launching.plan import RunPlan, StagePlan, State, plan_run
 from agentfactory.launching.prepare import run_prepare
 from agentfactory.launching.processes import ChildFailed, Children
@@ -12,6 +13,8 @@ from agentfactory.launching.run_folder import Hold, RunFolder, RunFolderError, c
 from agentfactory.launching.server_process import start_server
 from agentfactory.recipe.checks import check_prepared
 from agentfactory.recipe.schema import Recipe, StagedRecipe
+from agentfactory.rollout.serving import address_fault
+from agentfactory.tools.disk import DiskError
 
 Say = Callable[[str], None]
 
@@ -27,7 +30,8 @@ class RunStopped(Exception):
 def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, say: Say) -> None:
     """Run all stages and write the run folder. `resume` continues the run in that folder, from this checkpoint or AUTO.
 
-    Raises ChildFailed, RunStopped, RunFolderError, PlacementError, SettingError, KeyboardInterrupt.
+    Raises ChildFailed, RunStopped, MostChainsDroppedError, RunFolderError, PlacementError, SettingError,
+    KeyboardInterrupt.
     """
     with Hold(recipe.output) as hold:
         hold.take()
@@ -42,19 +46,28 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
         for stage in plan.due:
             if stage.refusal is not None:
                 _tell(stage, say)
+            if stage.server is not None and (taken := address_fault(stage.recipe)) is not None:
+                raise taken
         folder = _open_folder(plan, overwrite, resume, hold)
         try:
             with Children() as children:
                 _run_stages(plan, folder, children, say)
         except BaseException as error:
-            _note_failure(folder, error, recipe.seed)
+            # on a full disk, the terminal has the cause
+            with suppress(DiskError):
+                _note_failure(folder, error, recipe.seed)
             raise
         last = plan.stages[-1].folder
         summary = {**last.read_summary(), "status": "completed"}
         folder.write_summary(summary)
         curve = draw_curve(last.read_metrics(), folder.path / "curve.png", recipe.name)
+        stages = [(stage.recipe.name, stage.folder.read_summary()) for stage in plan.stages]
+        # a stage's own warnings have ended its output; the last stage's stand right above
+        for line in [f"stage {name}: {text}" for name, found in stages[:-1] for text in found.get("warnings", ())]:
+            say(line)
         for line in conclude(recipe.name, summary, folder.path, curve):
             say(line)
+        check_dropped(found for _, found in stages)
 
 
 def _open_folder(plan: RunPlan, overwrite: bool, resume: str | None, hold: Hold) -> RunFolder:

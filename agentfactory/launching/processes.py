@@ -16,6 +16,7 @@ from typing import Self
 import psutil
 
 from agentfactory.tools import parent_watch
+from agentfactory.tools.disk import refusal, writing
 
 POLL_SECONDS = 0.1
 _TERM_SECONDS = 5.0
@@ -58,6 +59,9 @@ class Child:
             # the last line of a traceback, or the process's last message; torchrun's output ends with a ruler
             lines = (line.strip() for line in reversed(self.tail(40)) if any(map(str.isalnum, line)))
             how = ": ".join([f"ended with exit status {status}", *(line[:500] for line in islice(lines, 1))])
+        if (refused := refusal(self.log.parent)) is not None and str(refused.strerror) not in how:
+            # its last words may be missing
+            how += f"; nothing more can be written in {self.log.parent}: {refused.strerror}; fix: make room"
         return ChildFailed(f"the {self.name} {how} (log: {self.log})")
 
     def tail(self, lines: int) -> list[str]:
@@ -106,7 +110,8 @@ class Children:
     ) -> Child:
         """Start a child; its output goes to `log`, or with `show` only its stderr. See Child for `explain` and
         `is_finishing`."""
-        log.parent.mkdir(parents=True, exist_ok=True)
+        with writing(log.parent):
+            log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             log_start = file.tell()
             process = subprocess.Popen(

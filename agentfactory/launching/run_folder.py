@@ -5,12 +5,14 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from agentfactory.rollout.trajectory import CREDIT_FILE
+from agentfactory.tools.disk import append, refusal, writing
 from agentfactory.trainers.checkpoint_folder import checkpoints
 
 RECIPE = "recipe.yaml"
@@ -55,12 +57,13 @@ class RunFolder:
         Raises RunFolderError if something exists there already; with `overwrite`, an existing run folder is deleted.
         """
         check_free(path, overwrite)
-        if path.exists():
-            shutil.rmtree(path)
         folder = cls(path)
-        for part in (folder.trajectories, folder.checkpoints, folder.logs):
-            part.mkdir(parents=True)
-        folder.recipe.write_text(recipe, encoding="utf-8")
+        with _usable(path):
+            if path.exists():
+                shutil.rmtree(path)
+            for part in (folder.trajectories, folder.checkpoints, folder.logs):
+                part.mkdir(parents=True)
+            folder.recipe.write_text(recipe, encoding="utf-8")
         return folder
 
     @classmethod
@@ -68,23 +71,24 @@ class RunFolder:
         """Open the folder of a run that continues, and replace its recipe with this one. Raises RunFolderError if there
         is no run."""
         folder = cls(path)
-        folder.need_run()
-        folder.recipe.write_text(recipe, encoding="utf-8")
-        folder.summary.unlink(missing_ok=True)
+        with _usable(path):
+            folder.need_run()
+            folder.recipe.write_text(recipe, encoding="utf-8")
+            folder.summary.unlink(missing_ok=True)
         return folder
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl; it can be read immediately."""
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics, ensure_ascii=False) + "\n")
+        append(self.metrics, json.dumps(metrics, ensure_ascii=False) + "\n")
         if self.on_log:
             self.on_log(metrics)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json atomically."""
         aside = self.summary.with_suffix(".json.partial")
-        aside.write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        aside.replace(self.summary)
+        with writing(self.summary):
+            aside.write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            aside.replace(self.summary)
 
     def read_summary(self) -> dict[str, Any]:
         """Return what `write_summary` wrote; empty if there is no summary."""
@@ -114,10 +118,8 @@ class RunFolder:
 
     def note_credit(self, lines: list[str]) -> None:
         """Append lines to trajectories/credit.jsonl; if there are none, the file is not created."""
-        if not lines:
-            return
-        with self.credit.open("a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
+        if lines:
+            append(self.credit, "".join(f"{line}\n" for line in lines))
 
     def note_stopping(self) -> None:
         """Note that the trainer was asked to end: it first finishes its step and writes a checkpoint."""
@@ -196,6 +198,8 @@ class Hold:
             opened = os.open(self._file, os.O_RDWR | (os.O_CREAT if make else 0), 0o644)
         except (FileNotFoundError, NotADirectoryError):
             return
+        except OSError as error:
+            raise _unusable(self._path, error) from error
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -217,11 +221,33 @@ def is_free(path: Path) -> bool:
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
+def check_writable(path: Path) -> None:
+    """Raise RunFolderError unless files can be written in `path`, which need not exist."""
+    with _usable(path):
+        there = next(place for place in (path, *path.parents) if place.exists())
+        if not there.is_dir():
+            raise RunFolderError(f"output: {there} is a file; fix: output=OTHER")
+        if (error := refusal(there)) is not None:
+            raise error
+
+
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    """Raise RunFolderError if the system refuses what the context does with the run folder `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise _unusable(path, error) from error
+
+
+def _unusable(path: Path, error: OSError) -> RunFolderError:
+    where = error.filename if isinstance(error.filename, str) and Path(error.filename).is_relative_to(path) else path
+    return RunFolderError(f"output: {where} cannot be written: {error.strerror}; fix: output=OTHER")
+
+
 def check_free(path: Path, overwrite: bool) -> None:
     """Raise RunFolderError unless a run may be written to `path`."""
-    there = next(place for place in (path, *path.parents) if place.exists())
-    if not there.is_dir():
-        raise RunFolderError(f"output: {there} is a file; fix: output=OTHER")
+    check_writable(path)
     if is_free(path):
         return
     if not overwrite:

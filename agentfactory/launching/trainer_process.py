@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
+from agentfactory.launching.conclusion import chains_dropped, check_dropped
 from agentfactory.launching.plan import Assignment, resume_stages
 from agentfactory.launching.progress import Progress, tell_warnings
 from agentfactory.launching.resume import rewind
@@ -52,7 +53,8 @@ logger = logging.getLogger("agentfactory.train")
 
 def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Symptom | None:
     """Train `recipe` on the processes that accelerate started, and write the run folder. Return the cause if the run
-    ended early, else None. Every process calls this function.
+    ended early, else None. Every process calls this function. Raises MostChainsDroppedError, on rank 0, at the end of a
+    run without a launcher, which has the same error.
 
     `asked` is the launcher's assignment, which comes with a run folder. If you start the trainer yourself, it is the
     checkpoint to resume from or AUTO, or None for a new run.
@@ -88,10 +90,13 @@ def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Sy
         # a symptom or signal that arrived during the last evaluation has cut it short
         stop.agreed(accelerator)
         if display is not None:
-            folder.write_summary(_summary(recipe, folder, result, stop.agreed_on, display))
+            summary = _summary(recipe, folder, result, stop.agreed_on, display)
+            folder.write_summary(summary)
             display.say_what_ended_it(result.steps)
         stop.end(accelerator)
         accelerator.end_training()
+    if display is not None and stop.agreed_on is None and not isinstance(asked, Assignment):
+        check_dropped([summary])
     return stop.agreed_on
 
 
@@ -310,6 +315,7 @@ def _summary(
         "checkpoint": str(result.checkpoint) if result.checkpoint else None,
         "best_checkpoint": best
         and {"path": str(best.path), "step": best.step, "metric": best.metric, "value": best.value},
+        **chains_dropped(folder.read_metrics()),
         "warnings": display.notices.last_lines(),
     }
 

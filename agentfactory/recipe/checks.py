@@ -146,9 +146,9 @@ def _check_files(recipe: Recipe, prepared: Path | None, after: str | None) -> No
 
 
 def _check_rows(recipe: Recipe, purpose: Purpose, prepared: Path | None) -> None:
-    """Check that the rows of the files that will be used are tasks, and that the rewards get what they need from the
-    first row. Rows from the hub and in parquet are checked when they are used: reading them here would take too
-    long."""
+    """Check that the rows of the files that will be used are tasks, and that rewards and resets get what they need from
+    each. Rows from the hub, in parquet and in huge files are checked before the first chain: reading them here, in
+    every process, would take too long."""
     acts = runs_chains(recipe, purpose)
     used = {
         "data": (purpose == "train" and recipe.train.from_trajectories is None) or purpose == "rollout",
@@ -163,17 +163,13 @@ def _check_rows(recipe: Recipe, purpose: Purpose, prepared: Path | None) -> None
         is_made = prepared is not None and path.is_relative_to(prepared)
         if is_made or path.suffix == ".parquet" or path.stat().st_size > _MOST_BYTES_READ:
             continue
-        first = load_tasks(data, section)[0]
+        tasks = load_tasks(data, section)
         if acts:
-            try:
-                Rewards.load(recipe.rewards, Path.cwd()).check(first)
-            except SettingError as error:
-                problem = f"{error.problem}, in the first row of {section}"
-                raise SettingError(error.field, problem, error.fix) from error.__cause__
-            _check_resets(recipe, first, section)
+            Rewards.load(recipe.rewards, Path.cwd()).check_rows(tasks, section)
+            _check_resets(recipe, tasks, section)
 
 
-def _check_resets(recipe: Recipe, row: Task, section: str) -> None:
+def _check_resets(recipe: Recipe, tasks: list[Task], section: str) -> None:
     modules = {f"tools.{index}": reference for index, reference in enumerate(recipe.tools)}
     modules |= {
         f"mcp_servers.{key}.module": server.module for key, server in recipe.mcp_servers.items() if server.module
@@ -181,10 +177,13 @@ def _check_resets(recipe: Recipe, row: Task, section: str) -> None:
     for name, reference in modules.items():
         found = _load(reference, name, PREBUILT)
         needed = reset_schema(found)["required"] if _is_environment(found) else []
-        if missing := [field for field in needed if field not in row]:
+        for number, row in enumerate(tasks, 1):
+            missing = [field for field in needed if field not in row]
+            if not missing:
+                continue
             problem = (
                 f"the reset of {_shown(reference)} needs {', '.join(missing)}, which is no field of the data "
-                f"({', '.join(row)}), in the first row of {section}"
+                f"({', '.join(row)}), in row {number} of {section}"
             )
             raise SettingError(name, problem, f"give it a default, or rename a field by {section}.columns")
 

@@ -72,9 +72,14 @@ def display(path: Path) -> str:
         return str(path)
 
 
+def parse_value(text: str) -> Any:
+    """Return what `text` means as a value in a recipe. Raises YAMLError, ValueError."""
+    return yaml.load(text, _Loader)  # a SafeLoader
+
+
 def _parse(text: str, source: str, name: str) -> Any:
     try:
-        return yaml.load(text, _Loader)  # a SafeLoader
+        return parse_value(text)
     except (yaml.YAMLError, ValueError) as error:
         problem = " ".join(str(error).split())
         raise SettingError(name, f"not YAML: {problem}", "correct it", source=source) from None
@@ -101,6 +106,9 @@ def read_mapping(path: Path, source: str, name: str) -> dict[str, Any]:
         raise SettingError(
             name, f"{display(path)}: cannot be read: {error}", "name a YAML file", source=source
         ) from None
+    if path.suffix == ".py":
+        fix = f"name a recipe, which is YAML, such as one with `tools: [{path.name}:NAME]`"
+        raise SettingError(name, f"{display(path)} is a Python file", fix, source=source)
     data = _parse(text, display(path), "")
     if not isinstance(data, dict):
         raise SettingError(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from agentfactory.recipe.checks import Purpose, check, check_prepare
@@ -17,6 +18,7 @@ from agentfactory.recipe.composition import (
     compose,
     override,
     parse_overrides,
+    parse_value,
     read_mapping,
     recipe_file,
     replace_prefixes,
@@ -49,10 +51,9 @@ def load_recipe(
     file = recipe_file(path, Path.cwd())
     composed = compose(read_mapping(file, "", "recipe"), file)
     composed.data.setdefault("name", file.stem)
-    settings = parse_overrides(overrides)
     if "stages" in composed.data:
-        return _load_staged(composed, file, settings, purpose, lacks)
-    for name, value in settings:
+        return _load_staged(composed, file, overrides, purpose, lacks)
+    for name, value in parse_overrides(overrides):
         override(composed, name, value)
     if purpose == "tools":
         composed.data = _NOT_FOR_TOOLS | composed.data
@@ -66,7 +67,7 @@ def load_recipe(
 
 
 def _load_staged(
-    composed: Composed, file: Path, settings: list[tuple[str, Any]], purpose: Purpose, lacks: list[SettingError] | None
+    composed: Composed, file: Path, overrides: Sequence[str], purpose: Purpose, lacks: list[SettingError] | None
 ) -> StagedRecipe:
     entries = composed.data.pop("stages")
     if not isinstance(entries, list) or not entries:
@@ -77,13 +78,15 @@ def _load_staged(
         if stages.setdefault(stage.data["name"], stage) is not stage:
             problem = f"a second stage called {stage.data['name']!r}"
             raise SettingError(f"stages.{index}", problem, "set another name in one of the two", source=composed.source)
-    for name, value in settings:
+    for_all: dict[str, list[str]] = {}
+    for name, value in parse_overrides(overrides):
         first, _, rest = name.partition(".")
         if first in stages and rest:
             override(stages[first], rest, value)
         elif first in StagedRecipe.model_fields:
             override(composed, name, value)
         elif first in Recipe.model_fields:
+            for_all[name] = [each for each, stage in stages.items() if first in stage.data]
             for stage in stages.values():
                 override(stage, name, value)
         elif name in stages:
@@ -111,18 +114,38 @@ def _load_staged(
             )
         # the other commands use the last stage
         stage_purpose = purpose if purpose == "tools" or name == [*stages][-1] else "train"
+        is_valid = False
         try:
             recipe = _validate(Recipe, stage, str(prepared))
+            is_valid = True
             check(recipe, stage_purpose, stage, prepared if whole.prepare else None, previous, lacks)
         except SettingError as error:
             if error.source in (COMMAND_LINE, composed.source):
                 field = ".".join(filter(None, (name, error.field)))
-                raise SettingError(field, error.problem, error.fix, source=error.source) from None
+                fix = _for_one_stage(error, name, for_all, overrides, is_valid) or error.fix
+                raise SettingError(field, error.problem, fix, source=error.source) from None
             # a stage's own file has the field under its plain name
             raise
         whole.stages.append(recipe)
         previous = name
     return whole
+
+
+def _for_one_stage(
+    error: SettingError, stage: str, for_all: dict[str, list[str]], overrides: Sequence[str], is_valid: bool
+) -> str | None:
+    """Return the fix if an override for all stages caused this error in `stage`, and may suit another one; `for_all`
+    lists, by override, the stages with its section. `is_valid`: every recipe may have this value."""
+    for text in overrides:
+        name, _, value = text.partition("=")
+        others = [other for other in for_all.get(name, ()) if other != stage]
+        if not others or error.field.split(".")[0] != name.split(".")[0]:
+            continue
+        told = " or ".join(f"{other}.{name}={value}" for other in others)
+        if stage not in for_all[name]:
+            return f"set it for the stage with that section: {told}"
+        return f"{error.fix}, or set it for the other stage: {told}" if is_valid else None
+    return None
 
 
 def _compose_stage(entry: Any, field: str, source: str, file: Path) -> Composed:
@@ -243,7 +266,20 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
             return name, f"got {got}, not a list", f"write [{given}]" if isinstance(given, str) else "write a list"
         case "string_type":
             return name, f"got {got}, not text", "write text, in quotes where it looks like something else"
+    if (meant := _without_quotes(error["input"])) is not None:
+        return name, f"got {got}, which is text", f"write it without quotes: {meant}"
     return name, f"got {got}", wanted.replace("Input should be", "it must be")
+
+
+def _without_quotes(given: Any) -> str | None:
+    """Return the text of a number or truth value that was written in quotes; None for anything else."""
+    if not isinstance(given, str):
+        return None
+    try:
+        meant = parse_value(given)
+    except (yaml.YAMLError, ValueError):
+        return None
+    return given.strip() if isinstance(meant, (bool, int, float)) else None
 
 
 def _did_you_mean(name: str, known: list[str], model: type[BaseModel] | None = None) -> str:

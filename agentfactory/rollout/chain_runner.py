@@ -3,11 +3,12 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from agentfactory.rollout.agent import AgentHooks
+from agentfactory.rollout.chain_outcomes import ChainOutcomes
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.concurrency import Places
 from agentfactory.rollout.config import RolloutRecipe
@@ -21,12 +22,16 @@ from agentfactory.rollout.sampling import Sampler, Sampling
 from agentfactory.rollout.trajectory import Group, Outcome, StopReason, Trajectory
 from agentfactory.tools.limits import Rates, check_limits
 from agentfactory.tools.messages import EnvironmentRewardError, ToolInfrastructureError
+from agentfactory.tools.notices import tell
 from agentfactory.tools.toolset import Toolset
 
 logger = logging.getLogger(__name__)
 
 ENDINGS = frozenset(outcome for outcome in Outcome if not outcome.failed)
 """Outcomes of chains that did not break."""
+
+LEAST_FAILURES = 4
+"""Chains that a reward must at least have failed for: with groups of one, a single one may be a chance."""
 
 _OUTCOMES = {
     StopReason.ANSWER: Outcome.COMPLETED,
@@ -41,6 +46,49 @@ _OUTCOMES = {
 def begin(chain_id: str) -> Trajectory:
     """Return an empty chain, which counts as cancelled until it is played to an end."""
     return Trajectory(id=chain_id, messages=[], rows=[], outcome=Outcome.CANCELLED)
+
+
+class RolloutStoppedError(Exception):
+    """Rollouts cannot continue; the message says why."""
+
+
+@dataclass
+class FirstVerdicts:
+    """Detects rewards that cannot work: no chain has been judged, and as many as a group has have failed in that."""
+
+    group_size: int
+    _works: bool = False
+    _group_works: bool = False
+    _failed: int = 0
+
+    def note(self, chain: Trajectory) -> None:
+        """Note that a chain ended. Raises RolloutStoppedError."""
+        self._works |= chain.reward is not None
+        if chain.outcome is Outcome.REWARD_ERROR and not self._works:
+            self._note_failure(chain)
+
+    def note_group(self, chain: Trajectory) -> None:
+        """Note that the chains of a group were compared. Raises RolloutStoppedError."""
+        self._group_works |= chain.reward is not None
+        if chain.outcome is Outcome.REWARD_ERROR and not self._group_works:
+            self._note_failure(chain)
+
+    def _note_failure(self, chain: Trajectory) -> None:
+        self._failed += 1
+        if self._failed >= max(LEAST_FAILURES, self.group_size):
+            raise RolloutStoppedError(
+                f"none of the first chains could be judged, {self._failed} ended as reward_error: {chain.error}; fix: "
+                "correct the reward, and try it with `agentfactory tools check RECIPE`"
+            )
+
+
+def _tell_nulls(tasks: Sequence[Task], section: str, needed: Mapping[str, str]) -> None:
+    """Tell of needed fields that are null in some rows and not in others: a column has null where a row lacks it."""
+    for name, who in needed.items():
+        nulls = [number for number, task in enumerate(tasks, 1) if task.get(name) is None]
+        if nulls and len(nulls) < len(tasks):
+            text = f"{section}: {name}, which {who} needs, is null in {len(nulls)} of {len(tasks)} rows"
+            tell(logger, f"nulls of {section} in {name}", f"{text}, first in row {nulls[0]}", times=0)
 
 
 class ChainRunner:
@@ -71,6 +119,8 @@ class ChainRunner:
         self.client = client
         self.toolset = toolset
         self.rewards = rewards
+        self._verdicts: FirstVerdicts | None = None
+        self._outcomes: ChainOutcomes | None = None
         limit = recipe.rollout.concurrency
         self.places = Places(recipe.server.max_num_seqs if limit == "auto" else limit)
 
@@ -93,27 +143,41 @@ class ChainRunner:
         await self.play(trajectory, task, sampling, scored)
         return trajectory
 
-    async def check(self, task: Task) -> None:
-        """Check with the first task for errors that would fail every chain: a reward that needs a field the data lacks,
-        or an environment that cannot be created or reset (wrong options, or a sandbox that this machine lacks).
+    async def check(self, tasks: Sequence[Task], section: str = "data") -> None:
+        """Check for errors that would fail chains of these tasks, the rows of `section`: a field that a reward or a
+        reset needs and a row lacks; and, with the first task, an environment that cannot be created or reset (wrong
+        options, or a sandbox that this machine lacks). From now on, rewards that only fail stop the chains, and a
+        person is told of outcomes that too many chains have.
 
         Raises SettingError or ToolInfrastructureError.
         """
-        self.rewards.check(task)
-        async with self.toolset.chain("check", task):
+        self.rewards.check_rows(tasks, section)
+        self.toolset.check_rows(tasks, section)
+        _tell_nulls(tasks, section, {**self.toolset.needed, **self.rewards.needed})
+        async with self.toolset.chain("check", tasks[0]):
             pass
+        self._verdicts = FirstVerdicts(self.setup.config.group_size)
+        self._outcomes = self._outcomes or ChainOutcomes(self.setup.config)
 
     async def run_group(self, group_id: str, task: Task, chains: Sequence[Awaitable[Trajectory]]) -> Group:
         """Run `chains` on one task concurrently, and add the rewards that compare them."""
         trajectories = list(await asyncio.gather(*chains))
-        await self.rewards.score_group(trajectories, task)
+        await self.score_group(trajectories, task)
         return Group(group_id, task, trajectories)
+
+    async def score_group(self, chains: Sequence[Trajectory], task: Task) -> None:
+        """Add the rewards that compare `chains`, all of which have ended. Raises RolloutStoppedError: see `play`."""
+        judged = [chain for chain in chains if chain.reward is not None]
+        await self.rewards.score_group(chains, task)
+        if self._verdicts is not None and self.rewards.has_group_rewards:
+            for chain in judged:
+                self._verdicts.note_group(chain)
 
     async def play(
         self, trajectory: Trajectory, task: Task, sampling: Sampling, scored: frozenset[Outcome] = ENDINGS
     ) -> None:
-        """Run a chain from `begin` to its end. Failures are outcomes; only ServerUnreachableError and programming
-        errors raise.
+        """Run a chain from `begin` to its end. Failures are outcomes; only ServerUnreachableError, programming errors
+        and, after `check`, RolloutStoppedError raise: the rewards have failed for all of the first chains.
 
         A chain whose outcome is in `scored` gets a reward, unless its environment is gone or fails to give one.
         `trajectory` always contains what the chain has gathered so far, so it stays available if the call is cancelled.
@@ -128,6 +192,10 @@ class ChainRunner:
                 self._fail(trajectory, error)
             trajectory.seconds = time.monotonic() - started
             trajectory.metrics = {**chain.metrics(), **trajectory.metrics}
+            if self._outcomes is not None:
+                self._outcomes.note(trajectory)
+            if self._verdicts is not None:
+                self._verdicts.note(trajectory)
 
     async def _play_and_score(self, chain: Episode, scored: frozenset[Outcome], limit: asyncio.Timeout) -> None:
         trajectory = chain.trajectory

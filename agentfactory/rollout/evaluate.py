@@ -20,6 +20,7 @@ from agentfactory.rollout.renderer import load_renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Group, Trajectory
+from agentfactory.tools.disk import append
 from agentfactory.tools.toolset import open_toolset
 
 logger = logging.getLogger(__name__)
@@ -112,8 +113,7 @@ async def _play(
             for sample in range(samples)
         ]
         group = await runner.run_group(f"{mode}-{number:05d}", tasks[number], chains)
-        with (folder / f"{name}-{mode}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(group.to_json() + "\n")
+        append(folder / f"{name}-{mode}.jsonl", group.to_json() + "\n")
         return group
 
     by_mode = await asyncio.gather(
@@ -185,7 +185,7 @@ def run_eval(
 
     async def run() -> dict[str, list[Group]]:
         async with opened as runner:
-            await runner.check(tasks[0])
+            await runner.check(tasks, "eval.data")
             played = await _play(runner, recipe, tasks, model, folder, "final")
             runner.setup.tool_errors.report()
             return played
@@ -232,13 +232,12 @@ def run_rollout(
         ids = [f"g{number:06d}.{member}" for member in range(recipe.rollout.group_size)]
         chains = [run_chain(runner, chain_id, tasks[number]) for chain_id in ids]
         group = await runner.run_group(f"g{number:06d}", tasks[number], chains)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(group.to_json() + "\n")
+        append(path, group.to_json() + "\n")
         return group
 
     async def run() -> list[Group]:
         async with open_runner(recipe, base, urls) as runner:
-            await runner.check(tasks[0])
+            await runner.check(tasks)
             groups = await asyncio.gather(*(run_group(runner, number) for number in range(len(tasks))))
             runner.setup.tool_errors.report()
             return list(groups)

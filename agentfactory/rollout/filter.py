@@ -113,6 +113,7 @@ class GroupFilter:
 
     def ended(self, chain: Trajectory) -> None:
         """Note that a chain of a group ended."""
+        self._figures["chains"] += 1
         if not counted([chain], self.config):
             self._figures[f"filtered/{chain.outcome}"] += 1
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentfactory.rollout.chain_runner import ChainRunner, begin
+from agentfactory.rollout.chain_runner import ChainRunner, RolloutStoppedError, begin
 from agentfactory.rollout.config import EqualRewards, Inflight, OutcomePolicy, RolloutConfig
 from agentfactory.rollout.curriculum import Curriculum, successes
 from agentfactory.rollout.data import Place, Task, TaskOrder
@@ -17,12 +17,9 @@ from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.staleness import Admission, BatchChoice, Candidate
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.rollout.weight_versions import Cancellations, Published
+from agentfactory.tools.disk import append
 
 logger = logging.getLogger(__name__)
-
-
-class RolloutStoppedError(Exception):
-    """Rollouts cannot continue; the message says why."""
 
 
 @dataclass
@@ -189,7 +186,7 @@ class GroupProducer:
     async def _score_group(self, group: _OpenGroup) -> None:
         """Add the rewards that compare the group's chains, all of which have ended."""
         before = [chain.outcome for chain in group.chains]
-        await self.runner.rewards.score_group(group.chains, group.task)
+        await self.runner.score_group(group.chains, group.task)
         for chain, outcome in zip(group.chains, before, strict=True):
             if chain.outcome is not outcome:
                 logger.warning("chain %s failed: %s: %s", chain.id, chain.outcome, chain.error)
@@ -228,8 +225,7 @@ class GroupProducer:
         return self.published.label if keeps else None
 
     def _save(self, group: _OpenGroup) -> None:
-        with self.trajectories.open("a", encoding="utf-8") as file:
-            file.write(group.group(group.chains).to_json() + "\n")
+        append(self.trajectories, group.group(group.chains).to_json() + "\n")
         if self.curriculum is not None:
             row = self.order.row(group.place.position)
             self.curriculum.observe(row, successes(counted(group.chains, self.config)))

@@ -2,12 +2,14 @@
 error."""
 
 import re
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.vllm_arguments import vllm_arguments
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import own_python
 
 
@@ -55,6 +57,20 @@ def missing_from(python: str | None) -> str | None:
 def ready_url(log: Sequence[str]) -> str | None:
     """Return the server's address once it answers."""
     return next((line.split()[1] for line in log if line.startswith("ready http")), None)
+
+
+def address_fault(recipe: RolloutRecipe) -> SettingError | None:
+    """Return why a server started here could not listen; None if it could."""
+    host, port = recipe.server.host, recipe.server.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        field, fix = ("port", "server.port=0 takes a free one") if port else ("host", "server.host=127.0.0.1")
+        return SettingError(f"server.{field}", f"nothing can listen on {host}:{port}: {error.strerror}", fix)
+    return None
 
 
 _STAGES = (

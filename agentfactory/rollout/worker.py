@@ -12,19 +12,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentfactory.rollout.chain_runner import ChainRunner
+from agentfactory.rollout.chain_runner import ChainRunner, RolloutStoppedError
 from agentfactory.rollout.concurrency import ConcurrencyControl
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.connection import InferenceError, ServerUnreachableError
 from agentfactory.rollout.data import TaskOrder, load_tasks
 from agentfactory.rollout.delivery import connect, encode
 from agentfactory.rollout.evaluate import evaluate, open_runner
-from agentfactory.rollout.producer import GroupProducer, RolloutStoppedError
+from agentfactory.rollout.producer import GroupProducer
 from agentfactory.rollout.resume import Resumed
 from agentfactory.rollout.staleness import Admission
 from agentfactory.rollout.trajectory import Group, read_groups
 from agentfactory.rollout.weight_versions import Published
 from agentfactory.tools import parent_watch
+from agentfactory.tools.disk import append
 from agentfactory.tools.import_path import append_folders
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.notices import notice_of, tell
@@ -63,7 +64,9 @@ class Worker:
     async def run(self) -> None:
         """Serve until rank 0 is gone."""
         async with open_runner(self.recipe, self.base, self.urls) as runner:
-            await runner.check(self.order.tasks[0])
+            if self.held_out:
+                await runner.check(self.held_out, "eval.data")
+            await runner.check(self.order.tasks)
             await self._send("ready", renderer=runner.setup.renderer.info)
             messages = self._messages()
             first = await anext(messages, None)
@@ -128,8 +131,7 @@ class Worker:
         return resumed
 
     def _note_acknowledged(self, groups: list[str]) -> None:
-        with (self.trajectories / "acknowledged.txt").open("a", encoding="utf-8") as file:
-            file.writelines(f"{group}\n" for group in groups)
+        append(self.trajectories / "acknowledged.txt", "".join(f"{group}\n" for group in groups))
 
     async def _follow_load(self, runner: ChainRunner) -> None:
         places = runner.places

@@ -27,6 +27,7 @@ from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 from agentfactory.tools.containers import Container
 from agentfactory.tools.mcp_server import CHAIN_KEY
 from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.notices import tell
 from agentfactory.tools.targets import HttpAddress, Target
 
 logger = logging.getLogger(__name__)
@@ -175,6 +176,10 @@ class Connection:
                 return
             failures = 0 if self._used else failures + 1
             self._log({"event": "tool_server_lost", "server": self.name, "reason": reason, "failures": failures})
+            if self.generation > 0:
+                again = "it is started again" if self._reopens else "another instance is made"
+                text = f"tool server {self.name} was lost, and {again}: {reason}; chains that used it failed"
+                tell(logger, f"tool server {self.name} was lost", text)
             if self.generation == 0 or not self._reopens:
                 self._failure = reason
             elif failures == len(REOPEN_DELAYS):

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.notices import tell
 from agentfactory.tools.pool_ledger import Act, Instance, Ledger, Step
 
 logger = logging.getLogger(__name__)
@@ -224,7 +225,8 @@ class Pool(Generic[T]):
             self._advance()
 
     def _warn(self, what: str, error: BaseException) -> None:
-        logger.warning("%s: the %s of an instance failed: %s: %s", self.name, what, type(error).__name__, error)
+        told = f"{self.name}: the {what} of an instance failed"
+        tell(logger, told, f"{told}: {type(error).__name__}: {error}")
 
     def _give(self, instance: Instance[T], waiter: "asyncio.Future[Instance[T]] | None") -> None:
         if waiter is not None:

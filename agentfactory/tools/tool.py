@@ -113,7 +113,10 @@ def _parameters(function: Callable[..., Any], caller: FrameType | None) -> dict[
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TypeError(f"@tool {name}: parameter {parameter} cannot be filled by name; give each argument its own")
         if parameter.annotation is parameter.empty:
-            raise TypeError(f"@tool {name}: parameter {parameter.name} has no annotation; use {SUPPORTED_ANNOTATIONS}")
+            raise TypeError(
+                f"@tool {name}: parameter {parameter.name} has no annotation; write {parameter.name}: str, or use "
+                f"{SUPPORTED_ANNOTATIONS}"
+            )
         annotation = _resolve(function, parameter, caller)
         try:
             adapter = TypeAdapter(annotation)

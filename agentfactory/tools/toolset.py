@@ -13,6 +13,7 @@ from mcp_types import Tool
 from referencing import Registry
 
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.mcp_client import Log
 from agentfactory.tools.mcp_server import ROLE_KEY, build_server
 from agentfactory.tools.messages import ToolInfrastructureError, ToolSpec
@@ -96,6 +97,25 @@ class Toolset:
     def judges(self) -> bool:
         """Whether an environment gives a reward."""
         return any("reward" in server.hidden for server in self._servers)
+
+    @property
+    def needed(self) -> dict[str, str]:
+        """The fields of a row that resets need -> the name of the environment."""
+        return {
+            field: f"the reset of {server.name}"
+            for server in self._servers
+            if server.environment
+            for field in server.hidden["reset"].input_schema.get("required", [])
+        }
+
+    def check_rows(self, tasks: Sequence[dict[str, Any]], section: str) -> None:
+        """Raise SettingError, with the row's number, if a row of `section` lacks a field that a reset needs."""
+        for field, who in self.needed.items():
+            for number, task in enumerate(tasks, 1):
+                if field not in task:
+                    problem = f"{who} needs {field}, which row {number} lacks (it has {', '.join(task) or 'none'})"
+                    fix = f"give every row this field, or rename one by {section}.columns"
+                    raise SettingError(section, problem, fix)
 
     @asynccontextmanager
     async def chain(self, key: str, task: dict[str, Any]) -> "AsyncIterator[ToolSession]":

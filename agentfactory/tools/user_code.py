@@ -94,14 +94,18 @@ def _is_same(file: str | None, path: Path) -> bool:
 
 
 def _place(error: BaseException, path: Path) -> str:
-    """Return where a helper of the file `path` failed."""
+    """Return the last place in the file `path`, or in a helper of it, where it failed; "" if the message has it."""
     if isinstance(error, SyntaxError):
+        # its message ends with the line, and only with the name of the file
         file, line = error.filename, error.lineno
-    else:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        file, line = last.filename, last.lineno
-    is_helper = file is not None and file != str(path) and str(Path(file).parent) in user_folders()
-    return f" ({file}, line {line})" if is_helper else ""
+        is_helper = file is not None and file != str(path) and str(Path(file).parent) in user_folders()
+        return f" ({file}, line {line})" if is_helper else ""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    users = [(file, line) for file, line in frames if file == str(path) or str(Path(file).parent) in user_folders()]
+    if not users:
+        return ""
+    file, line = users[-1]
+    return f" (line {line})" if file == str(path) else f" ({file}, line {line})"
 
 
 def _fix(error: BaseException, path: Path) -> str:

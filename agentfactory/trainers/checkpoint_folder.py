@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from agentfactory.tools.disk import DiskError, writing
+
 INFO = "trainer_state.json"
 DIGESTS = "digests.json"
 ONLY_BEST = "only_best"
@@ -43,7 +45,7 @@ def read_info(path: Path) -> dict[str, Any]:
 def written_aside(path: Path) -> Iterator[Path]:
     """Yields a temporary folder for a checkpoint; afterwards adds digests, makes it durable, and renames it to `path`.
 
-    Raises FileExistsError if `path` already exists.
+    Raises FileExistsError if `path` already exists, and DiskError if the disk is full; nothing is left then.
     """
     if path.exists():
         raise FileExistsError(f"{path} is already there: a run never overwrites a checkpoint")
@@ -52,12 +54,17 @@ def written_aside(path: Path) -> Iterator[Path]:
         # left by a run that was killed while writing
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
-    yield aside
-    files = [file for file in sorted(aside.rglob("*")) if file.is_file()]
-    digests = {str(file.relative_to(aside)): _digest(file) for file in files}
-    (aside / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
-    for entry in [*aside.rglob("*"), aside]:
-        flush(entry)
+    try:
+        with writing(path):
+            yield aside
+            files = [file for file in sorted(aside.rglob("*")) if file.is_file()]
+            digests = {str(file.relative_to(aside)): _digest(file) for file in files}
+            (aside / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
+            for entry in [*aside.rglob("*"), aside]:
+                flush(entry)
+    except DiskError:
+        shutil.rmtree(aside)
+        raise
     aside.rename(path)
     flush(path.parent)
 

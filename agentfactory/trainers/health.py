@@ -25,7 +25,11 @@ SUCCESS_STEPS, SUCCESS_LEAST = 4, 0.2
 """Success is averaged over this many steps. If the best average is at least this high, a fall by half is more than
 chance; from a quarter of it, so is a fall to 0. For tasks without success, the reward is used, if it fell by more than
 its standard deviation."""
+UNSTABLE_FALL, UNSTABLE_LEAST, UNSTABLE_ENTROPY = 0.25, 0.1, 1.5
+"""Symptom: success, averaged over SUCCESS_STEPS, is below its best by this share of it and at least by this much, while
+entropy is this many times what it was at the best. The best may be the initial weights' on held-out tasks."""
 PAGE = "docs/troubleshooting.md, 'A run that dies'"
+RATES_PAGE = "docs/choosing-hyperparameters.md (Choosing hyperparameters), 'Reward falls'"
 
 
 class Symptom(StrEnum):
@@ -35,6 +39,7 @@ class Symptom(StrEnum):
     ENTROPY = "entropy"
     MISMATCH = "mismatch"
     SUCCESS = "success"
+    UNSTABLE = "unstable"
 
 
 @dataclass(frozen=True)
@@ -54,12 +59,18 @@ class Health:
     _best: float = 0.0
     """Highest success, or reward if there is no success, averaged over SUCCESS_STEPS."""
     _best_step: int = 0
+    _best_entropy: float | None = None
+    """Entropy when success was best; before that, of the first step."""
+    _before: float = 0.0
+    """Success of the initial weights on held-out tasks."""
     _run: dict[str, int] = field(default_factory=dict)
     """Number of consecutive steps in which each sign was present."""
     _told: set[Symptom] = field(default_factory=set)
 
     def note(self, figures: Figures) -> list[Finding]:
         """Check one line of metrics.jsonl and return what is new. Lines of evaluations are ignored."""
+        if figures.get("step") == 0:
+            self._before = figures.get("eval/sampled/success", 0.0)
         if "grad_norm" not in figures or "groups/equal_rewards" not in figures:
             return []
         self._steps.append(figures)
@@ -70,7 +81,8 @@ class Health:
                 self._told.discard(symptom)
             elif symptom not in self._told:
                 self._told.add(symptom)
-                found.append(Finding(symptom, f"step {figures['step']}: {text}; {_cause(figures)}; see {PAGE}"))
+                page = RATES_PAGE if symptom is Symptom.UNSTABLE else PAGE
+                found.append(Finding(symptom, f"step {figures['step']}: {text}; {_cause(figures)}; see {page}"))
         return found
 
     def _looks(self) -> dict[Symptom, Callable[[Figures], str | None]]:
@@ -79,6 +91,7 @@ class Health:
             Symptom.ENTROPY: self._entropy,
             Symptom.MISMATCH: self._mismatch,
             Symptom.SUCCESS: self._success,
+            Symptom.UNSTABLE: self._unstable,
         }
 
     def _no_gradient(self, figures: Figures) -> str | None:
@@ -115,12 +128,15 @@ class Health:
 
     def _success(self, figures: Figures) -> str | None:
         name = _goal(figures)
-        recent = [step[name] for step in list(self._steps)[-SUCCESS_STEPS:] if name in step]
-        if len(recent) < SUCCESS_STEPS:
+        level, entropy = self._recent(name), self._recent("entropy")
+        if self._best_entropy is None:
+            self._best_entropy = figures.get("entropy")
+        if level is None:
             return None
-        level = fmean(recent)
         if level > self._best:
             self._best, self._best_step = level, figures["step"]
+            if level > self._before and entropy is not None:
+                self._best_entropy = entropy
         if name == "success":
             fell = self._best >= SUCCESS_LEAST or (self._best >= SUCCESS_LEAST / 4 and level == 0.0)
         else:
@@ -130,6 +146,23 @@ class Health:
             return None
         best = f"{self._best:.2f} up to step {self._best_step}"
         return f"{name} was {level:.2f} over the last {SUCCESS_STEPS} steps, and {best}"
+
+    def _unstable(self, figures: Figures) -> str | None:
+        # looked at after _success, which notes the best
+        level, entropy, entropy_then = self._recent("success"), self._recent("entropy"), self._best_entropy
+        best = max(self._best, self._before)
+        if level is None or entropy is None or entropy_then is None or best < SUCCESS_LEAST:
+            return None
+        fell = level < best - max(UNSTABLE_LEAST, UNSTABLE_FALL * best)
+        if not fell or entropy < UNSTABLE_ENTROPY * entropy_then:
+            return None
+        grew = f"entropy grew from {entropy_then:.2g} to {entropy:.2g} nats"
+        return f"success fell from {best:.2f} to {level:.2f} while {grew}"
+
+    def _recent(self, name: str) -> float | None:
+        """Return the mean of a metric over the last SUCCESS_STEPS steps; None if there are fewer."""
+        values = [step[name] for step in list(self._steps)[-SUCCESS_STEPS:] if name in step]
+        return fmean(values) if len(values) == SUCCESS_STEPS else None
 
     def _usual(self, name: str) -> float | None:
         """Return the median of a metric over the steps before, including those with a sign of trouble, so that a

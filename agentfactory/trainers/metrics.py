@@ -41,6 +41,7 @@ METRICS = [
     Metric("cancelled/groups", "", "groups that rollout.max_staleness cancelled while the batch was created"),
     Metric("cancelled/chains", "", "chains that it ended, in these groups or in groups that were trained without them"),
     Metric("cancelled/tokens", "tokens", "length of these chains, including prompts and tool results"),
+    Metric("chains", "", "chains that ended while the batch was created, also those that were dropped or run again"),
     Metric("filtered/groups", "", "groups that rollout.equal_rewards left out while the batch was created"),
     Metric("filtered/<outcome>", "", "chains with this outcome that were dropped or run again (rollout.on_outcome)"),
     Metric("environments/<server>/<gauge>", "", "state of its pool at delivery of the batch: in_use, idle, waiting"),

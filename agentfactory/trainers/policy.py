@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from agentfactory.tools.disk import writing
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.adapters import POLICY_ADAPTER, use_adapter
 from agentfactory.trainers.backbone import Backbone
@@ -105,16 +106,18 @@ class Policy(Backbone):
         return _whole(_untied(self.network), self.dtype)
 
     def save_adapter(self, folder: Path, state: dict[str, Tensor]) -> Path:
-        """Writes a gathered adapter to `folder` in peft's format, and returns the file of its weights."""
+        """Writes a gathered adapter to `folder` in peft's format, and returns the file of its weights. Raises
+        DiskError."""
         assert isinstance(self.model, PeftModel)
         folder.mkdir(parents=True, exist_ok=True)
-        config = self.model.peft_config[POLICY_ADAPTER]
-        # the saved adapter is for inference, not for training; the flag is part of peft's format
-        config.inference_mode = True
-        config.save_pretrained(str(folder))
-        config.inference_mode = False
         file = folder / "adapter_model.safetensors"
-        save_file({name: value.cpu() for name, value in state.items()}, file, metadata={"format": "pt"})
+        with writing(file):
+            config = self.model.peft_config[POLICY_ADAPTER]
+            # the saved adapter is for inference, not for training; the flag is part of peft's format
+            config.inference_mode = True
+            config.save_pretrained(str(folder))
+            config.inference_mode = False
+            save_file({name: value.cpu() for name, value in state.items()}, file, metadata={"format": "pt"})
         return file
 
 

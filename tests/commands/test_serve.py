@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -51,10 +52,17 @@ def test_a_server_runs_until_it_is_ended(recipe: Path) -> None:
     assert not [child for child in children if child.is_running()]
 
 
-def test_a_failed_start_is_explained(recipe: Path, agentfactory: Command) -> None:
-    result = agentfactory("serve", str(recipe), "server.port=1", "server.host=203.0.113.1", "server.api_key_env=HOME")
-    assert result.returncode == 1
-    assert "the server ended with exit status 2: error: cannot listen on 203.0.113.1:1" in result.stderr
+def test_an_address_that_is_taken_is_refused_before_anything_is_written(recipe: Path, agentfactory: Command) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = agentfactory("serve", str(recipe), f"server.port={port}")
+    assert result.returncode == 2
+    told = f"agentfactory: server.port: nothing can listen on 127.0.0.1:{port}: Address already in use"
+    assert result.stderr == f"{told}; fix: server.port=0 takes a free one\n"
+    assert not (recipe.parent / "runs").exists()
+    result = agentfactory("serve", str(recipe), "server.host=203.0.113.1", "server.api_key_env=HOME")
+    assert result.returncode == 2
+    assert "server.host: nothing can listen on 203.0.113.1:0" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from agentfactory.launching.run_folder import RunFolder, RunFolderError, check_free, next_free
+from agentfactory.tools.disk import DiskError
 
 
 def test_layout_and_metrics(tmp_path: Path) -> None:
@@ -44,6 +45,24 @@ def test_the_last_checkpoint_is_that_of_the_highest_step(tmp_path: Path) -> None
     for step in ("step-000009", "step-1000000", "step-000100", ".step-2000000.partial"):
         (folder.checkpoints / step).mkdir()
     assert folder.last_checkpoint() == folder.checkpoints / "step-1000000"
+
+
+@pytest.mark.parametrize("place", ["/proc/x/y", "/dev/null/y", "/sys/x"])
+def test_a_place_that_cannot_be_written_is_named(place: str) -> None:
+    with pytest.raises(RunFolderError, match=f"^output: {place[:9]}.*(is a|cannot be).*; fix: output=OTHER$"):
+        check_free(Path(place), overwrite=False)
+    with pytest.raises(RunFolderError, match="fix: output=OTHER"):
+        RunFolder.create(Path(place), "")
+
+
+def test_what_a_full_disk_does_not_take_is_named(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "")
+    for name in ("metrics.jsonl", "trajectories/credit.jsonl"):
+        (folder.path / name).symlink_to("/dev/full")
+    with pytest.raises(DiskError, match=r"run/metrics\.jsonl cannot be written: No space left on device .*; fix"):
+        folder.log({"step": 1})
+    with pytest.raises(DiskError, match=r"credit\.jsonl cannot be written"):
+        folder.note_credit(["{}"])
 
 
 def test_only_a_run_is_overwritten_and_only_when_asked(tmp_path: Path) -> None:

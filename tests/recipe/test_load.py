@@ -76,6 +76,27 @@ def test_numbers_as_people_write_them(project: Path, text: str, value: float | N
     assert single("recipe.yaml", f"train.learning_rate={text}").train.learning_rate == value
 
 
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ('train.learning_rate="1e-5"', "got '1e-5', which is text; fix: write it without quotes: 1e-5"),
+        ('train.steps="7"', "got '7', which is text; fix: write it without quotes: 7"),
+        ('eval.greedy="no"', "got 'no', which is text; fix: write it without quotes: no"),
+        ("train.learning_rate=small", "got 'small'; fix: it must be a valid number"),
+    ],
+)
+def test_a_quoted_number_is_told_to_lose_its_quotes(project: Path, setting: str, told: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        load_recipe("recipe.yaml", [setting])
+    assert str(caught.value) == f"command line: {setting.partition('=')[0]}: {told}"
+
+
+def test_a_python_file_is_no_recipe(project: Path) -> None:
+    write(project / "mine.py", "def f(x) -> int:\n    return 1\n")
+    with pytest.raises(SettingError, match=r"mine\.py is a Python file; fix: .*`tools: \[mine\.py:NAME\]`"):
+        load_recipe("mine.py", purpose="tools")
+
+
 def test_overrides_reach_every_depth(project: Path) -> None:
     write(project / "elsewhere" / "more.jsonl", TASK)
     recipe = single(
@@ -223,6 +244,23 @@ def test_a_fault_in_a_stage_is_named_as_whoever_set_it_would(stages: Path, proje
     write(project / "warm.yaml", text.replace("steps: 5", "steps: -5"))
     with pytest.raises(SettingError, match=r"^warm\.yaml: train\.steps: got -5"):
         load_recipe(stages)
+
+
+@pytest.mark.parametrize(
+    ("setting", "fix"),
+    [
+        ("eval.every=5", "set it for the stage with that section: rl.eval.every=5"),
+        ("eval.data.limit=3", "set it for the stage with that section: rl.eval.data.limit=3"),
+        ("train.loss.kl.coefficient=.5", "remove it, .* set it for the other stage: rl.train.loss.kl.coefficient=.5"),
+        ("train.loss.kl.weight=.5", "remove it; train.loss.kl knows coefficient"),
+        ("warm.eval.every=5", "set 0 and run"),
+    ],
+)
+def test_an_override_that_does_not_suit_every_stage_names_the_one_it_suits(
+    stages: Path, setting: str, fix: str
+) -> None:
+    with pytest.raises(SettingError, match=f"^command line: warm.*; fix: {fix}"):
+        load_recipe(stages, [setting])
 
 
 def test_a_stage_cannot_continue_an_adapter(stages: Path) -> None:

@@ -16,7 +16,7 @@ from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Place, TaskOrder
 from agentfactory.rollout.filter import Worth, worth
-from agentfactory.rollout.producer import GroupProducer, RolloutStoppedError
+from agentfactory.rollout.producer import GroupProducer
 from agentfactory.rollout.renderer import load_tokenizer, make_renderer
 from agentfactory.rollout.resume import Resumed
 from agentfactory.rollout.rewards import Rewards

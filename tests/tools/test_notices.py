@@ -7,7 +7,7 @@ import pytest
 from agentfactory.launching.progress import tell_warnings
 from agentfactory.tools.notices import tell
 
-logger = logging.getLogger("agentfactory.somewhere")
+logger = logging.getLogger("agentfactory")
 
 
 def run(said: list[str]) -> None:

@@ -27,7 +27,15 @@ def test_loads_once_under_a_private_name(tmp_path: Path) -> None:
         ("mine.py:serach", "defines no serach; it defines search, Index"),
         ("empty.py:x", "it defines no function and no class"),
         ("broken.py:x", "broken.py fails when it is loaded: ZeroDivisionError: division by zero"),
-        ("syntax.py:x", "syntax.py fails when it is loaded: SyntaxError"),
+        ("broken.py:x", r"division by zero \(line 1\); fix: correct the file$"),
+        (
+            "syntax.py:x",
+            r"SyntaxError: .*syntax.py, line 1\); fix: correct the file$",
+        ),
+        (
+            "bare.py:f",
+            r"@tool f: parameter x has no annotation; write x: str.*\(line 2\); fix: correct",
+        ),
     ],
 )
 def test_errors(tmp_path: Path, reference: str, reason: str) -> None:
@@ -35,6 +43,7 @@ def test_errors(tmp_path: Path, reference: str, reason: str) -> None:
     (tmp_path / "empty.py").write_text("")
     (tmp_path / "broken.py").write_text("1 / 0\n")
     (tmp_path / "syntax.py").write_text("def (\n")
+    (tmp_path / "bare.py").write_text("from agentfactory import tool\n@tool\ndef f(x): pass\n")
     with pytest.raises(UserCodeError, match=reason):
         load_object(reference, tmp_path)
 
@@ -96,13 +105,16 @@ def test_a_file_that_others_import_is_the_same_module(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "fix"),
     [
-        ("import no_such_module", r"No module named 'no_such_module'; fix: install it, or .* import_path; .* in .*/"),
-        ("from no_such.place import x", "No module named 'no_such'; fix: install it"),
-        ("1 / 0", "division by zero; fix: correct the file"),
+        (
+            "import no_such_module",
+            r"No module named 'no_such_module' \(line 1\); fix: install it, or .* import_path; .* in .*/",
+        ),
+        ("from no_such.place import x", r"No module named 'no_such' \(line 1\); fix: install it"),
+        ("1 / 0", r"division by zero \(line 1\); fix: correct the file"),
         ("import broken_helper", r"SyntaxError: .*broken_helper.py, line 1\); fix: correct the file"),
         ("from . import broken_helper", "fix: write `import NAME` for a file beside it"),
         ("from yaml import mine", "give .*yaml.py another name: the library yaml comes before it"),
-        ("raise SystemExit(3)", "SystemExit: 3; fix: let nothing end the program"),
+        ("raise SystemExit(3)", r"SystemExit: 3 \(line 1\); fix: let nothing end the program"),
     ],
 )
 def test_what_a_file_lacks_is_told_with_the_fix(tmp_path: Path, line: str, fix: str) -> None:

@@ -153,3 +153,18 @@ def test_figures_that_are_missing_or_not_finite_are_no_fault() -> None:
     for line in lines:
         del line["success"], line["turns"]
     assert findings(*lines) == []
+
+
+def test_success_that_falls_while_entropy_grows_names_the_page_on_hyperparameters() -> None:
+    """As in a run at too large a rate, from good initial weights: neither half of a best of its own, nor at once."""
+    before = {"step": 0, "eval/sampled/success": 0.73}
+    lines = [
+        step(n, success=0.7 - 0.025 * n, reward=0.5, entropy=0.1 + 0.01 * n, learning_rate=3e-3) for n in range(1, 20)
+    ]
+    number, found = next((n, found) for n, found in findings(before, *lines) if found.symptom is Symptom.UNSTABLE)
+    assert number < 12
+    assert f"step {number}: success fell from 0.73 to 0." in found.text
+    assert "while entropy grew from 0.11 to 0." in found.text
+    assert "train.learning_rate, 0.003; see docs/choosing-hyperparameters.md (Choosing hyperparameters)" in found.text
+    steady = [{**line, "entropy": 0.11} for line in lines[:9]]
+    assert not [found for _, found in findings(before, *steady) if found.symptom is Symptom.UNSTABLE]

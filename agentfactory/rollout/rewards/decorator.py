@@ -33,7 +33,7 @@ def reward(given: Judge | None = None, *, group: bool = False) -> Judge | Callab
     fields. It returns a list with a number or dict for each chain, which is added to the chain's reward.
 
     A class is instantiated once, with the entry's options as arguments, and its `__call__` is the reward. Two optional
-    methods: `check(row)` is called with the first task before the run, and raises ValueError if it cannot judge such
+    methods: `check(row)` is called with the tasks before the run, and raises ValueError if it cannot judge such
     rows; `close()` is called at the end.
 
     Raises TypeError if a parameter cannot be filled by name.

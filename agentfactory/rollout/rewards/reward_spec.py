@@ -2,7 +2,7 @@
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -80,6 +80,15 @@ class RewardSpec:
             if isinstance(error, RewardError):
                 raise RewardError(f"{self.name}: {error}") from error
             raise RewardError(f"{self.name} raised {type(error).__name__}: {error}") from error
+
+    def parse_group(self, verdicts: Any, chains: int) -> Sequence[Any]:
+        """Return a group reward's results, one for each chain. Raises TypeError if they are not."""
+        if isinstance(verdicts, (str, dict)) or not hasattr(verdicts, "__len__") or len(verdicts) != chains:
+            raise TypeError(
+                f"{self.name} returned {verdicts!r}; it has to be a list with a number or dict for each of the "
+                f"{chains} chains"
+            )
+        return verdicts  # type: ignore[no-any-return]
 
     def parse(self, verdict: Any, trajectory: Trajectory) -> EnvironmentReward:
         """Convert the function's result. Raises TypeError or ValueError if it is not valid for this chain."""

@@ -1,18 +1,32 @@
 """The recipe's rewards: checked against the data, called, weighted and added up."""
 
+import inspect
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from agentfactory.rollout.config import RewardConfig
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.rewards.reward_spec import GROUP_OFFERED, OFFERED, RewardSpec, check_turns, load_reward, run
-from agentfactory.rollout.trajectory import Outcome, Trajectory
+from agentfactory.rollout.rewards.reward_spec import (
+    GROUP_OFFERED,
+    OFFERED,
+    RewardError,
+    RewardSpec,
+    check_turns,
+    load_reward,
+    run,
+)
+from agentfactory.rollout.trajectory import Outcome, Row, Span, StopReason, Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import EnvironmentReward, text_of
 
 logger = logging.getLogger(__name__)
+
+OWN_CHECK_SECONDS = 5.0
+"""How long the rewards' own checks of the rows may take in all."""
+MADE_ANSWER = "This is a made answer."
 
 
 def prediction_of(trajectory: Trajectory) -> str:
@@ -56,9 +70,30 @@ class Rewards:
         """Whether a reward judges the chains of a group together."""
         return any(entry.group for entry in self._entries)
 
-    def check(self, task: Task) -> None:
-        """Raise SettingError if a reward needs a field that `task` lacks, or if a field has a reserved parameter
-        name."""
+    @property
+    def needed(self) -> dict[str, str]:
+        """The fields of a row that a reward's parameters need -> the name of the reward."""
+        return {
+            parameter.name: entry.name
+            for entry in self._entries
+            for parameter in entry.parameters.values()
+            if _is_required(parameter) and parameter.name not in (*entry.offered, *entry.options)
+        }
+
+    def check_rows(self, tasks: Sequence[Task], section: str) -> None:
+        """Check every row of `section`, whose number is in the error; see `check`. The rewards' own checks are called
+        for as many rows as they take OWN_CHECK_SECONDS for."""
+        until = time.monotonic() + OWN_CHECK_SECONDS
+        for number, task in enumerate(tasks, 1):
+            try:
+                self.check(task, own=time.monotonic() < until)
+            except SettingError as error:
+                problem = f"{error.problem}, in row {number} of {section}"
+                raise SettingError(error.field, problem, error.fix) from error.__cause__
+
+    def check(self, task: Task, own: bool = True) -> None:
+        """Raise SettingError if a reward needs a field that `task` lacks, or if a field has a reserved parameter name.
+        `own`: also call the rewards' own checks."""
         for entry in self._entries:
             for parameter in entry.parameters.values():
                 if parameter.name in entry.offered and parameter.name in task:
@@ -68,15 +103,14 @@ class Rewards:
                         f"give the field another name by data.columns, such as {{row_{parameter.name}: "
                         f"{parameter.name}}}",
                     )
-                required = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-                if required and parameter.name not in (*entry.offered, *entry.options, *task):
+                if _is_required(parameter) and parameter.name not in (*entry.offered, *entry.options, *task):
                     raise SettingError(
                         entry.label,
                         f"{entry.name} wants {parameter.name!r}, which is neither one of {', '.join(entry.offered)} "
                         f"nor a field of the data ({', '.join(task)})",
                         "give it as one of the entry's options, or rename a field by data.columns",
                     )
-            if own_check := getattr(entry.function, "check", None):
+            if own and (own_check := getattr(entry.function, "check", None)):
                 try:
                     own_check(task)
                 except ValueError as error:
@@ -105,6 +139,24 @@ class Rewards:
                 total.add(self._weighted(entry, entry.parse(await entry.ask(offered, task), trajectory)))
         return total
 
+    async def try_on(self, tasks: Sequence[Task], environment: EnvironmentReward | None) -> list[str]:
+        """Call every reward on a made answer to each task, and return what goes wrong. `environment` is what an
+        environment says of a chain in which nothing happened; None if there is none that judges."""
+        faults = []
+        for number, task in enumerate(tasks, 1):
+            made = _made_chain(task)
+            prediction = prediction_of(made)
+            offered = dict(zip(OFFERED, (prediction, prediction, made, environment), strict=True))
+            together = dict(zip(GROUP_OFFERED, ([prediction] * 2, [made] * 2), strict=True))
+            for entry in self._entries:
+                try:
+                    verdict = await entry.ask(together if entry.group else offered, task)
+                    for one in entry.parse_group(verdict, 2) if entry.group else [verdict]:
+                        entry.parse(one, made)
+                except (RewardError, TypeError, ValueError) as error:
+                    faults.append(f"{entry.label}, on a made answer to task {number}: {error}")
+        return faults
+
     async def score_group(self, trajectories: Sequence[Trajectory], task: Task) -> None:
         """Add the group rewards to the rewards and metrics of those chains of a task that have a reward.
 
@@ -132,12 +184,7 @@ class Rewards:
         for entry in self._entries:
             if not entry.group:
                 continue
-            verdicts = await entry.ask(offered, task)
-            if isinstance(verdicts, (str, dict)) or not hasattr(verdicts, "__len__") or len(verdicts) != len(members):
-                raise TypeError(
-                    f"{entry.name} returned {verdicts!r}; it has to be a list with a number or dict for each of the "
-                    f"{len(members)} chains"
-                )
+            verdicts = entry.parse_group(await entry.ask(offered, task), len(members))
             for member, total, verdict in zip(members, totals, verdicts, strict=True):
                 total.add(self._weighted(entry, entry.parse(verdict, member)))
         return totals
@@ -165,3 +212,15 @@ class Rewards:
                     await run(close)
                 except Exception:  # boundary: user code
                     logger.exception("closing the reward %s failed", entry.name)
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+
+
+def _made_chain(task: Task) -> Trajectory:
+    """Return a chain of one turn that answers `task` with MADE_ANSWER."""
+    opening = task["messages"] if "messages" in task else [{"role": "user", "content": task.get("question", "")}]
+    row = Row([0, 1], [0, 1], [0.0, -1.0], [Span("0", 1, 2)], turn_ends=[2])
+    messages = [*opening, {"role": "assistant", "content": MADE_ANSWER}]
+    return Trajectory("made", messages, [row], Outcome.COMPLETED, turns=1, stop_reason=StopReason.ANSWER)

@@ -1,0 +1,52 @@
+"""Tells of outcomes that too many chains end with: chains that failed, that are dropped, or that are cut."""
+
+import logging
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, field
+
+from agentfactory.rollout.config import OutcomePolicy, RolloutConfig
+from agentfactory.rollout.filter import commonest_ending
+from agentfactory.rollout.trajectory import Outcome, Trajectory
+from agentfactory.tools.notices import tell
+
+logger = logging.getLogger(__name__)
+
+RECENT = 128
+"""Number of chains, the last to end, over which a share is taken."""
+SHARE, LEAST = 0.1, 4
+"""Share of these chains, and their least number, from which on a person is told."""
+_LOST = (OutcomePolicy.DROP, OutcomePolicy.RETRY)
+_FIXES = {
+    Outcome.CONTEXT_OVERFLOW: "raise rollout.max_total_tokens, or set rollout.context",
+    Outcome.TIMEOUT: "raise rollout.timeout_seconds, or make the task shorter",
+}
+
+
+@dataclass
+class ChainOutcomes:
+    """The outcomes of a run's chains. Pass it each chain that ended."""
+
+    config: RolloutConfig
+    _ended: int = 0
+    _counts: Counter[Outcome] = field(default_factory=Counter)
+    _errors: dict[Outcome, Counter[tuple[str, str]]] = field(default_factory=lambda: defaultdict(Counter))
+    _recent: deque[Outcome] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _told: set[Outcome] = field(default_factory=set)
+
+    def note(self, chain: Trajectory) -> None:
+        """Count a chain, and tell if too many have ended like it; from then on each further one renews the counts."""
+        outcome = chain.outcome
+        self._ended += 1
+        self._recent.append(outcome)
+        lost = outcome.failed or self.config.outcome_policy(outcome) in _LOST
+        if not lost and outcome is not Outcome.CONTEXT_OVERFLOW:
+            return
+        self._counts[outcome] += 1
+        self._errors[outcome][outcome.value, chain.error or ""] += 1
+        if self._recent.count(outcome) >= max(LEAST, SHARE * len(self._recent)):
+            self._told.add(outcome)
+        if outcome in self._told:
+            text = commonest_ending(self._errors[outcome], self._ended)
+            fate = "" if not lost else "; they are not trained"
+            fix = f"; fix: {_FIXES[outcome]}" if outcome in _FIXES else ""
+            tell(logger, f"chains that end as {outcome}", f"{text}{fate}{fix}", times=0)

@@ -1,0 +1,59 @@
+"""Disks that take no more: errors that name the file, which those of the system and of libraries do not."""
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryFile
+
+_PROBE = 1 << 16
+"""Bytes that a disk must still take."""
+
+
+class DiskError(OSError):
+    """A file cannot be written; the message gives the file, the reason and a fix."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise DiskError if what writes `path`, a file or a folder, fails because the disk takes no more."""
+    try:
+        yield
+    except DiskError:
+        raise
+    except Exception as error:  # boundary: each library reports a full disk in its own words, torch as a wrong position
+        told = _reason(error) or refusal(path.parent)
+        if told is None:
+            raise
+        free = shutil.disk_usage(path.parent).free
+        raise DiskError(
+            f"{path} cannot be written: {told.strerror} ({free >> 10:,} KiB are free there); fix: make room"
+        ) from error
+
+
+def _reason(error: Exception) -> OSError | None:
+    """Return the system's error that `error` is, or that it quotes as libraries in Rust do."""
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if getattr(error, "errno", None) == number or f"(os error {number})" in str(error):
+            return OSError(number, os.strerror(number))
+    return None
+
+
+def append(path: Path, text: str) -> None:
+    """Append `text` to a file. Raises DiskError."""
+    with writing(path), path.open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def refusal(folder: Path) -> OSError | None:
+    """Return the error of writing a small file in `folder`, an existing one; None if it can be written. Nothing is
+    kept."""
+    try:
+        with TemporaryFile(dir=folder) as file:
+            file.write(bytes(_PROBE))
+            file.flush()
+    except OSError as error:
+        return error
+    return None
