@@ -7,6 +7,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from agentfactory.trainers.checkpoint_folder import set_usual_modes
 from agentfactory.trainers.policy import Policy
 from agentfactory.trainers.server_control import ServerControl
 from agentfactory.trainers.sync.full import holds_full_weights, update_full_weights
@@ -38,6 +39,7 @@ class FileSync:
         target.mkdir(parents=True, exist_ok=True)
         file = (target / "model.safetensors").resolve()
         save_file({name: value.cpu() for name, value in state.items()}, file, metadata={"format": "pt"})
+        set_usual_modes(target)
         on_each(self._servers, lambda server: self._update(server, version, file, state))
         if self._last is not None and self._last[1] != file:
             shutil.rmtree(self._last[1].parent)
