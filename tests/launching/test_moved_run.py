@@ -15,9 +15,11 @@ from agentfactory.tools.errors import SettingError
 from tests.conftest import QUICKSTART
 from tests.project import Command
 
-SHORT = (
-    *("sft.train.steps=20", "sft.train.warmup_steps=0", "grpo.model.lora.rank=2", "grpo.train.warmup_steps=0"),
-    *("grpo.train.batch_size=2", "grpo.rollout.group_size=4", "grpo.eval.data.limit=2"),
+EVAL = (
+    "adapter.eval={data: {path: '${prepared}/heldout.jsonl', limit: 2}, greedy: false}",
+    "adapter.server.engine=embedded",
+    *(f"adapter.tools=[{QUICKSTART}/treasure_hunt.py:TreasureHunt]", "adapter.server.max_model_len=512"),
+    *("adapter.rollout.max_tokens=8", "adapter.rollout.max_total_tokens=200"),
 )
 
 
@@ -31,7 +33,11 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.processes
-def test_a_moved_run_goes_on_where_it_is_and_a_copy_leaves_it_alone(agentfactory: Command, tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("algorithm", ["sft", pytest.param("grpo", marks=pytest.mark.long)])
+def test_a_moved_run_goes_on_where_it_is_and_a_copy_leaves_it_alone(
+    agentfactory: Command, tmp_path: Path, algorithm: str
+) -> None:
     """Two stages, of which the second trains an adapter on the first one's checkpoint."""
 
     def done(*arguments: str) -> str:
@@ -39,29 +45,33 @@ def test_a_moved_run_goes_on_where_it_is_and_a_copy_leaves_it_alone(agentfactory
         assert result.returncode == 0, result.stderr + result.stdout
         return result.stdout
 
+    stages = f"[{QUICKSTART}/sft.yaml, {{extends: {QUICKSTART}/{algorithm}.yaml, name: adapter}}]"
+    (tmp_path / "both.yaml").write_text(f"prepare: {QUICKSTART}/prepare.py:prepare\nstages: {stages}\n")
+    short = ("sft.train.steps=3", "adapter.model.lora.rank=2", "train.batch_size=2", "train.warmup_steps=0")
     old, new, copy = (tmp_path / name for name in ("old", "new", "copy"))
-    done("train", str(QUICKSTART / "quickstart.yaml"), f"output={old}", "grpo.train.steps=1", *SHORT)
+    done("train", str(tmp_path / "both.yaml"), f"output={old}", *short, "adapter.train.steps=1")
     assert {path.stat().st_mode & 0o777 for path in old.rglob("*") if path.is_file()} == {0o644}
 
     old.rename(new)
     summary = json.loads((new / "summary.json").read_text())
-    assert summary["checkpoint"] == "grpo/checkpoints/step-000001"
-    assert "resumed: " + str(new / "grpo") in done("train", str(new / "recipe.yaml"), "--resume", "grpo.train.steps=2")
-    adapter = new / "grpo" / "checkpoints" / "step-000002"
-    assert base_of_adapter(adapter) == str(new / "sft" / "checkpoints" / "step-000020")
-    done("eval", str(new / "recipe.yaml"))
+    assert summary["checkpoint"] == "adapter/checkpoints/step-000001"
+    checkpoints = new / "adapter" / "checkpoints"
+    said = done("train", str(new / "recipe.yaml"), "--resume", "adapter.train.steps=2")
+    assert f"resumed: {checkpoints / 'step-000001'}" in said
+    assert base_of_adapter(checkpoints / "step-000002") == str(new / "sft" / "checkpoints" / "step-000003")
+    done("eval", str(new / "recipe.yaml"), *EVAL)
     assert (new / "eval" / "summary.json").exists()
-    done("export", str(new / "grpo" / "checkpoints" / "step-000001"), "--output", str(tmp_path / "merged"))
+    # written before the move: peft says where the base was
+    done("export", str(checkpoints / "step-000001"), "--output", str(tmp_path / "merged"))
     AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     done("view", str(new), "--export", str(tmp_path / "page.html"))
     assert not old.exists()
 
     before = digests(new)
     shutil.copytree(new, copy)
-    done("train", str(copy / "grpo" / "recipe.yaml"), "--overwrite", "train.steps=1")
-    assert [path.name for path in (copy / "grpo" / "checkpoints").iterdir()] == ["step-000001"]
-    assert base_of_adapter(copy / "grpo" / "checkpoints" / "step-000001").startswith(str(copy / "sft"))
-    done("eval", str(copy / "eval" / "recipe.yaml"))
+    done("train", str(copy / "adapter" / "recipe.yaml"), "--overwrite", "train.steps=1")
+    assert [path.name for path in (copy / "adapter" / "checkpoints").iterdir()] == ["step-000001"]
+    assert base_of_adapter(copy / "adapter" / "checkpoints" / "step-000001").startswith(str(copy / "sft"))
     assert digests(new) == before
 
 
