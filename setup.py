@@ -89,6 +89,8 @@ setup(
         "safetensors>=0.5",
         "jaxtyping>=0.3",
         "psutil>=6",
+        # quantiles, for the intervals of evaluations
+        "scipy>=1.14",
         "matplotlib>=3.9",
         "pillow",
         # the viewer: plots that include their own JavaScript, its server (which comes with mcp), texts of tokens

@@ -118,7 +118,7 @@ def train(recipe: dict[str, Any], folder: Path, *overrides: str) -> Path:
 
 
 def checkpoint(run: Path) -> Path:
-    return Path(json.loads((run / "summary.json").read_text())["checkpoint"])
+    return run / json.loads((run / "summary.json").read_text())["checkpoint"]
 
 
 @pytest.fixture(scope="module")

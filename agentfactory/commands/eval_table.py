@@ -32,7 +32,8 @@ def _table(mode: str, source: str, estimates: dict[str, Estimate], means: dict[s
     table.add_column("95 % interval")
     table.add_column("tasks", justify="right")
     for name, estimate in estimates.items():
-        interval = f"{estimate.low:.4f} to {estimate.high:.4f}"
+        known = estimate.low is not None and estimate.high is not None
+        interval = f"{estimate.low:.4f} to {estimate.high:.4f}" if known else "not known"
         table.add_row(name, f"{estimate.value:.4f}", interval, str(estimate.tasks))
     for name in _BESIDE:
         if f"{mode}/{name}" in means:

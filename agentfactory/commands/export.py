@@ -1,11 +1,19 @@
 """Export a checkpoint to a folder that anybody can use: model or adapter, tokenizer, and the training's template."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from agentfactory.launching.run_folder import ADAPTER, RunFolderError, base_of_adapter, is_free
-from agentfactory.trainers.checkpoint_folder import DIGESTS, INFO, DamagedCheckpointError, read_info, verify
+from agentfactory.launching.run_folder import ADAPTER, RunFolderError, base_of_adapter, is_free, named_base
+from agentfactory.trainers.checkpoint_folder import (
+    DIGESTS,
+    INFO,
+    DamagedCheckpointError,
+    read_info,
+    set_usual_modes,
+    verify,
+)
 
 _ADAPTER = (ADAPTER, "adapter_model.safetensors")
 _ONLY_FOR_TRAINING = (INFO, DIGESTS, "training_state.pt")
@@ -40,6 +48,9 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
     shutil.copytree(checkpoint, aside, ignore=shutil.ignore_patterns(*leave_out))
     if base is not None:
         _merge(checkpoint, base, aside)
+    if adapter:
+        _name_base(aside, named_base(checkpoint))
+    set_usual_modes(aside)
     if output.exists():
         # the existing folder is empty
         output.rmdir()
@@ -47,6 +58,13 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
     say(f"exported {checkpoint} to {output}")
     if push:
         say(f"uploaded to {_push(output, push)}")
+
+
+def _name_base(folder: Path, base: str) -> None:
+    """Write where the adapter's base is now: the run may have been moved since peft wrote where it was."""
+    file = folder / ADAPTER
+    config = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**config, "base_model_name_or_path": base}, indent=2) + "\n", encoding="utf-8")
 
 
 def _merge(checkpoint: Path, base: str, output: Path) -> None:

@@ -181,7 +181,8 @@ def _check_failed(failed: int, chains: int) -> None:
 def _run_folder(command: str, recipe: Recipe | StagedRecipe, acting: Recipe) -> RunFolder:
     """Create a new run folder for `acting`, a part of `recipe`."""
     path = next_free(recipe.output / command)
-    return RunFolder.create(path, acting.model_copy(update={"output": path, "prepare": None}).to_yaml())
+    saved = acting.model_copy(update={"output": path, "prepare": None}).to_saved(RunFolder(path).whole)
+    return RunFolder.create(path, saved)
 
 
 def _log_figures(folder: RunFolder, step: int | None, metrics: dict[str, Any]) -> None:

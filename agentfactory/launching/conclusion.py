@@ -52,8 +52,8 @@ def conclude(name: str, summary: dict[str, Any], folder: Path, curve: Path | Non
         results.append(f"{summary['steps']} steps")
     if "train_wall_seconds" in summary:
         results.append(f"{summary['train_wall_seconds']:.0f} s of training")
-    places = [f"checkpoint {display(Path(summary['checkpoint']))}"] if summary.get("checkpoint") else []
-    places += best_checkpoint(summary)
+    places = [f"checkpoint {display(folder / summary['checkpoint'])}"] if summary.get("checkpoint") else []
+    places += best_checkpoint(summary, folder)
     places += [f"curve {display(curve)}"] if curve else []
     places.append(f"run folder {display(folder)}")
     lines = [f"{name}: " + "; ".join([*([", ".join(results)] if results else []), *places])]
@@ -90,15 +90,16 @@ def check_dropped(summaries: Iterable[dict[str, Any]]) -> None:
             )
 
 
-def best_checkpoint(summary: dict[str, Any]) -> list[str]:
-    """Describe the best checkpoint, unless it is the last one; say so if no checkpoint beats the initial weights."""
+def best_checkpoint(summary: dict[str, Any], folder: Path) -> list[str]:
+    """Describe the best checkpoint of the run in `folder`, unless it is the last one; say so if no checkpoint beats the
+    initial weights."""
     best = summary.get("best_checkpoint")
     if not best or best["path"] == summary.get("checkpoint"):
         return []
     before = summary.get(f"{best['metric'].rpartition('/')[2]}_before")
     if best["metric"].startswith("eval/sampled/") and before is not None and before >= best["value"]:
         return [f"no checkpoint is better than the weights that it began with ({best['metric']} {before:.2f})"]
-    return [f"best checkpoint {display(Path(best['path']))} ({best['metric']} {best['value']:.2f})"]
+    return [f"best checkpoint {display(folder / best['path'])} ({best['metric']} {best['value']:.2f})"]
 
 
 def _not_risen(summary: dict[str, Any]) -> str | None:

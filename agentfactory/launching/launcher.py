@@ -58,7 +58,7 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
                 _note_failure(folder, error, recipe.seed)
             raise
         last = plan.stages[-1].folder
-        summary = {**last.read_summary(), "status": "completed"}
+        summary = {**folder.read_part(last), "status": "completed"}
         folder.write_summary(summary)
         curve = draw_curve(last.read_metrics(), folder.path / "curve.png", recipe.name)
         stages = [(stage.recipe.name, stage.folder.read_summary()) for stage in plan.stages]
@@ -77,7 +77,7 @@ def _open_folder(plan: RunPlan, overwrite: bool, resume: str | None, hold: Hold)
     if overwrite:
         # NFS cannot delete a folder with an open file in it
         hold.release()
-    path, text = plan.recipe.output, plan.recipe.to_yaml()
+    path, text = plan.recipe.output, plan.recipe.to_saved()
     folder = RunFolder.create(path, text, overwrite) if resume is None else RunFolder.reopen(path, text)
     hold.take(make=True)
     return folder
@@ -100,10 +100,10 @@ def _run_stages(plan: RunPlan, whole: RunFolder, children: Children, say: Say) -
 def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, say: Say) -> None:
     recipe, folder = stage.recipe, stage.folder
     if stage.state is State.STARTED:
-        RunFolder.reopen(folder.path, recipe.to_yaml())
+        RunFolder.reopen(folder.path, recipe.to_saved(whole.path))
         rewind(folder, stage.checkpoint, say)
     elif folder.path != whole.path:
-        RunFolder.create(folder.path, recipe.to_yaml())
+        RunFolder.create(folder.path, recipe.to_saved(whole.path))
     _tell(stage, say)
     server = url = None
     if stage.server is not None:
@@ -126,7 +126,7 @@ def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, say: Say)
     except ChildFailed:
         summary = folder.read_summary()
         if summary.get("status") == "stopped":
-            raise RunStopped(summary["reason"], best_checkpoint(summary)) from None
+            raise RunStopped(summary["reason"], best_checkpoint(summary, folder.path)) from None
         raise
     if server is not None:
         children.stop(server)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from agentfactory.tools import import_path, parent_watch
 from agentfactory.tools.import_path import own_python
 from agentfactory.tools.user_code import UserCodeError, load_object
+from agentfactory.trainers.checkpoint_folder import set_usual_modes
 
 if TYPE_CHECKING:
     # the child does not need them, and they are slow to import
@@ -50,6 +51,7 @@ def prepare(reference: str, folder: Path, seed: int) -> None:
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
     load_object(reference, Path.cwd())(aside, seed)
+    set_usual_modes(aside)
     aside.rename(folder)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from agentfactory.launching.run_folder import RunFolder, RunFolderError, next_free
-from agentfactory.recipe.composition import COMMAND_LINE, display
+from agentfactory.recipe.composition import COMMAND_LINE, display, resolve_saved
 from agentfactory.recipe.schema import Recipe
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.trainers.checkpoint_folder import (
@@ -59,7 +59,8 @@ def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> 
         before, where = yaml.safe_load(folder.recipe.read_text(encoding="utf-8")), folder.recipe
     else:
         before, where = read_info(checkpoint)["recipe"], checkpoint
-    old, new = _BEFORE | _leaves(before), _leaves(yaml.safe_load(recipe.to_yaml()))
+    old = _BEFORE | _leaves(resolve_saved(before, folder.path))
+    new = _leaves(recipe.model_dump(mode="json"))
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name) and not f"{name}.".startswith(tuple(f"{field}." for field in _MAY_DIFFER)):
             now = f"got {short(new[name])}" if name in new else "missing"

@@ -11,9 +11,10 @@ from typing import Any
 
 import yaml
 
+from agentfactory.recipe.composition import resolve_saved
 from agentfactory.rollout.trajectory import CREDIT_FILE
 from agentfactory.tools.disk import append, refusal, writing
-from agentfactory.trainers.checkpoint_folder import checkpoints
+from agentfactory.trainers.checkpoint_folder import INFO, checkpoints, read_info
 
 RECIPE = "recipe.yaml"
 ADAPTER = "adapter_config.json"
@@ -39,6 +40,8 @@ class RunFolder:
         self.trajectories = path / "trajectories"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
+        self.parts = (self.trajectories, self.checkpoints, self.logs)
+        """Folders that every run folder has."""
         self.sync = path / "sync"
         self.summary = path / "summary.json"
         self.credit = self.trajectories / CREDIT_FILE
@@ -61,7 +64,7 @@ class RunFolder:
         with _usable(path):
             if path.exists():
                 shutil.rmtree(path)
-            for part in (folder.trajectories, folder.checkpoints, folder.logs):
+            for part in folder.parts:
                 part.mkdir(parents=True)
             folder.recipe.write_text(recipe, encoding="utf-8")
         return folder
@@ -107,6 +110,21 @@ class RunFolder:
         for name, file in self.growing.items():
             if file.exists():
                 _cut(file, sizes.get(name, 0))
+
+    @property
+    def whole(self) -> Path:
+        """The outermost run folder around this one, which people move or copy as one: that of a staged run for its
+        stages, and of a run for its evaluations."""
+        return next((path for path in reversed(self.path.parents) if is_run(path)), self.path)
+
+    def read_part(self, part: "RunFolder") -> dict[str, Any]:
+        """Return the summary of `part`, a stage of this run, with paths relative to this folder."""
+        summary, below = part.read_summary(), part.path.relative_to(self.path)
+        if summary.get("checkpoint"):
+            summary["checkpoint"] = str(below / summary["checkpoint"])
+        if best := summary.get("best_checkpoint"):
+            summary["best_checkpoint"] = {**best, "path": str(below / best["path"])}
+        return summary
 
     @property
     def title(self) -> str:
@@ -216,6 +234,12 @@ class Hold:
         os.pwrite(opened, str(os.getpid()).encode(), 0)
 
 
+def is_run(path: Path) -> bool:
+    """Return whether `RunFolder.create` has made the folder `path`. A recipe alone, such as a task's, is no run."""
+    folder = RunFolder(path)
+    return folder.recipe.is_file() and all(map(Path.is_dir, folder.parts))
+
+
 def is_free(path: Path) -> bool:
     """Return whether `path` does not exist or is an empty folder."""
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
@@ -251,10 +275,9 @@ def check_free(path: Path, overwrite: bool) -> None:
     if is_free(path):
         return
     if not overwrite:
-        is_run = (path / RECIPE).is_file() and RunFolder(path).checkpoints.is_dir()
-        resume = "--resume to go on with it, " if is_run else ""
+        resume = "--resume to go on with it, " if is_run(path) else ""
         raise RunFolderError(f"output: {path} is not empty; fix: {resume}output=OTHER, or --overwrite to delete it")
-    if not (path / RECIPE).is_file():
+    if not is_run(path):
         # a typing mistake must not delete a folder
         raise RunFolderError(f"output: {path} is not a run folder, so --overwrite leaves it alone; fix: output=OTHER")
 
@@ -262,10 +285,22 @@ def check_free(path: Path, overwrite: bool) -> None:
 def base_of_adapter(checkpoint: Path) -> str:
     """Return the folder or hub name of the model that an adapter is for. Raises RunFolderError if the folder is
     missing."""
-    base = str(json.loads((checkpoint / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
+    base = named_base(checkpoint)
     if os.path.isabs(base) and not Path(base).is_dir():
         raise RunFolderError(f"{checkpoint} is an adapter for {base}, which is not there; fix: move or link it there")
     return base
+
+
+def named_base(checkpoint: Path) -> str:
+    """Return the folder or hub name of the model that an adapter is for, which may be missing. If it is in the run
+    folder of `checkpoint`, it is found from there, because the run may have been moved; peft wrote where it was."""
+    if (checkpoint / INFO).is_file():
+        saved = read_info(checkpoint)["recipe"]
+        run = checkpoint.resolve().parents[1]
+        inside = str(resolve_saved(saved, run)["model"]["path"])
+        if inside != saved["model"]["path"] and Path(inside).is_dir():
+            return inside
+    return str(json.loads((checkpoint / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
 
 
 def next_free(path: Path) -> Path:

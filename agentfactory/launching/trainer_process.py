@@ -128,10 +128,10 @@ def _make_folder(recipe: Recipe, folder: RunFolder, resume: str | None, hold: Ho
     hold.take()
     if resume is None:
         checkpoint = None
-        RunFolder.create(recipe.output, recipe.to_yaml())
+        RunFolder.create(recipe.output, recipe.to_saved(folder.whole))
     else:
         checkpoint = resume_stages([recipe], resume)[0].checkpoint
-        RunFolder.reopen(recipe.output, recipe.to_yaml())
+        RunFolder.reopen(recipe.output, recipe.to_saved(folder.whole))
     hold.take(make=True)
     if resume is not None:
         rewind(folder, checkpoint, lambda line: print(line, flush=True))
@@ -145,7 +145,7 @@ def _checkpoints(recipe: Recipe, renderer: TemplateRenderer, folder: RunFolder, 
         "algorithm": recipe.train.algorithm,
         "seed": recipe.seed,
         "renderer": renderer.info,
-        "recipe": yaml.safe_load(recipe.to_yaml()),
+        "recipe": yaml.safe_load(recipe.to_saved(folder.whole)),
     }
     return Checkpoints(folder.checkpoints, renderer.tokenizer, recipe.train, info, folder.growing, checkpoint)
 
@@ -303,6 +303,11 @@ def _summary(
         text = next(finding.text for finding in reversed(display.findings) if finding.symptom is ended_by)
         status, reason = "stopped", {"reason": f"train.stop_when: {ended_by}: {text}"}
     best = find_best(found_checkpoints(folder.checkpoints), recipe.train.keep_best)
+
+    def below(path: Path) -> str:
+        # the run folder may be moved
+        return str(path.relative_to(folder.path))
+
     return {
         "status": status,
         **reason,
@@ -312,9 +317,14 @@ def _summary(
         "evaluated_step": result.evaluated,
         "train_wall_seconds": result.seconds,
         "seed": recipe.seed,
-        "checkpoint": str(result.checkpoint) if result.checkpoint else None,
+        "checkpoint": below(result.checkpoint) if result.checkpoint else None,
         "best_checkpoint": best
-        and {"path": str(best.path), "step": best.step, "metric": best.metric, "value": best.value},
+        and {
+            "path": below(best.path),
+            "step": best.step,
+            "metric": best.metric,
+            "value": best.value,
+        },
         **chains_dropped(folder.read_metrics()),
         "warnings": display.notices.last_lines(),
     }

@@ -15,6 +15,8 @@ from agentfactory.tools.errors import SettingError, short
 COMMAND_LINE = "command line"
 RECIPES = Path(__file__).parents[1] / "recipes"
 """The recipes that come with AgentFactory."""
+HERE = "${here}"
+"""The folder of the file that says it, or the current one on the command line."""
 _PLACEHOLDERS = ("${prepared}", "${output}")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -139,7 +141,7 @@ def compose(data: dict[str, Any], file: Path, ancestors: tuple[Path, ...] = ()) 
         inherited.data.pop("name", None)
         composed.data, composed.origins, composed.folders = inherited.data, inherited.origins, inherited.folders
     composed.folders.insert(0, file.parent)
-    composed.merge(anchor(data, file.parent), source)
+    composed.merge(anchor(_from_here(data, file.parent), file.parent), source)
     return composed
 
 
@@ -172,7 +174,7 @@ def override(composed: Composed, name: str, value: Any) -> None:
     nested: dict[str, Any] = {last: value}
     for key in reversed(parents):
         nested = {key: nested}
-    composed.merge(anchor(nested, Path.cwd()), COMMAND_LINE)
+    composed.merge(anchor(_from_here(nested, Path.cwd()), Path.cwd()), COMMAND_LINE)
 
 
 def anchor(data: dict[str, Any], base: Path) -> dict[str, Any]:
@@ -251,15 +253,38 @@ def _convert(data: Any, keys: list[str], convert: Callable[[str], str]) -> None:
 
 def replace_prefixes(value: Any, prefixes: dict[str, str]) -> Any:
     """Replace each key of `prefixes` at the beginning of a string in `value` with its value."""
-    if isinstance(value, dict):
-        return {key: replace_prefixes(item, prefixes) for key, item in value.items()}
-    if isinstance(value, list):
-        return [replace_prefixes(item, prefixes) for item in value]
-    if isinstance(value, str):
+
+    def replaced(text: str) -> str:
         for old, new in prefixes.items():
-            if value.startswith(old) and value[len(old) :][:1] in ("", "/", ":"):
-                return new + value[len(old) :]
-    return value
+            if text.startswith(old) and text[len(old) :][:1] in ("", "/", ":"):
+                return new + text[len(old) :]
+        return text
+
+    return _map_texts(value, replaced)
+
+
+def resolve_saved(recipe: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a recipe as a run in `folder` saved it, with absolute paths."""
+    output = {"${prepared}": f"{folder}/prepared", "${output}": str(folder)}
+    return replace_prefixes(_from_here(recipe, folder), output)
+
+
+def _from_here(value: Any, folder: Path) -> Any:
+    """Replace HERE at the beginning of a string in `value` with `folder`."""
+
+    def absolute(text: str) -> str:
+        after = text.removeprefix(HERE)
+        return os.path.normpath(f"{folder}{after}") if after != text and after[:1] in ("", "/", ":") else text
+
+    return _map_texts(value, absolute)
+
+
+def _map_texts(value: Any, convert: Callable[[str], str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _map_texts(item, convert) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_map_texts(item, convert) for item in value]
+    return convert(value) if isinstance(value, str) else value
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from agentfactory.recipe.checks import Purpose, check, check_prepare
 from agentfactory.recipe.composition import (
     COMMAND_LINE,
+    HERE,
     Composed,
     compose,
     override,
@@ -58,7 +59,7 @@ def load_recipe(
     if purpose == "tools":
         composed.data = _NOT_FOR_TOOLS | composed.data
     _set_import_path(composed)
-    _set_output(composed)
+    _set_output(composed, file)
     recipe = _validate(Recipe, composed, f"{composed.data['output']}/prepared")
     append_folders(recipe.import_path)
     check_prepare(recipe.prepare, composed)
@@ -99,7 +100,7 @@ def _load_staged(
     for name, stage in stages.items():
         _check_import_path(stage, f"{name}.import_path")
     _set_import_path(composed, *stages.values())
-    _set_output(composed)
+    _set_output(composed, file)
     whole = _validate(StagedRecipe, composed, f"{composed.data['output']}/prepared")
     append_folders(whole.import_path)
     check_prepare(whole.prepare, composed)
@@ -212,10 +213,18 @@ def _check_import_path(composed: Composed, field: str) -> None:
         raise SettingError(field, problem, "write it as [FOLDER, ...]", source=composed.origin("import_path"))
 
 
-def _set_output(composed: Composed) -> None:
+def _set_output(composed: Composed, file: Path) -> None:
     output = composed.data.setdefault("output", f"runs/{composed.data['name']}")
-    if isinstance(output, str):
-        composed.data["output"] = os.path.abspath(os.path.expanduser(output))
+    if not isinstance(output, str):
+        return
+    composed.data["output"] = os.path.abspath(os.path.expanduser(output))
+    # version 0.1 wrote the absolute path of the run folder into the recipe in it
+    made = ("checkpoints", "trajectories", "logs")
+    is_a_runs = file.name == "recipe.yaml" and all((file.parent / name).is_dir() for name in made)
+    is_elsewhere = composed.origins.get("output") == composed.source and Path(output).resolve() != file.parent.resolve()
+    if is_a_runs and is_elsewhere:
+        problem = f"got {output}, but this is the recipe of the run in {file.parent}, which has been moved or copied"
+        raise SettingError("output", problem, f"write `output: {HERE}` in it", source=composed.source)
 
 
 def _validate(model: type[SectionT], composed: Composed, prepared: str) -> SectionT:

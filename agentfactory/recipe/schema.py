@@ -1,12 +1,13 @@
 """The whole recipe after files and overrides are composed: one run, or stages; and its YAML form."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import Field
 
-from agentfactory.recipe.composition import replace_prefixes
+from agentfactory.recipe.composition import HERE, replace_prefixes
 from agentfactory.tools.config import Section
 from agentfactory.trainers.config import TrainRecipe
 
@@ -24,6 +25,11 @@ class Recipe(TrainRecipe):
     def to_yaml(self) -> str:
         """Return the resolved recipe, which can run unchanged; its own folder is written as `${output}`."""
         return _dump(self.model_dump(mode="json"), self.output)
+
+    def to_saved(self, whole: Path | None = None) -> str:
+        """Return the resolved recipe for a file in its run folder, which can be moved or copied: its folder is that of
+        the file. `whole` is the folder that is moved as one, if the run is a part of it: a stage, an evaluation."""
+        return _dump(self.model_dump(mode="json"), self.output, whole or self.output)
 
 
 class StagedRecipe(Section):
@@ -45,6 +51,13 @@ class StagedRecipe(Section):
 
     def to_yaml(self) -> str:
         """Return the resolved recipe, which can run unchanged."""
+        return _dump(self._data(), self.output)
+
+    def to_saved(self, whole: Path | None = None) -> str:
+        """Return the resolved recipe for a file in its run folder, as `Recipe.to_saved`."""
+        return _dump(self._data(), self.output, whole or self.output)
+
+    def _data(self) -> dict[str, Any]:
         data = self.model_dump(mode="json")
         for index, stage in enumerate(data["stages"]):
             # fields that stages get from the whole recipe
@@ -52,7 +65,7 @@ class StagedRecipe(Section):
                 del stage[name]
             if index:
                 del stage["model"]["path"]
-        return _dump(data, self.output)
+        return data
 
 
 def stages_of(recipe: Recipe | StagedRecipe) -> list[Recipe]:
@@ -60,9 +73,13 @@ def stages_of(recipe: Recipe | StagedRecipe) -> list[Recipe]:
     return recipe.stages if isinstance(recipe, StagedRecipe) else [recipe]
 
 
-def _dump(data: dict[str, Any], output: Path) -> str:
+def _dump(data: dict[str, Any], output: Path, whole: Path | None = None) -> str:
     """Return YAML with the run's identity on top, and its own folder as a placeholder, so that another `output` can
-    replace it."""
+    replace it. With `whole`, the YAML is for a file in `output`, and paths below `whole` are relative to that file."""
     top = {name: data.pop(name) for name in ("name", "output", "prepare", "import_path", "seed")}
-    body = replace_prefixes(data, {f"{output}/prepared": "${prepared}", str(output): "${output}"})
+    prefixes = {f"{output}/prepared": "${prepared}", str(output): "${output}"}
+    if whole is not None:
+        top["output"] = HERE
+        prefixes.setdefault(str(whole), f"{HERE}/{os.path.relpath(whole, output)}")
+    body = replace_prefixes(data, prefixes)
     return yaml.safe_dump(top | body, sort_keys=False, allow_unicode=True, width=120)

@@ -146,15 +146,16 @@ class Evaluation:
     """Number of chains in both modes."""
 
     def figures(self) -> dict[str, float]:
-        """Return all results by name: the means, `<mode>/<figure>/low` and `/high`, and the same for each source under
-        `<mode>/source/<source>/`."""
+        """Return all results by name: the means, `<mode>/<figure>/low` and `/high` where there is an interval, and the
+        same for each source under `<mode>/source/<source>/`."""
         metrics = dict(self.means)
         for mode, sources in self.estimates.items():
             for source, found in sources.items():
                 prefix = f"{mode}/source/{source}/" if source else f"{mode}/"
                 for name, estimate in found.items():
                     metrics.setdefault(prefix + name, estimate.value)
-                    metrics |= {f"{prefix}{name}/low": estimate.low, f"{prefix}{name}/high": estimate.high}
+                    if estimate.low is not None and estimate.high is not None:
+                        metrics |= {f"{prefix}{name}/low": estimate.low, f"{prefix}{name}/high": estimate.high}
         return metrics
 
 
@@ -205,7 +206,7 @@ def run_eval(
 def _estimates(recipe: RolloutRecipe, mode: str, groups: list[Group]) -> dict[str, dict[str, Estimate]]:
     samples = recipe.eval.samples if mode == "sampled" else 1
     parts = {"": groups} | by_source(groups)
-    return {source: estimates(part, samples, recipe.seed) for source, part in parts.items()}
+    return {source: estimates(part, samples) for source, part in parts.items()}
 
 
 def run_rollout(

@@ -60,6 +60,7 @@ def written_aside(path: Path) -> Iterator[Path]:
             files = [file for file in sorted(aside.rglob("*")) if file.is_file()]
             digests = {str(file.relative_to(aside)): _digest(file) for file in files}
             (aside / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
+            set_usual_modes(aside)
             for entry in [*aside.rglob("*"), aside]:
                 flush(entry)
     except DiskError:
@@ -67,6 +68,14 @@ def written_aside(path: Path) -> Iterator[Path]:
         raise
     aside.rename(path)
     flush(path.parent)
+
+
+def set_usual_modes(folder: Path) -> None:
+    """Gives the weights in `folder` the mode that the umask gives every other file: safetensors writes them readable by
+    their owner alone."""
+    for file in folder.rglob("*.safetensors"):
+        # the umask decided the mode of the folder, too
+        file.chmod(folder.stat().st_mode & 0o666)
 
 
 def verify(path: Path) -> None:

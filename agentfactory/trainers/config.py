@@ -205,10 +205,11 @@ class TrainConfig(Section):
     weights."""
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Learning-rate schedule after the warm-up. linear and cosine end at 0; wsd stays constant, then falls to 0 over
-    the last decay_steps."""
+    """Learning-rate schedule after the warm-up. linear and cosine fall to 0, which the step after the last would have;
+    wsd stays constant, then falls in the same way over the last decay_steps."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate rises linearly from 0."""
+    """Steps over which the learning rate rises linearly: from 1/warmup_steps of it in the first step to all of it in
+    the last of them."""
     decay_steps: int = Field(default=0, ge=0)
     """wsd: number of steps of the decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)

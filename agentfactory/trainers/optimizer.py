@@ -9,8 +9,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel, get_scheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import PreTrainedModel
 from transformers.optimization import Adafactor
 
 from agentfactory.tools.errors import SettingError
@@ -152,18 +152,26 @@ def _need_bitsandbytes(name: str, device: torch.device) -> None:
 
 
 def make_schedule(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:
-    """Create the learning-rate schedule by step (not by optimiser update): a linear warm-up from 0 to each group's own
-    rate, then `train.schedule`. wsd is warm-up, stable, decay (Hu et al., 2024, arXiv:2404.06395), with a linear
-    decay."""
-    names = {"constant": "constant_with_warmup", "wsd": "warmup_stable_decay"}
-    decay = {"num_decay_steps": config.decay_steps, "decay_type": "linear"}
-    return get_scheduler(
-        names.get(config.schedule, config.schedule),
-        optimizer,
-        num_warmup_steps=config.warmup_steps,
-        num_training_steps=config.steps,
-        scheduler_specific_kwargs=decay if config.schedule == "wsd" else None,
-    )
+    """Create the learning-rate schedule by step (not by optimiser update): a linear warm-up to each group's own rate,
+    then `train.schedule`. wsd is warm-up, stable, decay (Hu et al., 2024, arXiv:2404.06395), with a linear decay."""
+    return LambdaLR(optimizer, lambda done: _share_of_rate(config, done))
+
+
+def _share_of_rate(config: TrainConfig, done: int) -> float:
+    """Return the factor of the learning rate in the step after `done` ones. In every step of the run it is above 0: a
+    step with a rate of 0 would teach nothing. So the first step of the warm-up has 1/warmup_steps, and a decay would
+    reach 0 in the step after the last."""
+    if done < config.warmup_steps:
+        return (done + 1) / config.warmup_steps
+    begins = config.steps - config.decay_steps if config.schedule == "wsd" else config.warmup_steps
+    progress = min(max(0, done - begins) / max(1, config.steps - begins), 1.0)
+    match config.schedule:
+        case "constant":
+            return 1.0
+        case "linear" | "wsd":
+            return 1.0 - progress
+        case "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def clip_gradients(accelerator: Accelerator, parameters: Iterable[Tensor], max_norm: float, whose: str) -> float:

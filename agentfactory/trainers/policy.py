@@ -21,6 +21,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.adapters import POLICY_ADAPTER, use_adapter
 from agentfactory.trainers.backbone import Backbone
 from agentfactory.trainers.batch import Batching
+from agentfactory.trainers.checkpoint_folder import set_usual_modes
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.layout import ids, resolve_batching
 from agentfactory.trainers.network import apply_options, load_network
@@ -118,6 +119,7 @@ class Policy(Backbone):
             config.save_pretrained(str(folder))
             config.inference_mode = False
             save_file({name: value.cpu() for name, value in state.items()}, file, metadata={"format": "pt"})
+        set_usual_modes(folder)
         return file
 
 

@@ -123,6 +123,9 @@ class Tracking:
     def _start(self, tracker: str, name: str) -> GeneralTracker:
         make = LOGGER_TYPE_TO_CLASS[tracker]
         project, folder, known = self._config.project, self._folder, self._runs.get(tracker)
+        if known is not None and tracker != "mlflow":
+            # the folder may have another name by now
+            name = known
         if tracker == "tensorboard":
             # readers ignore what an earlier attempt wrote for steps that are run again
             running = make(project, str(folder / "tensorboard"), purge_step=self._done + 1 if known else None)

@@ -12,6 +12,7 @@ import yaml
 from pydantic_core import from_json
 
 from agentfactory.launching.run_folder import RECIPE, RunFolder
+from agentfactory.recipe.composition import resolve_saved
 from agentfactory.rollout.trajectory import CREDIT_FILE
 from agentfactory.trainers.best_checkpoint import BestCheckpoint, find_best
 from agentfactory.viewer.growing_file import GrowingFile
@@ -162,9 +163,7 @@ class Run:
     def model_path(self) -> str | None:
         """Return the folder or name of the run's initial model."""
         path = self._setting("model", "path")
-        if path is None:
-            return None
-        return path.replace("${prepared}", str(self.path / "prepared")).replace("${output}", str(self.path))
+        return None if path is None else resolve_saved({"path": path}, self.path)["path"]
 
     def _setting(self, section: str, name: str) -> str | None:
         """Return a text field of the recipe, or None."""

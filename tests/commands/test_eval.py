@@ -143,7 +143,7 @@ def test_the_weights_of_a_token_server_are_those_that_it_has(project: Path, warm
 
 
 def test_sources_and_failed_chains_are_told() -> None:
-    figures = {"success": Estimate(0.5, 0.25, 0.75, 8)}
+    figures = {"success": Estimate(0.5, 0.25, 0.75, 8), "reward": Estimate(1.0, None, None, 8)}
     found = Evaluation(
         {"sampled/success": 0.5, "sampled/failed": 0.2, "sampled/tool_calls": 3.0},
         {"sampled": {"": figures, "aime": figures}},
@@ -155,6 +155,7 @@ def test_sources_and_failed_chains_are_told() -> None:
     assert whole.startswith("sampled, all tasks")
     assert source.startswith("sampled, source aime")
     assert re.search(r"success +│ 0\.5000 │ 0\.2500 to 0\.7500 │ +8", source)
+    assert re.search(r"reward +│ 1\.0000 │ not known +│ +8", source)
     assert "tool_calls" in whole
     assert "tool_calls" not in source
     assert failed == "4 of 20 chains failed and count nowhere, 3 of them with: timeout: too long"
@@ -164,6 +165,8 @@ def test_sources_and_failed_chains_are_told() -> None:
         "sampled/tool_calls": 3.0,
         "sampled/success/low": 0.25,
         "sampled/success/high": 0.75,
+        "sampled/reward": 1.0,
+        "sampled/source/aime/reward": 1.0,
         "sampled/source/aime/success": 0.5,
         "sampled/source/aime/success/low": 0.25,
         "sampled/source/aime/success/high": 0.75,

@@ -38,4 +38,4 @@ def train(recipe: str, seed: int, tmp_path: Path, *overrides: str) -> dict:
     agentfactory("train", str(RECIPES / recipe), f"output={output}", f"seed={seed}", *overrides)
     summary = read_json(output / "summary.json")
     print(json.dumps(summary, indent=2))
-    return summary
+    return {**summary, "checkpoint": str(output / summary["checkpoint"])}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from transformers import Adafactor
+from transformers import Adafactor, get_scheduler
 
 from agentfactory.trainers.config import TrainConfig, TrainRecipe
 from agentfactory.trainers.critic import Role, make_actor_critic, role_of
@@ -155,15 +155,15 @@ def test_what_needs_a_gpu_is_refused_without(make_recipe: Make, name: str) -> No
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"schedule": "constant"}, [0.0, 0.5, 1, 1, 1, 1, 1, 1, 1, 1]),
-        ({"schedule": "linear"}, [0.0, 0.5, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]),
-        ({"schedule": "cosine"}, [0.0, 0.5, *(0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(8))]),
-        ({"schedule": "wsd", "decay_steps": 4}, [0.0, 0.5, 1, 1, 1, 1, 1, 3 / 4, 2 / 4, 1 / 4]),
+        ({"schedule": "constant"}, [0.5, 1.0, 1, 1, 1, 1, 1, 1, 1, 1]),
+        ({"schedule": "linear"}, [0.5, 1.0, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]),
+        ({"schedule": "cosine"}, [0.5, 1.0, *(0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(8))]),
+        ({"schedule": "wsd", "decay_steps": 4}, [0.5, 1.0, 1, 1, 1, 1, 1, 3 / 4, 2 / 4, 1 / 4]),
     ],
 )
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_schedules(make_recipe: Make, settings: dict[str, Any], expected: list[float], name: str) -> None:
-    """Ten steps, two of them warm-up; every group follows, with its own rate."""
+    """Ten steps, two of them warm-up; every group follows, with its own rate. No step has a rate of 0."""
     groups = [{"match": "embed", "learning_rate": 0.5}]
     train = TrainConfig(
         steps=10, learning_rate=0.01, warmup_steps=2, optimizer={"name": name, "groups": groups}, **settings
@@ -172,7 +172,31 @@ def test_schedules(make_recipe: Make, settings: dict[str, Any], expected: list[f
     schedule = make_schedule(optimizer, train)
     peaks = [group["initial_lr"] for group in optimizer.param_groups]
     assert set(peaks) == {0.01, 0.5}
+    assert min(expected) > 0
     for factor in expected:
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([factor * peak for peak in peaks])
         optimizer.step()
         schedule.step()
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize("warmup", [0, 1, 4, 12])
+def test_schedules_are_those_of_transformers_but_for_the_first_step(name: str, warmup: int) -> None:
+    """Theirs warms up from a rate of 0, one step behind ours; after it they agree."""
+    decay = min(5, 12 - warmup) if name == "wsd" else 0
+    train = TrainConfig(steps=12, learning_rate=0.01, schedule=name, warmup_steps=warmup, decay_steps=decay)
+    names = {"constant": "constant_with_warmup", "wsd": "warmup_stable_decay"}
+    own = {"num_decay_steps": decay, "decay_type": "linear"} if name == "wsd" else None
+    weight = nn.Parameter(torch.zeros(1))
+    ours, theirs = torch.optim.SGD([weight], lr=0.01), torch.optim.SGD([weight], lr=0.01)
+    schedule = make_schedule(ours, train)
+    reference = get_scheduler(names.get(name, name), theirs, warmup, 12, scheduler_specific_kwargs=own)
+    found, expected = [], []
+    for _ in range(12):
+        found.append(schedule.get_last_lr()[0])
+        expected.append(reference.get_last_lr()[0])
+        for part in (ours, theirs, schedule, reference):
+            part.step()
+    assert found[warmup:] == pytest.approx(expected[warmup:])
+    assert found[:warmup] == pytest.approx([*expected[1:warmup], 0.01][:warmup])
+    assert min(found) > 0

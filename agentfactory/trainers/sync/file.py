@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from agentfactory.tools.disk import writing
+from agentfactory.trainers.checkpoint_folder import set_usual_modes
 from agentfactory.trainers.policy import Policy
 from agentfactory.trainers.server_control import ServerControl
 from agentfactory.trainers.sync.full import holds_full_weights, update_full_weights
@@ -41,6 +42,7 @@ class FileSync:
         file = (target / "model.safetensors").resolve()
         with writing(file):
             save_file({name: value.cpu() for name, value in state.items()}, file, metadata={"format": "pt"})
+        set_usual_modes(target)
         lock_for_others(target)
         on_each(self._servers, lambda server: self._update(server, version, file, state))
         if self._last is not None and self._last[1] != file:

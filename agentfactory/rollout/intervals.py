@@ -1,0 +1,72 @@
+"""95 % intervals of means over tasks, which hold with few tasks and at the ends.
+
+Tasks are the units, because the samples of one task resemble each other. The unit tests compute the coverage.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from scipy import special
+
+LEVEL = 0.95
+_UPPER = (1 + LEVEL) / 2
+
+Interval = tuple[float, float]
+
+
+class Share(NamedTuple):
+    """What one task contributes to a mean: a sum and its weight, above 0. `trials` is the number of independent
+    observations in it: its chains, or for pass@k its chains in sets of k."""
+
+    total: float
+    weight: float
+    trials: int
+
+
+def mean(shares: Sequence[Share]) -> float:
+    """Return the sum of the totals over the sum of the weights."""
+    return sum(share.total for share in shares) / sum(share.weight for share in shares)
+
+
+def of_proportion(shares: Sequence[Share]) -> Interval:
+    """Return the interval of a mean of values between 0 and 1: that of Clopper and Pearson (1934, Biometrika 26), exact
+    for one chain per task, with the effective number of observations of Korn and Graubard (1998, Survey Methodology
+    24) for several.
+
+    The effective number is the number of trials divided by the design effect, which the differences between tasks
+    give, times the square of a ratio of t quantiles, for how little few tasks tell about it. Where tasks cannot differ,
+    at 0, at 1 and for one task, it is the number of tasks.
+    """
+    value, tasks, trials = mean(shares), len(shares), sum(share.trials for share in shares)
+    number = float(tasks)
+    if 0.0 < value < 1.0 and tasks > 1:
+        squared_error = _squared_error(shares)
+        if squared_error > 0.0:
+            effective = trials * (value * (1 - value) / (trials - 1) / squared_error)
+            quantiles = special.stdtrit(trials - 1, _UPPER) / special.stdtrit(tasks - 1, _UPPER)
+            number = min(effective * float(quantiles) ** 2, trials)
+        else:
+            number = trials
+    passed, failed = value * number, (1 - value) * number
+    low = float(special.betaincinv(passed, failed + 1, 1 - _UPPER)) if value > 0 else 0.0
+    high = float(special.betaincinv(passed + 1, failed, _UPPER)) if value < 1 else 1.0
+    return low, high
+
+
+def of_mean(shares: Sequence[Share]) -> Interval | None:
+    """Return the interval of a mean of any numbers, by Student's t with the standard error over tasks; None if the
+    tasks do not differ or there is one, because then nothing is known about the error."""
+    values = [share.total / share.weight for share in shares]
+    if math.isclose(min(values), max(values), abs_tol=1e-12):
+        return None
+    half = float(special.stdtrit(len(shares) - 1, _UPPER)) * math.sqrt(_squared_error(shares))
+    return mean(shares) - half, mean(shares) + half
+
+
+def _squared_error(shares: Sequence[Share]) -> float:
+    """Return the square of the standard error of `mean` over tasks: linearised, because tasks of which chains failed
+    weigh less (Cochran, 1977, Sampling Techniques, equation 6.13)."""
+    value, tasks, weight = mean(shares), len(shares), sum(share.weight for share in shares)
+    residuals = sum((share.total - value * share.weight) ** 2 for share in shares)
+    return residuals / weight**2 * tasks / (tasks - 1)
