@@ -1,4 +1,5 @@
-"""Detects tools that raise in most of their calls: a bug that does not end any chain."""
+"""Detects what a person must know although it ends no chain: tools that raise in most of their calls, and results that
+were cut to `limits.result_bytes`."""
 
 from collections import Counter, defaultdict
 
@@ -9,12 +10,15 @@ ENOUGH_CALLS = 16
 
 
 class ToolErrors:
-    """Counts the errors that each tool raised, until a warning is given."""
+    """Counts the errors that each tool raised, until a warning is given. Each warning is given once per tool."""
 
     def __init__(self) -> None:
         self._raised: dict[str, Counter[str]] = defaultdict(Counter)
         """Tool -> error ("" for none) -> calls since the tool was last judged."""
         self._told: set[str] = set()
+        self._cut: dict[str, int] = {}
+        """Tool -> bytes that its first long result lacks."""
+        self._told_of_cut: set[str] = set()
 
     def note(self, tool: str, result: ToolResult) -> None:
         """Note that a call of `tool` ended."""
@@ -22,9 +26,21 @@ class ToolErrors:
         if tool not in self._told and result.error is not CallError.UNKNOWN_TOOL:
             self._raised[tool][text_of(result.content)[:300] or "an error without a text" if raised else ""] += 1
 
+        self.note_cut(tool, result.left_out)
+
+    def note_cut(self, tool: str, left_out: int) -> None:
+        """Note that `limits.result_bytes` cut a result by `left_out` bytes."""
+        if left_out and tool not in self._told_of_cut:
+            self._cut.setdefault(tool, left_out)
+
     def take_warnings(self) -> list[str]:
-        """Return a line for each tool of which at least half of the calls raised; each tool is reported once."""
-        warnings = []
+        """Return a line for each tool of which at least half of the calls raised, or of which a result was cut."""
+        warnings = [
+            f"tool {tool}: a result was too long by {left_out:,} bytes and was cut (limits.result_bytes)"
+            for tool, left_out in self._cut.items()
+        ]
+        self._told_of_cut |= self._cut.keys()
+        self._cut.clear()
         for tool in [tool for tool, found in self._raised.items() if found.total() >= ENOUGH_CALLS]:
             found = self._raised.pop(tool)
             calls, fine = found.total(), found.pop("", 0)
