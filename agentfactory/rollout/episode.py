@@ -72,6 +72,8 @@ class Episode:
     async def play(self, session: ToolSession) -> StopReason:
         """Take turns until the chain ends, and return the reason."""
         trajectory = self.trajectory
+        for server, left_out in session.left_out.items():
+            self.setup.tool_errors.note_cut(f"{server} (reset)", left_out)
         if session.opening:
             trajectory.messages.append({"role": "user", "content": session.opening})
         self.context = Context(list(trajectory.messages))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
@@ -26,6 +26,8 @@ from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec,
 Log = Callable[[dict[str, Any]], None]
 Spans = list[tuple[int, int, float]]
 """(start, end, weight) of ranges of a text."""
+_Ids = TypeVar("_Ids", bound=tuple[int, ...] | None)
+_CACHED_CHARACTERS = 8192
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,8 @@ class TemplateRenderer:
         self._specs: list[ToolSpec] = []
         self._tools = "[]"
         # the cached functions take JSON, which is hashable and cheaper to create than a render
-        self._opening = lru_cache(1024)(self._render_opening)
-        self._following = lru_cache(16384)(self._render_following)
+        self._opening = _cached(1024, self._render_opening)
+        self._following = _cached(16384, self._render_following)
 
     @property
     def chat_template(self) -> str:
@@ -342,6 +344,16 @@ class TemplateRenderer:
                 "the chat template has no system messages: leave out rollout.system_prompt, or put its text into the "
                 "first user message"
             )
+
+
+def _cached(size: int, render: Callable[[str, str], _Ids]) -> Callable[[str, str], _Ids]:
+    """Cache the last `size` renders of short messages: long ones rarely repeat, and the cache would keep gigabytes."""
+    kept = lru_cache(size)(render)
+
+    def rendered(messages: str, tools: str) -> _Ids:
+        return (kept if len(messages) <= _CACHED_CHARACTERS else render)(messages, tools)
+
+    return rendered
 
 
 def _as_texts(arguments: dict[str, Any]) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""Detects tools that raise in most of their calls: a bug that does not end any chain."""
+"""Detects what a person must know although it ends no chain: tools that raise in most of their calls, and results that
+were cut to `limits.result_bytes`."""
 
 import logging
 from collections import Counter, defaultdict
@@ -25,6 +26,13 @@ class ToolErrors:
         raised = result.error is CallError.TOOL_ERROR
         if tool not in self._told and result.error is not CallError.UNKNOWN_TOOL:
             self._raised[tool][text_of(result.content)[:300] or "an error without a text" if raised else ""] += 1
+        self.note_cut(tool, result.left_out)
+
+    def note_cut(self, tool: str, left_out: int) -> None:
+        """Note that `limits.result_bytes` cut a result by `left_out` bytes."""
+        if left_out:
+            text = f"tool {tool}: a result was too long by {left_out:,} bytes and was cut (limits.result_bytes)"
+            tell(logger, f"tool {tool} is cut", text)
 
     def report(self) -> None:
         """Tell of each tool of which at least half of the calls since the last report raised, once."""

@@ -49,6 +49,7 @@ class StopReason(StrEnum):
     TOOL_SECONDS = "tool_seconds"
     CALLS_PER_SECOND = "calls_per_second"
     SECONDS_PER_CALL = "seconds_per_call"
+    RESULT_BYTES = "result_bytes"
     RESULT_TOKENS = "result_tokens"
 
 

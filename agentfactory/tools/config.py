@@ -11,6 +11,8 @@ from agentfactory.tools.errors import SettingError
 PositiveInt = Annotated[int, Field(gt=0)]
 Options = Annotated[dict[str, Any], BeforeValidator(lambda given: {} if given is None else given)]
 """Arguments by name; null means none, so that a recipe can remove what it inherits."""
+RESULT_BYTES = 1 << 20
+"""Default of `limits.result_bytes`: 1 MiB."""
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 
@@ -140,6 +142,7 @@ class Limit(StrEnum):
     TOOL_SECONDS = "tool_seconds"
     CALLS_PER_SECOND = "calls_per_second"
     SECONDS_PER_CALL = "seconds_per_call"
+    RESULT_BYTES = "result_bytes"
     RESULT_TOKENS = "result_tokens"
 
 
@@ -177,6 +180,10 @@ class LimitsConfig(Section):
     """Tool -> time limit of a call in seconds; for other tools, the server's timeout_seconds."""
     result_tokens: PositiveInt | None = None
     """Maximum tokens of one result; a longer one is cut in the middle, with a marker that the model sees."""
+    result_bytes: PositiveInt = RESULT_BYTES
+    """Maximum bytes of one result's text, in UTF-8. A longer one is cut in the middle when it arrives, before anything
+    else is done with it, with a marker that the model sees. This bounds the worker's memory; `result_tokens` bounds the
+    context."""
     on_breach: dict[Limit, BreachConfig] = {}
     """Limit -> consequence of exceeding it. A limit without an entry is told to the model, without a penalty."""
 

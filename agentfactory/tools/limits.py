@@ -11,7 +11,8 @@ The checks are made in the order of `config.Limit`, and the first limit that is 
 6. `calls_per_second`: calls of this tool, of all chains together. The call waits for its turn; it is refused only if
   `limits.on_breach` has an entry for this limit.
 7. `seconds_per_call`: the tool session cancels the call.
-8. `result_tokens`: the result is cut in the middle.
+8. `result_bytes`: the result was cut in the middle when it arrived (`truncation`).
+9. `result_tokens`: the result is cut in the middle.
 
 A call is checked when it may begin: immediately, or, with `parallel_calls`, when a call before it has ended. Calls of a
 turn begin in their order. A refused call does not count as made. Once a limit has stopped the chain, running calls are
@@ -162,8 +163,11 @@ class ChainAccount:
         if result.error is CallError.TIMEOUT and limit is not None:
             text = f"Stopped: the limit of {limit:g} s for one call of {call.name} is reached."
             return replace(result, content=self._breach(Limit.SECONDS_PER_CALL, text, "Try one that takes less time."))
+        if result.left_out:
+            self._breach(Limit.RESULT_BYTES, "", "")
         if most is not None and (shorter := truncated(result.content, most, self._cut)) is not None:
-            self._breach(Limit.RESULT_TOKENS, "", "")
+            if not result.left_out:
+                self._breach(Limit.RESULT_TOKENS, "", "")
             return replace(result, content=shorter)
         return result
 

@@ -11,23 +11,25 @@ import shlex
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
 from typing import Any, TextIO, cast
 
 import anyio
 import httpx2
 from mcp import Client, MCPError, StdioServerParameters
-from mcp.client._transport import ReadStream, TransportStreams
-from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import MCP_SESSION_ID, streamable_http_client
 from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT, CallToolResult, RequestParamsMeta, Tool
 from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 
+from agentfactory.tools.config import RESULT_BYTES
 from agentfactory.tools.containers import Container
 from agentfactory.tools.mcp_server import CHAIN_KEY
-from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.message_filter import TOO_LARGE, MessageFilter
+from agentfactory.tools.messages import CallError, ToolInfrastructureError
 from agentfactory.tools.notices import tell
+from agentfactory.tools.results import bounded, failure
+from agentfactory.tools.stdio import stdio_transport
 from agentfactory.tools.targets import HttpAddress, Target
 
 logger = logging.getLogger(__name__)
@@ -40,8 +42,6 @@ OPEN_SECONDS = 120.0
 """How long a server may take to start and list its tools; `npx` may first have to download it."""
 STDERR_TAIL = 2000
 """Characters of a child's stderr that an error quotes."""
-_EVENT_BYTES = 64 * 1024 * 1024
-"""Largest answer in an event stream; the SDK's own limit, 1 MiB, is smaller than some images."""
 
 
 class CallTimeout(Exception):
@@ -55,11 +55,20 @@ class Connection:
     """One MCP server, kept open from `open` to `close`.
 
     `tools` is the server's list. `generation` counts openings: when it changes, state in the server process is lost.
-    With `reopens=False` a lost connection stays lost: its pool creates another.
+    With `reopens=False` a lost connection stays lost: its pool creates another. Results are cut to `result_bytes`.
     """
 
-    def __init__(self, name: str, target: Target, timeout_seconds: float, log: Log, reopens: bool = True) -> None:
+    def __init__(
+        self,
+        name: str,
+        target: Target,
+        timeout_seconds: float,
+        log: Log,
+        reopens: bool = True,
+        result_bytes: int = RESULT_BYTES,
+    ) -> None:
         self.name = name
+        self._result_bytes = result_bytes
         self._reopens = reopens
         self.timeout_seconds = timeout_seconds
         self.generation = 0
@@ -124,6 +133,8 @@ class Connection:
         except MCPError as error:
             if error.code == REQUEST_TIMEOUT:
                 raise CallTimeout(tool, seconds) from None
+            if error.code == TOO_LARGE:
+                return failure(CallError.TOOL_ERROR, error.message)
             if error.code != CONNECTION_CLOSED and not self._unknown:
                 raise
             self._lost(generation)
@@ -134,7 +145,7 @@ class Connection:
         except (RuntimeError, ValueError) as error:  # from the SDK: data that fits no schema
             raise ToolInfrastructureError(f"tool server {self.name}, call of {tool}: {error}") from error
         self._used = True
-        return result
+        return bounded(result, self._result_bytes)
 
     async def answers(self) -> bool:
         """Return whether the server still answers and knows this connection. The newer protocol cannot ask that."""
@@ -224,14 +235,14 @@ class Connection:
             if isinstance(target, Container):
                 target = await stack.enter_async_context(target.running())
             if isinstance(target, HttpAddress):
-                client = await stack.enter_async_context(_http_client(target, self._note))
+                client = await stack.enter_async_context(_http_client(target, self._note, self._result_bytes))
                 if target.session and not self._in_session:
                     raise ValueError("the server gives its clients no sessions (Mcp-Session-Id); use isolation: shared")
                 yield client
                 return
             if isinstance(target, StdioServerParameters):
                 errlog = await stack.enter_async_context(self._collect_stderr())
-                transport = _watch(stdio_client(target, errlog=errlog), lambda: self._lost(self.generation))
+                transport = stdio_transport(target, errlog, self._result_bytes, lambda: self._lost(self.generation))
                 client = Client(transport, cache=None)
             else:
                 client = Client(target, cache=None)
@@ -271,19 +282,47 @@ class Connection:
 
 @asynccontextmanager
 async def _http_client(
-    target: HttpAddress, note: Callable[[httpx2.Response], Awaitable[None]]
+    target: HttpAddress, note: Callable[[httpx2.Response], Awaitable[None]], result_bytes: int
 ) -> AsyncIterator[Client]:
     """Return a client of `target`. If it is to be a session, use the older protocol, which has sessions."""
     # calls have their own time limit, within which an answer may take its time
     timeout = httpx2.Timeout(None, connect=30.0)
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-    hooks = {"response": [note]}
+
+    async def bound(response: httpx2.Response) -> None:
+        kind = response.headers.get("content-type", "").lower()
+        if kind.startswith(("application/json", "text/event-stream")):
+            if coding := response.headers.get("content-encoding"):
+                raise ToolInfrastructureError(f"{target.url} answers in {coding}, although it was asked not to")
+            assert isinstance(response.stream, httpx2.AsyncByteStream)
+            lines = kind.startswith("text/event-stream")
+            response.stream = _BoundedStream(response.stream, MessageFilter(result_bytes, lines))
+
+    hooks = {"response": [note, bound]}
+    headers = {"accept-encoding": "identity", **target.headers}
     async with httpx2.AsyncClient(
-        headers=target.headers, timeout=timeout, limits=limits, event_hooks=hooks, verify=_ssl_context()
+        headers=headers, timeout=timeout, limits=limits, event_hooks=hooks, verify=_ssl_context()
     ) as http:
-        transport = streamable_http_client(target.url, http_client=http, max_sse_event_size=_EVENT_BYTES)
+        transport = streamable_http_client(target.url, http_client=http, max_sse_event_size=None)
         async with Client(transport, cache=None, mode="legacy" if target.session else "auto") as client:
             yield client
+
+
+class _BoundedStream(httpx2.AsyncByteStream):
+    """The body of an answer, with its messages bounded while they arrive."""
+
+    def __init__(self, stream: httpx2.AsyncByteStream, messages: MessageFilter) -> None:
+        self._stream = stream
+        self._messages = messages
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for chunk in self._stream:
+            for message in self._messages.feed(chunk):
+                yield message
+        yield self._messages.end()
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
 
 
 @cache
@@ -314,44 +353,3 @@ async def _list_tools(client: Client) -> list[Tool]:
         page = await client.list_tools(cursor=page.next_cursor)
         tools = tools + page.tools
     return tools
-
-
-class _WatchedStream:
-    """A transport's read stream that reports when it ends: the SDK reports it only to running calls."""
-
-    def __init__(self, stream: ReadStream[Any], on_end: Callable[[], None]) -> None:
-        self._stream = stream
-        self._on_end = on_end
-
-    async def receive(self) -> Any:
-        try:
-            return await self._stream.receive()
-        except (anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError):
-            self._on_end()
-            raise
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
-
-    def __aiter__(self) -> "_WatchedStream":
-        return self
-
-    async def __anext__(self) -> Any:
-        try:
-            return await self.receive()
-        except anyio.EndOfStream:
-            raise StopAsyncIteration from None
-
-    async def __aenter__(self) -> "_WatchedStream":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-
-@asynccontextmanager
-async def _watch(
-    transport: AbstractAsyncContextManager[TransportStreams], on_end: Callable[[], None]
-) -> AsyncIterator[TransportStreams]:
-    async with transport as (read_stream, write_stream):
-        yield _WatchedStream(read_stream, on_end), write_stream

@@ -29,6 +29,7 @@ from agentfactory.tools.messages import CallError, EnvironmentReward, ToolInfras
 from agentfactory.tools.results import failure, result_of
 from agentfactory.tools.threads import run_in_thread
 from agentfactory.tools.tool import Finish, InvalidArguments, ToolFunction, is_tool
+from agentfactory.tools.truncation import cut_bytes, size_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ def build_server(
     pool: PoolConfig | None = None,
     options: dict[str, Any] | None = None,
     idle_seconds: float | None = None,
+    result_bytes: int | None = None,
 ) -> Server[Any] | MCPServer:
     """Create one MCP server from `@tool` functions, such methods of instances, and at most one Environment class.
 
@@ -56,6 +58,7 @@ def build_server(
         pool: Pool of the Environment's instances.
         options: Constructor arguments of the Environment's instances.
         idle_seconds: After this time without a call a chain counts as gone; None: its instance waits for `close`.
+        result_bytes: Results are cut to so many bytes here; None: the client cuts them.
 
     Raises:
         TypeError: an object of another kind, two Environments, two tools with one name, options that do not fit, or
@@ -63,7 +66,7 @@ def build_server(
     """
     host: _ToolHost | None = None
     if len(objects) != 1 or not isinstance(objects[0], (Server, MCPServer)):
-        host = _ToolHost(name, objects, pool or PoolConfig(), options or {}, idle_seconds)
+        host = _ToolHost(name, objects, pool or PoolConfig(), options or {}, idle_seconds, result_bytes)
     if host is None or host.environment is None:
         for field, value in (("pool", pool not in (None, PoolConfig())), ("options", options)):
             if value:
@@ -89,9 +92,11 @@ class _ToolHost:
         pool: PoolConfig,
         options: dict[str, Any],
         idle_seconds: float | None,
+        result_bytes: int | None,
     ) -> None:
         self.environment: EnvironmentHost | None = None
         self._name = name
+        self._most = result_bytes
         self._functions: dict[str, ToolFunction] = {}
         self._methods: dict[str, tuple[str, ToolFunction]] = {}
         self._listing: dict[str, Tool] = {}
@@ -163,17 +168,19 @@ class _ToolHost:
         except NoState as error:
             raise MCPError(INVALID_REQUEST, str(error)) from None
         except ToolInfrastructureError as error:  # also from a user's tool, if the model should not be told
-            raise MCPError(INTERNAL_ERROR, str(error)) from None
+            raise MCPError(INTERNAL_ERROR, self._cut("", str(error))) from None
         except Exception as error:  # boundary: a user's tool may raise anything, and the model is told
             logger.debug("%s raised", params.name, exc_info=error)
-            return failure(CallError.TOOL_ERROR, f"{type(error).__name__}: {error}")
+            text = self._cut(f"{type(error).__name__}: ", str(error))
+            error.__traceback__ = None  # part of a cycle that would keep the error, and its text, until a collection
+            return failure(CallError.TOOL_ERROR, text)
 
     async def _call(self, name: str, arguments: dict[str, Any], chain: Any) -> CallToolResult:
         if function := self._functions.get(name):
             parsed = function.parse_arguments(arguments)
             if is_async(function):
-                return result_of(await function(**parsed))
-            return await run_in_thread(lambda: result_of(function(**parsed)))
+                return self._result(await function(**parsed))
+            return await run_in_thread(lambda: self._result(function(**parsed)))
 
         environment = self.environment
         assert environment is not None  # every other listed tool belongs to the environment
@@ -182,14 +189,27 @@ class _ToolHost:
         if not isinstance(chain, str):
             raise MCPError(INVALID_REQUEST, f"{name} acts on a chain's state: _meta needs {CHAIN_KEY!r}")
         if name == "reset":
-            return await environment.reset(chain, arguments, _opening)
+            return await environment.reset(chain, arguments, self._opening)
         if name == "reward":
             return await environment.call(chain, "reward", {}, _verdict)
         if name == "close":
             await environment.release(chain)
             return CallToolResult(content=[])
         attribute, method = self._methods[name]
-        return await environment.call(chain, attribute, method.parse_arguments(arguments), result_of)
+        return await environment.call(chain, attribute, method.parse_arguments(arguments), self._result)
+
+    def _result(self, value: Any) -> CallToolResult:
+        return result_of(value, self._most)
+
+    def _opening(self, value: Any) -> CallToolResult:
+        if isinstance(value, Finish):
+            raise TypeError("reset() returned finish(...), but it only begins the chain")
+        return self._result(value)
+
+    def _cut(self, name: str, text: str) -> str:
+        if self._most is not None:
+            text = cut_bytes(text, max(1, self._most - size_of(name))) or text
+        return name + text
 
 
 _HIDDEN = ("reset", "reward", "close", "gauges")
@@ -203,12 +223,6 @@ def _check_bound(given: ToolFunction) -> None:
     if next(iter(inspect.signature(given).parameters), None) == "self":
         name = given.spec.name
         raise TypeError(f"{name} is a method of a class: serve that of an instance, as in `instance.{name}`")
-
-
-def _opening(value: Any) -> CallToolResult:
-    if isinstance(value, Finish):
-        raise TypeError("reset() returned finish(...), but it only begins the chain")
-    return result_of(value)
 
 
 def _verdict(value: Any) -> CallToolResult:

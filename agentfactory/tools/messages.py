@@ -72,6 +72,7 @@ class ToolCall:
 class ToolResult:
     """The result of a call: what the model sees, and the kind of error if it failed. `seconds` is the call's duration.
 
+    `left_out` is the number of bytes by which `limits.result_bytes` cut it.
     `finish`: the tool ends the chain. `info` is information from the tool that the model does not see: kept in the
     trajectory, for rewards and people.
     """
@@ -81,6 +82,7 @@ class ToolResult:
     seconds: float = 0.0
     finish: bool = False
     info: dict[str, Any] = field(default_factory=dict)
+    left_out: int = 0
 
     def to_message(self, call: ToolCall) -> Message:
         """Return the `tool` message that answers `call`; it has `info` if the tool returned any."""

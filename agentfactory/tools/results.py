@@ -20,8 +20,10 @@ from mcp_types import (
 )
 from pydantic_core import from_json, to_json, to_jsonable_python
 
+from agentfactory.tools.message_filter import BINARY_BYTES, passing
 from agentfactory.tools.messages import CallError, Content
 from agentfactory.tools.tool import Finish
+from agentfactory.tools.truncation import cut_bytes, left_out_of, size_of
 
 ERROR_KEY = "agentfactory/error"
 """Key in a failed result's `_meta`: the CallError."""
@@ -34,13 +36,14 @@ _SEEN_BY_MODELS = ("image/png", "image/jpeg", "image/webp", "image/gif")
 _BLOCKS = (TextContent, ImageContent, AudioContent, ResourceLink, EmbeddedResource)
 
 
-def result_of(value: Any) -> CallToolResult:
+def result_of(value: Any, result_bytes: int | None = None) -> CallToolResult:
     """Convert what a tool returned to an MCP result.
 
     Text stays unchanged, None becomes empty, and anything else that JSON can express (also dataclasses, pydantic
     models, dates, arrays) becomes JSON. A Pillow image becomes a PNG; an `Image` of the MCP SDK stays unchanged. A list
     that contains an image becomes one part per item. In a dict with `observation`, the model sees only that, and the
-    other keys become the result's info. `finish(...)` around any of these ends the chain.
+    other keys become the result's info. `finish(...)` around any of these ends the chain. Each text is cut to
+    `result_bytes` right away, before it is copied.
 
     Raises:
         TypeError, ValueError: the value cannot be sent, such as an object of an unknown class.
@@ -54,7 +57,35 @@ def result_of(value: Any) -> CallToolResult:
         if info:
             meta[INFO_KEY] = from_json(to_json(info, inf_nan_mode="strings", fallback=_plain))
         value = value["observation"]
-    return CallToolResult(content=_blocks(value), _meta=meta or None)
+    return CallToolResult(content=_blocks(value, result_bytes), _meta=meta or None)
+
+
+def bounded(result: CallToolResult, result_bytes: int) -> CallToolResult:
+    """Return the result with all its text cut to `result_bytes`; `result` itself if it fits. One with more than
+    BINARY_BYTES of images, files and info becomes an error."""
+    meta = result.meta or {}
+    binary = sum(len(data) for block in result.content if isinstance(data := _binary(block), str))
+    if INFO_KEY in meta:
+        binary += len(to_json(meta[INFO_KEY]))
+    if binary > BINARY_BYTES:
+        mib = f"{binary / 2**20:.1f} MiB of images, files and info; {BINARY_BYTES >> 20} MiB are possible"
+        return failure(CallError.TOOL_ERROR, f"The result is too large: it has {mib}.")
+    content = content_of(result)
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    texts = [part["text"] for part in parts if part["type"] == "text"]
+    if 4 * sum(map(len, texts)) <= result_bytes:
+        return result
+    text = "\n".join(texts)
+    # what was cut when it arrived says how long it was
+    before = left_out_of(text, passing(result_bytes)) or left_out_of(text, result_bytes)
+    total = size_of(text) + (0 if before is None else before.missing)
+    shorter = cut_bytes(text, result_bytes, total)
+    if shorter is None:
+        return result
+    first = next(index for index, part in enumerate(parts) if part["type"] == "text")
+    blocks = [block for block, part in zip(result.content, parts, strict=False) if part["type"] != "text"]
+    blocks.insert(first, TextContent(type="text", text=shorter))
+    return CallToolResult(content=blocks, is_error=result.is_error, _meta=result.meta)
 
 
 def failure(kind: CallError, text: str) -> CallToolResult:
@@ -76,9 +107,9 @@ def content_of(result: CallToolResult) -> Content:
     return parts
 
 
-def _blocks(value: Any) -> list[ContentBlock]:
+def _blocks(value: Any, most: int | None) -> list[ContentBlock]:
     if isinstance(value, str):
-        return [_text_block(value)]
+        return [_text_block(value, most)]
     if value is None:
         return []
     if (block := _rich_block(value)) is not None:
@@ -86,11 +117,14 @@ def _blocks(value: Any) -> list[ContentBlock]:
     if isinstance(value, (list, tuple)):
         rich = [_rich_block(item) for item in value]
         if any(rich):
-            return [b for block, item in zip(rich, value, strict=True) for b in ([block] if block else _blocks(item))]
-    return [_text_block(json.dumps(to_jsonable_python(value, fallback=_plain), ensure_ascii=False))]
+            pairs = zip(rich, value, strict=True)
+            return [part for block, item in pairs for part in ([block] if block else _blocks(item, most))]
+    return [_text_block(json.dumps(to_jsonable_python(value, fallback=_plain), ensure_ascii=False), most)]
 
 
-def _text_block(text: str) -> TextContent:
+def _text_block(text: str, most: int | None = None) -> TextContent:
+    if most is not None:
+        text = cut_bytes(text, most) or text
     # lone surrogates cannot be sent over a pipe or a socket; replaced here, so that every transport gives the same text
     return TextContent(type="text", text=text.encode("utf-8", "replace").decode("utf-8"))
 
@@ -119,6 +153,15 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a tool returns text, JSON, an image, or a list with images, and not {type(value).__name__}")
+
+
+def _binary(block: ContentBlock) -> str | None:
+    match block:
+        case ImageContent(data=data) | AudioContent(data=data):
+            return data
+        case EmbeddedResource(resource=BlobResourceContents(blob=data)):
+            return data
+    return None
 
 
 def _part(block: ContentBlock) -> dict[str, Any]:

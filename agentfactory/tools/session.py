@@ -15,6 +15,7 @@ from jsonschema.protocols import Validator
 from mcp import MCPError
 from mcp_types import INVALID_PARAMS, CallToolResult
 
+from agentfactory.tools.errors import short
 from agentfactory.tools.mcp_client import CallTimeout, Connection
 from agentfactory.tools.messages import (
     CallError,
@@ -29,6 +30,7 @@ from agentfactory.tools.messages import (
 from agentfactory.tools.pool import Lease
 from agentfactory.tools.results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of
 from agentfactory.tools.tool_server import ToolServer
+from agentfactory.tools.truncation import left_out_of
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +71,12 @@ class _Share:
 
 
 class ToolSession:
-    """One chain's access to the tools. `opening` is the result of its environments' resets, or None."""
+    """One chain's access to the tools. `opening` is the result of its environments' resets, or None; `left_out` are the
+    bytes by which `limits.result_bytes` cut it, by environment."""
 
     def __init__(self, key: str, servers: Sequence[ToolServer], routes: Mapping[str, Route]) -> None:
         self.opening: Content | None = None
+        self.left_out: dict[str, int] = {}
         self._key = key
         self._servers = servers
         self._routes = routes
@@ -118,6 +122,7 @@ class ToolSession:
             time.perf_counter() - started,
             meta.get(FINISH_KEY) is True,
             dict(info) if isinstance(info, dict) else {},
+            _left_out(content, route.server.result_bytes),
         )
 
     async def reward(self) -> EnvironmentReward | None:
@@ -178,7 +183,10 @@ class ToolSession:
         share.asked = True
         result = await self._control(share, "reset", fields, server.reset_seconds)
         share.generation = share.connection.generation
-        return content_of(result)
+        content = content_of(result)
+        if left_out := _left_out(content, server.result_bytes):
+            self.left_out[server.name] = left_out
+        return content
 
     async def _let_go(self, share: _Share) -> None:
         replaced = share.server.isolated and share.spoiled
@@ -242,6 +250,11 @@ def _refusal(text: str, error: CallError, started: float) -> ToolResult:
     return ToolResult(text, error, time.perf_counter() - started)
 
 
+def _left_out(content: Content, most: int) -> int:
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+    return sum(found.size for text in texts if (found := left_out_of(text, most)))
+
+
 def _joined(contents: list[Content]) -> Content | None:
     """Join several openings; with images, as parts."""
     if not any(isinstance(content, list) for content in contents):
@@ -282,5 +295,5 @@ def _verdict(server: str, result: CallToolResult) -> EnvironmentReward:
         return EnvironmentReward.parse(answer, "it")
     except (ValueError, TypeError) as error:
         raise EnvironmentRewardError(
-            f"environment {server}: reward answered {text_of(content_of(result))!r}: {error}"
+            f"environment {server}: reward answered {short(text_of(content_of(result)))}: {error}"
         ) from None

@@ -33,10 +33,11 @@ Target = Server[Any] | MCPServer | StdioServerParameters | Container | HttpAddre
 """The other end of a connection."""
 
 
-def target_of(name: str, config: McpServerConfig, base: Path) -> Target:
+def target_of(name: str, config: McpServerConfig, base: Path, result_bytes: int) -> Target:
     """Return the object, process, container or address that `config` names.
 
-    `command: python` is this interpreter, and its modules (`-m`) import like user code; paths start at `base`.
+    `command: python` is this interpreter, and its modules (`-m`) import like user code; paths start at `base`. Our own
+    servers in this process cut results to `result_bytes`.
 
     Raises:
         UserCodeError, TypeError: `module` cannot be loaded or served.
@@ -44,7 +45,7 @@ def target_of(name: str, config: McpServerConfig, base: Path) -> Target:
     """
     if config.module is not None:
         loaded = load_object(config.module, base, prebuilt=PREBUILT)
-        return build_server([loaded], name, config.pool, config.options)
+        return build_server([loaded], name, config.pool, config.options, result_bytes=result_bytes)
     if config.url is not None:
         headers = _expand(f"mcp_servers.{name}.headers", config.headers)
         return HttpAddress(config.url, headers, config.isolation is Isolation.SESSION)

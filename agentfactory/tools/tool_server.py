@@ -6,7 +6,7 @@ from mcp import MCPError
 from mcp_types import Tool
 
 from agentfactory.tools.call_cache import CallCache
-from agentfactory.tools.config import EnvironmentTools, Isolation, McpServerConfig
+from agentfactory.tools.config import RESULT_BYTES, EnvironmentTools, Isolation, McpServerConfig
 from agentfactory.tools.mcp_client import CallTimeout, Connection, Log
 from agentfactory.tools.mcp_server import ROLE_KEY
 from agentfactory.tools.messages import ToolInfrastructureError
@@ -27,9 +27,12 @@ class ToolServer:
     `tools` are those for the model, `hidden` the environment's by their role.
     """
 
-    def __init__(self, name: str, config: McpServerConfig, target: Target, log: Log) -> None:
+    def __init__(
+        self, name: str, config: McpServerConfig, target: Target, log: Log, result_bytes: int = RESULT_BYTES
+    ) -> None:
         self.name = name
         self.config = config
+        self.result_bytes = result_bytes
         self.tools: list[Tool] = []
         self.hidden: dict[str, Tool] = {}
         self.environment: EnvironmentTools | None = config.environment
@@ -56,7 +59,7 @@ class ToolServer:
             self._pool = self._instances()
             self._pool.warm_up()
             return
-        self._shared = Connection(self.name, self._target, self.config.timeout_seconds, self._log)
+        self._shared = self._connection(reopens=True)
         await self._shared.open()
         self._read(self._shared.tools)
         if self.config.module is not None:
@@ -100,8 +103,12 @@ class ToolServer:
             return {}
         return {key: float(value) for key, value in (result.structured_content or {}).items()}
 
+    def _connection(self, reopens: bool) -> Connection:
+        seconds = self.config.timeout_seconds
+        return Connection(self.name, self._target, seconds, self._log, reopens, self.result_bytes)
+
     async def _connect(self) -> Connection:
-        connection = Connection(self.name, self._target, self.config.timeout_seconds, self._log, reopens=False)
+        connection = self._connection(reopens=False)
         try:
             await connection.open()
         except BaseException:

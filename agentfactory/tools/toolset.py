@@ -40,6 +40,7 @@ async def open_toolset(
         ToolInfrastructureError: a server could not be started or reached.
     """
     servers: dict[str, ToolServer] = {}
+    most = recipe.limits.result_bytes
 
     def add(server: ToolServer) -> None:
         if server.name in servers:
@@ -48,10 +49,11 @@ async def open_toolset(
 
     for given in objects:
         name = str(getattr(given, "__name__", None) or getattr(given, "name", type(given).__name__))
-        add(ToolServer(name, McpServerConfig(module=name), build_server([given], name), log))
+        target = build_server([given], name, result_bytes=most)
+        add(ToolServer(name, McpServerConfig(module=name), target, log, most))
     entries = [(reference.rpartition(":")[2], McpServerConfig(module=reference)) for reference in recipe.tools]
     for name, config in [*entries, *recipe.mcp_servers.items()]:
-        add(ToolServer(name, config, target_of(name, config, base), log))
+        add(ToolServer(name, config, target_of(name, config, base, most), log, most))
 
     toolset: Toolset | None = None
     openings = [asyncio.create_task(server.open(), name=f"open {server.name}") for server in servers.values()]

@@ -1,15 +1,27 @@
-"""Cuts results that are longer than `limits.result_tokens`."""
+"""Cuts results that are longer than `limits.result_bytes` or `limits.result_tokens` in the middle, with a marker that
+the model sees."""
 
+import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 from agentfactory.tools.messages import Content
 
 Cut = Callable[[str, int], str | None]
-"""(text, max tokens) -> the text cut in the middle, with a visible marker; None if it fits."""
+"""(text, most) -> the text cut in the middle, with a visible marker; None if it fits."""
+
+
+class LeftOut(NamedTuple):
+    """What a text lacks that was cut: `size` of its `total` bytes, and `missing`, by how many bytes it became
+    shorter."""
+
+    size: int
+    total: int
+    missing: int
 
 
 def truncated(content: Content, most: int, cut: Cut | None) -> Content | None:
-    """Cut the text in `content` to `most` tokens; None if it fits. Several texts become one; images stay."""
+    """Cut the text in `content` to `most` tokens or bytes; None if it fits. Several texts become one; images stay."""
     assert cut is not None
     if isinstance(content, str):
         return cut(content, most)
@@ -21,3 +33,67 @@ def truncated(content: Content, most: int, cut: Cut | None) -> Content | None:
     kept = [part for part in content if part["type"] != "text"]
     kept.insert(first, {"type": "text", "text": shorter})
     return kept
+
+
+def cut_bytes(text: str, most: int, total: int | None = None) -> str | None:
+    """Return the first and the last bytes of `text`, `most` together, with `[... N of M bytes left out ...]` between
+    them; None if it fits. Bytes are those of UTF-8. `total` is M if the text was cut before."""
+    if len(text) <= most // 4 or size_of(text) <= most:
+        return None
+    half, total = most // 2, size_of(text) if total is None else total
+    head = text[:half].encode("utf-8", "replace")[:half]
+    return _joined(head, text[half - most :].encode("utf-8", "replace")[half - most :], total)
+
+
+def size_of(text: str) -> int:
+    """Return the bytes of `text`, without a copy of it."""
+    if text.isascii():
+        return len(text)
+    return sum(len(text[start : start + _PIECE].encode("utf-8", "replace")) for start in range(0, len(text), _PIECE))
+
+
+def left_out_of(text: str, most: int) -> LeftOut | None:
+    """Return what `text` lacks if it is longer than `most` bytes because `cut_bytes` put a marker in."""
+    if len(text) <= most // 4:
+        return None
+    marker = _MARKER.search(text, 0, most // 2 + _MARKER_LENGTH)
+    if marker is None or not most < size_of(text) <= most + len(marker[0]):
+        return None
+    count = int(marker[1])
+    return LeftOut(count, int(marker[2]), count - len(marker[0]))
+
+
+class Middle:
+    """Cuts a text that arrives in pieces as `cut_bytes` does: keeps `most` bytes of it."""
+
+    def __init__(self, most: int) -> None:
+        self._head, self._tail = bytearray(), bytearray()
+        self._head_most = most // 2
+        self._tail_most = most - most // 2
+        self._total = 0
+
+    def add(self, piece: bytes) -> None:
+        """Add the next piece of the text, in UTF-8."""
+        self._total += len(piece)
+        room = self._head_most - len(self._head)
+        self._head += piece[:room]
+        self._tail += piece[room:][-self._tail_most :]
+        del self._tail[: -self._tail_most]
+
+    def text(self) -> str:
+        """Return the text, cut if it was longer."""
+        if len(self._head) + len(self._tail) == self._total:
+            return (self._head + self._tail).decode("utf-8", "replace")
+        return _joined(self._head, self._tail, self._total)
+
+
+def _joined(head: bytes | bytearray, tail: bytes | bytearray, total: int) -> str:
+    """Join both ends of a text of `total` bytes. A letter that the cut went through is left out too."""
+    before, after = head.decode("utf-8", "ignore"), tail.decode("utf-8", "ignore")
+    left_out = total - size_of(before) - size_of(after)
+    return f"{before}\n[... {left_out} of {total} bytes left out ...]\n{after}"
+
+
+_PIECE = 1 << 20
+_MARKER = re.compile(r"\n\[\.\.\. (\d{1,15}) of (\d{1,15}) bytes left out \.\.\.\]\n")
+_MARKER_LENGTH = 80

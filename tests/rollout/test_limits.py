@@ -183,6 +183,7 @@ CASES = {
         "Try one that takes less time.",
         CallError.TIMEOUT,
     ),
+    Limit.RESULT_BYTES: Case({"result_bytes": 1000}, [SEARCH, call("recite", words=400)], "", "", None),
     Limit.RESULT_TOKENS: Case({"result_tokens": 120}, [SEARCH, call("recite", words=400)], "", "", None),
 }
 
@@ -190,8 +191,12 @@ CASES = {
 def check_answer(case: Case, answers: list[str], then: str) -> None:
     assert answers[:-1] == case.before
     if case.error is None:
-        shape = r"word0 word1 .*\n\[\.\.\. \d+ of \d+ tokens left out \.\.\.\]\n.* word398 word399"
+        unit = "bytes" if "result_bytes" in case.limits else "tokens"
+        shape = rf"word0 word1 .*\n\[\.\.\. \d+ of \d+ {unit} left out \.\.\.\]\n.* word398 word399"
         assert re.fullmatch(shape, answers[-1])
+        if unit == "bytes":
+            assert len(answers[-1]) == 1000 + len("\n[... 2190 of 3190 bytes left out ...]\n")
+            return
         tokenizer = make_tokenizer(trl_template("qwen2_5"))
         assert len(tokenizer.encode(answers[-1], add_special_tokens=False)) <= 120
     else:

@@ -198,6 +198,7 @@ BREACHES: dict[Limit, dict[str, object]] = {
     Limit.TOOL_SECONDS: {"tool_seconds": 1},
     Limit.CALLS_PER_SECOND: {"calls_per_second": {"search": 1}},
     Limit.SECONDS_PER_CALL: {"seconds_per_call": {"search": 1}},
+    Limit.RESULT_BYTES: {"result_bytes": 4},
     Limit.RESULT_TOKENS: {"result_tokens": 4},
 }
 """Each limit as a recipe sets it; the second call of `overdo` breaches it."""
@@ -212,7 +213,8 @@ def overdo(chain: ChainAccount, limits: set[Limit]) -> ToolResult:
     if isinstance(admitted, ToolResult):
         return admitted
     late = Limit.SECONDS_PER_CALL in limits
-    return chain.settle(call(), ToolResult(WORDS, CallError.TIMEOUT if late else None))
+    left_out = 3 if Limit.RESULT_BYTES in limits else 0  # by the session, when the result arrived
+    return chain.settle(call(), ToolResult(WORDS, CallError.TIMEOUT if late else None, left_out=left_out))
 
 
 @pytest.mark.parametrize("limit", Limit)
@@ -227,6 +229,8 @@ def test_a_breach_stops_and_costs_where_the_recipe_says_so(limit: Limit) -> None
     assert (breached(stopped), stopped.stopped, stopped.penalty) == ({f"limits/{limit}": 1}, limit, 0.5)
     if limit is Limit.RESULT_TOKENS:
         assert result.content == "one two three [...]"
+    elif limit is Limit.RESULT_BYTES:
+        assert result.content == WORDS
     else:
         assert str(result.content).endswith("reached. The conversation ends here.") or limit is Limit.COST
     later = stopped.admit(call("another"), 0, 100.0)
@@ -460,7 +464,7 @@ def test_a_limit_of_an_unknown_tool_is_an_error(field: str) -> None:
 
 
 def test_limits_that_nothing_can_reach_are_refused() -> None:
-    for limit in Limit:
+    for limit in set(Limit) - {Limit.RESULT_BYTES}:  # which is always set
         with pytest.raises(ValidationError, match=f"on_breach.{limit}: .* set limits.{limit}"):
             LimitsConfig.model_validate({"on_breach": {limit: {}}})
         LimitsConfig.model_validate({**BREACHES[limit], "on_breach": {limit: {}}})
