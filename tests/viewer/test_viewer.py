@@ -851,14 +851,13 @@ def test_figures_of_a_file_that_begins_anew_are_not_mixed_with_those_before(
     run.__dict__.pop("generation")
     run.seen = 0
     monkeypatch.setattr(run, "__class__", Restarting)
-    page: list[dict[str, int]] = [{"step": 1}, {"step": 2}]
-    generation = 0
+    known, generation, steps = 2, 0, [1, 2]
     for _ in range(2):
-        asked = {"run": run.id, "from": len(page), "generation": generation}
+        asked = {"run": run.id, "from": known, "generation": generation}
         answer = client.get("/api/metrics", params=asked).json()
-        page = [*page[: answer["from"]], *answer["lines"]]
-        generation = answer["generation"]
-    assert (generation, page) == (1, [{"step": 9}])
+        steps = [*steps[: answer["from"]], *answer["series"].get("step", {"y": []})["y"]]
+        known, generation = answer["lines"], answer["generation"]
+    assert (generation, known, steps) == (1, 1, [9])
 
 
 # ---- what is never run, and never told to others
