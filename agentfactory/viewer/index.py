@@ -228,12 +228,12 @@ class Index:
             first = math.floor(told["lowest"] / width + 1e-9) if width else 0
             place = f"CAST(reward / {width!r} - {first} + 1e-9 AS INTEGER)" if width else "0"
             counted = (
-                f"SELECT run, {place} AS place, count(*) AS chains, min(reward) AS lowest, max(reward) AS highest "
-                f"FROM chains {finite} GROUP BY place, run ORDER BY place, run"
+                f"SELECT run, {place} AS bin, count(*) AS chains, min(reward) AS lowest, max(reward) AS highest "
+                f"FROM chains {finite} GROUP BY bin, run ORDER BY bin, run"
             )
             for row in self._read(counted, values):
-                bin_ = {name: row[name] for name in ("run", "lowest", "highest", "chains")}
-                bins.append({**bin_, "from": (first + row["place"]) * width if width else row["lowest"]})
+                told_of_bin = {name: row[name] for name in ("run", "lowest", "highest", "chains")}
+                bins.append({**told_of_bin, "from": (first + row["bin"]) * width if width else row["lowest"]})
         by, steps = self._steps(query, search)
         found = {"chains": chains, "scored": told["scored"], "mean": told["mean"], "width": width, "bins": bins}
         return {"by": by, "steps": steps, **found}

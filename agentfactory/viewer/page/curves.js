@@ -199,6 +199,7 @@ function layoutOf(by, legend) {
     font: { family: "system-ui, sans-serif", color: styled("--muted") },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: styled("--muted"), activecolor: styled("--text") },
     hovermode: "x unified",
+    dragmode: PHONE.matches ? false : "zoom",
     hoverlabel: { bgcolor: styled("--raised"), bordercolor: styled("--line"), font: { size: 12, color: styled("--text") } },
     showlegend: legend,
     legend: { orientation: "h", y: -0.25, font: { size: 11 } },
@@ -209,6 +210,7 @@ function layoutOf(by, legend) {
 }
 
 const PLOT = { responsive: true, displaylogo: false, modeBarButtons: [["toImage", "resetScale2d"]] };
+const PHONE = matchMedia("(max-width: 640px)"); // there, a drag scrolls the page
 
 class CurvesPage {
   constructor() {
@@ -239,8 +241,8 @@ class CurvesPage {
     page.replaceChildren(
       make("div", { class: "bar" }, this.finder, this.nameList, make("label", {}, by),
         make("label", {}, "smoothing ", smoothing),
-        ...["— training", "● held-out, sampled", "◇ held-out, greedy", "drag zooms in, a double click resets"].map((text) =>
-          make("span", { class: "note" }, text))),
+        ...["— training", "● held-out, sampled", "◇ held-out, greedy"].map((text) => make("span", { class: "note" }, text)),
+        make("span", { class: "note no-phone" }, "drag: zoom, double click: reset, click: the step's trajectories")),
       this.body,
     );
     return this.update(lastState);
@@ -371,7 +373,7 @@ class CurvesPage {
       focus: (event) => showTip(about, event),
       blur: () => showTip(null),
     } }, chart.title, chart.unit ? make("span", { class: "unit" }, chart.unit) : null,
-      chart.supervised ? make("span", { class: "unit" }, "SFT") : null);
+      chart.supervised ? [" ", make("span", { class: "unit" }, "SFT")] : null);
     const element = make("article", { class: "card", data: { chart: chart.key } },
       make("div", { class: "card-head" }, title, drop), plot);
     const card = { chart, plot, element, seen: false };
@@ -401,7 +403,7 @@ class CurvesPage {
 
   draw({ chart, plot }) {
     const traces = chart.run ? timeTraces(chart.run, this.by) : tracesOf(chart, this.runsOf(chart), this);
-    Plotly.react(plot, traces, layoutOf(this.by, Boolean(chart.run)), PLOT);
+    Plotly.react(plot, traces, layoutOf(this.by, Boolean(chart.run)), { ...PLOT, displayModeBar: PHONE.matches ? false : "hover" });
     // Plotly gives the element its `on` with the first drawing
     if (!plot.clickable) plot.on("plotly_click", ({ points }) => this.openStep(points[0]));
     plot.clickable = true;

@@ -80,8 +80,14 @@ class ListPage {
     const group = this.query.group
       ? make("button", { class: "chip", type: "button", on: { click: () => this.change({ group: "" }) } }, `group ${this.query.group} ×`)
       : null;
+    // on a phone the other filters wait behind a button
+    const more = make("button", { class: "more", type: "button", "aria-expanded": "false", on: { click: () => {
+      const open = this.form.classList.toggle("open");
+      more.setAttribute("aria-expanded", String(open));
+    } } }, "filters");
     return [
       select("view", "trajectories", [["groups", "groups"]]),
+      more,
       select("run", "all runs", []),
       select("source", "from anywhere", []),
       select("outcome", "any outcome", []),

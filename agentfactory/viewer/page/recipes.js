@@ -13,12 +13,12 @@ class RecipesPage {
     return this.load();
   }
 
-  /** The two runs to compare: the ones of the address; otherwise the last two, which are mostly RL. */
+  /** The two runs to compare: the ones of the address, then the first ones, RL before supervised stages. */
   chosen() {
     const runs = lastState?.runs ?? [];
     const ids = this.given.filter((id) => runs.some((run) => run.id === id));
-    for (const { id } of [...runs].reverse()) if (ids.length < 2 && !ids.includes(id)) ids.push(id);
-    return this.given.length ? ids : ids.reverse();
+    for (const { id } of [...runs].sort((a, b) => a.supervised - b.supervised)) if (ids.length < 2 && !ids.includes(id)) ids.push(id);
+    return ids;
   }
 
   async load() {

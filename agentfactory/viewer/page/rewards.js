@@ -56,7 +56,7 @@ class RewardsPanel {
     this.element.hidden = !chains && steps.first === null;
     const focused = this.element.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
     const one = this.query[`${by}_min`] !== "" && this.query[`${by}_min`] === this.query[`${by}_max`];
-    const which = one ? `${by} ${this.query[`${by}_min`]}` : `all ${by}s in the list`;
+    const which = one ? `${by} ${this.query[`${by}_min`]}` : `all ${by}s`;
     const unscored = chains - scored ? `, ${figure(chains - scored)} without a reward` : "";
     const said = scored ? `${figure(scored)} chains, mean ${figure(mean)}${unscored}` : `no chain has a reward${unscored && `; ${figure(chains)} have none`}`;
     const jump = (label, text, to) => make("button", { "aria-label": label, title: label, disabled: to === null,

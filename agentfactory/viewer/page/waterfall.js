@@ -11,6 +11,7 @@ const ACTIVITIES = {
   setup: { label: "setup", about: "The environments were reset, and instances waited for." },
   rest: { label: "rest", about: "None of the others: rendering and parsing of turns, and other chains of the same process." },
 };
+const IN_ORDER = ["setup", "wait", "model", "tool", "reward", "rest"];
 const MOST_ROWS = 400;
 
 /** Seconds for people. */
@@ -48,7 +49,7 @@ function ticksOf(total) {
 /** The bar of shares, with its legend. */
 function sharesBar(spent) {
   const total = Object.values(spent).reduce((sum, value) => sum + value, 0);
-  const shown = Object.entries(spent).filter(([, value]) => value > total * 1e-4);
+  const shown = IN_ORDER.map((name) => [name, spent[name]]).filter(([, value]) => value > total * 1e-4);
   const share = (value) => `${figure(Number(((100 * value) / total).toPrecision(2)))} %`;
   const parts = shown.map(([name, value]) => {
     const part = make("span", { class: `stretch ${name}` });
@@ -59,7 +60,7 @@ function sharesBar(spent) {
     make("div", { class: "shares", "aria-hidden": "true" }, ...parts),
     make("dl", { class: "share-list" }, ...shown.map(([name, value]) => make("div", { title: ACTIVITIES[name].about },
       make("dt", {}, make("span", { class: `swatch stretch ${name}` }), ACTIVITIES[name].label),
-      make("dd", {}, seconds(value), make("span", { class: "unit" }, share(value)))))),
+      make("dd", {}, seconds(value), " ", make("span", { class: "unit" }, share(value)))))),
   ];
 }
 
@@ -106,7 +107,7 @@ class Waterfall {
         make("h3", {}, "Turn by turn", make("span", { class: "unit" }, "choose a turn to read it")),
         make("table", { class: "waterfall" },
           make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "what"), make("th", { scope: "col", class: "lane" }, this.axis()),
-            make("th", { scope: "col", class: "figure" }, "seconds"))),
+            make("th", { scope: "col", class: "figure" }, "took"))),
           this.body),
         this.more));
     this.element.addEventListener("mousemove", (event) => this.tell(event));
@@ -138,6 +139,7 @@ class Waterfall {
     const from = this.body.children.length;
     this.body.append(...this.rows.slice(from, from + MOST_ROWS).map((row) => this.row(row)));
     const left = this.rows.length - this.body.children.length;
+    this.more.hidden = left <= 0;
     this.more.replaceChildren(...(left > 0
       ? [make("button", { on: { click: () => this.write() } }, `show ${figure(Math.min(left, MOST_ROWS))} more rows of ${figure(left)}`)]
       : []));
