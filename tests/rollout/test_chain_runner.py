@@ -329,9 +329,11 @@ async def test_parallel_calls_answer_in_order(tokenizer: PreTrainedTokenizerFast
 
 async def test_a_chain_records_where_its_time_went(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     turns = [call("write", text="a") + "\n" + call("read"), call("burn"), call("wait")]
-    rollout = {"timeout_seconds": 1, "on_outcome": {"timeout": "keep"}}
-    limits = {"parallel_calls": 1}
-    async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path, rollout=rollout, limits=limits) as (runner, _):
+    settings = {
+        "rollout": {"timeout_seconds": 1, "on_outcome": {"timeout": "keep"}},
+        "limits": {"parallel_calls": 1},
+    }
+    async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path, **settings) as (runner, _):
         trajectory = await run_one(runner)
     assert trajectory.outcome is Outcome.TIMEOUT
     told = [(str(one.activity), one.turn, one.name) for one in trajectory.timeline]

@@ -1,4 +1,4 @@
-"""`python -m tests.viewer.pictures QUICKSTART OTHER`: takes the pictures of docs/viewer.md, of two runs of the quickstart."""
+"""`python -m tests.viewer.pictures QUICKSTART OTHER`: takes the pictures of docs/viewer.md, of two such runs."""
 
 import sys
 from io import BytesIO
