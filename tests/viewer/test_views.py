@@ -600,8 +600,8 @@ def test_ten_thousand_steps_and_a_hundred_thousand_groups(
         page.locator("#rewards .unit", has_text="version 501").wait_for()
     with capsys.disabled():
         print(
-            f"\n10,000 steps, 200,000 chains: sign {sign:.2f} s, first curve {first:.2f} s, layout {built:.3f} s, all read {complete:.1f} s, "
-            f"histogram {histogram:.2f} s"
+            f"\n10,000 steps, 200,000 chains: sign {sign:.2f} s, first curve {first:.2f} s, layout {built:.3f} s, "
+            f"all read {complete:.1f} s, histogram {histogram:.2f} s"
         )
     assert sign < 2
     assert first < 10
