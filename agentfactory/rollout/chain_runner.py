@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from agentfactory.rollout.episode import Episode, Setup
 from agentfactory.rollout.renderer import Renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampler, Sampling
-from agentfactory.rollout.trajectory import Group, Outcome, StopReason, Trajectory
+from agentfactory.rollout.trajectory import Activity, Group, Outcome, StopReason, Trajectory
 from agentfactory.tools.limits import Rates, check_limits
 from agentfactory.tools.messages import EnvironmentRewardError, ToolInfrastructureError
 from agentfactory.tools.notices import tell
@@ -183,14 +182,13 @@ class ChainRunner:
         `trajectory` always contains what the chain has gathered so far, so it stays available if the call is cancelled.
         """
         async with self.places:
-            started = time.monotonic()
             chain = self.episode(trajectory, task, sampling)
             try:
                 async with asyncio.timeout(self.setup.config.timeout_seconds) as limit:
                     await self._play_and_score(chain, scored, limit)
             except (TimeoutError, ToolInfrastructureError) as error:
                 self._fail(trajectory, error)
-            trajectory.seconds = time.monotonic() - started
+            trajectory.seconds = chain.timeline.seconds
             trajectory.metrics = {**chain.metrics(), **trajectory.metrics}
             if self._outcomes is not None:
                 self._outcomes.note(trajectory)
@@ -200,6 +198,7 @@ class ChainRunner:
     async def _play_and_score(self, chain: Episode, scored: frozenset[Outcome], limit: asyncio.Timeout) -> None:
         trajectory = chain.trajectory
         async with self.toolset.chain(trajectory.id, chain.task) as session:
+            chain.timeline.note_setup(session.waits)
             # a chain that runs out of time may still be scored: the limit ends its turns, not the session
             deadline = limit.when()
             limit.reschedule(None)
@@ -212,14 +211,15 @@ class ChainRunner:
             limit.reschedule(asyncio.get_running_loop().time() + self.setup.config.timeout_seconds)
             if trajectory.outcome not in scored:
                 return
-            environment = await session.reward()
-            # a user's reward may raise anything, which says nothing about the policy
-            try:
-                verdict = await self.rewards.score(trajectory, chain.task, environment)
-            except Exception as error:
-                logger.exception("the reward of chain %s raised", trajectory.id)
-                trajectory.outcome, trajectory.error = Outcome.REWARD_ERROR, f"{type(error).__name__}: {error}"
-                return
+            with chain.timeline.measure(Activity.REWARD):
+                environment = await session.reward()
+                # a user's reward may raise anything, which says nothing about the policy
+                try:
+                    verdict = await self.rewards.score(trajectory, chain.task, environment)
+                except Exception as error:
+                    logger.exception("the reward of chain %s raised", trajectory.id)
+                    trajectory.outcome, trajectory.error = Outcome.REWARD_ERROR, f"{type(error).__name__}: {error}"
+                    return
             trajectory.reward, trajectory.turn_rewards = verdict.reward - chain.penalty, verdict.turn_rewards
             trajectory.metrics = dict(verdict.metrics)
 

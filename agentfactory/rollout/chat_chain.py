@@ -24,7 +24,7 @@ from agentfactory.rollout.renderer import Parsed, load_renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.templates import split_reasoning
-from agentfactory.rollout.trajectory import Row, Trajectory
+from agentfactory.rollout.trajectory import Activity, Row, Trajectory
 from agentfactory.rollout.transcript import transcript
 from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
 from agentfactory.tools.toolset import Toolset, open_toolset
@@ -55,7 +55,8 @@ class ChatEpisode(Episode):
         if left <= 0:
             raise ContextOverflowError(f"the conversation has {self.length} tokens, of {config.max_total_tokens}")
         specs = self.specs if words.parser.native else []
-        answer = await self.endpoint.ask(self.context.messages, specs, self.sampling.temperature, left)
+        with self.timeline.measure(Activity.MODEL, self.trajectory.turns):
+            answer = await self.endpoint.ask(self.context.messages, specs, self.sampling.temperature, left)
         self.trajectory.turns += 1
         self.length = answer.length or self.length
         self.sampled = None if self.sampled is None or answer.sampled is None else self.sampled + answer.sampled

@@ -13,8 +13,9 @@ from agentfactory.rollout.data import Task
 from agentfactory.rollout.prompt import add_text, opening_messages
 from agentfactory.rollout.renderer import Parsed, Renderer
 from agentfactory.rollout.sampling import Sampler, Sampling
+from agentfactory.rollout.timeline import Timeline
 from agentfactory.rollout.tool_errors import ToolErrors
-from agentfactory.rollout.trajectory import Row, StopReason, Trajectory
+from agentfactory.rollout.trajectory import Activity, Row, StopReason, Trajectory
 from agentfactory.tools.limits import ChainLimits, Rates
 from agentfactory.tools.messages import CallError, Message, ToolCall, ToolResult, ToolSpec
 from agentfactory.tools.session import ToolSession
@@ -52,6 +53,7 @@ class Episode:
         self.task = task
         self.sampling = sampling
         self.limits = ChainLimits(setup.recipe.limits, setup.rates, setup.renderer.cut)
+        self.timeline = Timeline(trajectory.timeline)
         self.counts: Counter[str] = Counter()
         self.seconds: dict[str, float] = defaultdict(float)
         """Tool -> seconds spent in its calls."""
@@ -95,7 +97,8 @@ class Episode:
                 trajectory.malformed_turns.append(trajectory.turns - 1)
                 answers, ending = self.renderer.complaint(_explain(parsed.error, completion)), None
             else:
-                results = await self.limits.run(parsed.calls, session.call)
+                calls = self.timeline.calls(session.call, trajectory.turns - 1)
+                results = await self.limits.run(parsed.calls, calls)
                 self._count(parsed.calls, results)
                 answers, ending = self.renderer.answers(parsed.calls, results), self._ending(results)
             trajectory.messages += answers
@@ -140,7 +143,8 @@ class Episode:
         number = self.trajectory.turns
 
         async def generate(ids: list[int], most: int, sample: int) -> Completion:
-            return await self.setup.sampler.sample(ids, self.sampling, number, most, sample)
+            with self.timeline.measure(Activity.MODEL, number):
+                return await self.setup.sampler.sample(ids, self.sampling, number, most, sample)
 
         return Turn(
             messages=self.context.messages,

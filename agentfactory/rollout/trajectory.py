@@ -64,6 +64,21 @@ _FAILURES = frozenset(
 )
 
 
+class Activity(StrEnum):
+    """What a chain spends time on."""
+
+    SETUP = "setup"
+    """Its environments are reset; this includes the wait for instances."""
+    WAIT = "wait"
+    """It waits for an instance of a tool server, or a call waits for `limits.calls_per_second` or `parallel_calls`."""
+    MODEL = "model"
+    """The server samples, from the request to the answer; this includes the server's queue and repeated requests."""
+    TOOL = "tool"
+    """A call runs."""
+    REWARD = "reward"
+    """The rewards judge the chain."""
+
+
 NO_ROLE = "."
 """In Row.roles: a token that was not sampled."""
 
@@ -140,6 +155,20 @@ class Row:
 
 
 @dataclass
+class Stretch:
+    """Seconds `start` to `end` of a chain, counted from its beginning. Stretches overlap if calls run in parallel.
+
+    `turn` is the number of the assistant turn, from 0; None outside turns. `name` is the tool's, or the tool server's.
+    """
+
+    activity: Activity
+    start: float
+    end: float
+    turn: int | None = None
+    name: str = ""
+
+
+@dataclass
 class Trajectory:
     """One chain: its messages, the sampled rows, and how it ended.
 
@@ -163,6 +192,8 @@ class Trajectory:
     stop_reason: StopReason | None = None
     malformed_turns: list[int] = field(default_factory=list)
     """Numbers of the assistant turns, from 0, whose calls could not be read."""
+    timeline: list[Stretch] = field(default_factory=list)
+    """Where the `seconds` went, in the order in which the stretches ended."""
 
     def turn_spans(self) -> list[tuple[int, int, int]]:
         """Return (row, start, end) of each assistant turn: its tokens are [start, end) of `rows[row]`, starting at the
@@ -203,6 +234,9 @@ class Group:
                     "outcome": Outcome(t["outcome"]),
                     "stop_reason": t.get("stop_reason") and StopReason(t["stop_reason"]),
                     "rows": [Row(**{**r, "versions": [Span(**s) for s in r["versions"]]}) for r in t["rows"]],
+                    "timeline": [
+                        Stretch(**{**s, "activity": Activity(s["activity"])}) for s in t.get("timeline") or []
+                    ],
                 }
             )
             for t in data["trajectories"]

@@ -77,6 +77,8 @@ class ToolSession:
     def __init__(self, key: str, servers: Sequence[ToolServer], routes: Mapping[str, Route]) -> None:
         self.opening: Content | None = None
         self.left_out: dict[str, int] = {}
+        self.waits: list[tuple[str, float, float]] = []
+        """The waits for an instance of a server: its name, and the time.monotonic() at which each began and ended."""
         self._key = key
         self._servers = servers
         self._routes = routes
@@ -159,7 +161,10 @@ class ToolSession:
         """
         openings = []
         for server in self._servers:
+            asked = time.monotonic()
             connection, lease = await server.acquire()
+            if lease is not None:
+                self.waits.append((server.name, asked, time.monotonic()))
             share = self._shares[server.name] = _Share(server, connection, lease)
             if server.environment:
                 openings.append(await self._reset(share, task))

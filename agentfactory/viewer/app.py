@@ -17,11 +17,16 @@ from agentfactory.viewer.charts import charts
 from agentfactory.viewer.follower import Follower
 from agentfactory.viewer.guard import Guard
 from agentfactory.viewer.query import BadQuery, Query
+from agentfactory.viewer.recipe_difference import difference
 from agentfactory.viewer.runs import Run
+from agentfactory.viewer.series import series_of
 from agentfactory.viewer.text_search import SECONDS, TextSearches
 from agentfactory.viewer.trajectory_page import Chain, NotThere, find_chain, image_of, page_of
 
-SCRIPTS = ["elements.js", "source.js", "curves.js", "list.js", "tokens.js", "trajectory.js", "main.js"]
+SCRIPTS = [
+    *("elements.js", "source.js", "curves.js", "rewards.js", "list.js", "tokens.js", "waterfall.js", "trajectory.js"),
+    *("recipes.js", "main.js"),
+]
 """The page's scripts, in loading order."""
 
 PLOTLY = "plotly.js"
@@ -46,6 +51,8 @@ def make_app(follower: Follower, port: int) -> Guard:
         Route("/api/charts", answers.charts),
         Route("/api/run", answers.run),
         Route("/api/trajectories", answers.trajectories),
+        Route("/api/rewards", answers.rewards),
+        Route("/api/recipes", answers.recipes),
         Route("/api/trajectory", answers.trajectory),
         Route("/api/image", answers.image),
     ]
@@ -104,7 +111,7 @@ class _Answers:
         # read in the opposite order of replacement, so that old lines are never sent with a new generation
         generation, lines = run.generation, run.lines
         start = _integer(request, "from") if _integer(request, "generation") == generation else 0
-        return _answer({"generation": generation, "from": start, "lines": lines[start:]})
+        return _answer({"generation": generation, **series_of(lines, start)})
 
     def charts(self, request: Request) -> Response:
         """Return the sections and charts for everything that the runs have measured."""
@@ -113,23 +120,35 @@ class _Answers:
     def run(self, request: Request) -> Response:
         """Return a run's summary and recipe."""
         run = self._run(request)
-        try:
-            recipe = run.recipe()
-        except (OSError, ValueError) as error:
-            raise NotThere(f"{run.label}: its recipe cannot be read: {error}") from None
+        recipe = self._recipe(run)
         told = {"label": run.label, "path": str(run.path), "best": run.best, "summary": run.summary()}
         return _answer({**told, "recipe": recipe})
+
+    def recipes(self, request: Request) -> Response:
+        """Return what differs between the recipes of two runs."""
+        runs = [self._run(request, name) for name in ("run", "other")]
+        one, other = (self._recipe(run) for run in runs)
+        return _answer({"labels": [run.label for run in runs], **difference(one, other)})
 
     def trajectories(self, request: Request) -> Response:
         """Return one page of chains or groups. `unsearched` is the number of chains that may still contain the text."""
         query = Query.parse(request.query_params)
-        search, left = None, 0
-        if query.text:
-            searching = self._searches.get(query.text)
-            search = searching.number
-            left = searching.go_on(self._follower.index, self._follower.path_of, SECONDS)
+        search, left = self._search(query)
         index = self._follower.index
         return _answer({**index.page(query, search), "facets": index.facets(), "unsearched": left})
+
+    def rewards(self, request: Request) -> Response:
+        """Return the distribution of the rewards of the chains that a list shows."""
+        query = Query.parse(request.query_params)
+        search, _ = self._search(query)
+        return _answer(self._follower.index.rewards(query, search))
+
+    def _search(self, query: Query) -> tuple[int | None, int]:
+        """Search for a query's text a little further; return the search's number, and the number of chains left."""
+        if not query.text:
+            return None, 0
+        searching = self._searches.get(query.text)
+        return searching.number, searching.go_on(self._follower.index, self._follower.path_of, SECONDS)
 
     def trajectory(self, request: Request) -> Response:
         """Return everything about one chain."""
@@ -145,11 +164,17 @@ class _Answers:
         kind, data = image_of(self._chain(request), _integer(request, "message"), _integer(request, "part"))
         return _unless_known(_tag(data), data, kind, request)
 
-    def _run(self, request: Request) -> Run:
-        run = self._follower.run(request.query_params.get("run", ""))
+    def _run(self, request: Request, name: str = "run") -> Run:
+        run = self._follower.run(request.query_params.get(name, ""))
         if run is None:
             raise NotThere("no such run")
         return run
+
+    def _recipe(self, run: Run) -> str:
+        try:
+            return run.recipe()
+        except (OSError, ValueError) as error:
+            raise NotThere(f"{run.label}: its recipe cannot be read: {error}") from None
 
     def _chain(self, request: Request) -> Chain:
         run, file = (request.query_params.get(name, "") for name in ("run", "file"))

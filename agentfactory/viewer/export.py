@@ -14,6 +14,7 @@ from agentfactory.viewer.follower import Follower
 from agentfactory.viewer.query import MOST_ROWS, Query
 from agentfactory.viewer.runs import ViewError
 from agentfactory.viewer.saved_groups import task_text, texts_of
+from agentfactory.viewer.series import series_of
 from agentfactory.viewer.trajectory_page import find_chain, page_of
 
 MOST_TRAJECTORIES = 200
@@ -41,7 +42,7 @@ def export(folders: Sequence[Path], file: Path) -> str:
     state = follower.state()
     data = {
         "state": state,
-        "metrics": {run.id: {"generation": 0, "from": 0, "lines": run.lines} for run in follower.runs},
+        "metrics": {run.id: {"generation": 0, **series_of(run.lines, 0)} for run in follower.runs},
         "charts": charts(names_of(follower.runs)),
         "pages": pages,
         "texts": searched,

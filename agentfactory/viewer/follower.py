@@ -74,7 +74,13 @@ class Follower:
                 for name in run.files:
                     self.index.forget(run.id, name)
                 run.forget()
-        return any([self._read_run(run) for run in self.runs])
+        for run in self.runs:
+            self._read_part(run, run.find_files)
+            self._read_part(run, run.find_checkpoints)
+        # curves first: the page begins with them, and trajectories are many times larger
+        if any([self._read_part(run, run.follow_metrics, _BYTES_AT_ONCE) for run in self.runs]):
+            return True
+        return any([self._read_trajectories(run) for run in self.runs])
 
     def progress(self) -> dict[str, int]:
         """Return the number of bytes of trajectories that were read, and the total."""
@@ -90,6 +96,7 @@ class Follower:
                     "id": run.id,
                     "label": run.label,
                     "status": run.status(),
+                    "supervised": run.supervised,
                     "generation": run.generation,
                     "lines": len(run.lines),
                     "step": next((line["step"] for line in reversed(run.lines) if "step" in line), None),
@@ -111,11 +118,9 @@ class Follower:
             self._wake.wait(None if idle else _EVERY_SECONDS)
             self._wake.clear()
 
-    def _read_run(self, run: Run) -> bool:
-        self._read_part(run, run.find_files)
-        self._read_part(run, run.find_checkpoints)
-        read = [self._read_part(run, run.follow_metrics, _BYTES_AT_ONCE), self._read_part(run, self._read_credit, run)]
-        return any(read + [self._read_part(run, self._read_file, run, name) for name in list(run.files)])
+    def _read_trajectories(self, run: Run) -> bool:
+        read = self._read_part(run, self._read_credit, run)
+        return any([read, *(self._read_part(run, self._read_file, run, name) for name in list(run.files))])
 
     def _read_part(self, run: Run, read: Callable[..., bool | None], *given: Any) -> bool:
         """Read one part; an unreadable file is noted as a problem and does not prevent reading the others."""

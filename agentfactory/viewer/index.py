@@ -1,9 +1,10 @@
 """The index of all saved chains: the fields that a list shows and filters by, and each chain's location in its file."""
 
+import math
 import sqlite3
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentfactory.tools.messages import CallError
@@ -12,6 +13,9 @@ from agentfactory.viewer.saved_groups import calls_of, outline, task_text
 
 _PREVIEW = 240
 _FACETS = 200
+_BINS = 20
+_FAR = 1e300
+"""Rewards beyond it, such as an infinite one, have no place in a histogram."""
 
 _SCHEMA = """
 CREATE TABLE chains (
@@ -125,6 +129,24 @@ def _text(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
+def _where(query: Query, search: int | None) -> tuple[str, list[Any]]:
+    """Return a query's condition, restricted to the matches of a text search (None: not restricted), and its values."""
+    where, values = query.where()
+    if search is not None:
+        where += " AND id IN (SELECT chain FROM found WHERE search = ?)"
+        values.append(search)
+    return where, values
+
+
+def _bin_width(lowest: float, highest: float) -> float:
+    """Return a round width, of which about 20 cover the range; 0 if there is only one value."""
+    if lowest == highest:
+        return 0.0
+    rough = max((highest - lowest) / _BINS, max(abs(lowest), abs(highest)) * 1e-12)
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next((factor * power for factor in (1, 2, 5) if factor * power >= rough * (1 - 1e-9)), 10 * power)
+
+
 class Index:
     """An in-memory index, safe to use from several threads."""
 
@@ -168,10 +190,7 @@ class Index:
 
         `search` is the number of a text search, which restricts the result to its matches; None: no restriction.
         """
-        where, values = query.where()
-        if search is not None:
-            where += " AND id IN (SELECT chain FROM found WHERE search = ?)"
-            values.append(search)
+        where, values = _where(query, search)
         limits = (query.size, query.size * query.page)
         if query.by_group:
             total = f"SELECT count(*) AS total FROM (SELECT 1 FROM chains {where} GROUP BY run, file, byte)"
@@ -186,6 +205,52 @@ class Index:
             if not query.by_group:
                 row["tools"] = self._tools(chain)
         return {"total": self._read(total, values)[0]["total"], "rows": found}
+
+    def rewards(self, query: Query, search: int | None) -> dict[str, Any]:
+        """Return the distribution of the rewards of the chains that a query asks for.
+
+        `bins` has per bin and run its beginning `from`, the lowest and the highest reward in it, and the number of
+        `chains`; all bins have the same `width` (0: all rewards are equal). `steps` has the first and last step of the
+        chains in any step, and those before and after the ones asked for; `by` is what it counts: steps, or versions if
+        no step is known.
+        """
+        where, values = _where(query, search)
+        finite = f"{where} AND abs(reward) < {_FAR}"
+        (told,) = self._read(
+            f"SELECT count(*) AS scored, avg(reward) AS mean, min(reward) AS lowest, max(reward) AS highest "
+            f"FROM chains {finite}",
+            values,
+        )
+        chains = self._read(f"SELECT count(*) AS chains FROM chains {where}", values)[0]["chains"]
+        width, bins = 0.0, []
+        if told["scored"]:
+            width = _bin_width(told["lowest"], told["highest"])
+            first = math.floor(told["lowest"] / width + 1e-9) if width else 0
+            place = f"CAST(reward / {width!r} - {first} + 1e-9 AS INTEGER)" if width else "0"
+            counted = (
+                f"SELECT run, {place} AS bin, count(*) AS chains, min(reward) AS lowest, max(reward) AS highest "
+                f"FROM chains {finite} GROUP BY bin, run ORDER BY bin, run"
+            )
+            for row in self._read(counted, values):
+                told_of_bin = {name: row[name] for name in ("run", "lowest", "highest", "chains")}
+                bins.append({**told_of_bin, "from": (first + row["bin"]) * width if width else row["lowest"]})
+        by, steps = self._steps(query, search)
+        found = {"chains": chains, "scored": told["scored"], "mean": told["mean"], "width": width, "bins": bins}
+        return {"by": by, "steps": steps, **found}
+
+    def _steps(self, query: Query, search: int | None) -> tuple[str, dict[str, int | None]]:
+        for by in ("step", "version"):
+            low, high = query.ranges.get(by, (-math.inf, math.inf))
+            ranges = {name: bounds for name, bounds in query.ranges.items() if name not in (by, "reward")}
+            where, values = _where(replace(query, ranges=ranges), search)
+            (row,) = self._read(
+                f"SELECT min({by}) AS first, max({by}) AS last, max(CASE WHEN {by} < ? THEN {by} END) AS before, "
+                f"min(CASE WHEN {by} > ? THEN {by} END) AS after FROM chains {where}",
+                (low, high, *values),
+            )
+            if row["first"] is not None:
+                break
+        return by, dict(row)
 
     def _tools(self, chain: int) -> list[str]:
         return [row["tool"] for row in self._read("SELECT tool FROM used WHERE chain = ? ORDER BY tool", (chain,))]

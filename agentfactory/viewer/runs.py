@@ -58,6 +58,8 @@ class Run:
         """Credit lines by group."""
         self.best: BestCheckpoint | None = None
         """The best checkpoint by the metric that train.keep_best names, if it names one."""
+        self.supervised = False
+        """Whether the recipe is of supervised fine-tuning."""
         self._checkpoints_seen: list[tuple[str, int]] = []
 
     def forget(self) -> None:
@@ -92,7 +94,7 @@ class Run:
         return True
 
     def find_checkpoints(self) -> None:
-        """Find the best checkpoint so far."""
+        """Find the best checkpoint so far, and read what the recipe says about the run."""
         found = [path for path in self.folder.checkpoints.glob("step-*") if _CHECKPOINT.fullmatch(path.name)]
         try:
             seen = [(path.name, path.stat().st_mtime_ns) for path in [self.folder.recipe, *sorted(found)]]
@@ -101,6 +103,7 @@ class Run:
         if seen != self._checkpoints_seen:
             metric = self._setting("train", "keep_best")
             self.best = find_best(found, metric)
+            self.supervised = self._setting("train", "algorithm") == "sft"
             self._checkpoints_seen = seen
 
     def follow_metrics(self, most: int) -> bool:

@@ -3,12 +3,14 @@
 import base64
 import binascii
 import json
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from agentfactory.rollout.trajectory import Activity, Stretch
 from agentfactory.viewer.follower import Follower
 from agentfactory.viewer.index import Line
 from agentfactory.viewer.runs import Run
@@ -82,6 +84,7 @@ def page_of(follower: Follower, chain: Chain, image: Place) -> dict[str, Any]:
         "task": chain.group.get("task"),
         "messages": _messages(saved, image),
         "turn_rewards": saved.get("turn_rewards"),
+        "timeline": _timeline(saved),
         "metrics": saved.get("metrics") or {},
         "rows": rows,
         "tokenizer": texts is not None,
@@ -152,6 +155,22 @@ def _parts(content: Any, message: int, image: Place) -> list[dict[str, str]]:
             shown = str(url)
             parts.append({"text": f"[{part.get('type')} not shown: {shown[:200]}{'...' if len(shown) > 200 else ''}]"})
     return parts
+
+
+def _timeline(saved: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the stretches that can be drawn; None if the chain was saved before they were recorded."""
+    stretches = saved.get("timeline")
+    if not isinstance(stretches, list):
+        return None
+    drawn = []
+    for stretch in stretches:
+        try:
+            made = Stretch(**{**stretch, "activity": Activity(stretch["activity"])})
+            if 0 <= made.start <= made.end < math.inf and (made.turn is None or type(made.turn) is int):
+                drawn.append({**asdict(made), "name": str(made.name)})
+        except (TypeError, ValueError, KeyError):
+            continue  # of another version, or written by hand
+    return drawn
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:

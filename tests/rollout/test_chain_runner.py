@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -324,6 +325,56 @@ async def test_parallel_calls_answer_in_order(tokenizer: PreTrainedTokenizerFast
     calls = [c["id"] for c in trajectory.messages[1]["tool_calls"]]
     assert [m["tool_call_id"] for m in answers] == calls
     assert len(set(calls)) == 3
+
+
+async def test_a_chain_records_where_its_time_went(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    turns = [call("write", text="a") + "\n" + call("read"), call("burn"), call("wait")]
+    settings = {
+        "rollout": {"timeout_seconds": 1, "on_outcome": {"timeout": "keep"}},
+        "limits": {"parallel_calls": 1},
+    }
+    async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path, **settings) as (runner, _):
+        trajectory = await run_one(runner)
+    assert trajectory.outcome is Outcome.TIMEOUT
+    told = [(str(one.activity), one.turn, one.name) for one in trajectory.timeline]
+    assert told == [
+        ("setup", None, ""),
+        ("model", 0, ""),
+        ("tool", 0, "write"),
+        ("wait", 0, "read"),
+        ("tool", 0, "read"),
+        ("model", 1, ""),
+        ("tool", 1, "burn"),
+        ("model", 2, ""),
+        # the call that was cut has its time too
+        ("tool", 2, "wait"),
+        ("reward", None, ""),
+    ]
+    write, wait, read = (one for one in trajectory.timeline if one.name in ("write", "read"))
+    assert wait.start <= write.start
+    assert write.end <= wait.end <= read.start
+    assert wait.end - wait.start >= 0.01
+    for before, after in pairwise(trajectory.timeline):
+        assert 0 <= before.start <= before.end <= after.end <= trajectory.seconds + 1e-4
+    # what is in none of them is little
+    rest = trajectory.seconds - sum(one.end - one.start for one in trajectory.timeline if one.activity != "wait")
+    assert rest < 0.5
+
+
+@pytest.mark.processes
+async def test_a_chain_records_its_wait_for_an_instance(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    (tmp_path / "diary.py").write_text(TOOLS)
+    serve = {"command": sys.executable, "args": ["-m", "agentfactory.tools.serve", "diary.py:Diary"]}
+    servers = {"diary": {**serve, "isolation": "process", "pool": {"capacity": 1}}}
+    turns = [call("write", text="a"), "done"]
+    async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path, tools=[], mcp_servers=servers) as (runner, _):
+        sampling = Sampling("policy", 1.0, seed="")
+        one, other = await asyncio.gather(*(runner.run(f"c{n}", {"question": "go"}, sampling) for n in range(2)))
+    first, second = sorted((one, other), key=lambda chain: chain.seconds)
+    wait = next(stretch for stretch in second.timeline if stretch.activity == "wait")
+    assert (wait.name, wait.turn) == ("diary", None)
+    # the second one waited until the first was judged; they did not begin at quite the same moment
+    assert wait.end - wait.start > 0.9 * first.timeline[-1].end
 
 
 def hunt_script(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[int]], list[int]]:

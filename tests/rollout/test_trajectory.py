@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory, read_groups
+from agentfactory.rollout.trajectory import Activity, Group, Outcome, Row, Span, Stretch, Trajectory, read_groups
 
 
 def example() -> Group:
@@ -17,6 +17,7 @@ def example() -> Group:
     row.append_sampled([7], [-1.0], [Span("4", 0, 1)])
     chain = Trajectory("g0.0", [{"role": "user", "content": "é"}], [row], Outcome.COMPLETED, 0.5, {"success": 1.0}, 2)
     chain.turn_rewards = [0.0, 0.25]
+    chain.timeline = [Stretch(Activity.MODEL, 0.0, 0.5, 0), Stretch(Activity.SETUP, 0.0, 0.1)]
     return Group("g0", {"question": "é"}, [chain], version=3)
 
 
@@ -36,12 +37,13 @@ def test_groups_survive_their_file(tmp_path: Path) -> None:
     assert list(read_groups(tmp_path)) == [example(), example()]
 
 
-def test_lines_from_before_there_were_turn_rewards_are_read(tmp_path: Path) -> None:
+def test_lines_from_before_there_were_turn_rewards_and_times_are_read(tmp_path: Path) -> None:
     older = json.loads(example().to_json())
-    del older["trajectories"][0]["turn_rewards"]
+    del older["trajectories"][0]["turn_rewards"], older["trajectories"][0]["timeline"]
     (tmp_path / "a.jsonl").write_text(json.dumps(older) + "\n")
     (group,) = read_groups(tmp_path / "a.jsonl")
     assert group.trajectories[0].turn_rewards is None
+    assert group.trajectories[0].timeline == []
     assert group.trajectories[0].rows == example().trajectories[0].rows
 
 

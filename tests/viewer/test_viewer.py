@@ -1,6 +1,5 @@
 """The viewer in a real browser: what it draws, lists, colours and follows, and what it never runs or tells others."""
 
-import http.client
 import json
 import math
 import re
@@ -10,25 +9,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 import pytest
-from starlette.testclient import TestClient
 
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.rollout.trajectory import CREDIT_FILE, Group, read_groups
 from agentfactory.trainers.best_checkpoint import find_best
 from agentfactory.trainers.metrics import METRICS
 from agentfactory.viewer.__main__ import main
-from agentfactory.viewer.app import make_app
 from agentfactory.viewer.charts import charts
 from agentfactory.viewer.export import export
 from agentfactory.viewer.follower import Follower
 from agentfactory.viewer.growing_file import GrowingFile
+from tests.viewer.browsing import api, ask, asking, opened, run_id, viewing
 from tests.viewer.viewer_runs import (
     BEST,
     IMAGES,
@@ -45,68 +42,10 @@ from tests.viewer.viewer_runs import (
 )
 from tests.waiting import wait_for
 
-CHROMIUM = "/usr/bin/chromium"
-FLAGS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --host-resolver-rules=MAP~rebound.test~127.0.0.1"
-)
 MANY = 20_000
 
-try:
-    from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
-except ImportError:
-    sync_playwright = None
-
-
-@contextmanager
-def viewing(*runs: Path) -> Iterator[str]:
-    """The address of a viewer of these runs: the command, as a process."""
-    command = [sys.executable, "-m", "agentfactory.viewer", *map(str, runs), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            said = process.stdout.readline()
-            yield re.search(r"http://\S+", said)[0]
-        finally:
-            process.terminate()
-
-
-@pytest.fixture(scope="module")
-def browser() -> "Iterator[Browser]":
-    if sync_playwright is None:
-        pytest.skip("playwright is not installed: pip install playwright")
-    if not Path(CHROMIUM).exists():
-        pytest.skip(f"there is no {CHROMIUM}: apt-get install chromium")
-    with sync_playwright() as playwright:
-        # `~` stands for the spaces within one flag
-        flags = [flag.replace("~", " ") for flag in FLAGS.split()]
-        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
-        yield launched
-        launched.close()
-
-
-@pytest.fixture(scope="module")
-def context(browser: "Browser") -> "BrowserContext":
-    # pages of one context share the cache
-    return browser.new_context(viewport={"width": 1400, "height": 1000})
-
-
-@contextmanager
-def opened(context: "BrowserContext") -> "Iterator[Page]":
-    """A page, none of whose scripts may fail."""
-    page = context.new_page()
-    page.set_default_timeout(30_000)
-    faults: list[str] = []
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    yield page
-    page.close()
-    assert faults == []
-
-
-@pytest.fixture
-def page(context: "BrowserContext") -> "Iterator[Page]":
-    with opened(context) as page:
-        yield page
+if TYPE_CHECKING:
+    from playwright.sync_api import BrowserContext, Page
 
 
 @pytest.fixture(scope="module")
@@ -163,40 +102,6 @@ def file_page(context: "BrowserContext", exported: tuple[Path, str]) -> "Iterato
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where `asking` is used, a search is complete after one request."""
     monkeypatch.setattr("agentfactory.viewer.app.SECONDS", 60.0)
-
-
-def asking(*runs: Path) -> tuple[Follower, TestClient]:
-    """What was read of these runs, and who asks the page's server about them: without a process and a thread."""
-    follower = Follower(runs)
-    follower.read_all()
-    return follower, TestClient(make_app(follower, 8765), base_url="http://127.0.0.1:8765")
-
-
-def ask(url: str, path: str, **headers: str) -> tuple[int, bytes]:
-    """A plain request, without the normalisation that clients do."""
-    connection = http.client.HTTPConnection("127.0.0.1", urlsplit(url).port, timeout=20)
-    connection.putrequest("GET", path, skip_host="Host" in headers)
-    for name, value in headers.items():
-        connection.putheader(name.replace("_", "-"), value)
-    connection.endheaders()
-    answer = connection.getresponse()
-    return answer.status, answer.read()
-
-
-def api(url: str, path: str) -> Any:
-    """An answer; a search for text goes on with each request, until it is complete."""
-
-    def answer() -> Any:
-        status, body = ask(url, path)
-        assert status == 200, body
-        found = json.loads(body)
-        return None if found.get("unsearched") else found
-
-    return wait_for(answer)
-
-
-def run_id(url: str, label: str) -> str:
-    return next(run["id"] for run in api(url, "/api/state")["runs"] if run["label"] == label)
 
 
 def open_chain(page: "Page", url: str, name: str, options: str = "") -> None:
@@ -309,10 +214,10 @@ def test_the_list_is_filtered_sorted_and_paged_by_the_server(viewer: str, page: 
     counted("1–50 of 60 trajectories")
     page.get_by_role("button", name="next").click()
     counted("51–60 of 60 trajectories")
-    page.get_by_role("button", name="reward").click()
+    page.locator("thead").get_by_role("button", name="reward").click()
     counted("1–50 of 60 trajectories")
     assert rewards() == [0.5] * 12 + [0.375] * 12 + [0.25] * 12 + [0.125] * 12 + [0.0] * 2
-    page.get_by_role("button", name="reward").click()
+    page.locator("thead").get_by_role("button", name="reward").click()
     page.wait_for_function("() => document.querySelector('tbody td:nth-child(7)').textContent === '0'")
     assert rewards() == [0.0] * 12 + [0.125] * 12 + [0.25] * 12 + [0.375] * 12 + [0.5] * 2
     # what is asked for stands in the address
@@ -851,14 +756,13 @@ def test_figures_of_a_file_that_begins_anew_are_not_mixed_with_those_before(
     run.__dict__.pop("generation")
     run.seen = 0
     monkeypatch.setattr(run, "__class__", Restarting)
-    page: list[dict[str, int]] = [{"step": 1}, {"step": 2}]
-    generation = 0
+    known, generation, steps = 2, 0, [1, 2]
     for _ in range(2):
-        asked = {"run": run.id, "from": len(page), "generation": generation}
+        asked = {"run": run.id, "from": known, "generation": generation}
         answer = client.get("/api/metrics", params=asked).json()
-        page = [*page[: answer["from"]], *answer["lines"]]
-        generation = answer["generation"]
-    assert (generation, page) == (1, [{"step": 9}])
+        steps = [*steps[: answer["from"]], *answer["series"].get("step", {"y": []})["y"]]
+        known, generation = answer["lines"], answer["generation"]
+    assert (generation, known, steps) == (1, 1, [9])
 
 
 # ---- what is never run, and never told to others

@@ -2,7 +2,7 @@
 
 // Curves: one plot per metric, with all runs.
 
-const measured = new Map(); // run -> {generation, lines}
+const measured = new Map(); // run -> Metrics
 const KINDS = {
   train: { label: "", symbol: "circle" },
   sampled: { label: "held-out, sampled", symbol: "circle" },
@@ -32,44 +32,74 @@ function loadPlots() {
   return plots;
 }
 
-/** Get each run's new metrics; return whether there were any. */
-async function takeMetrics(state) {
-  let changed = false;
-  for (const run of state.runs) {
-    const known = measured.get(run.id) ?? { generation: 0, lines: [] };
-    measured.set(run.id, known);
-    if (known.generation === run.generation && known.lines.length >= run.lines) continue;
-    const { generation, from, lines } = await source.metrics(run.id, known.lines.length, known.generation);
-    known.lines = [...known.lines.slice(0, from), ...lines];
-    known.generation = generation;
-    changed = true;
+/** A run's metrics by name, so that a chart costs only its own points, however many others there are. */
+class Metrics {
+  constructor(generation) {
+    this.generation = generation;
+    this.lines = 0;
+    this.series = new Map(); // name -> {at: numbers of lines, y: values, lively: whether one is not 0}
+    this.places = { step: [], tokens: [], hours: [] }; // of each line, on each axis
   }
-  return changed;
+
+  /** Add an answer of the source; what another answer has added meanwhile is left out. */
+  add({ from, lines, series }) {
+    const known = this.lines;
+    if (from > known || lines <= known) return;
+    for (const [name, { at, y }] of Object.entries(series)) {
+      if (!this.series.has(name)) this.series.set(name, { at: [], y: [], lively: false });
+      const mine = this.series.get(name);
+      for (let i = at ? 0 : known - from; i < y.length; i++) {
+        const line = at ? at[i] : from + i;
+        if (line < known) continue;
+        mine.at.push(line);
+        mine.y.push(y[i]);
+        if (y[i] !== 0) mine.lively = true;
+      }
+    }
+    this.lines = lines;
+    this.placeLines(known);
+  }
+
+  placeLines(known) {
+    const { step, tokens, hours } = this.places;
+    const [steps, counts, seconds] = ["step", "tokens", "seconds/step"].map((name) => this.byLine(name));
+    for (let line = known; line < this.lines; line++) {
+      step.push(steps[line] ?? line);
+      tokens.push((tokens.at(-1) ?? 0) + (counts[line] ?? 0));
+      hours.push((hours.at(-1) ?? 0) + (seconds[line] ?? 0) / 3600);
+    }
+  }
+
+  /** The values of a metric, at the numbers of their lines. */
+  byLine(name) {
+    const values = [];
+    const { at, y } = this.series.get(name) ?? { at: [], y: [] };
+    at.forEach((line, i) => (values[line] = y[i]));
+    return values;
+  }
+
+  /** The points of one line of a chart. */
+  points({ name, per }, by) {
+    const places = this.places[by];
+    const { at, y } = this.series.get(name) ?? { at: [], y: [] };
+    if (per === undefined) return { x: at.map((line) => places[line]), y };
+    const below = this.byLine(per);
+    const kept = at.map((line, i) => [line, y[i]]).filter(([line]) => below[line] > 0);
+    return { x: kept.map(([line]) => places[line]), y: kept.map(([line, value]) => value / below[line]) };
+  }
 }
 
-/** The position of each line of a run on the axis `by`. */
-function positions(lines, by) {
-  let sum = 0;
-  return lines.map((line, number) => {
-    if (by === "tokens") return (sum += line.tokens ?? 0);
-    if (by === "hours") return (sum += (line["seconds/step"] ?? 0) / 3600);
-    return line.step ?? number;
-  });
-}
-
-/** The points of one line of a chart. */
-function pointsOf(run, { name, per }, by) {
-  const { lines } = measured.get(run);
-  const at = positions(lines, by);
-  const x = [];
-  const y = [];
-  lines.forEach((line, number) => {
-    const value = per === undefined ? line[name] : line[per] > 0 ? line[name] / line[per] : undefined;
-    if (typeof value !== "number") return;
-    x.push(at[number]);
-    y.push(value);
-  });
-  return { x, y };
+/** Get the new metrics of all runs; return whether there were any. */
+async function takeMetrics(state) {
+  const changed = await Promise.all(state.runs.map(async (run) => {
+    const known = measured.get(run.id);
+    if (known && known.generation === run.generation && known.lines >= run.lines) return false;
+    const answer = await source.metrics(run.id, known?.lines ?? 0, known?.generation ?? 0);
+    if (measured.get(run.id)?.generation !== answer.generation) measured.set(run.id, new Metrics(answer.generation));
+    measured.get(run.id).add(answer);
+    return true;
+  }));
+  return changed.includes(true);
 }
 
 /** Reduce to about MOST_POINTS: keep the lowest and highest point of each stretch, so that no peak is lost. */
@@ -111,11 +141,11 @@ function tracesOf(chart, runs, { by, smoothing }) {
   for (const run of runs) {
     for (const line of chart.lines) {
       const kind = KINDS[line.kind];
-      const points = pointsOf(run.id, line, by);
+      const points = measured.get(run.id).points(line, by);
       if (!points.x.length) continue;
       const name = plain(kind.label ? `${run.label}, ${kind.label}` : run.label);
       const colour = colourOf(run.id);
-      const common = { type: "scatter", name, hovertemplate: `%{y:.4~g}<extra>${name}</extra>` };
+      const common = { type: "scatter", name, meta: run.id, hovertemplate: `%{y:.4~g}<extra>${name}</extra>` };
       if (line.kind !== "train" || points.x.length === 1) {
         const marker = { symbol: kind.symbol, size: 7, color: colour, line: { color: colour, width: 1.5 } };
         traces.push({ ...common, ...points, mode: "lines+markers", marker, line: { color: colour, width: 1, dash: "dot" } });
@@ -134,20 +164,21 @@ function tracesOf(chart, runs, { by, smoothing }) {
 
 /** A step's seconds by activity, as areas; for many steps, means. */
 function timeTraces(run, by) {
-  const { lines } = measured.get(run);
-  const at = positions(lines, by);
-  const steps = lines.map((line, number) => [line, at[number]]).filter(([line]) => line["seconds/step"] > 0);
+  const metrics = measured.get(run);
+  const { at, y } = metrics.series.get("seconds/step");
+  const values = new Map(TIME_PARTS.map(([name]) => [name, metrics.byLine(name)]).concat([["seconds/step", metrics.byLine("seconds/step")]]));
+  const steps = at.filter((_, i) => y[i] > 0);
   const stretch = Math.ceil(steps.length / 300);
   const buckets = [];
   for (let start = 0; start < steps.length; start += stretch) buckets.push(steps.slice(start, start + stretch));
-  const mean = (bucket, name) => bucket.reduce((sum, [line]) => sum + (line[name] ?? 0), 0) / bucket.length;
-  const x = buckets.map((bucket) => bucket[0][1]);
+  const mean = (bucket, name) => bucket.reduce((sum, line) => sum + (values.get(name)[line] ?? 0), 0) / bucket.length;
+  const x = buckets.map((bucket) => metrics.places[by][bucket[0]]);
   const rest = buckets.map((bucket) => mean(bucket, "seconds/step"));
   const traces = [];
   const add = (label, colour, y) => traces.push({ type: "scatter", mode: "lines", stackgroup: "time", name: label,
     x, y, fillcolor: colour, line: { color: colour, width: 0.5 }, hovertemplate: `%{y:.3~g} s<extra>${label}</extra>` });
   for (const [name, label, colour] of TIME_PARTS) {
-    if (!steps.some(([line]) => line[name] > 0)) continue;
+    if (!steps.some((line) => values.get(name)[line] > 0)) continue;
     const y = buckets.map((bucket) => mean(bucket, name));
     y.forEach((value, i) => (rest[i] -= value));
     add(label, colour, y);
@@ -168,6 +199,7 @@ function layoutOf(by, legend) {
     font: { family: "system-ui, sans-serif", color: styled("--muted") },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: styled("--muted"), activecolor: styled("--text") },
     hovermode: "x unified",
+    dragmode: PHONE.matches ? false : "zoom",
     hoverlabel: { bgcolor: styled("--raised"), bordercolor: styled("--line"), font: { size: 12, color: styled("--text") } },
     showlegend: legend,
     legend: { orientation: "h", y: -0.25, font: { size: 11 } },
@@ -178,6 +210,7 @@ function layoutOf(by, legend) {
 }
 
 const PLOT = { responsive: true, displaylogo: false, modeBarButtons: [["toImage", "resetScale2d"]] };
+const PHONE = matchMedia("(max-width: 640px)"); // there, a drag scrolls the page
 
 class CurvesPage {
   constructor() {
@@ -186,6 +219,7 @@ class CurvesPage {
     this.chosen = [];
     this.opened = new Set(); // sections whose empty charts are shown
     this.cards = new Map();
+    this.undrawn = new Set();
     this.names = 0;
     this.charts = { sections: [], others: [] };
   }
@@ -196,7 +230,7 @@ class CurvesPage {
     this.built = "";
     this.observer?.disconnect();
     this.observer = new IntersectionObserver((entries) => this.onSeen(entries), { rootMargin: "300px" });
-    this.body = make("div");
+    this.body = make("div", {}, loadingCards());
     const by = make("select", { "aria-label": "horizontal axis", on: { change: () => this.redraw({ by: by.value }) } },
       ...["step", "tokens", "hours"].map((name) => make("option", { value: name, selected: name === this.by }, `by ${name}`)));
     const smoothing = make("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: this.smoothing,
@@ -207,8 +241,8 @@ class CurvesPage {
     page.replaceChildren(
       make("div", { class: "bar" }, this.finder, this.nameList, make("label", {}, by),
         make("label", {}, "smoothing ", smoothing),
-        ...["— training", "● held-out, sampled", "◇ held-out, greedy", "drag zooms in, a double click resets"].map((text) =>
-          make("span", { class: "note" }, text))),
+        ...["— training", "● held-out, sampled", "◇ held-out, greedy"].map((text) => make("span", { class: "note" }, text)),
+        make("span", { class: "note no-phone" }, "drag: zoom, double click: reset, click: the step's trajectories")),
       this.body,
     );
     return this.update(lastState);
@@ -217,11 +251,10 @@ class CurvesPage {
   async update(state) {
     if (!state) return;
     const [changed] = await Promise.all([takeMetrics(state), loadPlots()]);
-    const names = new Set();
-    for (const { lines } of measured.values()) for (const line of lines) for (const name in line) names.add(name);
-    if (names.size !== this.names) {
+    const names = new Set([...measured.values()].flatMap(({ series }) => [...series.keys()])).size;
+    if (names !== this.names) {
       this.charts = await source.charts();
-      this.names = names.size;
+      this.names = names;
     }
     if (current !== this) return;
     if (changed || !this.built) this.build();
@@ -232,10 +265,28 @@ class CurvesPage {
     this.build();
   }
 
+  /** The charts of the server's sections and others, as far as these runs have measured something for them. */
+  measuredBy(runs, charts) {
+    const named = new Set(runs.flatMap((run) => [...(measured.get(run.id)?.series.keys() ?? [])]));
+    return charts.filter((chart) => chart.lines.some((line) => named.has(line.name)));
+  }
+
+  /** Supervised stages have steps, losses and speeds of another size than RL: their charts are separate ones. */
+  supervised() {
+    const runs = lastState.runs.filter((run) => run.supervised);
+    const charts = this.measuredBy(runs, [...this.charts.sections.flatMap((section) => section.charts), ...this.charts.others]);
+    return charts.sort((a, b) => (b.key === "loss") - (a.key === "loss"))
+      .map((chart) => ({ ...chart, key: `${chart.key} (SFT)`, supervised: true }));
+  }
+
+  reinforced(charts) {
+    return this.measuredBy(lastState.runs.filter((run) => !run.supervised), charts);
+  }
+
   /** All charts, by key. */
   all() {
-    return new Map([...this.charts.sections.flatMap((section) => section.charts), ...this.charts.others]
-      .map((chart) => [chart.key, chart]));
+    const charts = this.reinforced([...this.charts.sections.flatMap((section) => section.charts), ...this.charts.others]);
+    return new Map([...charts, ...this.supervised()].map((chart) => [chart.key, chart]));
   }
 
   choose() {
@@ -254,20 +305,21 @@ class CurvesPage {
       return [{ title: `Found: ${found.length}`, charts: found, whole: true }];
     }
     const chosen = this.chosen.filter((key) => all.has(key)).map((key) => ({ ...all.get(key), chosen: true }));
-    const sections = this.charts.sections.map(({ title, charts }) => ({ title, charts: [...charts] }));
-    const times = shownRuns().filter((run) => measured.get(run.id)?.lines.some((line) => line["seconds/step"] > 0));
-    sections.find(({ title }) => title === "Speed")?.charts.unshift(...times.map((run) => ({
-      key: `time of ${run.id}`, run: run.id, title: `where a step's time goes: ${run.label}`, unit: "s", lines: [],
-      meaning: "seconds of a step by what they went into; rest is what no other figure measures, such as scoring",
-    })));
-    return [...(chosen.length ? [{ title: "Chosen", charts: chosen, whole: true }] : []), ...sections];
+    const sections = this.charts.sections.map(({ title, charts }) => ({ title, charts: this.reinforced(charts) }));
+    sections.push({ title: "Supervised fine-tuning", charts: this.supervised() });
+    for (const run of shownRuns().filter(({ id }) => measured.get(id)?.series.get("seconds/step")?.lively)) {
+      sections.find(({ title }) => title === (run.supervised ? "Supervised fine-tuning" : "Speed")).charts.push({
+        key: `time of ${run.id}`, run: run.id, title: `where a step's time goes: ${run.label}`, unit: "s", lines: [],
+        meaning: "seconds of a step by what they went into; rest is what no other figure measures, such as scoring",
+      });
+    }
+    return [...(chosen.length ? [{ title: "Chosen", charts: chosen, whole: true }] : []), ...sections.filter(({ charts }) => charts.length)];
   }
 
   /** Lay out the current charts, and draw those that are visible. */
   build() {
-    const runs = shownRuns();
     const sections = this.sections().map((section) => ({ ...section, charts: section.charts.map((chart) => ({
-      ...chart, dull: !section.whole && !chart.run && this.isDull(chart, runs) })) }));
+      ...chart, dull: !section.whole && !chart.run && this.isDull(chart) })) }));
     const layout = JSON.stringify([sections.map(({ title, charts }) => [title, charts.map((c) => [c.key, c.dull])]),
       [...this.opened]]);
     if (layout !== this.built) {
@@ -282,8 +334,13 @@ class CurvesPage {
     for (const card of this.cards.values()) if (card.seen) this.draw(card);
   }
 
-  isDull(chart, runs) {
-    return runs.every((run) => chart.lines.every((line) => pointsOf(run.id, line, "step").y.every((y) => y === 0)));
+  isDull(chart) {
+    return !this.runsOf(chart).some((run) => chart.lines.some((line) => measured.get(run.id).series.get(line.name)?.lively));
+  }
+
+  /** The shown runs whose values a chart draws. */
+  runsOf(chart) {
+    return shownRuns().filter((run) => measured.has(run.id) && run.supervised === Boolean(chart.supervised));
   }
 
   section({ title, charts }) {
@@ -313,7 +370,10 @@ class CurvesPage {
     const title = make("h3", { tabindex: 0, on: {
       mousemove: (event) => showTip(about, event),
       mouseleave: () => showTip(null),
-    } }, chart.title, chart.unit ? make("span", { class: "unit" }, chart.unit) : null);
+      focus: (event) => showTip(about, event),
+      blur: () => showTip(null),
+    } }, chart.title, chart.unit ? make("span", { class: "unit" }, chart.unit) : null,
+      chart.supervised ? [" ", make("span", { class: "unit" }, "SFT")] : null);
     const element = make("article", { class: "card", data: { chart: chart.key } },
       make("div", { class: "card-head" }, title, drop), plot);
     const card = { chart, plot, element, seen: false };
@@ -327,14 +387,34 @@ class CurvesPage {
       const card = this.cards.get(entry.target);
       if (!card) continue;
       card.seen = entry.isIntersecting;
-      if (card.seen) this.draw(card);
+      if (card.seen) this.undrawn.add(card);
     }
+    this.drawNext();
+  }
+
+  /** Draw one plot per frame, so that the first one does not wait for the others, and the page stays responsive. */
+  drawNext() {
+    const [card] = this.undrawn;
+    if (!card) return;
+    this.undrawn.delete(card);
+    if (card.seen && this.cards.has(card.element)) this.draw(card);
+    requestAnimationFrame(() => this.drawNext());
   }
 
   draw({ chart, plot }) {
-    const runs = shownRuns().filter((run) => measured.has(run.id));
-    const traces = chart.run ? timeTraces(chart.run, this.by) : tracesOf(chart, runs, this);
-    Plotly.react(plot, traces, layoutOf(this.by, Boolean(chart.run)), PLOT);
+    const traces = chart.run ? timeTraces(chart.run, this.by) : tracesOf(chart, this.runsOf(chart), this);
+    Plotly.react(plot, traces, layoutOf(this.by, Boolean(chart.run)), { ...PLOT, displayModeBar: PHONE.matches ? false : "hover" });
+    // Plotly gives the element its `on` with the first drawing
+    if (!plot.clickable) plot.on("plotly_click", ({ points }) => this.openStep(points[0]));
+    plot.clickable = true;
+  }
+
+  /** Show the trajectories of a step of training. */
+  openStep({ x, data }) {
+    const run = lastState.runs.find(({ id }) => id === data.meta);
+    if (this.by === "step" && run && !run.supervised && data.line.dash !== "dot") {
+      location.hash = `#/trajectories?${new URLSearchParams({ run: run.id, source: "train", step_min: x, step_max: x })}`;
+    }
   }
 
   leave() {

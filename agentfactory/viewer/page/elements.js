@@ -19,6 +19,17 @@ function make(tag, attributes = {}, ...children) {
   return element;
 }
 
+/** Says that something is being loaded. */
+function loadingSign(what) {
+  return make("p", { class: "loading", role: "status" }, make("span", { class: "spinner", "aria-hidden": "true" }), `Loading ${what} …`);
+}
+
+/** The same, with the outlines of the charts to come. */
+function loadingCards() {
+  const cards = Array.from({ length: 6 }, () => make("div", { class: "card outline" }));
+  return [loadingSign("curves"), make("div", { class: "charts", "aria-hidden": "true" }, ...cards)];
+}
+
 /** A number for people: four digits, or a dash for none. */
 function figure(value) {
   if (value === null || value === undefined) return "–";
@@ -62,15 +73,17 @@ function later(milliseconds, action) {
 
 const tip = document.getElementById("tip");
 
-/** Show `content` next to the pointer; null hides it. */
+/** Show `content` next to the pointer, or below the element that has the focus; null hides it. */
 function showTip(content, event) {
   tip.hidden = content === null;
   if (content === null) return;
   tip.replaceChildren(content);
   const { innerWidth, innerHeight } = window;
-  const left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8);
-  const below = event.clientY + 18;
-  const top = below + tip.offsetHeight < innerHeight ? below : event.clientY - tip.offsetHeight - 10;
+  const box = event.target.getBoundingClientRect();
+  const [x, y] = event.clientX === undefined ? [box.left, box.bottom - 12] : [event.clientX, event.clientY];
+  const left = Math.min(x + 14, innerWidth - tip.offsetWidth - 8);
+  const below = y + 18;
+  const top = below + tip.offsetHeight < innerHeight ? below : y - tip.offsetHeight - 10;
   tip.style.left = `${Math.max(4, left)}px`;
   tip.style.top = `${Math.max(4, top)}px`;
 }

@@ -58,9 +58,10 @@ class ListPage {
     this.choices = {};
     this.form = make("form", { class: "bar filters", on: { submit: (event) => event.preventDefault() } }, ...this.fields());
     this.count = make("span", { class: "count", "aria-live": "polite" });
-    this.table = make("table", { class: "list" });
+    this.table = make("table", { class: "list" }, make("caption", {}, loadingSign("trajectories")));
     this.pager = make("div", { class: "pager" });
-    page.replaceChildren(this.form, make("div", { class: "scroll" }, this.table), this.pager);
+    this.rewards = new RewardsPanel((change) => this.goTo(change));
+    page.replaceChildren(this.form, this.rewards.element, make("div", { class: "scroll" }, this.table), this.pager);
     return this.load();
   }
 
@@ -79,8 +80,14 @@ class ListPage {
     const group = this.query.group
       ? make("button", { class: "chip", type: "button", on: { click: () => this.change({ group: "" }) } }, `group ${this.query.group} ×`)
       : null;
+    // on a phone the other filters wait behind a button
+    const more = make("button", { class: "more", type: "button", "aria-expanded": "false", on: { click: () => {
+      const open = this.form.classList.toggle("open");
+      more.setAttribute("aria-expanded", String(open));
+    } } }, "filters");
     return [
       select("view", "trajectories", [["groups", "groups"]]),
+      more,
       select("run", "all runs", []),
       select("source", "from anywhere", []),
       select("outcome", "any outcome", []),
@@ -130,6 +137,12 @@ class ListPage {
     return this.load();
   }
 
+  /** The same for a change that the form has fields for. */
+  goTo(change) {
+    for (const [name, value] of Object.entries(change)) if (this.form.elements[name]) this.form.elements[name].value = value;
+    return this.go(change);
+  }
+
   update() {
     return this.load();
   }
@@ -150,6 +163,7 @@ class ListPage {
     const shown = JSON.stringify([query, answer.rows, answer.total, answer.unsearched]);
     if (shown !== this.shown) this.draw(answer);
     this.shown = shown;
+    if (!answer.unsearched) this.rewards.load(query);
     if (answer.unsearched) setTimeout(() => query === this.query && current === this && this.load(), 20);
   }
 
@@ -178,7 +192,7 @@ class ListPage {
       if (column.cell) return column.cell(row, this);
       const value = row[column.figure];
       const text = column.digits !== undefined && value !== null ? value.toFixed(column.digits) : figure(value);
-      return make("td", { class: "figure" }, text);
+      return make("td", { class: "figure", data: { title: column.title } }, text);
     };
     const body = rows.map((row) => make("tr", { on: { click: (event) => {
       // a click on the row opens its link

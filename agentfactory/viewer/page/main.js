@@ -4,7 +4,8 @@
 
 let lastState = null;
 const hidden = new Set();
-const pages = { curves: new CurvesPage(), trajectories: new ListPage(), trajectory: new TrajectoryPage(), run: new RunPage() };
+const pages = { curves: new CurvesPage(), trajectories: new ListPage(), trajectory: new TrajectoryPage(), run: new RunPage(),
+  recipes: new RecipesPage() };
 let current = null;
 
 /** The runs to show curves of. */
@@ -59,8 +60,8 @@ async function follow() {
     if (state) {
       lastState = state;
       state.runs.forEach((run) => colourOf(run.id)); // in order, regardless of which one a page draws first
-      await (current ? current.update(state) : route());
       drawRuns(state);
+      await (current ? current.update(state) : route());
     }
     const { read, total } = lastState?.progress ?? { read: 0, total: 0 };
     drawStatus(!source.followed ? "exported" : read < total ? `reading trajectories, ${Math.floor((100 * read) / total)} %` : "live");
@@ -72,6 +73,8 @@ async function follow() {
   if (source.followed) setTimeout(follow, lastState && lastState.progress.read < lastState.progress.total ? 200 : 600);
 }
 
+// an exported file has no recipes
+document.getElementById("recipes").hidden = !source.followed;
 addEventListener("hashchange", route);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => current === pages.curves && pages.curves.redraw());
 follow();

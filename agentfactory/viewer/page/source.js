@@ -36,6 +36,12 @@ const server = {
   list(query) {
     return this.get("api/trajectories", query);
   },
+  rewards(query) {
+    return this.get("api/rewards", query);
+  },
+  recipes(run, other) {
+    return this.get("api/recipes", { run, other });
+  },
   trajectory(run, file, byte, place) {
     return this.get("api/trajectory", { run, file, byte, place });
   },
@@ -112,6 +118,22 @@ function fileSource(data) {
     return { total: rows.length, rows: rows.slice(start, start + size), facets, unsearched: 0 };
   }
 
+  function rewards(query) {
+    const { by, steps } = stepsOf(query, "step").steps.first === null ? stepsOf(query, "version") : stepsOf(query, "step");
+    return { by, steps, ...rewardBins(facts.filter((row, number) => matches(row, number, query))) };
+  }
+
+  /** The first and last step, and those next to the ones asked for. */
+  function stepsOf(query, by) {
+    const anyStep = { ...query, reward_min: "", reward_max: "", [`${by}_min`]: "", [`${by}_max`]: "" };
+    const known = facts.filter((row, number) => row[by] !== null && matches(row, number, anyStep)).map((row) => row[by]);
+    const among = (values, most) => (values.length ? values.reduce((a, b) => (most ? Math.max(a, b) : Math.min(a, b))) : null);
+    const low = query[`${by}_min`] ? Number(query[`${by}_min`]) : -Infinity;
+    const high = query[`${by}_max`] ? Number(query[`${by}_max`]) : Infinity;
+    return { by, steps: { first: among(known, false), last: among(known, true),
+      before: among(known.filter((step) => step < low), true), after: among(known.filter((step) => step > high), false) } };
+  }
+
   return {
     followed: false,
     held: data.pages.length,
@@ -128,6 +150,9 @@ function fileSource(data) {
     },
     async list(query) {
       return list(query);
+    },
+    async rewards(query) {
+      return rewards(query);
     },
     async trajectory(run, file, byte, place) {
       const found = data.pages.find(({ facts: row }) =>

@@ -7,9 +7,11 @@ class TrajectoryPage {
     this.page = page;
     this.parameters = parameters;
     const [run, file, byte, number] = place.map(decodeURIComponent);
+    // a page that comes at once replaces the one before it without a flicker
+    const slow = setTimeout(() => this.isShown(parameters) && page.replaceChildren(loadingSign("the trajectory")), 150);
     let data;
     try {
-      data = await source.trajectory(run, file, byte, number);
+      data = await source.trajectory(run, file, byte, number).finally(() => clearTimeout(slow));
     } catch (error) {
       if (this.isShown(parameters)) page.replaceChildren(make("p", { class: "empty" }, error.message));
       return;
@@ -44,7 +46,7 @@ class TrajectoryPage {
   }
 
   open(tab) {
-    const tabs = { conversation: () => this.conversation(), tokens: () => this.tokens(), task: () => this.task() };
+    const tabs = { conversation: () => this.conversation(), tokens: () => this.tokens(), time: () => this.time(), task: () => this.task() };
     const chosen = tabs[tab] ? tab : "conversation";
     this.tabs.replaceChildren(...Object.keys(tabs).map((name) => make("button", {
       role: "tab", "aria-selected": String(name === chosen), on: { click: () => {
@@ -69,6 +71,16 @@ class TrajectoryPage {
     const view = new TokenView(this.data, this.parameters.get("colour"), (colour) => this.note({ colour }));
     view.colour();
     return view.element;
+  }
+
+  time() {
+    return new Waterfall(this.data, (turn) => {
+      this.note({ tab: "conversation" });
+      this.open("conversation");
+      const message = this.pane.querySelector(`[data-turn="${turn}"]`);
+      message?.focus();
+      message?.scrollIntoView({ block: "center" });
+    }).element;
   }
 
   task() {
@@ -112,7 +124,7 @@ function messageCard(message, rewards) {
   const { role, name, parts, reasoning, calls, info, turn } = message;
   const spoken = turn !== undefined && turn >= 0;
   const unit = (text) => [" ", make("span", { class: "unit" }, text)];
-  return make("article", { class: `message ${role}` },
+  return make("article", { class: `message ${role}`, tabindex: spoken ? -1 : null, data: spoken ? { turn } : {} },
     make("h4", {}, name ? `${role}: ${name}` : role, spoken ? unit(`turn ${turn + 1}`) : [],
       spoken && rewards ? unit(`reward ${figure(rewards[turn])}`) : []),
     reasoning ? make("details", {}, make("summary", {}, "reasoning"), make("div", { class: "text" }, reasoning)) : null,
@@ -165,7 +177,8 @@ class RunPage {
         [make("dt", {}, name), make("dd", {}, value)]))),
       panel("Summary", Object.keys(summary).length ? make("pre", {}, JSON.stringify(summary, null, 2))
         : make("p", { class: "note" }, "It is written when the run has ended.")),
-      panel("Recipe", make("pre", {}, recipe)),
+      panel("Recipe", lastState.runs.length > 1 ? make("p", {}, make("a", { href: `#/recipes/${this.run}` }, "what differs from another run's")) : "",
+        make("pre", {}, recipe)),
     ].filter(Boolean);
   }
 

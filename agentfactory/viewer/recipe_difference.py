@@ -1,0 +1,61 @@
+"""What differs between two resolved recipes, key by key."""
+
+import json
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import Any
+
+import yaml
+
+_MISSING = object()
+
+
+def difference(one: str, other: str) -> dict[str, Any]:
+    """Compare two recipes (YAML). `rows` has the `key` of every setting that differs, such as `train.learning_rate`,
+    and its two `values` as text, None where a recipe lacks it; `same` is the number of settings that are equal.
+
+    A section that only one recipe has is one setting, and so is a recipe that is not YAML.
+    """
+    pairs = [(key, _text(mine), _text(theirs)) for key, mine, theirs in _pairs("", _parsed(one), _parsed(other))]
+    rows = [{"key": key, "values": [mine, theirs]} for key, mine, theirs in pairs if mine != theirs]
+    return {"rows": rows, "same": len(pairs) - len(rows)}
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _pairs(key: str, mine: Any, theirs: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the key and the two values of each setting."""
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        parts = [(name, mine.get(name, _MISSING), theirs.get(name, _MISSING)) for name in {**mine, **theirs}]
+    elif _has_sections(mine) and _has_sections(theirs):
+        parts = [(number, *pair) for number, pair in enumerate(zip_longest(mine, theirs, fillvalue=_MISSING))]
+    else:
+        yield key, mine, theirs
+        return
+    for name, *values in parts:
+        yield from _pairs(f"{key}.{name}" if key else str(name), *values)
+
+
+def _has_sections(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(part, dict) for part in value)
+
+
+def _text(value: Any) -> str | None:
+    """Return a value as a recipe would have it; a text that looks like another value is quoted."""
+    if value is _MISSING:
+        return None
+    if value and (isinstance(value, dict) or _has_sections(value)):
+        # what is null in a section says nothing when the other recipe lacks the section
+        shown = {name: part for name, part in value.items() if part is not None} if isinstance(value, dict) else value
+        return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).strip()
+    if isinstance(value, str):
+        try:
+            json.loads(value)
+        except ValueError:
+            return value
+    return json.dumps(value, ensure_ascii=False, default=str)

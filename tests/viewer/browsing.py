@@ -1,0 +1,80 @@
+"""A viewer as a process, its answers, and pages of a real browser."""
+
+import http.client
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from starlette.testclient import TestClient
+
+from agentfactory.viewer.app import make_app
+from agentfactory.viewer.follower import Follower
+from tests.waiting import wait_for
+
+if TYPE_CHECKING:
+    from playwright.sync_api import BrowserContext, Page
+
+
+@contextmanager
+def viewing(*runs: Path) -> Iterator[str]:
+    """The address of a viewer of these runs: the command, as a process."""
+    command = [sys.executable, "-m", "agentfactory.viewer", *map(str, runs), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            yield re.search(r"http://\S+", said)[0]
+        finally:
+            process.terminate()
+
+
+@contextmanager
+def opened(context: "BrowserContext") -> "Iterator[Page]":
+    """A page, none of whose scripts may fail."""
+    page = context.new_page()
+    page.set_default_timeout(30_000)
+    faults: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    yield page
+    page.close()
+    assert faults == []
+
+
+def asking(*runs: Path) -> tuple[Follower, TestClient]:
+    """What was read of these runs, and who asks the page's server about them: without a process and a thread."""
+    follower = Follower(runs)
+    follower.read_all()
+    return follower, TestClient(make_app(follower, 8765), base_url="http://127.0.0.1:8765")
+
+
+def ask(url: str, path: str, **headers: str) -> tuple[int, bytes]:
+    """A plain request, without the normalisation that clients do."""
+    connection = http.client.HTTPConnection("127.0.0.1", urlsplit(url).port, timeout=20)
+    connection.putrequest("GET", path, skip_host="Host" in headers)
+    for name, value in headers.items():
+        connection.putheader(name.replace("_", "-"), value)
+    connection.endheaders()
+    answer = connection.getresponse()
+    return answer.status, answer.read()
+
+
+def api(url: str, path: str) -> Any:
+    """An answer; a search for text goes on with each request, until it is complete."""
+
+    def answer() -> Any:
+        status, body = ask(url, path)
+        assert status == 200, body
+        found = json.loads(body)
+        return None if found.get("unsearched") else found
+
+    return wait_for(answer)
+
+
+def run_id(url: str, label: str) -> str:
+    return next(run["id"] for run in api(url, "/api/state")["runs"] if run["label"] == label)

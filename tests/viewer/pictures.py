@@ -1,0 +1,82 @@
+"""`python -m tests.viewer.pictures QUICKSTART OTHER`: takes the pictures of docs/viewer.md, of two such runs."""
+
+import sys
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from playwright.sync_api import Page, sync_playwright
+
+from tests.viewer.browsing import api, viewing
+from tests.viewer.conftest import CHROMIUM
+from tests.waiting import wait_for
+
+DOCS = Path(__file__).parents[2] / "docs"
+PHONE = (390, 800)
+GAP = 16
+
+
+def picture(page: Page, url: str, place: str, there: str) -> Image.Image:
+    """What the window shows at a place of the page, when it is there."""
+    page.goto("about:blank")
+    page.goto(url + place)
+    page.locator(there).first.wait_for(state="attached")
+    page.wait_for_timeout(1500)
+    if "tab=tokens" in place:
+        page.locator(".tokens .sampled").last.scroll_into_view_if_needed()
+    return Image.open(BytesIO(page.screenshot()))
+
+
+def save(image: Image.Image, name: str) -> None:
+    """Write a picture with few colours, which is a small file."""
+    image.convert("RGB").quantize(255, dither=Image.Dither.NONE).save(DOCS / f"viewer-{name}.png", optimize=True)
+
+
+def beside(images: list[Image.Image]) -> Image.Image:
+    """The images next to each other."""
+    width = sum(image.width + GAP for image in images) + GAP
+    whole = Image.new("RGB", (width, images[0].height + 2 * GAP), "#d5dae2")
+    left = GAP
+    for image in images:
+        whole.paste(image, (left, GAP))
+        left += image.width + GAP
+    return whole
+
+
+def main(folders: list[Path]) -> None:
+    """Take all pictures."""
+    with viewing(*folders) as url, sync_playwright() as playwright:
+
+        def finished() -> Any:
+            state = api(url, "/api/state")
+            return state["progress"]["read"] == state["progress"]["total"] and state
+
+        runs = [run["id"] for run in wait_for(finished)["runs"] if not run["supervised"]]
+
+        def chain(query: str) -> str:
+            row = api(url, f"/api/trajectories?source=train&{query}")["rows"][0]
+            return f"#/trajectory/{row['run']}/{row['file']}/{row['byte']}/{row['place']}"
+
+        curves = ("#/curves", '[data-chart="reward"] .trace')
+        hunt = chain(f"run={runs[1]}&sort=turns")
+        time = (f"{hunt}?tab=time", ".bars .stretch")
+        recipes = (f"#/recipes/{runs[0]}/{runs[1]}", ".difference td")
+        step = ("#/trajectories?source=train&step_min=12&step_max=12&sort=reward", "#rewards .bin-part")
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page(viewport={"width": 1400, "height": 820})
+        save(picture(page, url, *curves), "curves")
+        save(picture(page, url, "#/trajectories?tool=move&outcome=completed&sort=turns", "tbody tr"), "list")
+        tokens = chain(f"run={runs[0]}&step_max=20&reward_max=0.9&sort=reward") + "?tab=tokens&colour=advantage"
+        save(picture(page, url, tokens, ".tokens span"), "tokens")
+        save(picture(page, url, *time), "time")
+        page.set_viewport_size({"width": 1400, "height": 540})
+        save(picture(page, url, *step), "rewards")
+        save(picture(page, url, *recipes), "recipes")
+        phone = browser.new_context(viewport={"width": PHONE[0], "height": PHONE[1]}, is_mobile=True).new_page()
+        save(beside([picture(phone, url, *place) for place in (curves, step, time, recipes)]), "phone")
+        browser.close()
+
+
+if __name__ == "__main__":
+    main([Path(name) for name in sys.argv[1:]])

@@ -1,0 +1,609 @@
+"""The viewer's views of time, rewards, stages and recipes, while they load, on a phone, and for runs of every age."""
+
+import json
+import math
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from agentfactory.launching.run_folder import RunFolder
+from agentfactory.rollout.trajectory import Activity, Group, Outcome, Stretch
+from agentfactory.viewer.export import export
+from agentfactory.viewer.index import Index, rows_of
+from agentfactory.viewer.query import Query
+from agentfactory.viewer.recipe_difference import difference
+from agentfactory.viewer.series import series_of
+from tests.viewer.browsing import api, asking, opened, run_id, viewing
+from tests.viewer.viewer_runs import NASTY, called, chain, credit, many_chains, sampled_row, tokenizer
+from tests.waiting import wait_for
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, Page
+
+STEPS = 20
+RECIPE = {
+    "name": "staged",
+    "tools": ["hunt.py:Hunt"],
+    "rollout": {"group_size": 4, "system_prompt": NASTY},
+    "train": {"algorithm": "grpo", "learning_rate": 1e-5},
+    "eval": {"data": None},
+}
+TIMELINE = [
+    Stretch(Activity.WAIT, 0.0, 0.5, None, "hunt"),
+    Stretch(Activity.SETUP, 0.0, 1.0),
+    Stretch(Activity.MODEL, 1.0, 3.0, 0),
+    # two calls at once, and one that waits for its start
+    Stretch(Activity.TOOL, 3.0, 5.0, 0, "look"),
+    Stretch(Activity.WAIT, 3.0, 4.0, 0, NASTY),
+    Stretch(Activity.TOOL, 4.0, 6.0, 0, NASTY),
+    Stretch(Activity.MODEL, 6.0, 9.0, 1),
+    Stretch(Activity.REWARD, 9.0, 9.5),
+]
+LONG_NAME = "a_tool_with_a_name_that_no_phone_has_room_for_" * 4
+
+
+def staged_run(folder: Path) -> RunFolder:
+    """A supervised stage of many large steps, and one of RL with few small ones; every fourth chain gets a reward."""
+    whole = RunFolder.create(folder, yaml.safe_dump({"stages": [{"name": "sft"}, {"name": "grpo"}]}))
+    sft = RunFolder.create(folder / "sft", yaml.safe_dump({**RECIPE, "train": {"algorithm": "sft"}}))
+    for step in range(1, 301):
+        sft.log({"step": step, "loss": 600.0 / step, "tokens": 5000, "seconds/step": 0.5})
+    grpo = RunFolder.create(folder / "grpo", yaml.safe_dump(RECIPE))
+    ids = tokenizer()
+    lines, credits = [], []
+    for step in range(1, STEPS + 1):
+        grpo.log({"step": step, "loss": -0.01, "reward": step / STEPS, "tokens": 50, "seconds/step": 2.0})
+        members = [_chain(ids, step, member) for member in range(4)]
+        group = Group(f"g{step}", {"question": "Where?"}, members, step - 1)
+        lines.append(group.to_json() + "\n")
+        credits.append(json.dumps({**credit(group), "step": step}))
+    (grpo.trajectories / "train.jsonl").write_text("".join(lines))
+    grpo.note_credit(credits)
+    return whole
+
+
+def _chain(ids: Any, step: int, member: int) -> Any:
+    two = [*called(0, "look", {"at": "it"}, "a tower"), *called(1, NASTY, {NASTY: NASTY}, NASTY)]
+    two[0]["tool_calls"] += two[2]["tool_calls"]
+    messages = [
+        {"role": "user", "content": "Where?"},
+        two[0],
+        two[1],
+        two[3],
+        {"role": "assistant", "content": "north"},
+    ]
+    row = sampled_row([("Where?", False), ("look", True), ("a tower", False), ("north", True)], ids, ["1", "2"])
+    reward = {0: 0.0, 1: 1.0, 2: step / STEPS, 3: None}[member]
+    outcome = Outcome.COMPLETED if reward is not None else Outcome.TIMEOUT
+    fields = {"reward": reward, "outcome": outcome, "seconds": 10.0, "timeline": TIMELINE}
+    return chain(f"g{step}.{member}", messages, [row], **fields)
+
+
+def old_run(folder: Path) -> RunFolder:
+    """What an older version has written: no times, no roles, no credit, another recipe."""
+    recipe = {
+        **RECIPE,
+        "name": "old",
+        "train": {"algorithm": "grpo", "learning_rate": "1e-5"},
+        "eval": {"data": {"path": NASTY, "limit": None}},
+    }
+    recipe["rollout"] = {"group_size": 4, "system_prompt": f"{NASTY}\nand more"}
+    run = many_chains(folder, 3, members=2)
+    run.recipe.write_text(yaml.safe_dump(recipe))
+    saved = run.trajectories / "train.jsonl"
+    groups = [json.loads(line) for line in saved.read_text().replace("tool1", LONG_NAME).splitlines()]
+    for group in groups:
+        for one in group["trajectories"]:
+            for name in ("timeline", "malformed_turns", "stop_reason"):
+                del one[name]
+            one |= {"seconds": 8.0, "metrics": {**one["metrics"], "tool_seconds": 2.0}}
+    saved.write_text("".join(json.dumps(group) + "\n" for group in groups))
+    return run
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("views")
+    bare = RunFolder.create(folder / "bare", "name: bare\n")
+    bare.log({"step": 1, "reward": 0.5})
+    return [staged_run(folder / "staged").path, old_run(folder / "old").path, bare.path]
+
+
+@pytest.fixture(scope="module")
+def viewer(folders: list[Path]) -> Iterator[str]:
+    with viewing(*folders) as url:
+        wait_for(lambda: api(url, "/api/trajectories")["total"] == 4 * STEPS + 6)
+        yield url
+
+
+@contextmanager
+def phone(browser: "Browser") -> "Iterator[Page]":
+    context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    with opened(context) as page:
+        yield page
+    context.close()
+
+
+def address(url: str, run: str, place: int = 0) -> str:
+    return f"#/trajectory/{run_id(url, run)}/train.jsonl/0/{place}"
+
+
+def open_at(page: "Page", url: str, place: str) -> None:
+    page.goto("about:blank")
+    page.goto(url + place)
+
+
+# ---- while it loads
+
+
+def test_a_sign_tells_that_curves_are_being_loaded_until_they_are_there(viewer: str, page: "Page") -> None:
+    held: list[Any] = []
+    page.route("**/api/metrics**", lambda route: held.append(route))
+    page.goto(viewer)
+    sign = page.locator(".loading")
+    sign.wait_for()
+    assert sign.inner_text() == "Loading curves …"
+    assert sign.get_attribute("role") == "status"
+    # the rest of the page is there by now
+    page.locator(".run", has_text="staged/grpo").wait_for()
+    wait_for(lambda: page.wait_for_timeout(20) or len(held) == 4)
+    for route in held:
+        route.continue_()
+    page.locator('[data-chart="reward"] .trace').first.wait_for(state="attached")
+    assert sign.count() == 0
+
+
+def test_a_sign_is_there_before_the_server_has_said_anything(viewer: str, page: "Page") -> None:
+    page.route("**/api/**", lambda route: None)
+    page.goto(viewer, wait_until="commit")
+    page.locator(".loading", has_text="Loading").wait_for()
+    page.unroute("**/api/**")
+
+
+def test_metrics_are_sent_by_name_and_read_before_trajectories(tmp_path: Path) -> None:
+    lines = [{"step": 1, "a": 1.0}, {"step": 2, "b": math.nan, "a": True}, {"step": 3, "b": 2, "c": "x"}]
+    assert series_of(lines, 1) == {
+        "from": 1,
+        "lines": 3,
+        "series": {
+            "step": {"y": [2, 3]},
+            "b": {"at": [2], "y": [2]},
+            "a": {"at": [], "y": []},
+            "c": {"at": [], "y": []},
+        },
+    }
+    run = many_chains(tmp_path / "many", 20)
+    from agentfactory.viewer.follower import Follower
+
+    follower = Follower([run.path])
+    assert follower.read_some()
+    (found,) = follower.runs
+    assert (len(found.lines), follower.index.counts()) == (1, {})
+    follower.read_all()
+    assert follower.index.counts() == {found.id: 160}
+
+
+# ---- stages
+
+
+def test_supervised_stages_and_rl_are_never_on_one_axis(viewer: str, page: "Page") -> None:
+    page.goto(viewer)
+
+    def drawn(chart: str) -> list[dict[str, Any]]:
+        plot = page.locator(f'[data-chart="{chart}"] .plot')
+        plot.scroll_into_view_if_needed()
+        plot.locator(".trace").first.wait_for(state="attached")
+        return plot.evaluate("plot => plot.data.map(t => ({name: t.name, x: [...t.x], y: [...t.y]}))")
+
+    (rl,) = drawn("loss")
+    assert (rl["name"], rl["x"], set(rl["y"])) == ("staged/grpo", list(range(1, STEPS + 1)), {-0.01})
+    (supervised,) = drawn("loss (SFT)")
+    assert (supervised["name"], supervised["x"][-1], supervised["y"][0]) == ("staged/sft", 300, 600.0)
+    section = page.locator("section.curves", has_text="Supervised fine-tuning")
+    assert {card.get_attribute("data-chart") for card in section.locator(".card").all()} >= {"tokens (SFT)"}
+    sft = run_id(viewer, "staged/sft")
+    assert section.locator(f'[data-chart="time of {sft}"]').count() == 1
+    # also where a metric is looked for by name
+    page.get_by_label("find or add a metric").fill("loss")
+    page.locator(".card", has_text="SFT").wait_for()
+    titles = page.locator(".card h3").all_inner_texts()
+    assert [title.split() for title in titles] == [["loss"], ["loss", "SFT"]]
+
+
+def test_a_click_on_a_step_shows_its_trajectories(viewer: str, page: "Page") -> None:
+    page.goto(viewer)
+    plot = page.locator('[data-chart="reward"] .plot')
+    plot.locator(".trace").first.wait_for(state="attached")
+    place = plot.evaluate("""plot => { const {xaxis, yaxis} = plot._fullLayout;
+        const box = plot.getBoundingClientRect();
+        return [box.left + xaxis._offset + xaxis.l2p(7), box.top + yaxis._offset + yaxis.l2p(7 / 20)]; }""")
+    page.mouse.move(*place)
+    page.wait_for_timeout(150)
+    page.mouse.click(*place)
+    page.locator("#rewards .unit", has_text="step 7").wait_for()
+    assert page.locator(".count").inner_text() == "1–4 of 4 trajectories"
+
+
+# ---- the time of a trajectory
+
+
+def test_a_waterfall_shows_when_each_turn_and_call_ran(viewer: str, page: "Page") -> None:
+    page.goto(viewer + address(viewer, "staged/grpo") + "?tab=time")
+    rows = page.locator(".waterfall tbody tr")
+    rows.first.wait_for()
+    names = [row.locator("th").inner_text() for row in rows.all()]
+    assert names == ["setup", "turn 1", "look", NASTY, "turn 2", "reward"]
+    bars = page.locator(".bars").evaluate_all(
+        "all => all.map(bars => [...bars.children].map(bar => [bar.className.split(' ')[1], "
+        "parseFloat(bar.style.left), parseFloat(bar.style.width)]))"
+    )
+    assert bars == [
+        [["setup", 0, 10], ["wait", 0, 5]],
+        [["model", 10, 20]],
+        [["tool", 30, 20]],
+        [["wait", 30, 10], ["tool", 40, 20]],
+        [["model", 60, 30]],
+        [["reward", 90, 5]],
+    ]
+    assert rows.nth(3).locator("td").last.inner_text() == "3 s"
+    # of several things at once, one counts
+    told = page.locator(".share-list > div").all_inner_texts()
+    assert [" ".join(one.split()) for one in told] == [
+        *("setup 0.5 s 5 %", "waiting 0.5 s 5 %", "model 5 s 50 %"),
+        *("tools 3 s 30 %", "reward 0.5 s 5 %", "rest 0.5 s 5 %"),
+    ]
+    label = page.locator(".bars .stretch.tool").nth(1).get_attribute("aria-label")
+    assert label == f"tools, {NASTY}: 2 s, from 4 s"
+    page.locator(".bars .stretch.tool").last.hover()
+    assert NASTY in page.locator("#tip").inner_text()
+    # by keyboard from a turn to what was said in it
+    page.get_by_role("button", name="turn 2").focus()
+    page.keyboard.press("Enter")
+    focused = page.evaluate("document.activeElement.textContent")
+    assert focused.startswith("assistant turn 2")
+    assert "tab=conversation" in page.url
+    assert page.evaluate("window.broken") is None
+
+
+def test_an_older_trajectory_tells_what_is_known_of_its_time(viewer: str, page: "Page") -> None:
+    page.goto(viewer + address(viewer, "old") + "?tab=time")
+    panel = page.locator("#time")
+    panel.wait_for()
+    assert "it was saved before they were recorded" in panel.inner_text()
+    told = page.locator(".share-list > div").all_inner_texts()
+    assert [" ".join(one.split()) for one in told] == ["tools 2 s 25 %", "rest 6 s 75 %"]
+    assert page.locator(".waterfall").count() == 0
+
+
+def test_of_an_odd_timeline_what_can_be_drawn_is_drawn(tmp_path: Path, page: "Page") -> None:
+    run = many_chains(tmp_path / "run", 1, members=3)
+    saved = run.trajectories / "train.jsonl"
+    group = json.loads(saved.read_text())
+    good = {"activity": "model", "start": 0, "end": 1e-9, "turn": 0, "name": ""}
+    odd = [
+        {**good, **change}
+        for change in (
+            {"activity": "dance"},
+            {"start": -1},
+            {"end": math.inf},
+            {"start": None},
+            {"turn": "one"},
+            {"more": 1},
+        )
+    ]
+    many = [{**good, "start": turn, "end": turn + 1, "turn": turn} for turn in range(3000)]
+    for one, timeline in zip(group["trajectories"], ([*odd, 5, good], {"no": "list"}, many), strict=True):
+        one["timeline"] = timeline
+    saved.write_text(json.dumps(group) + "\n")
+    _, client = asking(run.path)
+    row = client.get("/api/trajectories").json()["rows"][0]
+
+    def timeline(place: int) -> Any:
+        asked = {name: row[name] for name in ("run", "file", "byte")} | {"place": place}
+        return client.get("/api/trajectory", params=asked).json()["timeline"]
+
+    assert timeline(0) == [good]
+    assert timeline(1) is None
+    with viewing(run.path) as url:
+        wait_for(lambda: api(url, "/api/trajectories")["total"] == 3)
+        page.goto(url + address(url, "run", 2) + "?tab=time")
+        page.get_by_role("button", name="show 400 more rows of 2,600").click()
+        assert page.locator(".waterfall tbody tr").count() == 800
+        open_at(page, url, address(url, "run", 0) + "?tab=time")
+        page.locator(".bars .stretch.model").wait_for()
+
+
+# ---- the rewards of a step
+
+
+def bins_of(page: "Page") -> dict[str, int]:
+    labels = page.locator("#rewards button.bin").evaluate_all("all => all.map(one => one.getAttribute('aria-label'))")
+    return {label.partition(":")[0]: int(label.partition(": ")[2].split()[0]) for label in labels}
+
+
+def test_a_histogram_shows_the_rewards_of_a_step(viewer: str, page: "Page") -> None:
+    run = run_id(viewer, "staged/grpo")
+    page.goto(f"{viewer}#/trajectories?run={run}&step_min=5&step_max=5")
+    head = page.locator(".rewards-head")
+    head.wait_for()
+    page.wait_for_function("() => document.querySelectorAll('#rewards button.bin').length === 3")
+    assert head.locator(".unit").inner_text() == "step 5"
+    assert head.locator(".note").inner_text() == "3 chains, mean 0.4167, 1 without a reward"
+    assert bins_of(page) == {
+        "reward 0 to below 0.05": 1,
+        "reward 0.25 to below 0.3": 1,
+        "reward 1 to below 1.05": 1,
+    }
+    # step by step, by keyboard too
+    after = page.get_by_role("button", name="step after")
+    after.focus()
+    page.keyboard.press("Enter")
+    page.locator(".rewards-head .unit", has_text="step 6").wait_for()
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "step after"
+    assert "step_min=6&step_max=6" in page.url
+    assert page.get_by_label("step, lowest").input_value() == "6"
+    page.get_by_role("button", name="last step").click()
+    page.locator(".rewards-head .unit", has_text=f"step {STEPS}").wait_for()
+    assert after.is_disabled()
+    page.wait_for_function("() => document.querySelectorAll('#rewards button.bin').length === 2")
+    assert bins_of(page) == {"reward 0 to below 0.05": 1, "reward 1 to below 1.05": 2}
+    # a bar leads to its chains
+    page.locator("#rewards button.bin").last.click()
+    page.wait_for_function("() => document.querySelector('.count').textContent === '1–2 of 2 trajectories'")
+    page.get_by_role("button", name="all steps").click()
+    page.get_by_role("button", name="all rewards").click()
+    page.wait_for_function(
+        "text => document.querySelector('.count').textContent === text", arg=f"1–50 of {4 * STEPS} trajectories"
+    )
+    wait_for(lambda: sum(bins_of(page).values()) == 3 * STEPS)
+    # runs without a step are told apart by their versions, those without trajectories have no histogram
+    page.goto(f"{viewer}#/trajectories?run={run_id(viewer, 'old')}")
+    page.get_by_role("button", name="last version").wait_for()
+    page.goto(f"{viewer}#/trajectories?run={run_id(viewer, 'bare')}")
+    page.get_by_text("Nothing matches these filters").wait_for()
+    assert page.locator("#rewards").is_hidden()
+
+
+def index_of(rewards: list[float | None]) -> Index:
+    index = Index()
+    group = Group("g", {}, [chain(f"c{number}", [], [], reward=reward) for number, reward in enumerate(rewards)])
+    index.add(rows_of("run", "train.jsonl", 0, group.to_json().encode()))
+    return index
+
+
+@pytest.mark.parametrize(
+    ("rewards", "width", "bins"),
+    [
+        ([0.0, 1.0, 1.0, None], 0.05, [(0.0, 1), (1.0, 2)]),
+        ([0.5, 0.5], 0.0, [(0.5, 2)]),
+        ([-1.0, -0.3, 0.1, 0.3], 0.1, [(-1.0, 1), (-0.3, 1), (0.1, 1), (0.3, 1)]),
+        ([math.inf, -math.inf, math.nan, 2.0], 0.0, [(2.0, 1)]),
+        ([1e-7, 2e-7], 5e-9, [(1e-7, 1), (2e-7, 1)]),
+        ([None], 0.0, []),
+        ([], 0.0, []),
+    ],
+)
+def test_rewards_fall_into_about_twenty_round_bins(
+    rewards: list[float | None], width: float, bins: list[tuple[float, int]]
+) -> None:
+    found = index_of(rewards).rewards(Query(), None)
+    assert found["width"] == pytest.approx(width)
+    assert [(bin_["from"], bin_["chains"]) for bin_ in found["bins"]] == [(pytest.approx(a), b) for a, b in bins]
+    assert (found["chains"], found["scored"]) == (len(rewards), sum(count for _, count in bins))
+
+
+def test_any_rewards_have_few_bins_that_hold_them() -> None:
+    spread = random.Random(0)
+    for size in (1e-12, 1e-3, 1.0, 1e12):
+        for offset in (0.0, 1.0, -7.3):
+            rewards: list[float | None] = [offset + size * spread.gauss(0, 1) for _ in range(200)]
+            found = index_of(rewards).rewards(Query(), None)
+            assert 1 <= len(found["bins"]) <= 25
+            assert sum(bin_["chains"] for bin_ in found["bins"]) == 200
+            for bin_ in found["bins"]:
+                slack = found["width"] * 1e-3 + abs(offset) * 1e-9
+                assert (
+                    bin_["from"] - slack <= bin_["lowest"] <= bin_["highest"] <= bin_["from"] + found["width"] + slack
+                )
+
+
+def test_the_histogram_and_times_of_an_exported_file_are_those_of_the_server(
+    folders: list[Path], viewer: str, page: "Page", tmp_path: Path
+) -> None:
+    file = tmp_path / "page.html"
+    export(folders, file)
+    page.goto(file.as_uri())
+    page.wait_for_selector("#runs .run")
+    grpo = run_id(viewer, "staged/grpo")
+    for query in (
+        "",
+        f"run={grpo}",
+        f"run={grpo}&step_min=5&step_max=5",
+        "version_max=3",
+        "outcome=timeout",
+        "reward_min=0.5",
+    ):
+        asked = api(viewer, f"/api/rewards?{query}")
+        found = page.evaluate("query => source.rewards(Object.fromEntries(new URLSearchParams(query)))", query)
+        assert [bin_["chains"] for bin_ in found["bins"]] == [bin_["chains"] for bin_ in asked["bins"]], query
+        for name in ("by", "steps", "chains", "scored"):
+            assert found[name] == asked[name], query
+        assert (found["mean"] or 0) == pytest.approx(asked["mean"] or 0)
+        assert [bin_["from"] for bin_ in found["bins"]] == pytest.approx([bin_["from"] for bin_ in asked["bins"]])
+    # recipes are not in it
+    assert page.get_by_role("link", name="Recipes").count() == 0
+    page.goto("about:blank")
+    page.goto(file.as_uri() + address(viewer, "staged/grpo") + "?tab=time")
+    page.locator(".bars .stretch").first.wait_for()
+    assert page.locator(".bars .stretch").count() == len(TIMELINE)
+
+
+# ---- recipes
+
+
+def test_recipes_are_compared_setting_by_setting() -> None:
+    one = {
+        "name": "a",
+        "train": {"lr": 1e-5, "steps": 5},
+        "tools": [],
+        "rewards": [{"reward": "x", "weight": 1}],
+        "eval": None,
+    }
+    other = {
+        "name": "a",
+        "train": {"lr": "1e-5", "steps": 5.0, "new": True},
+        "rewards": [{"reward": "x", "weight": 2}, {"reward": "y"}],
+        "eval": {"data": {"path": "p", "limit": None}},
+    }
+    told = difference(yaml.safe_dump(one, sort_keys=False), yaml.safe_dump(other, sort_keys=False))
+    rows = {row["key"]: row["values"] for row in told["rows"]}
+    assert rows == {
+        "train.lr": ["1e-05", '"1e-5"'],
+        "train.steps": ["5", "5.0"],
+        "train.new": [None, "true"],
+        "tools": ["[]", None],
+        "rewards.0.weight": ["1", "2"],
+        "rewards.1": [None, "reward: y"],
+        "eval": ["null", "data:\n  path: p\n  limit: null"],
+    }
+    assert told["same"] == 2
+    assert difference("a: 1", "a: 1") == {"rows": [], "same": 1}
+    assert difference("a: [", "a: 1")["rows"] == [{"key": "", "values": ["a: [", "a: 1"]}]
+    assert difference("", "a: 1")["rows"][0]["values"] == ["null", "a: 1"]
+
+
+def test_the_difference_of_two_recipes_is_shown_side_by_side(viewer: str, page: "Page") -> None:
+    page.goto(viewer)
+    page.get_by_role("link", name="Recipes").click()
+    page.get_by_label("run", exact=True).select_option(run_id(viewer, "staged/grpo"))
+    page.get_by_label("other run").select_option(run_id(viewer, "old"))
+    page.locator("thead", has_text="old").wait_for()
+    rows = page.locator(".difference tbody tr")
+
+    def shown() -> dict[str, list[str]]:
+        return {row.locator("th").inner_text(): row.locator("td").all_inner_texts() for row in rows.all()}
+
+    assert shown() == {
+        "eval.data": ["null", f"path: {NASTY}"],
+        "name": ["staged", "old"],
+        "rollout.system_prompt": [NASTY, f"{NASTY}\nand more"],
+        "train.learning_rate": ["1e-05", '"1e-5"'],
+    }
+    assert page.locator("main script, main b, main [onerror]").count() == 0
+    page.get_by_role("button", name="swap").click()
+    page.wait_for_function("() => document.querySelector('.difference thead').textContent.startsWith('setting old')")
+    assert shown()["name"] == ["old", "staged"]
+    page.reload()
+    rows.first.wait_for()
+    assert shown()["name"] == ["old", "staged"]
+    # from a run's own page
+    page.goto(f"{viewer}#/run/{run_id(viewer, 'old')}")
+    page.get_by_role("link", name="what differs").click()
+    page.locator(".difference thead", has_text="old").wait_for()
+    assert page.evaluate("window.broken") is None
+
+
+# ---- a phone
+
+
+def test_nothing_is_wider_than_a_phone(viewer: str, browser: "Browser") -> None:
+    grpo, old = (run_id(viewer, label) for label in ("staged/grpo", "old"))
+    with phone(browser) as page:
+        pages = {
+            "#/curves": '[data-chart="reward"] .trace',
+            "#/trajectories": "tbody tr",
+            "#/trajectories?view=groups": "tbody tr",
+            f"#/trajectories?run={grpo}&step_min=5&step_max=5": "#rewards .bin",
+            **{
+                f"{address(viewer, run)}?tab={tab}": "#reward"
+                for run in ("staged/grpo", "old")
+                for tab in ("conversation", "tokens", "time", "task")
+            },
+            f"#/run/{grpo}": ".panel pre",
+            f"#/recipes/{grpo}/{old}": ".difference td",
+        }
+        for place, there in pages.items():
+            open_at(page, viewer, place)
+            page.locator(there).first.wait_for(state="attached")
+            wide = page.evaluate("""() => [...document.querySelectorAll('body *')].filter(e => !e.closest('.plot')
+                && e.getBoundingClientRect().right > 391).map(e => e.tagName + '.' + e.className)""")
+            assert (page.evaluate("document.documentElement.scrollWidth"), wide) == (390, []), place
+
+
+def test_a_phone_lists_filters_and_opens_trajectories(viewer: str, browser: "Browser") -> None:
+    with phone(browser) as page:
+        page.goto(f"{viewer}#/trajectories")
+        page.locator("tbody tr").first.wait_for()
+        row = page.locator("tbody tr", has_text="g20.1")
+        # every cell can be read where it stands
+        assert "Where?" in row.inner_text()
+        assert row.locator(".preview").bounding_box()["width"] > 300
+        assert page.get_by_label("any outcome").is_hidden()
+        button = page.get_by_role("button", name="filters")
+        button.tap()
+        assert button.get_attribute("aria-expanded") == "true"
+        page.get_by_label("any outcome").select_option("timeout")
+        page.wait_for_function(
+            "count => document.querySelector('.count').textContent.includes(`of ${count} `)", arg=STEPS
+        )
+        page.locator("tbody tr").first.tap()
+        page.get_by_role("tab", name="time").tap()
+        page.locator(".bars .stretch.model").first.wait_for()
+        assert page.locator(".bars").first.bounding_box()["width"] > 180
+        page.get_by_role("tab", name="tokens").tap()
+        page.locator(".tokens span").first.wait_for()
+        # a finger scrolls the page, and does not zoom in a plot
+        page.goto(f"{viewer}#/curves")
+        plot = page.locator('[data-chart="reward"] .plot')
+        plot.locator(".trace").first.wait_for(state="attached")
+        assert plot.evaluate("plot => plot._fullLayout.dragmode") is False
+        assert plot.bounding_box()["width"] > 330
+
+
+# ---- enormous runs
+
+
+@pytest.mark.long
+def test_ten_thousand_steps_and_a_hundred_thousand_groups(
+    context: "BrowserContext", tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = many_chains(tmp_path / "many", 100_000, members=2, tokens=8)
+    spread = random.Random(0)
+    with run.metrics.open("w") as file:
+        for step in range(1, 10_001):
+            names = {f"trajectory/of the task/{number}": spread.random() for number in range(80)}
+            file.write(json.dumps({"step": step, "reward": spread.random(), **names}) + "\n")
+    with viewing(run.path) as url, opened(context) as page:
+        started = time.monotonic()
+        page.goto(url, wait_until="commit")
+        page.locator(".loading").first.wait_for()
+        sign = time.monotonic() - started
+        page.locator(".js-plotly-plot .trace").first.wait_for(state="attached")
+        first = time.monotonic() - started
+        # what lays out the page must not go through every value of every metric
+        built = page.evaluate("""() => { const before = performance.now(); current.built = ""; current.build();
+            return (performance.now() - before) / 1000; }""")
+        wait_for(lambda: api(url, "/api/trajectories")["total"] == 200_000, 120)
+        complete = time.monotonic() - started
+        asked = time.monotonic()
+        page.goto(f"{url}#/trajectories?version_min=500&version_max=500")
+        page.locator("#rewards button.bin").first.wait_for()
+        histogram = time.monotonic() - asked
+        assert bins_of(page) == {"reward 0 to below 0.01": 5, "reward 0.12 to below 0.13": 5}
+        page.get_by_role("button", name="version after").click()
+        page.locator("#rewards .unit", has_text="version 501").wait_for()
+    with capsys.disabled():
+        print(
+            f"\n10,000 steps, 200,000 chains: sign {sign:.2f} s, first curve {first:.2f} s, layout {built:.3f} s, "
+            f"all read {complete:.1f} s, histogram {histogram:.2f} s"
+        )
+    assert sign < 2
+    assert first < 10
+    assert built < 1
+    assert histogram < 5
