@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +56,8 @@ def ready(process: subprocess.Popen[str]) -> str:
 def test_kill_leaves_no_process(recipe: Path, victim: str) -> None:
     with serving(recipe) as launcher:
         url = ready(launcher) + "/weight_info"
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(url)
         with urllib.request.urlopen(urllib.request.Request(url, headers=authorization(url, None))) as answer:
             assert json.load(answer) == {"weight_version": "default"}
         processes = psutil.Process(launcher.pid).children(recursive=True)
