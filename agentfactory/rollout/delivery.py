@@ -173,25 +173,23 @@ class WorkerProcess:
             raise self._death() from None
 
     def _receive(self) -> dict[str, Any]:
+        """Return the next message that is no notice; tell of notices."""
+        while (message := self._read())["kind"] == "notice":
+            # the worker's own output goes only to its log; ours reaches the person
+            see = message["see"] or str(self._log_file)
+            tell(logger, message["topic"], message["text"], see=see, times=message["times"])
+        if message["kind"] == "stopped":
+            raise WorkerDiedError(message["reason"])
+        return message
+
+    def _read(self) -> dict[str, Any]:
         try:
             line = self._lines.readline()
         except ConnectionError:
             line = b""
         if not line.endswith(b"\n"):
             raise self._death()
-        message = json.loads(line)
-        if message["kind"] == "notice":
-            # the worker's own output goes only to its log; ours reaches the person
-            tell(
-                logger,
-                message["topic"],
-                message["text"],
-                see=message["see"] or str(self._log_file),
-                times=message["times"],
-            )
-            return self._receive()
-        if message["kind"] == "stopped":
-            raise WorkerDiedError(message["reason"])
+        message: dict[str, Any] = json.loads(line)
         return message
 
     def _expect(self, kind: str) -> dict[str, Any]:
