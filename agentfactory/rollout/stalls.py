@@ -17,6 +17,7 @@ LOOK_SECONDS = 5.0
 """Time between two looks at servers that owe an answer."""
 STALL_SECONDS = 20.0
 """Time without a token after which a person is told."""
+_HELD = "and it is paused or asleep"
 
 
 @dataclass
@@ -25,8 +26,8 @@ class Stall:
 
     deadlines: list[asyncio.Timeout] = field(default_factory=list)
     """One per request that waits for its answer."""
-    told: bool = False
-    """Whether a person was told that nothing comes."""
+    told: float | None = None
+    """Time since which nothing came, if a person was told; None otherwise."""
     _since: float = 0.0
     _tokens: float | None = None
 
@@ -92,17 +93,18 @@ class StallWatch:
 
     async def _look(self, url: str, stall: Stall) -> None:
         before = stall.seconds(time.monotonic())
-        if before < LOOK_SECONDS and not stall.told:
+        if before < LOOK_SECONDS and stall.told is None:
             return
         reason = await self._ask(url, stall)
         now = time.monotonic()
         quiet = stall.seconds(now)
         if quiet < STALL_SECONDS:
-            if stall.told:
-                stall.told = False
-                logger.warning("server %s gives tokens again", url)
-        elif reason is not None and not stall.told:
-            stall.told = True
+            if stall.told is not None:
+                text = f"server {url} gives tokens again, after {now - stall.told:.0f} s"
+                tell(logger, f"{url} gives tokens again", text)
+                stall.told = None
+        elif reason is not None and stall.told is None:
+            stall.told = now - quiet
             count = len(stall.deadlines)
             waiting = "1 request waits" if count == 1 else f"{count} requests wait"
             text = f"server {url} has given no token for {quiet:.0f} s: {waiting}, {reason}"
@@ -122,6 +124,3 @@ class StallWatch:
             return "and it does not answer"
         except ValueError:
             return None
-
-
-_HELD = "and it is paused or asleep"
