@@ -282,7 +282,7 @@ def test_an_older_trajectory_tells_what_is_known_of_its_time(viewer: str, page: 
 
 
 def test_of_an_odd_timeline_what_can_be_drawn_is_drawn(tmp_path: Path, page: "Page") -> None:
-    run = many_chains(tmp_path / "run", 1, members=3)
+    run = many_chains(tmp_path / "run", 1, members=4)
     saved = run.trajectories / "train.jsonl"
     group = json.loads(saved.read_text())
     good = {"activity": "model", "start": 0, "end": 1e-9, "turn": 0, "name": ""}
@@ -297,8 +297,9 @@ def test_of_an_odd_timeline_what_can_be_drawn_is_drawn(tmp_path: Path, page: "Pa
             {"more": 1},
         )
     ]
+    nothing = [{**good, "end": 0}]
     many = [{**good, "start": turn, "end": turn + 1, "turn": turn} for turn in range(3000)]
-    for one, timeline in zip(group["trajectories"], ([*odd, 5, good], {"no": "list"}, many), strict=True):
+    for one, timeline in zip(group["trajectories"], ([*odd, 5, good], {"no": "list"}, many, nothing), strict=True):
         one["timeline"] = timeline
     saved.write_text(json.dumps(group) + "\n")
     _, client = asking(run.path)
@@ -311,12 +312,13 @@ def test_of_an_odd_timeline_what_can_be_drawn_is_drawn(tmp_path: Path, page: "Pa
     assert timeline(0) == [good]
     assert timeline(1) is None
     with viewing(run.path) as url:
-        wait_for(lambda: api(url, "/api/trajectories")["total"] == 3)
+        wait_for(lambda: api(url, "/api/trajectories")["total"] == 4)
         page.goto(url + address(url, "run", 2) + "?tab=time")
         page.get_by_role("button", name="show 400 more rows of 2,600").click()
         assert page.locator(".waterfall tbody tr").count() == 800
-        open_at(page, url, address(url, "run", 0) + "?tab=time")
-        page.locator(".bars .stretch.model").wait_for()
+        for place in (0, 3):
+            open_at(page, url, address(url, "run", place) + "?tab=time")
+            page.locator(".bars .stretch.model").wait_for()
 
 
 # ---- the rewards of a step

@@ -6,7 +6,7 @@ class RecipesPage {
   show(page, given) {
     this.page = page;
     this.given = given.map(decodeURIComponent);
-    this.shown = "";
+    this.shown = this.compared = "";
     this.choices = make("div", { class: "bar", role: "group", "aria-label": "runs to compare" });
     this.answer = make("div");
     page.replaceChildren(this.choices, this.answer);
@@ -38,6 +38,7 @@ class RecipesPage {
     const shown = JSON.stringify([chosen, told]);
     if (current !== this || shown === this.shown || String(chosen) !== String(this.chosen())) return;
     this.shown = shown;
+    this.compared = String(chosen);
     this.answer.replaceChildren(told.error ? make("p", { class: "empty" }, told.error) : this.table(chosen, told));
   }
 
@@ -78,7 +79,9 @@ class RecipesPage {
   }
 
   update() {
-    return this.load();
+    const chosen = this.chosen();
+    // a recipe changes only with its run
+    return String(chosen) === this.compared ? this.fillChoices(chosen) : this.load();
   }
 
   leave() {}

@@ -87,7 +87,9 @@ class RewardsPanel {
     }
     const total = (parts) => parts.reduce((sum, { chains }) => sum + chains, 0);
     const most = Math.max(...[...columns.values()].map(total));
-    const edge = (place) => figure(Number((first + place * width).toPrecision(6)));
+    // as many digits as tell two edges apart
+    const digits = width ? Math.min(20, Math.max(0, 1 - Math.floor(Math.log10(width)))) : 6;
+    const edge = (place) => Number((first + place * width).toFixed(digits)).toLocaleString("en", { maximumFractionDigits: 20 });
     const bars = Array.from({ length: count }, (_, place) => {
       const parts = columns.get(place);
       if (!parts) return make("span", { class: "bin" });

@@ -38,6 +38,7 @@ function timeShares(timeline, total) {
 
 /** Round numbers of seconds on an axis of this length. */
 function ticksOf(total) {
+  if (!(total > 0)) return [];
   const rough = total / 5;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
@@ -72,7 +73,12 @@ function waterfallRows(timeline) {
   const rows = [];
   const setup = outside.filter(({ activity }) => activity !== "reward");
   if (setup.length) rows.push(row("setup", setup.sort((a, b) => (a.activity === "wait") - (b.activity === "wait"))));
-  const turns = Map.groupBy(sorted.filter(({ turn }) => turn !== null), ({ turn }) => turn);
+  const turns = new Map();
+  for (const stretch of sorted) {
+    if (stretch.turn === null) continue;
+    if (!turns.has(stretch.turn)) turns.set(stretch.turn, []);
+    turns.get(stretch.turn).push(stretch);
+  }
   for (const [turn, stretches] of [...turns].sort(([a], [b]) => a - b)) {
     rows.push(row(`turn ${turn + 1}`, stretches.filter(({ activity }) => activity === "model"), { turn }));
     const waits = stretches.filter(({ activity }) => activity === "wait");
@@ -92,7 +98,7 @@ class Waterfall {
   /** `onTurn` is called with the number of a turn that somebody wants to read. */
   constructor({ timeline, facts, metrics }, onTurn) {
     this.onTurn = onTurn;
-    this.total = Math.max(facts.seconds, ...(timeline ?? []).map(({ end }) => end));
+    this.total = (timeline ?? []).reduce((most, { end }) => Math.max(most, end), facts.seconds ?? 0);
     const title = make("h3", {}, "Time", make("span", { class: "unit" }, `${seconds(this.total)} in all`));
     if (!timeline?.length) {
       this.element = make("section", { class: "panel", id: "time" }, title, ...this.untold(timeline, metrics));
