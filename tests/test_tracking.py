@@ -92,16 +92,20 @@ def tracked(
     recipe = {
         "model": {"path": str(warm_start), "dtype": "float32"},
         "tools": [str(QUICKSTART / "treasure_hunt.py:TreasureHunt")],
-        "train": {**train, "learning_rate": 1e-3},
+        # one advantage for all turns of a chain, whatever the short quickstart has learned
+        "train": {**train, "learning_rate": 1e-3, "advantage": {"malformed_turns": "like_others"}},
         "track": {"trackers": TRACKERS, "project": "tests"},
     }
     file.write_text(json.dumps(recipe))
     resumed = ["--resume", str(output / "checkpoints" / "step-000002"), f"train.steps={LAST}"]
-    for ends, extra in enumerate(([], resumed), 1):
-        arguments = [str(file), *extra, f"output={output}"]
+    for ends, (place, extra) in enumerate(((folder / "first", []), (output, resumed)), 1):
+        arguments = [str(file), *extra, f"output={place}"]
         trainer = Forked(TRAINER, *arguments, log=folder / "train.log", WANDB_MODE="offline")
         assert trainer.wait() == 0, trainer.log.read_text()
-        wait_for(lambda ends=ends: len(wandb_ends(output)) == ends)
+        wait_for(lambda ends=ends, place=place: len(wandb_ends(place)) == ends)
+        if place != output:
+            # a run that has been renamed is still the same one
+            place.rename(output)
     return Tracked(output, groups)
 
 
@@ -199,7 +203,9 @@ def test_trackers_hold_what_metrics_jsonl_holds(
 
 
 def test_the_recipe_is_their_configuration(tracked: Tracked, trackio_storage: Any) -> None:
-    recipe = yaml.safe_load((tracked.output / "recipe.yaml").read_text())
+    # people see where it is; the file says that it is where the file is
+    saved = yaml.safe_load((tracked.output / "recipe.yaml").read_text())
+    recipe = {**saved, "output": str(tracked.output)}
     last = [record.run.config.update for record in wandb_records(tracked.output) if record.HasField("run")][-1]
     config = {item.key: json.loads(item.value_json) for item in last}
     assert {name: config[name] for name in recipe} == recipe
@@ -215,7 +221,7 @@ def test_a_resumed_run_is_one_run(tracked: Tracked, trackio_storage: Any) -> Non
     runs = {record.run.run_id for record in wandb_records(tracked.output) if record.HasField("run")}
     assert runs == {json.loads((tracked.output / "tracking.json").read_text())["key"]}
     assert trackio_storage.get_runs("tests") == [tracked.tracker_name]
-    assert tracked.tracker_name == f"tracked-{runs.pop()}"
+    assert tracked.tracker_name == f"first-{runs.pop()}"
 
 
 def test_tables_hold_chains_and_their_images(tracked: Tracked, trackio_storage: Any) -> None:
