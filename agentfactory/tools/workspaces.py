@@ -97,10 +97,19 @@ def _root() -> Path:
     ended."""
     root = Path(tempfile.mkdtemp(prefix="agentfactory-chains-"))
     # its stdin closes with this process; the servers, whose stdin closes too, may write for a moment more
-    subprocess.Popen([sys.executable, "-S", "-c", _SWEEPER, root], stdin=subprocess.PIPE, start_new_session=True)
+    sweeper = subprocess.Popen(
+        [sys.executable, "-S", "-c", _SWEEPER, root],
+        cwd="/",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    _sweepers.append(sweeper)
     return root
 
 
+_sweepers: list["subprocess.Popen[bytes]"] = []
 _SWEEPER = """
 import os, shutil, sys, time
 while os.read(0, 4096):

@@ -67,20 +67,24 @@ async def test_a_folder_lives_as_long_as_its_process(tmp_path: Path) -> None:
 
 
 async def test_a_folder_of_a_program_that_fails_is_removed(tmp_path: Path) -> None:
-    folder = None
-    with pytest.raises(RuntimeError, match="it failed"):
+    found: list[Path] = []
+
+    async def fail() -> None:
         async with ChainProgram(StdioServerParameters(command="c", cwd="${chain}")).running(lambda: "") as program:
-            folder = Path(str(program.cwd))
+            found.append(Path(str(program.cwd)))
+            assert found[0].is_dir()
             raise RuntimeError("it failed")
-    assert folder is not None
-    assert not folder.exists()
+
+    with pytest.raises(RuntimeError, match="it failed"):
+        await fail()
+    assert not found[0].exists()
 
 
 def test_templates(tmp_path: Path) -> None:
     (tmp_path / "good").mkdir()
     (tmp_path / "good" / "file").write_bytes(b"12345")
     assert check_template("f", tmp_path / "good") == 5
-    with pytest.raises(SettingError, match="f: .*none is not a folder; fix: name an existing one"):
+    with pytest.raises(SettingError, match=r"f: .*none is not a folder; fix: name an existing one"):
         check_template("f", tmp_path / "none")
     for name, target in (("absolute", tmp_path / "good" / "file"), ("up", "../good"), ("etc", "/etc")):
         (tmp_path / name).mkdir()
@@ -93,5 +97,5 @@ def test_templates(tmp_path: Path) -> None:
         check_template("f", tmp_path / "pipe")
     with (tmp_path / "good" / "huge").open("wb") as file:
         file.truncate(2**43)
-    with pytest.raises(SettingError, match="each chain gets a copy: .* MiB left; fix: make it smaller"):
+    with pytest.raises(SettingError, match=r"each chain gets a copy: .* MiB left; fix: make it smaller"):
         check_template("f", tmp_path / "good")
