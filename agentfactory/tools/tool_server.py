@@ -116,7 +116,7 @@ class ToolServer:
         config = self.config
         if not self.isolated:
             if config.url is not None:
-                return "all chains share the HTTP server" + ("" if config.isolation else "")
+                return "all chains share the HTTP server"
             return "all chains share its process" + (", because it has a `cache`" if config.cache else "")
         if config.url is not None:
             return "each chain has a session"
