@@ -79,7 +79,7 @@ def _expand(field: str, values: dict[str, str]) -> dict[str, str]:
 
     def expand(key: str, value: str) -> str:
         def variable(match: re.Match[str]) -> str:
-            if match[0] == CHAIN:
+            if match[0] == CHAIN and field.endswith(".env"):
                 return match[0]
             if match[1] not in os.environ:
                 raise ValueError(f"{field}.{key}: the environment variable {match[1]} is not set; export it")
