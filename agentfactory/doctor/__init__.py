@@ -15,7 +15,6 @@ from agentfactory.doctor.machine import (
     check_open_files,
     check_sandbox,
     check_versions,
-    memory_room,
     see_devices,
 )
 from agentfactory.doctor.recipe import (
@@ -33,6 +32,7 @@ from agentfactory.doctor.recipe import (
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.memory import memory_room
 
 Check = Callable[[], Iterable[Finding]]
 _COLORS = {Level.OK: "32", Level.WARNING: "33", Level.PROBLEM: "1;31"}

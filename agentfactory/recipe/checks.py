@@ -191,6 +191,8 @@ def _check_resets(recipe: Recipe, tasks: list[Task], section: str) -> None:
 def _check_programs(recipe: Recipe, lack: Lack, prepared: Path | None) -> None:
     for key, server in recipe.mcp_servers.items():
         folder = Path(server.cwd or ".")
+        if "${chain}" in str(folder):
+            folder = Path.cwd()
         if not folder.is_dir() and not (prepared is not None and folder.is_relative_to(prepared)):
             raise SettingError(
                 f"mcp_servers.{key}.cwd", f"{display(folder)}: no such folder", "name an existing folder"

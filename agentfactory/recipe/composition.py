@@ -17,7 +17,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 """The recipes that come with AgentFactory."""
 HERE = "${here}"
 """The folder of the file that says it, or the current one on the command line."""
-_PLACEHOLDERS = ("${prepared}", "${output}")
+_PLACEHOLDERS = ("${prepared}", "${output}", "${chain}")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -226,6 +226,8 @@ _PATH_FIELDS: dict[str, Callable[..., str]] = {
     "eval.data.source": _reference,
     "mcp_servers.*.module": _reference,
     "mcp_servers.*.cwd": _absolute,
+    "mcp_servers.*.workspace": _absolute,
+    "mcp_servers.*.keep_workspaces": _absolute,
     "server.python": _program,
     "model.path": _hub_or_absolute,
     "server.model": _hub_or_absolute,

@@ -13,6 +13,8 @@ Options = Annotated[dict[str, Any], BeforeValidator(lambda given: {} if given is
 """Arguments by name; null means none, so that a recipe can remove what it inherits."""
 RESULT_BYTES = 1 << 20
 """Default of `limits.result_bytes`: 1 MiB."""
+CHAIN = "${chain}"
+"""In `args`, `env` and `cwd` of an MCP server: the folder of the chain."""
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 
@@ -50,12 +52,13 @@ class PoolConfig(Section):
     time."""
 
     capacity: PositiveInt | None = None
-    """Maximum number of instances at a time; further chains wait. null: one for each chain that is alive."""
+    """Maximum number of instances at a time; further chains wait. null: one for each chain that is alive; of processes,
+    as many as half of the free memory allows, at 75 MiB each."""
     wait_seconds: PositiveFloat = 600.0
     """How long a chain waits for an instance before it ends as tool_infrastructure."""
     warm: int = Field(default=0, ge=0)
     """Number of instances that are ready from the start; replacements are created ahead of the chains that will use
-    them."""
+    them. Not set: 2 for processes that serve one chain each, else 0."""
     max_uses: PositiveInt | None = None
     """Number of chains after which an instance is replaced; 1: each chain gets a new one."""
     max_seconds: PositiveFloat | None = None
@@ -71,12 +74,17 @@ class McpServerConfig(Section):
     command: str | None = None
     """Program to start; it uses MCP on stdin and stdout."""
     args: list[str] = []
-    """Arguments of `command`, or of the container's program."""
+    """Arguments of `command`, or of the container's program. `${chain}` in them, in `env` and in `cwd` stands for a
+    folder that each chain has for itself."""
     env: dict[str, str] = {}
     """Environment variables of `command`, in addition to the few that the MCP SDK passes on. `${NAME}` stands for a
     variable of this process: a recipe refers to a secret and never contains it."""
     cwd: str | None = None
     """Folder in which `command` starts; default: the recipe's folder."""
+    workspace: str | None = None
+    """Folder that is copied into each chain's folder (`${chain}`) before the chain begins."""
+    keep_workspaces: str | None = None
+    """Folder into which the folders of ended chains are moved, named after the chains; null: they are removed."""
     url: str | None = None
     """Address of a running streamable-HTTP server, such as http://127.0.0.1:8000/mcp."""
     headers: dict[str, str] = {}
@@ -94,9 +102,10 @@ class McpServerConfig(Section):
     """Tools that the model does not see."""
     prefix: str = ""
     """Prefix for the name of each tool, if two servers have tools of the same name."""
-    isolation: Isolation = Isolation.SHARED
-    """What each chain has exclusively: nothing (shared), a session, or a process. Servers that keep state and are not
-    AgentFactory's need session or process."""
+    isolation: Isolation | None = None
+    """What each chain has exclusively: nothing (shared), a session, or a process. null: a process for a `command` or a
+    `container` that is not AgentFactory's own and has no `cache`; shared for anything else. `shared` is right for
+    servers without state, and saves memory and time."""
     pool: PoolConfig = PoolConfig()
     """Pool of instances of the environment, or of a server that is not shared."""
     cache: int = Field(default=0, ge=0)
@@ -124,12 +133,33 @@ class McpServerConfig(Section):
                 problem = f"it is for {' and '.join(those)}, and the server is given by {way}"
                 raise SettingError(name, problem, "remove it")
         possible = {"command": "process", "container": "process", "url": "session"}.get(way)
-        if self.isolation is not Isolation.SHARED and self.isolation != possible:
+        if self.isolation not in (None, Isolation.SHARED) and self.isolation != possible:
             advice = f"use shared or {possible}" if possible else "use shared; each chain has an instance of its own"
             raise SettingError("isolation", f"got {self.isolation} with {way}", advice)
-        if self.cache and (self.environment is not None or self.isolation is not Isolation.SHARED):
+        if self.cache and (self.environment is not None or self.isolation not in (None, Isolation.SHARED)):
             raise SettingError("cache", f"got {self.cache}, but the server keeps state per chain", "remove it")
+        self._check_workspace()
         return self
+
+    def _check_workspace(self) -> None:
+        for field in ("workspace", "keep_workspaces"):
+            if getattr(self, field) and not self.has_folders:
+                raise SettingError(field, f"no chain has a folder: nothing refers to {CHAIN}", f"put {CHAIN} into args")
+        if not self.has_folders:
+            return
+        if self.command is None:
+            raise SettingError("args", f"{CHAIN} is a folder of this machine", "use `command`: docker run -v ...")
+        if self.isolation is Isolation.SHARED or self.cache:
+            field = "cache" if self.cache else "isolation"
+            raise SettingError(field, f"{CHAIN} needs a process for each chain", "remove it")
+        if self.pool.max_uses not in (None, 1):
+            problem = f"got {self.pool.max_uses}, but a process belongs to one chain, as its folder ({CHAIN}) does"
+            raise SettingError("pool.max_uses", problem, "remove it")
+
+    @property
+    def has_folders(self) -> bool:
+        """Whether each chain has a folder."""
+        return any(CHAIN in text for text in (*self.args, *self.env.values(), self.cwd or ""))
 
 
 class Limit(StrEnum):

@@ -31,6 +31,7 @@ from agentfactory.tools.notices import tell
 from agentfactory.tools.results import bounded, failure
 from agentfactory.tools.stdio import stdio_transport
 from agentfactory.tools.targets import HttpAddress, Target
+from agentfactory.tools.workspaces import ChainProgram
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class Connection:
     """One MCP server, kept open from `open` to `close`.
 
     `tools` is the server's list. `generation` counts openings: when it changes, state in the server process is lost.
-    With `reopens=False` a lost connection stays lost: its pool creates another. Results are cut to `result_bytes`.
+    Without `reopens` a lost connection stays lost: its pool creates another. Results are cut to `result_bytes`.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class Connection:
     ) -> None:
         self.name = name
         self._result_bytes = result_bytes
-        self._reopens = reopens
+        self.reopens = reopens
+        self.chain = ""  # which has this connection for itself
         self.timeout_seconds = timeout_seconds
         self.generation = 0
         self.tools: list[Tool] = []
@@ -188,10 +190,10 @@ class Connection:
             failures = 0 if self._used else failures + 1
             self._log({"event": "tool_server_lost", "server": self.name, "reason": reason, "failures": failures})
             if self.generation > 0:
-                again = "it is started again" if self._reopens else "another instance is made"
+                again = "it is started again" if self.reopens else "another instance is made"
                 text = f"tool server {self.name} was lost, and {again}: {reason}; chains that used it failed"
                 tell(logger, f"tool server {self.name} was lost", text)
-            if self.generation == 0 or not self._reopens:
+            if self.generation == 0 or not self.reopens:
                 self._failure = reason
             elif failures == len(REOPEN_DELAYS):
                 self._failure = f"given up after {failures} failures: {reason}"
@@ -212,7 +214,7 @@ class Connection:
                 self._opening = False
                 self._wanted.clear()
                 self.generation += 1
-                if self._reopens:  # connections of a pool open and close often; its gauges count them
+                if self.reopens:  # connections of a pool open and close often; its gauges count them
                     seconds = time.perf_counter() - started
                     self._log({"event": "tool_server_opened", "server": self.name, "seconds": seconds})
                 self._client.set_result(client)
@@ -234,6 +236,8 @@ class Connection:
         async with AsyncExitStack() as stack:
             if isinstance(target, Container):
                 target = await stack.enter_async_context(target.running())
+            elif isinstance(target, ChainProgram):
+                target = await stack.enter_async_context(target.running(lambda: self.chain))
             if isinstance(target, HttpAddress):
                 client = await stack.enter_async_context(_http_client(target, self._note, self._result_bytes))
                 if target.session and not self._in_session:
@@ -332,6 +336,8 @@ def _ssl_context() -> ssl.SSLContext:
 
 
 def _where(target: Target) -> str:
+    if isinstance(target, ChainProgram):
+        target = target.program
     if isinstance(target, StdioServerParameters):
         return f"`{shlex.join([target.command, *target.args])}` in {target.cwd}"
     if isinstance(target, Container):

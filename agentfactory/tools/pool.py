@@ -54,6 +54,11 @@ class Pool(Generic[T]):
         self._makers: set[asyncio.Task[None]] = set()
         self._closed = False
 
+    @property
+    def capacity(self) -> int | None:
+        """Maximum number of instances; None: one per chain."""
+        return self._config.capacity
+
     def warm_up(self) -> None:
         """Begin to create the `warm` instances in the background. `acquire` does so too."""
         self._advance()

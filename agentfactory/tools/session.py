@@ -162,7 +162,7 @@ class ToolSession:
         openings = []
         for server in self._servers:
             asked = time.monotonic()
-            connection, lease = await server.acquire()
+            connection, lease = await server.acquire(self._key)
             if lease is not None:
                 self.waits.append((server.name, asked, time.monotonic()))
             share = self._shares[server.name] = _Share(server, connection, lease)

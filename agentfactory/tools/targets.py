@@ -12,12 +12,13 @@ from mcp import StdioServerParameters
 from mcp.server import Server
 from mcp.server.mcpserver import MCPServer
 
-from agentfactory.tools.config import Isolation, McpServerConfig
+from agentfactory.tools.config import CHAIN, Isolation, McpServerConfig
 from agentfactory.tools.containers import Container
 from agentfactory.tools.import_path import own_python, user_folders
 from agentfactory.tools.mcp_server import build_server
 from agentfactory.tools.prebuilt import PREBUILT
 from agentfactory.tools.user_code import load_object
+from agentfactory.tools.workspaces import ChainProgram, check_template
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class HttpAddress:
     session: bool = False
 
 
-Target = Server[Any] | MCPServer | StdioServerParameters | Container | HttpAddress
+Target = Server[Any] | MCPServer | StdioServerParameters | ChainProgram | Container | HttpAddress
 """The other end of a connection."""
 
 
@@ -53,9 +54,15 @@ def target_of(name: str, config: McpServerConfig, base: Path, result_bytes: int)
     if config.container is not None:
         return Container(name, config.container, config.args, env)
     assert config.command is not None
-    cwd = base / (config.cwd or ".")
-    command, *args = _program(config.command, config.args, cwd)
-    return StdioServerParameters(command=command, args=args, env=env, cwd=cwd)
+    cwd = Path(config.cwd) if config.cwd and config.cwd.startswith(CHAIN) else base / (config.cwd or ".")
+    command, *args = _program(config.command, config.args, base if CHAIN in str(cwd) else cwd)
+    program = StdioServerParameters(command=command, args=args, env=env, cwd=cwd)
+    if not config.has_folders:
+        return program
+    template = base / config.workspace if config.workspace else None
+    if template is not None:
+        check_template(f"mcp_servers.{name}.workspace", template)
+    return ChainProgram(program, template, base / config.keep_workspaces if config.keep_workspaces else None)
 
 
 def _program(command: str, args: list[str], cwd: Path) -> list[str]:
@@ -72,6 +79,8 @@ def _expand(field: str, values: dict[str, str]) -> dict[str, str]:
 
     def expand(key: str, value: str) -> str:
         def variable(match: re.Match[str]) -> str:
+            if match[0] == CHAIN and field.endswith(".env"):
+                return match[0]
             if match[1] not in os.environ:
                 raise ValueError(f"{field}.{key}: the environment variable {match[1]} is not set; export it")
             return os.environ[match[1]]

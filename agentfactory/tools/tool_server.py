@@ -6,18 +6,25 @@ from mcp import MCPError
 from mcp_types import Tool
 
 from agentfactory.tools.call_cache import CallCache
-from agentfactory.tools.config import RESULT_BYTES, EnvironmentTools, Isolation, McpServerConfig
+from agentfactory.tools.config import CHAIN, RESULT_BYTES, EnvironmentTools, Isolation, McpServerConfig
 from agentfactory.tools.mcp_client import CallTimeout, Connection, Log
 from agentfactory.tools.mcp_server import ROLE_KEY
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.pool import Lease, Pool
 from agentfactory.tools.targets import Target
 
+PROCESS_BYTES = 75 << 20
+"""What a process of a server takes: 50 to 75 MiB, measured with Node.js and Python."""
+_SPARES = 2
+"""Processes that wait for the next chains, which would otherwise wait 0.3 to 1.2 s for their start."""
 _GAUGE_SECONDS = 2.0
 
 
 class ToolServer:
     """A server, from `open` to `close`.
+
+    What a chain has exclusively is `isolation` of the recipe; if that is not set, a program or container that is not
+    ours gets a process per chain, because nobody knows what it remembers.
 
     Shared: one connection for all chains. If `pool.capacity` is set, a chain needs one of that many places. Isolated: a
     pool of connections, each to a separate process, container or session, which one chain at a time uses. Only an
@@ -28,7 +35,13 @@ class ToolServer:
     """
 
     def __init__(
-        self, name: str, config: McpServerConfig, target: Target, log: Log, result_bytes: int = RESULT_BYTES
+        self,
+        name: str,
+        config: McpServerConfig,
+        target: Target,
+        log: Log,
+        result_bytes: int = RESULT_BYTES,
+        memory: int = PROCESS_BYTES,
     ) -> None:
         self.name = name
         self.config = config
@@ -38,7 +51,8 @@ class ToolServer:
         self.environment: EnvironmentTools | None = config.environment
         self.reset_seconds = config.timeout_seconds
         self.cache = CallCache(config.cache) if config.cache else None
-        self.isolated = config.isolation is not Isolation.SHARED
+        self.isolated = config.isolation not in (None, Isolation.SHARED)
+        self._memory = memory  # bytes that its processes may take
         self._target = target
         self._log = log
         self._shared: Connection | None = None
@@ -53,15 +67,18 @@ class ToolServer:
             ValueError: names in `allow`, `deny` or `environment` that it does not have; a cache for an environment.
             ToolInfrastructureError: it cannot be started or reached.
         """
+        connection = await self._connect(reopens=not self.isolated)
+        self._read(connection.tools)
+        if self.config.isolation is None and not self.config.cache and (self.config.command or self.config.container):
+            # our own servers give each tool a role, and tell chains apart by the key in each call
+            self.isolated = not any(ROLE_KEY in (tool.meta or {}) for tool in connection.tools)
+            connection.reopens = not self.isolated
         if self.isolated:
-            self._first.append(await self._connect())
-            self._read(self._first[0].tools)
+            self._first.append(connection)
             self._pool = self._instances()
             self._pool.warm_up()
             return
-        self._shared = self._connection(reopens=True)
-        await self._shared.open()
-        self._read(self._shared.tools)
+        self._shared = connection
         if self.config.module is not None:
             return  # our own host, in this process, has the pool
         for field in ("warm", "max_uses", "max_seconds"):
@@ -80,8 +97,8 @@ class ToolServer:
         for connection in (*self._first, *([self._shared] if self._shared else [])):
             await connection.close()
 
-    async def acquire(self) -> tuple[Connection, Lease[Connection] | None]:
-        """Return the connection for one chain, and the lease to release at its end, if there is one.
+    async def acquire(self, chain: str) -> tuple[Connection, Lease[Connection] | None]:
+        """Return the connection for the chain of this key, and the lease to release at its end, if there is one.
 
         Raises ToolInfrastructureError if none became free in time, or none could be created.
         """
@@ -89,7 +106,26 @@ class ToolServer:
             assert self._shared is not None
             return self._shared, None
         lease = await self._pool.acquire()
+        if self.isolated:
+            lease.value.chain = chain
         return lease.value, lease
+
+    @property
+    def told_isolation(self) -> str:
+        """What a chain has for itself, in words."""
+        config = self.config
+        if not self.isolated:
+            if config.url is not None:
+                return "all chains share the HTTP server"
+            return "all chains share its process" + (", because it has a `cache`" if config.cache else "")
+        if config.url is not None:
+            return "each chain has a session"
+        assert self._pool is not None
+        folder = f", and a folder ({CHAIN})" if config.has_folders else f"; files are shared, without {CHAIN}"
+        return (
+            f"each chain has a process{folder}; up to {self._pool.capacity} at a time, of about "
+            f"{PROCESS_BYTES >> 20} MiB each"
+        )
 
     async def gauges(self) -> dict[str, float]:
         """Return the gauges of the pool, here or in the server; empty if there is no pool or no answer."""
@@ -103,12 +139,9 @@ class ToolServer:
             return {}
         return {key: float(value) for key, value in (result.structured_content or {}).items()}
 
-    def _connection(self, reopens: bool) -> Connection:
+    async def _connect(self, reopens: bool = False) -> Connection:
         seconds = self.config.timeout_seconds
-        return Connection(self.name, self._target, seconds, self._log, reopens, self.result_bytes)
-
-    async def _connect(self) -> Connection:
-        connection = self._connection(reopens=False)
+        connection = Connection(self.name, self._target, seconds, self._log, reopens, self.result_bytes)
         try:
             await connection.open()
         except BaseException:
@@ -125,9 +158,23 @@ class ToolServer:
                 await first.close()
             return await self._connect()
 
-        config = self.config.pool
-        if self.environment is None and config.max_uses is None:
-            config = config.model_copy(update={"max_uses": 1})
+        config, changes = self.config.pool, dict[str, int]()
+        if config.capacity is None and self.config.url is None:
+            changes["capacity"] = max(1, self._memory // PROCESS_BYTES)
+        if (self.environment is None or self.config.has_folders) and config.max_uses is None:
+            changes["max_uses"] = 1
+            if "warm" not in config.model_fields_set and self.config.url is None:
+                changes["warm"] = min(_SPARES, changes.get("capacity", _SPARES), config.capacity or _SPARES)
+        config = config.model_copy(update=changes)
+        if self.config.url is None:
+            self._log(
+                {
+                    "event": "tool_server_isolated",
+                    "server": self.name,
+                    "processes": config.capacity,
+                    "mebibytes_each": PROCESS_BYTES >> 20,
+                }
+            )
         return Pool(f"tool server {self.name}", make, config, healthy=Connection.answers, retire=Connection.close)
 
     def _places(self, shared: Connection) -> Pool[Connection]:

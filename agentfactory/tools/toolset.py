@@ -16,6 +16,7 @@ from agentfactory.tools.config import McpServerConfig, ToolsRecipe
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.mcp_client import Log
 from agentfactory.tools.mcp_server import ROLE_KEY, build_server
+from agentfactory.tools.memory import memory_room
 from agentfactory.tools.messages import ToolInfrastructureError, ToolSpec
 from agentfactory.tools.session import Route, ToolSession
 from agentfactory.tools.targets import target_of
@@ -30,7 +31,8 @@ async def open_toolset(
 
     Args:
         base: Folder at which the recipe's relative paths start.
-        log: Takes records {"event": "tool_server_opened" | "tool_server_lost", "server": name, ...}.
+        log: Takes records {"event": "tool_server_opened" | "tool_server_lost" | "tool_server_isolated", "server": name,
+            ...}.
         objects: Served in this process in addition to the recipe's: `@tool` functions and methods, Environment classes,
             MCP server objects.
 
@@ -41,6 +43,8 @@ async def open_toolset(
     """
     servers: dict[str, ToolServer] = {}
     most = recipe.limits.result_bytes
+    programs = sum(1 for config in recipe.mcp_servers.values() if config.command or config.container)
+    memory = memory_room() // 2 // max(1, programs)  # of processes of one server, if nothing else says how many
 
     def add(server: ToolServer) -> None:
         if server.name in servers:
@@ -53,7 +57,7 @@ async def open_toolset(
         add(ToolServer(name, McpServerConfig(module=name), target, log, most))
     entries = [(reference.rpartition(":")[2], McpServerConfig(module=reference)) for reference in recipe.tools]
     for name, config in [*entries, *recipe.mcp_servers.items()]:
-        add(ToolServer(name, config, target_of(name, config, base, most), log, most))
+        add(ToolServer(name, config, target_of(name, config, base, most), log, most, memory))
 
     toolset: Toolset | None = None
     openings = [asyncio.create_task(server.open(), name=f"open {server.name}") for server in servers.values()]
@@ -94,6 +98,25 @@ class Toolset:
     def environments(self) -> list[str]:
         """The servers that are environments."""
         return [server.name for server in self._servers if server.environment]
+
+    @property
+    def harmless(self) -> list[ToolSpec]:
+        """The tools that, by their own annotations, destroy nothing and act on nothing outside of their server; those
+        that change something come first."""
+        said = {
+            server.config.prefix + tool.name: tool.annotations
+            for server in self._servers
+            for tool in server.tools
+            if tool.annotations and tool.annotations.destructive_hint is False
+            if tool.annotations.open_world_hint is False
+        }
+        found = [spec for spec in self.specs if spec.name in said]
+        return sorted(found, key=lambda spec: said[spec.name].read_only_hint is True)
+
+    @property
+    def isolation(self) -> list[str]:
+        """What a chain has of each server that is not in this process, in words."""
+        return [server.told_isolation for server in self._servers if server.config.module is None]
 
     @property
     def judges(self) -> bool:

@@ -20,6 +20,7 @@ from agentfactory.doctor.finding import Finding, Level
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.client import NEEDED_ROUTES
+from agentfactory.tools.memory import memory_room
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -296,7 +297,7 @@ def test_a_model_that_fits_neither_memory_nor_disk(project: Path) -> None:
     assert levels(doctor_recipe.check_fit(recipe, 2**30)) <= {Level.OK}
     with (project / "model" / "model.safetensors").open("wb") as file:
         file.truncate(2**43)  # of nothing but holes
-    room = doctor_machine.memory_room()
+    room = memory_room()
     assert "at least 16384.0 GiB of weights" in the_problem(doctor_recipe.check_fit(recipe, room))
     assert "5 checkpoints take at least" in the_problem(doctor_recipe.check_output(recipe))
     few = load("train.checkpoint_every=2", "train.keep_last=1")
@@ -328,7 +329,7 @@ def test_too_few_open_files(project: Path) -> None:
 def test_little_memory() -> None:
     assert levels(doctor_machine.check_memory(2**30)) == {Level.WARNING}
     assert levels(doctor_machine.check_memory(8 * 2**30)) == {Level.OK}
-    assert 0 < doctor_machine.memory_room() < 2**50
+    assert 0 < memory_room() < 2**50
 
 
 def test_a_check_that_fails_is_a_finding_and_the_others_go_on() -> None:

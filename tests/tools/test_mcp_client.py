@@ -248,6 +248,8 @@ async def test_the_command_line_of_a_container(
     docker.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     entry = {"container": "some/image:1", "args": ["--flag"], "env": {"TOKEN": "${SECRET}"}, "isolation": isolation}
+    if isolation == "process":
+        entry["pool"] = {"warm": 0}
     async with (
         open_toolset(recipe_of(box=entry), folder) as toolset,
         toolset.chain("a", {}) as one,

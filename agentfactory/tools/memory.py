@@ -1,0 +1,28 @@
+"""Memory that is still available."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+
+def memory_room() -> int:
+    """Return the bytes that are still available: of the machine, and of the control group that we run in (a container's
+    limit)."""
+    return min([psutil.virtual_memory().available, *_group_rooms()])
+
+
+def _group_rooms() -> Iterator[int]:
+    try:
+        path = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
+    except OSError:
+        return
+    folder = Path("/sys/fs/cgroup") / path.lstrip("/")
+    for place in (folder, *folder.parents):
+        try:
+            limit = (place / "memory.max").read_text().strip()
+            used = int((place / "memory.current").read_text())
+        except (OSError, ValueError):
+            continue
+        if limit != "max":
+            yield max(0, int(limit) - used)

@@ -1,0 +1,49 @@
+"""`tools check` on servers of other people: what one chain sees of another."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from agentfactory.commands.main import main
+from tests.third_party_servers import stateful
+
+pytestmark = pytest.mark.processes
+
+__all__ = ["stateful"]  # a fixture
+
+
+def check(servers: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({"mcp_servers": servers}))
+    status = main(["tools", "check", str(folder / "recipe.yaml")])
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+def test_a_leak_is_found_and_its_remedy_works(
+    stateful: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = {**stateful["memory"], "env": {"MEMORY_FILE_PATH": str(tmp_path / "memory.jsonl")}}
+    status, said = check({"memory": memory}, tmp_path, capsys)
+    assert status != 0
+    assert "a second chain saw what the first did: read_graph answered" in said
+    assert "memory: chains share its state; fix: give each chain a folder by ${chain}" in said
+
+    memory["env"] = {"MEMORY_FILE_PATH": "${chain}/memory.jsonl"}
+    status, said = check({"memory": memory}, tmp_path, capsys)
+    assert status == 0, said
+    assert "each chain has a process, and a folder (${chain}); up to" in said
+    assert "saw nothing of each other" in said
+
+
+def test_state_that_is_shared_on_purpose_is_reported(
+    stateful: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    think = stateful["sequential-thinking"]
+    status, said = check({"think": {**think, "isolation": "shared"}}, tmp_path, capsys)
+    assert status == 0, said
+    assert "sequentialthinking answered the same call otherwise in a second chain" in said
+    assert '"thoughtHistoryLength": 2' in said
+    status, said = check({"think": think}, tmp_path, capsys)
+    assert (status, "two chains that called sequentialthinking saw nothing of each other" in said) == (0, True)

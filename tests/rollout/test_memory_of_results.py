@@ -1,0 +1,72 @@
+"""The memory of a worker whose tool returns 50 MB in each of eight chains: from the call to the tokens of the row."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentfactory.rollout.renderer import _cached
+
+ROOT = Path(__file__).parents[2]
+SOURCE = '''
+from agentfactory import reward, tool
+
+
+@tool
+def note(text: str) -> str:
+    """Take a note."""
+    return text * 10_000_000
+
+
+@reward
+def turns(trajectory):
+    return 1.0
+'''
+WORKER = """
+import asyncio, json, resource, sys
+from pathlib import Path
+from agentfactory.rollout.sampling import Sampling
+from tests.scripted_chains import scripted_chains
+
+SOURCE, CALL, LIMITS = sys.argv[1:]
+
+async def main():
+    turns = [CALL] * 8 + ["done"] * 8
+    async with scripted_chains(Path.cwd(), turns, source=SOURCE, limits=json.loads(LIMITS)) as scripted:
+        runner, sampling = scripted.runner, Sampling("policy", 1.0, seed="s")
+        chains = (runner.run(f"c{n}", {"question": "go"}, sampling) for n in range(8))
+        found = await asyncio.gather(*chains)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(json.dumps([peak, [chain.metrics["limits/result_bytes"] for chain in found]]))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("limits", [{}, {"result_tokens": 100}])
+def test_eight_chains_stay_below_one_gigabyte(limits: dict[str, int], tmp_path: Path) -> None:
+    call = '<tool_call>\n{"name": "note", "arguments": {"text": "word "}}\n</tool_call>'
+    command = [sys.executable, "-c", WORKER, SOURCE, call, json.dumps(limits)]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    peak, cuts = json.loads(done.stdout.splitlines()[-1])
+    assert cuts == [1.0] * 8
+    assert peak < 1_000_000, "KiB"
+
+
+def test_renders_of_long_messages_are_not_kept() -> None:
+    made: list[str] = []
+
+    def render(messages: str, tools: str) -> tuple[int, ...]:
+        made.append(messages)
+        return (len(messages),)
+
+    cached = _cached(16, render)
+    short, long = "x" * 100, "y" * 100_000
+    assert [cached(text, "[]") for text in (short, long) * 2] == [(100,), (100_000,)] * 2
+    assert made == [short, long, long]

@@ -1,0 +1,174 @@
+"""Servers of other people that remember: what one chain did, another does not see."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agentfactory.tools.config import ToolsRecipe
+from agentfactory.tools.messages import ToolCall
+from agentfactory.tools.session import ToolSession
+from agentfactory.tools.toolset import open_toolset
+from tests.third_party_servers import stateful
+from tests.waiting import until
+
+# ruff: noqa: ASYNC220, ASYNC221, SIM117
+pytestmark = pytest.mark.processes
+
+__all__ = ["stateful"]  # a fixture
+
+
+async def ask(session: ToolSession, name: str, /, **arguments: Any) -> str:
+    result = await session.call(ToolCall("1", name, arguments))
+    assert result.error is None, result
+    return str(result.content)
+
+
+def recipe_of(**servers: Any) -> ToolsRecipe:
+    return ToolsRecipe.model_validate({"mcp_servers": servers})
+
+
+def thought(number: int) -> dict[str, Any]:
+    return {"thought": "x", "nextThoughtNeeded": True, "thoughtNumber": number, "totalThoughts": 9}
+
+
+async def test_sequential_thinking_without_a_word_about_isolation(stateful: dict[str, Any], tmp_path: Path) -> None:
+    records: list[dict[str, Any]] = []
+    entry = stateful["sequential-thinking"]
+    async with (
+        open_toolset(recipe_of(think=entry), tmp_path, records.append) as toolset,
+        toolset.chain("a", {}) as one,
+        toolset.chain("b", {}) as other,
+    ):
+        for number in (1, 2, 3):
+            said = await ask(one, "sequentialthinking", **thought(number))
+        assert '"thoughtHistoryLength": 3' in said
+        assert '"thoughtHistoryLength": 1' in await ask(other, "sequentialthinking", **thought(1))
+    [record] = [record for record in records if record["event"] == "tool_server_isolated"]
+    assert record["processes"] >= 1
+    assert record["mebibytes_each"] == 75
+
+    shared = recipe_of(think={**entry, "isolation": "shared"})
+    async with (
+        open_toolset(shared, tmp_path) as toolset,
+        toolset.chain("a", {}) as one,
+        toolset.chain("b", {}) as other,
+    ):
+        await ask(one, "sequentialthinking", **thought(1))
+        assert '"thoughtHistoryLength": 2' in await ask(other, "sequentialthinking", **thought(1))
+
+
+async def test_memory_in_the_chains_folder(stateful: dict[str, Any], tmp_path: Path) -> None:
+    entry = {**stateful["memory"], "env": {"MEMORY_FILE_PATH": "${chain}/memory.jsonl"}}
+    fact = {"name": "secret", "entityType": "word", "observations": ["plum"]}
+    async with open_toolset(recipe_of(memory=entry), tmp_path) as toolset:
+        async with toolset.chain("a", {}) as one, toolset.chain("b", {}) as other:
+            await ask(one, "create_entities", entities=[fact])
+            assert "plum" in await ask(one, "read_graph")
+            assert "plum" not in await ask(other, "read_graph")
+        async with toolset.chain("c", {}) as later:
+            assert "plum" not in await ask(later, "read_graph")
+
+
+async def test_filesystem_with_a_template(stateful: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "desk").mkdir()
+    (tmp_path / "desk" / "task.txt").write_text("sort the files")
+    (tmp_path / "desk" / "same.txt").symlink_to("task.txt")
+    program = stateful["filesystem"]
+    entry = {**program, "args": [*program["args"], "${chain}"], "cwd": "${chain}", "workspace": "desk"}
+    kept = tmp_path / "kept"
+    async with open_toolset(recipe_of(files={**entry, "keep_workspaces": "kept"}), tmp_path) as toolset:
+        async with toolset.chain("a", {}) as one, toolset.chain("b/2", {}) as other:
+            folders = [(await ask(chain, "list_allowed_directories")).split("\n")[1] for chain in (one, other)]
+            assert len(set(folders)) == 2
+            for chain, folder, word in ((one, folders[0], "mine"), (other, folders[1], "yours")):
+                assert await ask(chain, "read_text_file", path=f"{folder}/same.txt") == "sort the files"
+                await ask(chain, "write_file", path=f"{folder}/task.txt", content=word)
+            assert await ask(one, "read_text_file", path=f"{folders[0]}/task.txt") == "mine"
+            outside = await one.call(ToolCall("1", "read_text_file", {"path": f"{folders[1]}/task.txt"}))
+            assert outside.error is not None
+    assert [(kept / name / "task.txt").read_text() for name in ("a", "b-2")] == ["mine", "yours"]
+    assert sorted(path.name for path in kept.iterdir()) == ["a", "b-2"], "spares are not kept"
+    assert (tmp_path / "desk" / "task.txt").read_text() == "sort the files"
+    assert not any(Path(folder).exists() for folder in folders)
+
+
+async def test_git_with_a_repository_of_the_chain(stateful: dict[str, Any], tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    name = ["-c", "user.name=n", "-c", "user.email=e"]
+    for command in (["init", "-q", "repository"], ["-C", "repository", *name, "commit", "-qm", "x", "--allow-empty"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    entry = {**stateful["git"], "cwd": "${chain}", "workspace": "repository"}
+    async with (
+        open_toolset(recipe_of(git=entry), tmp_path) as toolset,
+        toolset.chain("a", {}) as one,
+        toolset.chain("b", {}) as other,
+    ):
+        await ask(one, "git_create_branch", repo_path=".", branch_name="plum")
+        assert "plum" in await ask(one, "git_branch", repo_path=".", branch_type="local")
+        assert "plum" not in await ask(other, "git_branch", repo_path=".", branch_type="local")
+    branches = subprocess.run(["git", "branch"], cwd=repository, check=True, capture_output=True, text=True).stdout
+    assert "plum" not in branches
+
+
+WORKER = """
+import asyncio, json, sys
+from pathlib import Path
+from agentfactory.tools.config import ToolsRecipe
+from agentfactory.tools.messages import ToolCall
+from agentfactory.tools.toolset import open_toolset
+
+async def main():
+    async with open_toolset(ToolsRecipe.model_validate_json(sys.argv[1]), Path.cwd()) as toolset:
+        async with toolset.chain("a", {}) as session:
+            result = await session.call(ToolCall("1", "list_allowed_directories", {}))
+            print(result.content.split("\\n")[1], flush=True)
+            await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_killed_worker_leaves_no_folder_and_no_process(stateful: dict[str, Any], tmp_path: Path) -> None:
+    program = stateful["filesystem"]
+    recipe = recipe_of(files={**program, "args": [*program["args"], "${chain}"]}).model_dump_json()
+    command = [sys.executable, "-c", WORKER, recipe]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as worker:
+        assert worker.stdout is not None
+        folder = Path(worker.stdout.readline().strip())
+        assert folder.is_dir()
+        family = psutil.Process(worker.pid).children(recursive=True)
+        os.kill(worker.pid, signal.SIGKILL)
+    await until(lambda: not folder.parent.exists())
+    assert folder.parent.parent == Path(tempfile.gettempdir()).resolve()
+    await until(lambda: not any(process.is_running() for process in family))
+
+
+async def test_chains_wait_for_a_process_and_spares_are_ready(stateful: dict[str, Any], tmp_path: Path) -> None:
+    entry = {**stateful["sequential-thinking"], "pool": {"capacity": 2}}
+    async with open_toolset(recipe_of(think=entry), tmp_path) as toolset:
+
+        async def live(number: int) -> str:
+            async with toolset.chain(str(number), {}) as session:
+                return await ask(session, "sequentialthinking", **thought(1))
+
+        said = await asyncio.gather(*(live(number) for number in range(6)))
+        assert all('"thoughtHistoryLength": 1' in text for text in said)
+        await until_spare(toolset)
+        started = time.perf_counter()
+        await live(7)
+        assert time.perf_counter() - started < 0.3, "it did not wait for the start of a process"
+
+
+async def until_spare(toolset: Any) -> None:
+    async with asyncio.timeout(30):
+        while (await toolset.gauges())["environments/think/idle"] < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
