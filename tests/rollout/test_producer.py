@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agentfactory.rollout.chain_runner import ChainRunner
+from agentfactory.rollout.chain_runner import ChainRunner, RolloutStoppedError
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Place, TaskOrder
@@ -154,6 +154,7 @@ async def test_a_group_that_grows_too_old_is_trained_with_the_chains_that_have_e
         assert gauges["environments/Waiting/made"] >= 6
         assert gauges["environments/Waiting/in_use"] >= 1, "the third chain still holds its own"
         assert {name: value for name, value in figures.items() if name not in gauges} == {
+            "chains": 5,
             "cancelled/groups": 0,
             "cancelled/chains": 0,
             "cancelled/tokens": 0,
