@@ -54,16 +54,19 @@ def test_a_run_that_is_alive_is_left_alone(tmp_path: Path) -> None:
 FAULTS = """
 from agentfactory import reward
 
+judged = []
+
 @reward
 def half(trajectory, answer) -> float:
-    if "test" in answer:
+    if "test" in answer and len(judged) > 8:
         raise KeyError("lft")
+    judged.append(answer)
     return float(len(trajectory.rows[0].token_ids) % 2)
 """
 
 
 def test_what_goes_wrong_on_the_way_is_told_where_a_person_looks(tmp_path: Path, warm_start: Path) -> None:
-    """In the terminal, and in the trainer's log for later: a reward that raises on each held-out task."""
+    """In the terminal, and in the trainer's log for later: a reward that raises on each held-out task, once it has judged others."""
     (tmp_path / "faults.py").write_text(FAULTS)
     for name in ("train", "test"):
         rows = [{"question": f"Question {index}?", "answer": name} for index in range(4)]
@@ -75,7 +78,7 @@ def test_what_goes_wrong_on_the_way_is_told_where_a_person_looks(tmp_path: Path,
         "rewards": ["faults.py:half"],
         "rollout": {"group_size": 2, "max_tokens": 8, "max_total_tokens": 512},
         "server": {"engine": "embedded", "max_model_len": 512},
-        "train": {"steps": 1, "batch_size": 1},
+        "train": {"steps": 1, "batch_size": 2},
         "output": "run",
     }
     # JSON is YAML
@@ -85,4 +88,60 @@ def test_what_goes_wrong_on_the_way_is_told_where_a_person_looks(tmp_path: Path,
     assert result.returncode == 0, result.stderr
     told = "held-out tasks, sampled: 4 of 4 chains ended as reward_error, such as: RewardError"
     assert f"warning: {told}" in result.stdout
+    lines = result.stdout.splitlines()
+    again = lines[lines.index("warnings of this run:") :]
+    assert any(line.startswith(f"  {told}") and line.endswith("run/logs/worker.log") for line in again)
+    assert [line.strip() for line in again if line.startswith("  ")] == json.loads(
+        (tmp_path / "run" / "summary.json").read_text()
+    )["warnings"]
     assert told in (tmp_path / "run" / "logs" / "train.log").read_text()
+
+
+WORLD = """
+from agentfactory import Environment
+
+class World(Environment):
+    def reset(self, question):
+        if "even" in question:
+            raise RuntimeError("the world is gone")
+        self.turn = 0
+
+    def reward(self):
+        return 0.5
+"""
+
+
+def test_a_run_that_drops_most_of_its_chains_says_so_and_exits_with_4(tmp_path: Path, warm_start: Path) -> None:
+    """Three of four tasks cannot be reset, and each of them is tried twice."""
+    (tmp_path / "world.py").write_text(WORLD)
+    rows = [{"question": f"{'odd' if index % 4 == 0 else 'even'} {index}"} for index in range(16)]
+    (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    recipe = {
+        "model": {"path": str(warm_start), "dtype": "float32"},
+        "data": {"path": "train.jsonl", "shuffle": False},
+        "tools": ["world.py:World"],
+        "rollout": {"group_size": 2, "max_tokens": 4, "max_total_tokens": 256},
+        "server": {"engine": "embedded", "max_model_len": 256},
+        "train": {"steps": 3, "batch_size": 1},
+        "output": "run",
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    command = [sys.executable, "-m", "agentfactory", "train", "recipe.yaml"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 4, result.stderr
+    told = "chains ended as tool_infrastructure, such as: "
+    first, *_, last = [line for line in result.stdout.splitlines() if told in line]
+    assert first.startswith("warning: 4 of ")
+    assert last.startswith("  ")
+    assert last.endswith("; they are not trained; see run/logs/worker.log") or "run/logs/worker.log" in last
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    chains, dropped = summary["chains"], summary["dropped_chains"]
+    assert chains > 2 * 3
+    assert dropped > chains / 2
+    assert summary["status"] == "completed"
+    assert f"agentfactory: most chains were dropped: {dropped} of {chains} chains" in result.stderr
+    lost = subprocess.run(
+        [*command[:3], "rollout", "recipe.yaml", "output=o"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert lost.returncode == 4, lost.stderr
+    assert "24 of 32 chains have no reward" in lost.stderr

@@ -1,6 +1,7 @@
 """`@reward`: arguments by name, options, weights, groups, and mistakes that are told."""
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -446,3 +447,55 @@ async def test_closing_goes_on_after_a_failure() -> None:
     async with Rewards([Held("a"), Held("b")]):
         pass
     assert closed == ["a", "b"]
+
+
+MADE = """
+from agentfactory import reward
+
+@reward
+def raises(prediction): return {}["lft"]
+@reward
+def nan(prediction): return float("nan")
+@reward
+def text(prediction): return "good"
+@reward
+def fine(prediction, final_response, trajectory, environment, answer):
+    assert trajectory.messages[-1]["content"] == prediction == final_response
+    return {"reward": len(answer), "turn_rewards": [0.0] * trajectory.turns}
+@reward(group=True)
+def short(predictions): return [1.0]
+@reward(group=True)
+def rank(predictions, trajectories): return [0.0 for _ in predictions]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("raises", "raises raised KeyError: 'lft'"),
+        ("nan", "nan returned nan for reward; it has to be a finite number"),
+        ("text", "text returned 'good' for reward; it has to be a finite number"),
+        ("short", r"short returned \[1.0\]; it has to be a list with a number or dict for each of the 2 chains"),
+        ("fine", None),
+        ("rank", None),
+    ],
+)
+async def test_rewards_are_tried_on_a_made_answer(tmp_path: Path, name: str, fault: str | None) -> None:
+    (tmp_path / "made.py").write_text(MADE)
+    rewards = Rewards([f"made.py:{name}"], tmp_path)
+    tasks = [{"question": "q", "answer": "a"}, {"messages": [{"role": "user", "content": "q"}], "answer": "b"}]
+    faults = await rewards.try_on(tasks, None)
+    if fault is None:
+        assert faults == []
+        return
+    assert len(faults) == 2
+    assert re.fullmatch(f"rewards.0, on a made answer to task 2: {fault}", faults[1])
+
+
+def test_every_row_is_compared_with_what_rewards_need(tmp_path: Path) -> None:
+    (tmp_path / "made.py").write_text(MADE)
+    rows = [{"question": "q", "answer": "a"}] * 3 + [{"question": "q"}] * 2
+    with pytest.raises(SettingError, match=r"fine wants 'answer', .*, in row 4 of eval.data; fix: "):
+        Rewards(["made.py:fine"], tmp_path).check_rows(rows, "eval.data")
+    with pytest.raises(SettingError, match=r"exact_match .*, in row 4 of data; fix: "):
+        Rewards(["exact_match"], tmp_path).check_rows(rows, "data")

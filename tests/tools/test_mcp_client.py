@@ -14,6 +14,7 @@ import pytest
 from agentfactory.tools import containers, mcp_client
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import ToolCall, ToolInfrastructureError
+from agentfactory.tools.notices import notice_of
 from agentfactory.tools.session import ToolSession
 from agentfactory.tools.toolset import Toolset, open_toolset
 from tests.forked import reserved_port
@@ -44,7 +45,7 @@ async def until_waits(toolset: Toolset, number: int) -> None:
 SERVED = [*OBJECTS, "scratchpad.py:waits"]
 
 
-async def test_a_killed_child_fails_its_chains_and_comes_back(folder: Path) -> None:
+async def test_a_killed_child_fails_its_chains_and_comes_back(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     log: list[dict[str, Any]] = []
     async with open_toolset(recipe_of(pad=stdio_server(*SERVED)), folder, log.append) as toolset:
         async with toolset.chain("old", {"word": "old"}) as old, toolset.chain("too", {"word": "too"}) as too:
@@ -70,6 +71,9 @@ async def test_a_killed_child_fails_its_chains_and_comes_back(folder: Path) -> N
     assert [record["event"] for record in log] == ["tool_server_opened", "tool_server_lost"] * 2 + [
         "tool_server_opened"
     ]
+    told = [notice_of(record) for record in caplog.records if notice_of(record)]
+    assert [(notice.topic, notice.times) for notice in told if notice] == [("tool server pad was lost", 1)] * 2
+    assert str(told[0]).startswith("tool server pad was lost, and it is started again: ")
 
 
 async def test_kill_9_under_64_chains(folder: Path) -> None:

@@ -1,0 +1,74 @@
+"""Which outcomes of chains a person is told of, and rewards that never work."""
+
+import pytest
+
+from agentfactory.launching.progress import tell_warnings
+from agentfactory.rollout.chain_outcomes import ChainOutcomes
+from agentfactory.rollout.chain_runner import FirstVerdicts, RolloutStoppedError
+from agentfactory.rollout.config import RolloutConfig
+from agentfactory.rollout.trajectory import Outcome, Trajectory
+
+
+def chain(outcome: Outcome = Outcome.COMPLETED, error: str | None = None) -> Trajectory:
+    return Trajectory("c", [], [], outcome, None if outcome.failed else 0.0, error=error)
+
+
+def told(chains: list[Trajectory], config: RolloutConfig | None = None) -> list[str]:
+    said: list[str] = []
+    outcomes = ChainOutcomes(config or RolloutConfig())
+    with tell_warnings(said.append):
+        for each in chains:
+            outcomes.note(each)
+    return said
+
+
+GONE = chain(Outcome.TOOL_INFRASTRUCTURE, "tool server search died")
+
+
+def test_chains_that_are_lost_are_told_once_and_again_in_the_last_lines() -> None:
+    first, last = told([chain()] * 16 + [GONE] * 80 + [chain()] * 32 + [GONE] * 20)
+    such = "chains ended as tool_infrastructure, such as: tool server search died; they are not trained"
+    assert first == f"warning: 4 of 20 {such}"
+    assert last == f"warnings of this run:\n  100 of 148 {such}"
+
+
+def test_a_few_lost_chains_are_no_news() -> None:
+    assert told([*[chain()] * 30, GONE] * 20) == []
+    assert told([GONE] * 3) == []
+
+
+def test_what_the_recipe_drops_and_what_does_not_fit_are_told_too() -> None:
+    cut, long = chain(Outcome.MAX_TOKENS), chain(Outcome.CONTEXT_OVERFLOW)
+    assert told([cut] * 50) == []
+    assert (
+        "50 of 50 chains ended as max_tokens; they are not trained"
+        in told([cut] * 50, RolloutConfig.model_validate({"on_outcome": {"max_tokens": "drop"}}))[-1]
+    )
+    assert told([long] * 8)[-1].endswith(
+        "8 of 8 chains ended as context_overflow; fix: raise rollout.max_total_tokens, or set rollout.context"
+    )
+
+
+BROKEN = chain(Outcome.REWARD_ERROR, "right raised KeyError: 'lft'")
+
+
+@pytest.mark.parametrize(("group_size", "chains"), [(16, 16), (8, 8), (1, 4)])
+def test_a_reward_that_never_works_costs_one_group(group_size: int, chains: int) -> None:
+    verdicts = FirstVerdicts(group_size)
+    for _ in range(chains - 1):
+        verdicts.note(BROKEN)
+        verdicts.note(GONE)
+    with pytest.raises(RolloutStoppedError, match=f"{chains} ended as reward_error: right raised KeyError: 'lft'; "):
+        verdicts.note(BROKEN)
+
+
+def test_a_reward_that_has_worked_may_fail() -> None:
+    verdicts = FirstVerdicts(2)
+    verdicts.note(chain())
+    for _ in range(100):
+        verdicts.note(BROKEN)
+    # what each chain gets, works; what compares them does not
+    for _ in range(3):
+        verdicts.note_group(BROKEN)
+    with pytest.raises(RolloutStoppedError):
+        verdicts.note_group(BROKEN)
