@@ -66,7 +66,8 @@ def half(trajectory, answer) -> float:
 
 
 def test_what_goes_wrong_on_the_way_is_told_where_a_person_looks(tmp_path: Path, warm_start: Path) -> None:
-    """In the terminal, and in the trainer's log for later: a reward that raises on each held-out task, once it has judged others."""
+    """In the terminal, in its last lines, and in the trainer's log for later: a reward that raises on each held-out
+    task, once it has judged others."""
     (tmp_path / "faults.py").write_text(FAULTS)
     for name in ("train", "test"):
         rows = [{"question": f"Question {index}?", "answer": name} for index in range(4)]

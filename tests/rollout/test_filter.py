@@ -73,6 +73,7 @@ def test_chains_that_do_not_count_are_counted_by_outcome() -> None:
     for ended in (WON, MASKED, DROPPED, BROKEN, BROKEN, LATE, LATE_UNSCORED):
         groups.ended(ended)
     assert groups.take_figures() == {
+        "chains": 7,
         "filtered/groups": 0,
         "filtered/inference_error": 2,
         "filtered/max_turns": 1,
