@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agentfactory.rollout.chain_runner import ChainRunner
+from agentfactory.rollout.chain_runner import ChainRunner, RolloutStoppedError
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Place, TaskOrder
