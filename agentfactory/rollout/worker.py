@@ -30,7 +30,8 @@ from agentfactory.tools.import_path import append_folders
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.notices import notice_of, tell
 
-logger = logging.getLogger(__name__)
+# named as the module, which runs as __main__: its notices are forwarded like those of the others
+logger = logging.getLogger("agentfactory.rollout.worker")
 
 LOAD_SECONDS = 1.0
 """Seconds between two measurements of the server's load, if it sets the number of chains."""
