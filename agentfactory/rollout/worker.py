@@ -207,8 +207,7 @@ async def main(address: str) -> int:
     """Connect to rank 0, work, and report to it why work cannot continue. Returns the exit status."""
     parent_watch.follow_parent()
     reader, writer = await connect(address)
-    # the root: this module, which runs as __main__, tells too
-    logging.getLogger().addHandler(_Forward(writer))
+    logging.getLogger("agentfactory").addHandler(_Forward(writer))
     # the terminal's Ctrl-C reaches the whole process group; the trainer decides when the worker ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     current = asyncio.current_task()
