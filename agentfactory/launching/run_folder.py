@@ -252,7 +252,8 @@ def check_writable(path: Path) -> None:
         if not there.is_dir():
             raise RunFolderError(f"output: {there} is a file; fix: output=OTHER")
         if (error := refusal(there)) is not None:
-            raise error
+            # without the name of the file that was tried
+            raise OSError(error.errno, error.strerror)
 
 
 @contextmanager

@@ -267,7 +267,7 @@ def _rollouts(
     worker = WorkerProcess(
         recipe,
         base=folder.path,
-        urls=recipe.server.urls,
+        urls=[server.url for server in servers],
         trajectories=folder.trajectories,
         log_file=folder.logs / "worker.log",
         batch_size=train.batch_size,

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from agentfactory.rollout.agent import AgentHooks
 from agentfactory.rollout.chain_outcomes import ChainOutcomes
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 ENDINGS = frozenset(outcome for outcome in Outcome if not outcome.failed)
 """Outcomes of chains that did not break."""
 
-LEAST_FAILURES = 4
-"""Chains that a reward must at least have failed for: with groups of one, a single one may be a chance."""
+LEAST_FAILURES, LEAST_TASKS = 4, 3
+"""Chains, and tasks, that a reward must at least have failed for: one row of the data may be at fault."""
 
 _OUTCOMES = {
     StopReason.ANSWER: Outcome.COMPLETED,
@@ -53,12 +53,15 @@ class RolloutStoppedError(Exception):
 
 @dataclass
 class FirstVerdicts:
-    """Detects rewards that cannot work: no chain has been judged, and as many as a group has have failed in that."""
+    """Detects rewards that cannot work: no chain has been judged, and as many as a group has have failed in that, of
+    several of the `tasks` (their number)."""
 
     group_size: int
+    tasks: int
     _works: bool = False
     _group_works: bool = False
     _failed: int = 0
+    _failed_tasks: set[str] = field(default_factory=set)
 
     def note(self, chain: Trajectory) -> None:
         """Note that a chain ended. Raises RolloutStoppedError."""
@@ -74,7 +77,10 @@ class FirstVerdicts:
 
     def _note_failure(self, chain: Trajectory) -> None:
         self._failed += 1
-        if self._failed >= max(LEAST_FAILURES, self.group_size):
+        # a chain is called GROUP.INDEX
+        self._failed_tasks.add(chain.id.partition(".")[0])
+        enough = len(self._failed_tasks) >= min(LEAST_TASKS, self.tasks)
+        if enough and self._failed >= max(LEAST_FAILURES, self.group_size):
             raise RolloutStoppedError(
                 f"none of the first chains could be judged, {self._failed} ended as reward_error: {chain.error}; fix: "
                 "correct the reward, and try it with `agentfactory tools check RECIPE`"
@@ -155,7 +161,7 @@ class ChainRunner:
         _tell_nulls(tasks, section, {**self.toolset.needed, **self.rewards.needed})
         async with self.toolset.chain("check", tasks[0]):
             pass
-        self._verdicts = FirstVerdicts(self.setup.config.group_size)
+        self._verdicts = FirstVerdicts(self.setup.config.group_size, len(tasks))
         self._outcomes = self._outcomes or ChainOutcomes(self.setup.config)
 
     async def run_group(self, group_id: str, task: Task, chains: Sequence[Awaitable[Trajectory]]) -> Group:

@@ -19,6 +19,7 @@ from agentfactory.rollout.connection import (
     refusal,
 )
 from agentfactory.rollout.retries import Retries
+from agentfactory.rollout.server_keys import pinned
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message, ToolSpec, text_of
 
@@ -60,7 +61,7 @@ class ChatEndpoint(InferenceClient):
         self, url: str, model: str | None, api_key_env: str | None, retry_seconds: float, fields: dict[str, Any]
     ):
         super().__init__(base_url(url), api_key_env, retry_seconds)
-        self._given = url.rstrip("/")
+        self._given = pinned(url.rstrip("/"))
         self.model = model or ""
         self._fields = fields
         self._limit_field = "max_tokens"

@@ -11,7 +11,6 @@ from typing import Any, Self
 
 from agentfactory.rollout.concurrency import METRICS_ROUTE, Load, parse_load
 from agentfactory.rollout.connection import (
-    NEEDS_KEY,
     Connection,
     InferenceError,
     LostError,
@@ -21,6 +20,7 @@ from agentfactory.rollout.connection import (
 from agentfactory.rollout.recovery import Recovery
 from agentfactory.rollout.retries import Retries
 from agentfactory.rollout.routing import Router, ServerState
+from agentfactory.rollout.server_keys import pinned
 from agentfactory.rollout.stalls import StallWatch
 from agentfactory.rollout.trajectory import Span
 from agentfactory.rollout.weight_versions import Published
@@ -82,7 +82,7 @@ class InferenceClient:
 
     def __init__(self, urls: str | Sequence[str], api_key_env: str | None = None, retry_seconds: float = 300.0):
         """Recoverable failures are retried for `retry_seconds`."""
-        self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
+        self.urls = [pinned(url.rstrip("/")) for url in ([urls] if isinstance(urls, str) else urls)]
         self._limit = retry_seconds
         self._router = Router(self.urls)
         self._connection = Connection(api_key_env)
@@ -118,7 +118,7 @@ class InferenceClient:
             try:
                 status, text = await self._connection.request("GET", url + "/openapi.json")
                 if status == 401:
-                    raise ServerUnreachableError(f"server {url} answered 401: {NEEDS_KEY}")
+                    raise ServerUnreachableError(f"server {url} answered 401: {self._connection.lacking_key(url)}")
                 if status != 200:
                     raise ServerUnreachableError(
                         f"server {url} answered {status} to /openapi.json; is it an inference server?"
@@ -200,6 +200,8 @@ class InferenceClient:
                 problem = f"the server answered {status}: {text[:500]}"
                 failed_at.add(url)
             else:
+                if status == 401:
+                    raise InferenceError(f"the server answered 401: {self._connection.lacking_key(url)}")
                 raise refusal(status, text)
             await self._wait_to_retry(retries, url, problem)
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import aiohttp
 
-from agentfactory.rollout.server_keys import find_key
+from agentfactory.rollout.server_keys import find_key, key_folder
 from agentfactory.tools.errors import SettingError
 
 # vLLM closes idle connections after 5 s; if it closes one while we write, the server would look dead
@@ -44,6 +44,16 @@ def authorization(url: str, api_key_env: str | None) -> dict[str, str]:
     elif not (key := os.environ.get(api_key_env)):
         raise SettingError("server.api_key_env", f"the variable {api_key_env} is not set", "export it")
     return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def lacking_key(url: str, api_key_env: str | None) -> str:
+    """Say why the server at `url` refused a request for lack of its key, and the fix."""
+    if api_key_env is not None:
+        return f"it refuses the key in {api_key_env}; fix: server.api_key_env must name the variable with its key"
+    return (
+        f"it takes requests only with its key, and {key_folder()} has none for its address; fix: name the environment "
+        "variable that holds it as server.api_key_env"
+    )
 
 
 class Connection:
@@ -99,6 +109,10 @@ class Connection:
         status, _ = await self.request("GET", url + "/health", seconds=_STATE_SECONDS)
         return status == 200
 
+    def lacking_key(self, url: str) -> str:
+        """See the function of the same name."""
+        return lacking_key(url, self._api_key_env)
+
     async def is_guarded(self, url: str) -> bool:
         """Return whether the server asks for a key, also on routes that change its weights: vLLM's own key does not
         protect these."""
@@ -145,16 +159,8 @@ _OVERFLOW = (
 )
 
 
-NEEDS_KEY = (
-    "it takes requests only with its key; fix: name the environment variable that holds it as server.api_key_env (the "
-    "key of a server that you started on this machine is found without)"
-)
-
-
 def refusal(status: int, text: str) -> InferenceError:
     """Return the error that a refused request raises."""
-    if status == 401:
-        return InferenceError(f"the server answered 401: {NEEDS_KEY}")
     if status in (400, 500) and any(words in text.lower() for words in _OVERFLOW):
         return ContextOverflowError(text)
     return InferenceError(f"the server answered {status}: {text[:500]}")

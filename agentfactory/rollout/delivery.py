@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import subprocess
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.rollout.config import EqualRewards, RolloutRecipe
+from agentfactory.rollout.stalls import STALL_SECONDS
 from agentfactory.rollout.trajectory import Group
 from agentfactory.rollout.weight_versions import Published
 from agentfactory.tools import parent_watch
@@ -28,6 +30,8 @@ from agentfactory.tools.notices import tell
 logger = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "AGENTFACTORY_WORKER_TOKEN"
+ALIVE_SECONDS = 5.0
+"""Time between two messages by which the worker says that it runs."""
 LINE_LIMIT = 1 << 30
 """Maximum length of a line in bytes; a group of long chains takes megabytes."""
 
@@ -76,6 +80,7 @@ class WorkerProcess:
         self._evaluates = recipe.eval.data is not None
         self._may_be_short = recipe.rollout.equal_rewards is EqualRewards.DROP
         self._delivered = set(trained)
+        self._started = False
         self._groups: list[Group] = []
         self._batches: deque[tuple[list[Group], dict[str, float]]] = deque()
         self._figures: dict[str, float] = {}
@@ -140,6 +145,7 @@ class WorkerProcess:
 
     def published(self, published: Published) -> None:
         """Tell the worker which weights are live; the first call starts generation."""
+        self._started = True
         self._send("published", **asdict(published))
 
     def acknowledge(self, group_ids: list[str]) -> None:
@@ -173,20 +179,28 @@ class WorkerProcess:
             raise self._death() from None
 
     def _receive(self) -> dict[str, Any]:
-        """Return the next message that is no notice; tell of notices."""
-        while (message := self._read())["kind"] == "notice":
-            # the worker's own output goes only to its log; ours reaches the person
-            see = message["see"] or str(self._log_file)
-            tell(logger, message["topic"], message["text"], see=see, times=message["times"])
+        """Return the next message to rank 0; tell the person of notices, and of a worker that stands still."""
+        while (message := self._read())["kind"] in ("notice", "alive"):
+            if message["kind"] == "notice":
+                # the worker's own output goes only to its log; ours reaches the person
+                see = message["see"] or str(self._log_file)
+                tell(logger, message["topic"], message["text"], see=see, times=message["times"])
         if message["kind"] == "stopped":
             raise WorkerDiedError(message["reason"])
         return message
 
     def _read(self) -> dict[str, Any]:
+        text = f"the rollout worker has said nothing for {STALL_SECONDS:g} s: it is stopped, or its code blocks it"
+        late = threading.Timer(STALL_SECONDS, tell, (logger, "the worker stands still", text))
+        late.daemon = True
+        if self._started:
+            late.start()
         try:
             line = self._lines.readline()
         except ConnectionError:
             line = b""
+        finally:
+            late.cancel()
         if not line.endswith(b"\n"):
             raise self._death()
         message: dict[str, Any] = json.loads(line)

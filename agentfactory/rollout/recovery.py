@@ -33,9 +33,11 @@ class Recovery:
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
         self._last_words = "it refused the connection"
+        self._closed = False
 
     async def close(self) -> None:
-        """Stop waiting for servers."""
+        """Stop waiting for servers; connections that end from now on are not lost."""
+        self._closed = True
         for task in self._returning:
             task.cancel()
         await asyncio.gather(*self._returning, return_exceptions=True)
@@ -87,7 +89,7 @@ class Recovery:
     def lose(self, url: str, problem: str) -> None:
         """Note that the connection to `url` failed, and start to bring the server back."""
         self._last_words = problem
-        if self._router.states[url] is ServerState.SERVING:
+        if self._router.states[url] is ServerState.SERVING and not self._closed:
             logger.warning("server %s is lost: %s", url, problem)
             self._router.lost(url, time.monotonic())
             self._bring_back(url)

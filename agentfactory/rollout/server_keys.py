@@ -7,11 +7,11 @@ the same user find it there. Imported by vLLM's Python too: it needs only the st
 
 import fcntl
 import functools
+import ipaddress
 import os
 import secrets
 import socket
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,7 +26,8 @@ def key_folder() -> Path:
     """Return the folder of this user's keys, which may not exist."""
     user = os.geteuid()
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{user}"
-    parent = runtime if os.access(runtime, os.W_OK) else tempfile.gettempdir()
+    # not TMPDIR, which may differ between a server and its clients
+    parent = runtime if os.path.isdir(runtime) and os.access(runtime, os.W_OK) else "/tmp"
     return Path(parent, f"agentfactory-{user}")
 
 
@@ -40,7 +41,8 @@ def published_key(host: str, port: int) -> Iterator[str]:
     """Draw a key for the server at `host` and `port`, and keep it in its file during the context. Raises SettingError
     if another user could read the folder."""
     file = key_file(host, port)
-    file.parent.mkdir(mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):
+        file.parent.mkdir(mode=0o700)
     _check_private(file.parent)
     key = secrets.token_urlsafe(32)
     with _locked(file.parent):
@@ -61,20 +63,46 @@ def published_key(host: str, port: int) -> Iterator[str]:
                 file.unlink()
 
 
+def pinned(url: str) -> str:
+    """Return `url` with the IP address of this user's server in place of a name such as localhost: a name can mean
+    several addresses, and at the others another user may listen for keys. Unchanged if no server has left a key."""
+    parts = urlsplit(url)
+    if parts.hostname is None or _is_address(parts.hostname):
+        return url
+    for host, port in _addresses(url):
+        if key_file(host, port).exists():
+            return parts._replace(netloc=f"[{host}]:{port}" if ":" in host else f"{host}:{port}").geturl()
+    return url
+
+
 def key_file_of(url: str) -> Path | None:
     """Return the file with the key that the server at `url` has left for this user; None if there is none."""
     return next((file for address in _addresses(url) if (file := key_file(*address)).exists()), None)
 
 
 def find_key(url: str) -> str | None:
-    """Return the key that the server at `url` has left for this user; None if there is none. Raises SettingError if
-    another user could have written it."""
+    """Return the key that the server at `url` has left for this user; None if there is none, or if `url` has a name in
+    place of an IP address (see `pinned`). Raises SettingError if another user could have written it."""
+    if not _is_address(urlsplit(url).hostname or ""):
+        return None
     for host, port in _addresses(url):
         file = key_file(host, port)
         with suppress(FileNotFoundError):
-            status = file.stat()
-            return _read(file, status.st_ino, status.st_mtime_ns)
+            try:
+                status = file.stat()
+                return _read(file, status.st_ino, status.st_mtime_ns)
+            except PermissionError:
+                _check_private(file.parent)
+                raise
     return None
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 @functools.lru_cache(maxsize=256)

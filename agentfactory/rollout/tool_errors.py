@@ -1,5 +1,5 @@
-"""Detects what a person must know although it ends no chain: tools that raise in most of their calls, and results that
-were cut to `limits.result_bytes`."""
+"""Detects what a person must know although it ends no chain: tools that raise or time out in most of their calls, and
+results that were cut to `limits.result_bytes`."""
 
 import logging
 from collections import Counter, defaultdict
@@ -23,7 +23,7 @@ class ToolErrors:
 
     def note(self, tool: str, result: ToolResult) -> None:
         """Note that a call of `tool` ended."""
-        raised = result.error is CallError.TOOL_ERROR
+        raised = result.error in (CallError.TOOL_ERROR, CallError.TIMEOUT)
         if tool not in self._told and result.error is not CallError.UNKNOWN_TOOL:
             self._raised[tool][text_of(result.content)[:300] or "an error without a text" if raised else ""] += 1
         self.note_cut(tool, result.left_out)
@@ -35,12 +35,12 @@ class ToolErrors:
             tell(logger, f"tool {tool} is cut", text)
 
     def report(self) -> None:
-        """Tell of each tool of which at least half of the calls since the last report raised, once."""
+        """Tell of each tool of which at least half of the calls since the last report failed, once."""
         for tool in [tool for tool, found in self._raised.items() if found.total() >= ENOUGH_CALLS]:
             found = self._raised.pop(tool)
             calls, fine = found.total(), found.pop("", 0)
             if calls - fine >= fine:
                 [(error, _)] = found.most_common(1)
                 self._told.add(tool)
-                text = f"tool {tool}: {calls - fine} of {calls} calls raised, such as: {error}"
+                text = f"tool {tool}: {calls - fine} of {calls} calls failed, such as: {error}"
                 tell(logger, f"tool {tool} raises", text, times=0)

@@ -17,7 +17,7 @@ from agentfactory.rollout.concurrency import ConcurrencyControl
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.connection import InferenceError, ServerUnreachableError
 from agentfactory.rollout.data import TaskOrder, load_tasks
-from agentfactory.rollout.delivery import connect, encode
+from agentfactory.rollout.delivery import ALIVE_SECONDS, connect, encode
 from agentfactory.rollout.evaluate import evaluate, open_runner
 from agentfactory.rollout.producer import GroupProducer
 from agentfactory.rollout.resume import Resumed
@@ -94,6 +94,7 @@ class Worker:
             )
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(producer.run())
+                tasks.create_task(self._live())
                 if self.recipe.rollout.concurrency == "auto":
                     tasks.create_task(self._follow_load(runner))
                 async for message in messages:
@@ -133,6 +134,11 @@ class Worker:
 
     def _note_acknowledged(self, groups: list[str]) -> None:
         append(self.trajectories / "acknowledged.txt", "".join(f"{group}\n" for group in groups))
+
+    async def _live(self) -> None:
+        while True:
+            await self._send("alive")
+            await asyncio.sleep(ALIVE_SECONDS)
 
     async def _follow_load(self, runner: ChainRunner) -> None:
         places = runner.places

@@ -34,6 +34,12 @@ def passing(most: int) -> int:
     return max(most, _LEAST_TEXT)
 
 
+def id_of(message: bytes) -> int | str | None:
+    """Return the id of a JSON-RPC message that may be no JSON, from its ends; None if there is none."""
+    found = _ID_FIRST.match(message[:_ENDS]) or _ID_LAST.search(message[-_ENDS:])
+    return None if found is None else json.loads(found[1])
+
+
 class MessageFilter:
     """Passes on JSON-RPC messages, with strings cut to `passing(most)` bytes as `truncation.cut_bytes` does.
 

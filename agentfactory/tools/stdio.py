@@ -16,9 +16,10 @@ from mcp.client._transport import TransportStreams
 from mcp.client.stdio import get_default_environment
 from mcp.os.posix.utilities import terminate_posix_process_tree
 from mcp.shared.message import SessionMessage
-from mcp_types import jsonrpc_message_adapter
+from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
 
-from agentfactory.tools.message_filter import MessageFilter
+from agentfactory.tools.message_filter import MessageFilter, id_of
+from agentfactory.tools.notices import tell
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +53,16 @@ async def stdio_transport(
 
     async def read() -> None:
         async with incoming_end:
+            garbage = 0
             async for line in _lines(process, most):
+                message = _parsed(line)
+                if isinstance(message, Exception):
+                    garbage += 1
+                    if garbage == 1:
+                        name = " ".join([server.command, *server.args])
+                        tell(logger, f"garbage of {name}", f"a line on stdout of {name} is no message: {line[:200]!r}")
                 try:
-                    await incoming_end.send(_parsed(line))
+                    await incoming_end.send(message)
                 except (anyio.ClosedResourceError, anyio.BrokenResourceError):
                     break  # the session is gone
         on_end()
@@ -109,8 +117,12 @@ def _parsed(line: bytes) -> SessionMessage | Exception:
     try:
         return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
     except ValueError as error:
-        logger.warning("a line of a server's stdout is no message: %.200r", line)
-        return error
+        # a call that this would have answered need not wait for its time limit
+        number = id_of(line)
+        if number is None:
+            return error
+        problem = ErrorData(code=PARSE_ERROR, message=f"The server's answer cannot be read: {str(error)[:300]}")
+        return SessionMessage(JSONRPCError(jsonrpc="2.0", id=number, error=problem))
 
 
 async def _end(process: Process) -> None:

@@ -82,7 +82,9 @@ class Health:
             elif symptom not in self._told:
                 self._told.add(symptom)
                 page = RATES_PAGE if symptom is Symptom.UNSTABLE else PAGE
-                found.append(Finding(symptom, f"step {figures['step']}: {text}; {_cause(figures)}; see {page}"))
+                found.append(
+                    Finding(symptom, f"step {figures['step']}: {text}; {_cause(symptom, figures)}; see {page}")
+                )
         return found
 
     def _looks(self) -> dict[Symptom, Callable[[Figures], str | None]]:
@@ -186,7 +188,7 @@ def _goal(figures: Figures) -> str:
     return "success" if "success" in figures else "reward"
 
 
-def _cause(figures: Figures) -> str:
+def _cause(symptom: Symptom, figures: Figures) -> str:
     """Return the most likely cause, judging by the metrics."""
     turns = figures.get("turns", 0.0)
     malformed = figures.get("trajectory/tool_errors/malformed_call", 0.0)
@@ -197,4 +199,6 @@ def _cause(figures: Figures) -> str:
         return f"{cut:.1f} of {turns:.1f} turns a chain are cut at rollout.max_tokens"
     if figures.get("staleness/max", 0) > 0 and figures.get("mismatch/kl", 0.0) > MISMATCH_LEAST:
         return "the updates outrun the data: lower train.learning_rate or rollout.max_staleness"
+    if symptom is Symptom.NO_GRADIENT:
+        return "read trajectories: what do all chains of a task do?"
     return f"a likely cause is train.learning_rate, {figures.get('learning_rate', 0.0):.2g}"

@@ -9,7 +9,8 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from agentfactory.rollout.client import missing_routes
-from agentfactory.rollout.connection import NEEDS_KEY, authorization
+from agentfactory.rollout.connection import authorization, lacking_key
+from agentfactory.rollout.server_keys import pinned
 from agentfactory.rollout.stalls import STALL_SECONDS
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.notices import tell
@@ -36,7 +37,7 @@ class ServerControl:
     def __init__(self, url: str, api_key_env: str | None = None, timeout_seconds: float = 600.0) -> None:
         """`url` such as http://127.0.0.1:8000; `api_key_env` names the environment variable that contains the
         key; see `authorization`. Raises SettingError."""
-        parts = urlsplit(url)
+        parts = urlsplit(url := pinned(url))
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise SettingError("server.url", f"{url!r} is not an address", "write it as http://127.0.0.1:8000")
         self.url = url.rstrip("/")
@@ -134,7 +135,7 @@ class ServerControl:
         if response.status in (502, 503, 504):
             raise ServerGoneError(f"{method} {self.url}{path} answered {response.status}: {text[:500]}")
         if response.status == 401:
-            raise SyncError(f"{method} {self.url}{path} answered 401: {NEEDS_KEY}")
+            raise SyncError(f"{method} {self.url}{path} answered 401: {lacking_key(self.url, self._api_key_env)}")
         if response.status != 200:
             raise SyncError(f"{method} {self.url}{path} answered {response.status}: {text[:500]}")
         # vLLM answers some of its routes with plain text or nothing

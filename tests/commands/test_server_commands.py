@@ -106,7 +106,7 @@ def test_a_tool_that_raises_at_most_of_its_calls_is_told(
     result = agentfactory(command, str(quickstart_run / "grpo" / "recipe.yaml"), *overrides)
     assert result.returncode == 0, result.stderr
     (told,) = [line for line in result.stdout.splitlines() if line.startswith("warning: ")]
-    assert re.fullmatch(r"warning: tool move: (\d+) of \1 calls raised, such as: ValueError: no legs", told)
+    assert re.fullmatch(r"warning: tool move: (\d+) of \1 calls failed, such as: ValueError: no legs", told)
 
 
 def test_groups_are_counted_as_they_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """Which outcomes of chains a person is told of, and rewards that never work."""
 
+from dataclasses import replace
+
 import pytest
 
 from agentfactory.launching.progress import tell_warnings
@@ -53,17 +55,31 @@ BROKEN = chain(Outcome.REWARD_ERROR, "right raised KeyError: 'lft'")
 
 
 @pytest.mark.parametrize(("group_size", "chains"), [(16, 16), (8, 8), (1, 4)])
-def test_a_reward_that_never_works_costs_one_group(group_size: int, chains: int) -> None:
-    verdicts = FirstVerdicts(group_size)
-    for _ in range(chains - 1):
-        verdicts.note(BROKEN)
+def test_a_reward_that_never_works_costs_as_many_chains_as_a_group_has(group_size: int, chains: int) -> None:
+    verdicts = FirstVerdicts(group_size, tasks=100)
+    for number in range(chains - 1):
+        verdicts.note(replace(BROKEN, id=f"g{number % 4}.{number}"))
         verdicts.note(GONE)
     with pytest.raises(RolloutStoppedError, match=f"{chains} ended as reward_error: right raised KeyError: 'lft'; "):
-        verdicts.note(BROKEN)
+        verdicts.note(replace(BROKEN, id="g0.99"))
+
+
+def test_one_row_that_no_reward_can_judge_stops_nothing() -> None:
+    verdicts = FirstVerdicts(2, tasks=100)
+    for number in range(50):
+        verdicts.note(replace(BROKEN, id=f"g1.{number}"))
+        verdicts.note(replace(BROKEN, id=f"g2.{number}"))
+    with pytest.raises(RolloutStoppedError):
+        verdicts.note(replace(BROKEN, id="g3.0"))
+    alone = FirstVerdicts(2, tasks=1)
+    for number in range(3):
+        alone.note(replace(BROKEN, id=f"g1.{number}"))
+    with pytest.raises(RolloutStoppedError):
+        alone.note(replace(BROKEN, id="g1.3"))
 
 
 def test_a_reward_that_has_worked_may_fail() -> None:
-    verdicts = FirstVerdicts(2)
+    verdicts = FirstVerdicts(2, tasks=1)
     verdicts.note(chain())
     for _ in range(100):
         verdicts.note(BROKEN)

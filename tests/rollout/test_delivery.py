@@ -1,21 +1,25 @@
 """What rank 0 takes from its worker, and what it refuses."""
 
 import io
+import socket
+import threading
 from collections import deque
 from pathlib import Path
 
 import pytest
 
+from agentfactory.rollout import delivery
 from agentfactory.rollout.delivery import WorkerDiedError, WorkerProcess, encode
 from agentfactory.rollout.trajectory import Group
 from agentfactory.tools.notices import Notice, notice_of
+from tests.waiting import wait_for
 
 
 def worker(*batches: list[str], may_be_short: bool = False, trained: tuple[str, ...] = ()) -> WorkerProcess:
     """Rank 0's end after these batches have arrived; no process stands behind it."""
     end = WorkerProcess.__new__(WorkerProcess)
     end._batches = deque(([Group(group_id, {}, []) for group_id in ids], {"filtered/groups": 1.0}) for ids in batches)
-    end._may_be_short, end._delivered = may_be_short, set(trained)
+    end._may_be_short, end._delivered, end._started = may_be_short, set(trained), True
     return end
 
 
@@ -58,3 +62,19 @@ def test_the_workers_notices_are_told_where_a_person_sees_them(
     assert end.evaluate() == {"eval/sampled/failed": 1.0}
     assert caplog.messages == [f"{text}; see logs/worker.log"] * 2000
     assert notice_of(caplog.records[0]) == Notice("held-out tasks, sampled", text, "logs/worker.log", 2)
+
+
+def test_a_worker_that_stands_still_is_told_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "STALL_SECONDS", 0.2)
+    end = worker()
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ours.makefile("rb") as lines:
+        end._lines = lines
+        receiving = threading.Thread(target=end._take_one)
+        receiving.start()
+        wait_for(lambda: caplog.messages)
+        theirs.sendall(encode("alive") + encode("batch", figures={}))
+        receiving.join()
+    assert caplog.messages == ["the rollout worker has said nothing for 0.2 s: it is stopped, or its code blocks it"]

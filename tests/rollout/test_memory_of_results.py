@@ -25,7 +25,7 @@ def turns(trajectory):
     return 1.0
 '''
 WORKER = """
-import asyncio, json, resource, sys
+import asyncio, json, sys
 from pathlib import Path
 from agentfactory.rollout.sampling import Sampling
 from tests.scripted_chains import scripted_chains
@@ -38,7 +38,8 @@ async def main():
         runner, sampling = scripted.runner, Sampling("policy", 1.0, seed="s")
         chains = (runner.run(f"c{n}", {"question": "go"}, sampling) for n in range(8))
         found = await asyncio.gather(*chains)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # not ru_maxrss: that of a child begins at its parent's
+    peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
     print(json.dumps([peak, [chain.metrics["limits/result_bytes"] for chain in found]]))
 
 asyncio.run(main())

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.rollout.connection import authorization
-from agentfactory.rollout.server_keys import find_key, key_file, key_folder, published_key
+from agentfactory.rollout import server_keys
+from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.connection import authorization, lacking_key
+from agentfactory.rollout.server_keys import find_key, key_file, key_folder, pinned, published_key
 from agentfactory.tools.errors import SettingError
+from agentfactory.trainers.server_control import ServerControl
 from tests.rollout.test_embedded_server import Running, make_model
 
 
@@ -23,7 +26,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_key_is_there_while_its_server_runs(runtime: Path) -> None:
     with published_key("127.0.0.1", 4001) as key:
         assert len(key) >= 32
-        assert find_key("http://127.0.0.1:4001/v1/models") == find_key("http://localhost:4001") == key
+        assert find_key("http://127.0.0.1:4001/v1/models") == key
         assert authorization("http://127.0.0.1:4001", None) == {"Authorization": f"Bearer {key}"}
         assert find_key("http://127.0.0.1:4002") is None
         assert find_key("http://127.0.0.2:4001") is None
@@ -40,6 +43,23 @@ def test_a_server_that_took_the_address_keeps_its_key(runtime: Path) -> None:
     with published_key("::1", 4003) as second:
         first_ends.__exit__(None, None, None)
         assert find_key("http://[::1]:4003") == second
+
+
+def test_a_name_is_pinned_to_the_address_of_the_server(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At another address of the name, another user may listen for keys."""
+    monkeypatch.setattr(server_keys, "_addresses", lambda url: (("::1", 4011), ("127.0.0.1", 4011)))
+    assert pinned("http://localhost:4011/v1") == "http://localhost:4011/v1"
+    with published_key("127.0.0.1", 4011):
+        assert find_key("http://localhost:4011") is None
+        assert pinned("http://localhost:4011/v1") == "http://127.0.0.1:4011/v1"
+        assert InferenceClient("http://localhost:4011").urls == ["http://127.0.0.1:4011"]
+        assert ServerControl("http://localhost:4011").url == "http://127.0.0.1:4011"
+        assert pinned("http://127.0.0.2:4011") == "http://127.0.0.2:4011"
+
+
+def test_what_a_client_without_the_key_is_told(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f"{runtime} has none for its address; fix: name the environment variable" in lacking_key("http://a", None)
+    assert "it refuses the key in OTHERS; fix: server.api_key_env must name" in lacking_key("http://a", "OTHERS")
 
 
 @pytest.mark.processes

@@ -138,7 +138,7 @@ def test_every_sampled_token_names_its_weights(played: tuple[list[Trajectory], R
         for row in trajectory.rows:
             named = [0] * len(row.token_ids)
             for span in row.versions:
-                assert span.version == "0"
+                assert span.version == "default"
                 named[span.start : span.end] = [1] * (span.end - span.start)
             assert named == row.mask
 

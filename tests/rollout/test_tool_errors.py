@@ -23,8 +23,8 @@ def test_a_tool_that_raises_at_half_of_its_calls_is_told_of_once(caplog: pytest.
     assert call("few", *[RAISED] * 15) == []
     assert call("fine", *[RAISED] * 15, *[FINE, REFUSED] * 8) == []
     assert call("none", *[UNKNOWN] * 32) == []
-    assert call("few", FINE) == [f"tool few: 15 of 16 calls raised, such as: {BUG}"]
+    assert call("few", FINE) == [f"tool few: 15 of 16 calls failed, such as: {BUG}"]
     assert call("few", *[RAISED] * 64) == [], "once"
-    assert call("fine", *[RAISED] * 16) == [f"tool fine: 16 of 16 calls raised, such as: {BUG}"], "later it broke"
+    assert call("fine", *[RAISED] * 16) == [f"tool fine: 16 of 16 calls failed, such as: {BUG}"], "later it broke"
     other = ToolResult("OSError: disk", CallError.TOOL_ERROR)
-    assert call("ride", other, *[RAISED] * 7, *[FINE] * 8) == [f"tool ride: 8 of 16 calls raised, such as: {BUG}"]
+    assert call("ride", other, *[RAISED] * 7, *[FINE] * 8) == [f"tool ride: 8 of 16 calls failed, such as: {BUG}"]

@@ -176,7 +176,7 @@ def test_every_metric_of_a_run_has_a_chart_with_its_meaning(quickstart_run: Path
     made = charts(names)
     shown = [chart for section in made["sections"] for chart in section["charts"]]
     assert {line["name"] for chart in [*shown, *made["others"]] for line in chart["lines"]} == names
-    assert [chart["key"] for chart in made["others"]] == ["version"]
+    assert [chart["key"] for chart in made["others"]] == ["chains", "version"]
     assert [chart["key"] for chart in shown if not chart["meaning"]] == []
     # what rollout itself measures of chains is explained, and nothing of it taken for the task's own
     assert "The task's own figures" not in [section["title"] for section in made["sections"]]

@@ -65,7 +65,7 @@ class Server:
         """Answer one HTTP request: JSON in, JSON out (/metrics: text)."""
         try:
             if request.path != "/health":
-                given = request.headers.get("Authorization", "").encode()
+                given = request.headers.get("Authorization", "").encode(errors="replace")
                 if not hmac.compare_digest(given, self._authorization):
                     return _answer({"error": "Unauthorized"}, 401)
             methods = ROUTES.get(request.path)
@@ -302,7 +302,10 @@ class Server:
         if name in self.adapters:
             raise AdapterError(f"The lora adapter '{name}' has already been loaded, from {self.adapters[name].path}.")
         if len(self.adapters) >= self.max_loras:
-            raise AdapterError(f"{self.max_loras} adapters are loaded; unload one or raise --max-loras")
+            raise AdapterError(
+                f"{self.max_loras} adapters are loaded ({', '.join(self.adapters)}); fix: unload one that no run uses, "
+                "or start the server again with a higher server.max_loras"
+            )
         self.adapters[name] = self.engine.adapters.load(name, path)
 
     async def load_lora_adapter(self, http: web.BaseRequest) -> Json:

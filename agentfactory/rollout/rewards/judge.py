@@ -18,6 +18,7 @@ from agentfactory.rollout.rewards.decorator import reward
 from agentfactory.rollout.rewards.reward_spec import RewardError
 from agentfactory.rollout.rewards.scoring import prediction_of
 from agentfactory.rollout.rewards.text import OPTIONS, Pattern, field_of, last_match
+from agentfactory.rollout.server_keys import pinned
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.messages import Message, text_of
 from agentfactory.tools.threads import run_in_thread
@@ -119,7 +120,7 @@ class Judge:
     async def _ask(self, request: dict[str, Any]) -> str:
         """Return the judge's answer. Raises RewardError if there is none."""
         self._open()
-        address = f"{self.url}/chat/completions"
+        address = pinned(f"{self.url}/chat/completions")
         for attempt in range(self.retries + 1):
             if attempt:
                 await asyncio.sleep(_FIRST_PAUSE * 2 ** (attempt - 1))

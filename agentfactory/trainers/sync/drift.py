@@ -80,7 +80,7 @@ class Drift:
         failure = None
         if not self.noise <= MOST_NOISE:
             failure = f"the server's log-probabilities are {self.noise:.3g} nats from the trainer's at the start: it "
-            failure += "serves another model"
+            failure += "serves another model, or still has the weights of another run"
         return Verdict(provable=False, drift=0.0, cache_gap=gap, failure=failure)
 
     def judge(self, server: Scores, fresh: Scores, trainer: Scores) -> Verdict:

@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections import OrderedDict
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -91,7 +92,12 @@ class LoraSync:
                 _load(server, name, path)
 
     def close(self) -> None:
-        """See WeightSync. The adapters stay: the servers may read them again."""
+        """See WeightSync. The servers forget the adapters, so that they have room for those of the next run; the files
+        stay in the run folder."""
+        for name in self._loaded:
+            # a run that failed may have no server left
+            with suppress(SyncError):
+                on_each(self._servers, partial(_unload, name=name))
 
     def _report(self, started: float) -> SyncReport:
         assert self._last is not None
