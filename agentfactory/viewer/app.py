@@ -128,7 +128,7 @@ class _Answers:
         """Return what differs between the recipes of two runs."""
         runs = [self._run(request, name) for name in ("run", "other")]
         one, other = (self._recipe(run) for run in runs)
-        return _answer({"labels": [run.label for run in runs], **difference(one, other)})
+        return _answer({"labels": [run.label for run in runs], **difference(one, other, [run.folder for run in runs])})
 
     def trajectories(self, request: Request) -> Response:
         """Return one page of chains or groups. `unsearched` is the number of chains that may still contain the text."""

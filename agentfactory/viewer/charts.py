@@ -54,6 +54,7 @@ _SECTIONS = {
 """Title -> patterns of keys, in display order."""
 
 _HELD_OUT = re.compile(r"eval/(sampled|greedy)/(.+)")
+_END = re.compile(r"(.+)/(low|high)")
 _CALLS = re.compile(r"trajectory/tool/(.+)/calls")
 
 
@@ -61,15 +62,21 @@ def charts(names: Iterable[str]) -> dict[str, Any]:
     """Return `sections`, each with a title and charts, and `others`, the charts without a section.
 
     A chart has a key, a title, a unit, a meaning, and lines. A line has the metric, its kind (`train`, `sampled` and
-    `greedy` on held-out tasks, `rollout`), and optionally `per`, the metric that it is divided by.
+    `greedy` on held-out tasks, `rollout`), and optionally `per`, the metric that it is divided by, or `low` and `high`,
+    the metrics with the ends of its interval.
     """
     by_key: dict[str, dict[str, str]] = defaultdict(dict)
-    for name in names:
+    measured = list(names)
+    ends = _interval_ends(measured)
+    bounds = {end for pair in ends.values() for end in pair.values()}
+    for name in measured:
+        if name in bounds:
+            continue
         key, kind = _place(name)
         by_key[key][kind] = name
     by_key.pop("step", None)
     found = {
-        key: _chart(key, [{"kind": kind, "name": name} for kind, name in lines.items()])
+        key: _chart(key, [{"kind": kind, "name": name, **ends.get(name, {})} for kind, name in lines.items()])
         for key, lines in by_key.items()
     }
     found |= _ratios(by_key)
@@ -95,6 +102,17 @@ def _place(name: str) -> tuple[str, str]:
     if name.startswith("rollout/"):
         return _chain_key(name.removeprefix("rollout/")), "rollout"
     return name, "train"
+
+
+def _interval_ends(names: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return the names of `low` and `high` of each held-out metric with an interval."""
+    ends: dict[str, dict[str, str]] = defaultdict(dict)
+    for name in names:
+        match = _END.fullmatch(name)
+        if match and _HELD_OUT.fullmatch(name):
+            ends[match[1]][match[2]] = name
+    known = set(names)
+    return {name: pair for name, pair in ends.items() if name in known and len(pair) == 2}
 
 
 def _chain_key(name: str) -> str:

@@ -97,6 +97,7 @@ class Follower:
                     "label": run.label,
                     "status": run.status(),
                     "supervised": run.supervised,
+                    "trained": self._trained(run),
                     "generation": run.generation,
                     "lines": len(run.lines),
                     "step": next((line["step"] for line in reversed(run.lines) if "step" in line), None),
@@ -109,6 +110,11 @@ class Follower:
             ],
             "progress": self.progress(),
         }
+
+    def _trained(self, run: Run) -> str | None:
+        """Return the id of the run that saved the weights of this one, if it is shown."""
+        folders = [weights.parent for weights in run.weights()]
+        return next((other.id for folder in folders for other in self.runs if other.folder.checkpoints == folder), None)
 
     def _follow(self) -> None:
         while not self._closed:

@@ -226,7 +226,9 @@ class Index:
         if told["scored"]:
             width = _bin_width(told["lowest"], told["highest"])
             first = math.floor(told["lowest"] / width + 1e-9) if width else 0
-            place = f"CAST(reward / {width!r} - {first} + 1e-9 AS INTEGER)" if width else "0"
+            # the highest reward closes the last bin, and begins no further one
+            last = math.ceil(told["highest"] / width - first - 1e-9) - 1 if width else 0
+            place = f"MIN(CAST(reward / {width!r} - {first} + 1e-9 AS INTEGER), {last})" if width else "0"
             counted = (
                 f"SELECT run, {place} AS bin, count(*) AS chains, min(reward) AS lowest, max(reward) AS highest "
                 f"FROM chains {finite} GROUP BY bin, run ORDER BY bin, run"

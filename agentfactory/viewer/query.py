@@ -11,7 +11,7 @@ _MOST_PAGES = 10**9
 _EXACT = {"run": "run", "source": "source", "outcome": "outcome", "group": "group_id"}
 _RANGES = {"version": "version", "step": "step", "reward": "reward"}
 _ORDERS = {
-    "newest": "version IS NULL {0}, version {0}, id {0}",
+    "newest": "version IS NULL, version {0}, id {0}",
     **{
         name: f"{name} IS NULL, {name} {{0}}, id {{0}}"
         for name in ("reward", "success", "turns", "calls", "errors", "tokens", "seconds", "step")

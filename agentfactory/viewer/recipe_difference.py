@@ -1,22 +1,29 @@
 """What differs between two resolved recipes, key by key."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import yaml
 
+from agentfactory.launching.run_folder import RunFolder
+from agentfactory.recipe.composition import replace_prefixes, resolve_saved
+
 _MISSING = object()
 
 
-def difference(one: str, other: str) -> dict[str, Any]:
+def difference(one: str, other: str, folders: Sequence[RunFolder] = ()) -> dict[str, Any]:
     """Compare two recipes (YAML). `rows` has the `key` of every setting that differs, such as `train.learning_rate`,
     and its two `values` as text, None where a recipe lacks it; `same` is the number of settings that are equal.
 
-    A section that only one recipe has is one setting, and so is a recipe that is not YAML.
+    A section that only one recipe has is one setting, and so is a recipe that is not YAML. Paths in the two runs'
+    `folders` begin with `${run}`, so that the same place in both is equal.
     """
-    pairs = [(key, _text(mine), _text(theirs)) for key, mine, theirs in _pairs("", _parsed(one), _parsed(other))]
+    parsed = [_parsed(text) for text in (one, other)]
+    if folders:
+        parsed = [_placed(recipe, folder) for recipe, folder in zip(parsed, folders, strict=True)]
+    pairs = [(key, _text(mine), _text(theirs)) for key, mine, theirs in _pairs("", *parsed)]
     rows = [{"key": key, "values": [mine, theirs]} for key, mine, theirs in pairs if mine != theirs]
     return {"rows": rows, "same": len(pairs) - len(rows)}
 
@@ -26,6 +33,14 @@ def _parsed(text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError:
         return text
+
+
+def _placed(recipe: Any, folder: RunFolder) -> Any:
+    """Return a recipe in which the run's own folder, and that of the run that it is a part of, is `${run}`."""
+    if not isinstance(recipe, dict):
+        return recipe
+    resolved = resolve_saved(recipe, folder.path)
+    return replace_prefixes(resolved, {str(folder.path): "${run}", str(folder.whole): "${run}"})
 
 
 def _pairs(key: str, mine: Any, theirs: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -60,6 +60,7 @@ class Run:
         """The best checkpoint by the metric that train.keep_best names, if it names one."""
         self.supervised = False
         """Whether the recipe is of supervised fine-tuning."""
+        self._model: str | None = None
         self._checkpoints_seen: list[tuple[str, int]] = []
 
     def forget(self) -> None:
@@ -104,6 +105,7 @@ class Run:
             metric = self._setting("train", "keep_best")
             self.best = find_best(found, metric)
             self.supervised = self._setting("train", "algorithm") == "sft"
+            self._model = self.model_path()
             self._checkpoints_seen = seen
 
     def follow_metrics(self, most: int) -> bool:
@@ -167,6 +169,11 @@ class Run:
         """Return the folder or name of the run's initial model."""
         path = self._setting("model", "path")
         return None if path is None else resolve_saved({"path": path}, self.path)["path"]
+
+    def weights(self) -> list[Path]:
+        """Return what may be the folder of the weights that the run began with: the model of its recipe, and the
+        checkpoint that its summary names, because the model of a recipe with an adapter is the base."""
+        return [Path(name) for name in (self._model, self.summary().get("checkpoint")) if isinstance(name, str)]
 
     def _setting(self, section: str, name: str) -> str | None:
         """Return a text field of the recipe, or None."""

@@ -18,19 +18,17 @@ GAP = 16
 
 
 def picture(page: Page, url: str, place: str, there: str) -> Image.Image:
-    """What the window shows at a place of the page, when it is there."""
+    """What the page shows at a place, when it is there: all tokens of a chain, of other pages what fits the window."""
     page.goto("about:blank")
     page.goto(url + place)
     page.locator(there).first.wait_for(state="attached")
     page.wait_for_timeout(1500)
-    if "tab=tokens" in place:
-        page.locator(".tokens .sampled").last.scroll_into_view_if_needed()
-    return Image.open(BytesIO(page.screenshot()))
+    return Image.open(BytesIO(page.screenshot(full_page="tab=tokens" in place)))
 
 
 def save(image: Image.Image, name: str) -> None:
-    """Write a picture with few colours, which is a small file."""
-    image.convert("RGB").quantize(255, dither=Image.Dither.NONE).save(DOCS / f"viewer-{name}.png", optimize=True)
+    """Write a picture with its true colours: a run has the same one in all pictures."""
+    image.convert("RGB").save(DOCS / f"viewer-{name}.png", optimize=True)
 
 
 def beside(images: list[Image.Image]) -> Image.Image:
@@ -44,6 +42,11 @@ def beside(images: list[Image.Image]) -> Image.Image:
     return whole
 
 
+def trajectory(row: dict[str, Any]) -> str:
+    """The place of a chain's page."""
+    return f"#/trajectory/{row['run']}/{row['file']}/{row['byte']}/{row['place']}"
+
+
 def main(folders: list[Path]) -> None:
     """Take all pictures."""
     with viewing(*folders) as url, sync_playwright() as playwright:
@@ -52,11 +55,25 @@ def main(folders: list[Path]) -> None:
             state = api(url, "/api/state")
             return state["progress"]["read"] == state["progress"]["total"] and state
 
-        runs = [run["id"] for run in wait_for(finished)["runs"] if not run["supervised"]]
+        runs = [run["id"] for run in wait_for(finished)["runs"] if run["credited"]]
 
         def chain(query: str) -> str:
             row = api(url, f"/api/trajectories?source=train&{query}")["rows"][0]
-            return f"#/trajectory/{row['run']}/{row['file']}/{row['byte']}/{row['place']}"
+            return trajectory(row)
+
+        def rewarded() -> str:
+            """A short chain with reward 1 whose group has a reward below 0.5 too: its advantages are positive."""
+            trained = f"source=train&run={runs[0]}&step_min=1&size=200"
+            groups = api(url, f"/api/trajectories?{trained}&view=groups")["rows"]
+            for group in groups:
+                if group["lowest"] < 0.5 and group["highest"] == 1:
+                    asked = f"{trained}&group={group['group_id']}&reward_min=1&sort=turns&ascending=1"
+                    row = api(url, f"/api/trajectories?{asked}")["rows"][0]
+                    if row["turns"] == 4:
+                        return f"{trajectory(row)}?tab=tokens&colour=advantage"
+            raise LookupError(
+                "no group of the first run has rewards that differ, and a chain with reward 1 in four turns"
+            )
 
         curves = ("#/curves", '[data-chart="reward"] .trace')
         hunt = chain(f"run={runs[1]}&sort=turns")
@@ -67,8 +84,7 @@ def main(folders: list[Path]) -> None:
         page = browser.new_page(viewport={"width": 1400, "height": 820})
         save(picture(page, url, *curves), "curves")
         save(picture(page, url, "#/trajectories?tool=move&outcome=completed&sort=turns", "tbody tr"), "list")
-        tokens = chain(f"run={runs[0]}&step_max=20&reward_max=0.9&sort=reward") + "?tab=tokens&colour=advantage"
-        save(picture(page, url, tokens, ".tokens span"), "tokens")
+        save(picture(page, url, rewarded(), ".tokens span"), "tokens")
         save(picture(page, url, *time), "time")
         page.set_viewport_size({"width": 1400, "height": 540})
         save(picture(page, url, *step), "rewards")

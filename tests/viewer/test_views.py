@@ -208,7 +208,8 @@ def test_supervised_stages_and_rl_are_never_on_one_axis(viewer: str, page: "Page
     section = page.locator("section.curves", has_text="Supervised fine-tuning")
     assert {card.get_attribute("data-chart") for card in section.locator(".card").all()} >= {"tokens (SFT)"}
     sft = run_id(viewer, "staged/sft")
-    assert section.locator(f'[data-chart="time of {sft}"]').count() == 1
+    # it measures no parts of its steps, which would all be rest
+    assert page.locator(f'[data-chart="time of {sft}"]').count() == 0
     # also where a metric is looked for by name
     page.get_by_label("find or add a metric").fill("loss")
     page.locator(".card", has_text="SFT").wait_for()
@@ -228,6 +229,68 @@ def test_a_click_on_a_step_shows_its_trajectories(viewer: str, page: "Page") -> 
     page.mouse.click(*place)
     page.locator("#rewards .unit", has_text="step 7").wait_for()
     assert page.locator(".count").inner_text() == "1–4 of 4 trajectories"
+
+
+def evaluated_run(folder: Path) -> RunFolder:
+    """A staged run with the evaluation of a checkpoint of its last stage; what `agentfactory eval` writes."""
+    whole = staged_run(folder)
+    found = RunFolder.create(
+        folder / "eval", yaml.safe_dump({"model": {"path": "${here}/../grpo/checkpoints/step-000008"}})
+    )
+    ends = {"reward/low": 0.25, "reward/high": 0.75, "success": 0.5, "success/low": 0.4}
+    found.log(
+        {"step": 8, "eval/sampled/reward": 0.5, **{f"eval/sampled/{name}": value for name, value in ends.items()}}
+    )
+    (found.trajectories / "eval").mkdir()
+    held_out = Group("sampled-00000", {"question": "held out"}, [chain("final.0", [], [])])
+    (found.trajectories / "eval" / "final-sampled.jsonl").write_text(held_out.to_json() + "\n")
+    return whole
+
+
+def test_an_evaluation_is_where_its_step_is_on_every_axis(tmp_path: Path, page: "Page") -> None:
+    with viewing(evaluated_run(tmp_path / "staged").path) as url:
+        wait_for(lambda: api(url, "/api/trajectories")["total"] == 4 * STEPS + 1)
+        page.goto(url)
+        page.locator('[data-chart="reward"] .trace').first.wait_for(state="attached")
+
+        def place(by: str) -> float:
+            page.get_by_label("horizontal axis").select_option(by)
+            drawn = page.locator('[data-chart="reward"] .plot').evaluate(
+                "plot => plot.data.map(t => [t.name, [...t.x]])"
+            )
+            (found,) = dict(drawn)["staged/eval, held-out, sampled"]
+            return found
+
+        assert place("step") == 8
+        assert place("tokens") == 8 * 50
+        assert place("hours") == pytest.approx(8 * 2 / 3600)
+        # chains of unknown weights are not the newest
+        page.goto(f"{url}#/trajectories")
+        page.locator("tbody tr").first.wait_for()
+        assert "g20." in page.locator("tbody tr").first.inner_text()
+    # without the run that made the checkpoint, it has no place there
+    with viewing(tmp_path / "staged" / "eval") as url:
+        page.goto(f"{url}#/curves")
+        plot = page.locator('[data-chart="reward"] .plot')
+        plot.locator(".trace").first.wait_for(state="attached")
+        page.get_by_label("horizontal axis").select_option("hours")
+        assert plot.evaluate("plot => plot.data.length") == 0
+
+
+def test_the_ends_of_an_interval_are_error_bars(tmp_path: Path, page: "Page") -> None:
+    with viewing(evaluated_run(tmp_path / "staged").path) as url:
+        page.goto(url)
+        plot = page.locator('[data-chart="reward"] .plot')
+        plot.locator(".errorbar").first.wait_for(state="attached")
+        (bar,) = plot.evaluate(
+            "plot => plot.data.filter(t => t.error_y).map(t => [t.error_y.array, t.error_y.arrayminus, t.text])"
+        )
+        assert [bar[0], bar[1]] == [[0.25], [0.25]]
+        assert bar[2] == [" (95 %: 0.25 to 0.75)"]
+        made = api(url, "/api/charts")
+        shown = [chart["key"] for part in [*made["sections"], {"charts": made["others"]}] for chart in part["charts"]]
+        # one end alone is no interval
+        assert [key for key in shown if "low" in key or "high" in key] == ["trajectory/success/low"]
 
 
 # ---- the time of a trajectory
@@ -251,7 +314,9 @@ def test_a_waterfall_shows_when_each_turn_and_call_ran(viewer: str, page: "Page"
         [["model", 60, 30]],
         [["reward", 90, 5]],
     ]
-    assert rows.nth(3).locator("td").last.inner_text() == "3 s"
+    # in one unit, with the same digits
+    assert page.locator(".waterfall thead th").last.inner_text() == "took, s"
+    assert rows.locator("td:last-child").all_inner_texts() == ["1.00", "2.00", "2.00", "3.00", "3.00", "0.50"]
     # of several things at once, one counts
     told = page.locator(".share-list > div").all_inner_texts()
     assert [" ".join(one.split()) for one in told] == [
@@ -340,9 +405,14 @@ def test_a_histogram_shows_the_rewards_of_a_step(viewer: str, page: "Page") -> N
     assert bins_of(page) == {
         "reward 0 to below 0.05": 1,
         "reward 0.25 to below 0.3": 1,
-        "reward 1 to below 1.05": 1,
+        "reward 0.95 to 1": 1,
     }
     # step by step, by keyboard too
+    labels = page.locator("#rewards .axis span")
+    assert labels.all_inner_texts() == ["0", "0.2", "0.4", "0.6", "0.8", "1"]
+    ends = page.evaluate("""() => ['#rewards .axis span:last-child', '#rewards .bins'].map(
+        name => Math.round(document.querySelector(name).getBoundingClientRect().right))""")
+    assert ends[0] == ends[1]
     after = page.get_by_role("button", name="step after")
     after.focus()
     page.keyboard.press("Enter")
@@ -354,7 +424,7 @@ def test_a_histogram_shows_the_rewards_of_a_step(viewer: str, page: "Page") -> N
     page.locator(".rewards-head .unit", has_text=f"step {STEPS}").wait_for()
     assert after.is_disabled()
     page.wait_for_function("() => document.querySelectorAll('#rewards button.bin').length === 2")
-    assert bins_of(page) == {"reward 0 to below 0.05": 1, "reward 1 to below 1.05": 2}
+    assert bins_of(page) == {"reward 0 to below 0.05": 1, "reward 0.95 to 1": 2}
     # a bar leads to its chains
     page.locator("#rewards button.bin").last.click()
     page.wait_for_function("() => document.querySelector('.count').textContent === '1–2 of 2 trajectories'")
@@ -382,11 +452,11 @@ def index_of(rewards: list[float | None]) -> Index:
 @pytest.mark.parametrize(
     ("rewards", "width", "bins"),
     [
-        ([0.0, 1.0, 1.0, None], 0.05, [(0.0, 1), (1.0, 2)]),
+        ([0.0, 1.0, 1.0, None], 0.05, [(0.0, 1), (0.95, 2)]),
         ([0.5, 0.5], 0.0, [(0.5, 2)]),
-        ([-1.0, -0.3, 0.1, 0.3], 0.1, [(-1.0, 1), (-0.3, 1), (0.1, 1), (0.3, 1)]),
+        ([-1.0, -0.3, 0.1, 0.3], 0.1, [(-1.0, 1), (-0.3, 1), (0.1, 1), (0.2, 1)]),
         ([math.inf, -math.inf, math.nan, 2.0], 0.0, [(2.0, 1)]),
-        ([1e-7, 2e-7], 5e-9, [(1e-7, 1), (2e-7, 1)]),
+        ([1e-7, 2e-7], 5e-9, [(1e-7, 1), (1.95e-7, 1)]),
         ([None], 0.0, []),
         ([], 0.0, []),
     ],
@@ -478,6 +548,20 @@ def test_recipes_are_compared_setting_by_setting() -> None:
     assert difference("a: 1", "a: 1") == {"rows": [], "same": 1}
     assert difference("a: [", "a: 1")["rows"] == [{"key": "", "values": ["a: [", "a: 1"]}]
     assert difference("", "a: 1")["rows"][0]["values"] == ["null", "a: 1"]
+
+
+def test_folders_of_the_run_itself_are_no_difference(tmp_path: Path) -> None:
+    texts, folders = [], []
+    for name in ("a", "b"):
+        # as runs of today and of earlier versions save them
+        here = "${here}" if name == "a" else f"{tmp_path}/b/grpo"
+        RunFolder.create(tmp_path / name, "stages: [{name: grpo}]\n")
+        recipe = {"output": here, "model": {"path": f"{here}/../sft/step-1"}, "data": {"path": f"/data/{name}"}}
+        recipe["model"]["path"] = f"{here}/../sft/step-1" if name == "a" else f"{tmp_path}/b/sft/step-1"
+        folders.append(RunFolder.create(tmp_path / name / "grpo", yaml.safe_dump(recipe)))
+        texts.append(folders[-1].recipe.read_text())
+    told = difference(*texts, folders)
+    assert told == {"rows": [{"key": "data.path", "values": ["/data/a", "/data/b"]}], "same": 2}
 
 
 def test_the_difference_of_two_recipes_is_shown_side_by_side(viewer: str, page: "Page") -> None:
@@ -597,7 +681,7 @@ def test_ten_thousand_steps_and_a_hundred_thousand_groups(
         page.goto(f"{url}#/trajectories?version_min=500&version_max=500")
         page.locator("#rewards button.bin").first.wait_for()
         histogram = time.monotonic() - asked
-        assert bins_of(page) == {"reward 0 to below 0.01": 5, "reward 0.12 to below 0.13": 5}
+        assert bins_of(page) == {"reward 0 to below 0.01": 5, "reward 0.12 to 0.125": 5}
         page.get_by_role("button", name="version after").click()
         page.locator("#rewards .unit", has_text="version 501").wait_for()
     with capsys.disabled():

@@ -78,14 +78,26 @@ class Metrics {
     return values;
   }
 
-  /** The points of one line of a chart. */
-  points({ name, per }, by) {
-    const places = this.places[by];
+  /** The place of each line on an axis. Results without steps of their own are where `trained`, the metrics of the run
+   * that made their checkpoint, ends the step; without such a run they have no place on the axes of tokens and hours. */
+  placesBy(by, trained) {
+    if (by === "step" || this.series.has("seconds/step")) return this.places[by];
+    const ends = new Map();
+    trained?.places.step.forEach((step, line) => ends.set(step, trained.places[by][line]));
+    const steps = this.byLine("step");
+    return Array.from({ length: this.lines }, (_, line) => (steps[line] ? ends.get(steps[line]) : 0));
+  }
+
+  /** The points of one line of a chart; `ends` has the interval of each point, or null if the line has none. */
+  points({ name, per, low, high }, by, trained) {
+    const places = this.placesBy(by, trained);
     const { at, y } = this.series.get(name) ?? { at: [], y: [] };
-    if (per === undefined) return { x: at.map((line) => places[line]), y };
-    const below = this.byLine(per);
-    const kept = at.map((line, i) => [line, y[i]]).filter(([line]) => below[line] > 0);
-    return { x: kept.map(([line]) => places[line]), y: kept.map(([line, value]) => value / below[line]) };
+    const below = per === undefined ? null : this.byLine(per);
+    const kept = at.map((line, i) => [line, y[i]]).filter(([line]) => places[line] !== undefined && (!below || below[line] > 0));
+    const points = { x: kept.map(([line]) => places[line]), y: kept.map(([line, value]) => (below ? value / below[line] : value)) };
+    if (low === undefined) return { points, ends: null };
+    const [lows, highs] = [this.byLine(low), this.byLine(high)];
+    return { points, ends: kept.map(([line]) => (lows[line] === undefined ? null : [lows[line], highs[line]])) };
   }
 }
 
@@ -136,19 +148,32 @@ function plain(text) {
   return text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 }
 
+/** Error bars, and what they say at a point; of points without an interval nothing. */
+function intervalsOf(points, ends, colour) {
+  if (!ends?.some(Boolean)) return {};
+  const reach = (end, sign) => ends.map((one, i) => (one ? sign * (one[end] - points.y[i]) : 0));
+  return {
+    error_y: { type: "data", symmetric: false, array: reach(1, 1), arrayminus: reach(0, -1), color: colour, thickness: 1.25, width: 4 },
+    text: ends.map((one) => (one ? ` (95 %: ${figure(one[0])} to ${figure(one[1])})` : "")),
+  };
+}
+
 function tracesOf(chart, runs, { by, smoothing }) {
   const traces = [];
   for (const run of runs) {
     for (const line of chart.lines) {
       const kind = KINDS[line.kind];
-      const points = measured.get(run.id).points(line, by);
+      const { points, ends } = measured.get(run.id).points(line, by, measured.get(run.trained));
       if (!points.x.length) continue;
       const name = plain(kind.label ? `${run.label}, ${kind.label}` : run.label);
       const colour = colourOf(run.id);
       const common = { type: "scatter", name, meta: run.id, hovertemplate: `%{y:.4~g}<extra>${name}</extra>` };
       if (line.kind !== "train" || points.x.length === 1) {
         const marker = { symbol: kind.symbol, size: 7, color: colour, line: { color: colour, width: 1.5 } };
-        traces.push({ ...common, ...points, mode: "lines+markers", marker, line: { color: colour, width: 1, dash: "dot" } });
+        const intervals = intervalsOf(points, ends, colour);
+        const hovertemplate = `%{y:.4~g}${intervals.text ? "%{text}" : ""}<extra>${name}</extra>`;
+        traces.push({ ...common, ...points, ...intervals, hovertemplate, mode: "lines+markers", marker,
+          line: { color: colour, width: 1, dash: "dot" } });
         continue;
       }
       if (smoothing > 0) {
@@ -241,7 +266,7 @@ class CurvesPage {
     page.replaceChildren(
       make("div", { class: "bar" }, this.finder, this.nameList, make("label", {}, by),
         make("label", {}, "smoothing ", smoothing),
-        ...["— training", "● held-out, sampled", "◇ held-out, greedy"].map((text) => make("span", { class: "note" }, text)),
+        ...["— training", "● held-out, sampled", "◇ held-out, greedy", "■ rollout"].map((text) => make("span", { class: "note" }, text)),
         make("span", { class: "note no-phone" }, "drag: zoom, double click: reset, click: the step's trajectories")),
       this.body,
     );
@@ -307,7 +332,9 @@ class CurvesPage {
     const chosen = this.chosen.filter((key) => all.has(key)).map((key) => ({ ...all.get(key), chosen: true }));
     const sections = this.charts.sections.map(({ title, charts }) => ({ title, charts: this.reinforced(charts) }));
     sections.push({ title: "Supervised fine-tuning", charts: this.supervised() });
-    for (const run of shownRuns().filter(({ id }) => measured.get(id)?.series.get("seconds/step")?.lively)) {
+    const timed = (id, name) => measured.get(id)?.series.get(name)?.lively;
+    // of a run that measures no parts, everything would be rest
+    for (const run of shownRuns().filter(({ id }) => timed(id, "seconds/step") && TIME_PARTS.some(([name]) => timed(id, name)))) {
       sections.find(({ title }) => title === (run.supervised ? "Supervised fine-tuning" : "Speed")).charts.push({
         key: `time of ${run.id}`, run: run.id, title: `where a step's time goes: ${run.label}`, unit: "s", lines: [],
         meaning: "seconds of a step by what they went into; rest is what no other figure measures, such as scoring",

@@ -41,6 +41,12 @@ function figure(value) {
   return String(Number(value.toPrecision(4)));
 }
 
+/** The next number that is 1, 2 or 5 times a power of ten. */
+function roundAbove(value) {
+  const power = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= value * (1 - 1e-9)) ?? 10 * power;
+}
+
 /** A coloured square that represents a run. */
 function swatch(run) {
   const square = make("span", { class: "swatch" });

@@ -11,9 +11,10 @@ function rewardBins(rows) {
   const highest = values.reduce((a, b) => Math.max(a, b));
   const width = binWidth(lowest, highest);
   const first = width ? Math.floor(lowest / width + 1e-9) : 0;
+  const last = width ? Math.ceil(highest / width - first - 1e-9) - 1 : 0; // the highest reward closes the last bin
   const bins = new Map();
   for (const { run, reward } of scored) {
-    const bin = width ? Math.trunc(reward / width - first + 1e-9) : 0;
+    const bin = width ? Math.min(Math.trunc(reward / width - first + 1e-9), last) : 0;
     const key = `${bin} ${run}`;
     const known = bins.get(key) ?? { run, from: width ? (first + bin) * width : reward, lowest: reward, highest: reward, chains: 0 };
     bins.set(key, { ...known, lowest: Math.min(known.lowest, reward), highest: Math.max(known.highest, reward), chains: known.chains + 1 });
@@ -25,9 +26,16 @@ function rewardBins(rows) {
 /** A round width, of which about 20 cover the range; 0 if all values are equal. */
 function binWidth(lowest, highest) {
   if (lowest === highest) return 0;
-  const rough = Math.max((highest - lowest) / 20, Math.max(Math.abs(lowest), Math.abs(highest)) * 1e-12);
-  const power = 10 ** Math.floor(Math.log10(rough));
-  return [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough * (1 - 1e-9)) ?? 10 * power;
+  return roundAbove(Math.max((highest - lowest) / 20, Math.max(Math.abs(lowest), Math.abs(highest)) * 1e-12));
+}
+
+/** The bins whose edges are labelled: at most about seven, at round numbers that are edges. */
+function labelledBins(first, width, count) {
+  let bins = Math.ceil(count / 7);
+  while (Math.abs(roundAbove(bins * width) / width - bins) > 1e-6) bins++;
+  // the edges are `first / width + place` widths from 0
+  const offset = ((Math.round(first / width) % bins) + bins) % bins;
+  return Array.from({ length: count + 1 }, (_, place) => place).filter((place) => (place + offset) % bins === 0);
 }
 
 class RewardsPanel {
@@ -93,7 +101,7 @@ class RewardsPanel {
     const bars = Array.from({ length: count }, (_, place) => {
       const parts = columns.get(place);
       if (!parts) return make("span", { class: "bin" });
-      const range = width ? `reward ${edge(place)} to below ${edge(place + 1)}` : `reward ${edge(0)}`;
+      const range = width ? `reward ${edge(place)} to ${place + 1 < count ? "below " : ""}${edge(place + 1)}` : `reward ${edge(0)}`;
       const low = Math.min(...parts.map(({ lowest }) => lowest));
       const high = Math.max(...parts.map(({ highest }) => highest));
       const about = `${range}: ${figure(total(parts))} chain${total(parts) === 1 ? "" : "s"}`;
@@ -108,10 +116,9 @@ class RewardsPanel {
         return bar;
       }));
     });
-    const labels = width ? Array.from({ length: count + 1 }, (_, place) => place).filter((place) => place % Math.ceil(count / 7) === 0) : [];
     const axis = width
-      ? labels.map((place) => {
-        const label = make("span", {}, edge(place));
+      ? labelledBins(first, width, count).map((place) => {
+        const label = make("span", { class: place === 0 ? "first" : place === count ? "last" : null }, edge(place));
         label.style.left = `${(100 * place) / count}%`;
         return label;
       })

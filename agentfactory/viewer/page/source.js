@@ -110,8 +110,7 @@ function fileSource(data) {
     const sign = query.ascending === "1" ? 1 : -1;
     // Array.sort is stable: equal rows stay in reading order, or its reverse
     if (sign < 0) rows.reverse();
-    // rows without a value come last; a missing version counts as the newest
-    const rank = (row) => row[column] ?? (newest ? Infinity : sign * Infinity);
+    const rank = (row) => row[column] ?? sign * Infinity; // rows without a value come last
     rows.sort((a, b) => (rank(a) === rank(b) ? 0 : sign * (rank(a) < rank(b) ? -1 : 1)));
     const size = Number(query.size || 50);
     const start = size * Number(query.page || 0);

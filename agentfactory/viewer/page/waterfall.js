@@ -36,12 +36,17 @@ function timeShares(timeline, total) {
   return spent;
 }
 
+/** Seconds for a column, all in the unit and with the digits that suit the whole. */
+function columnOf(total) {
+  const [unit, factor] = total >= 1 ? ["s", 1] : ["ms", 1000];
+  const digits = Math.min(3, Math.max(0, 3 - Math.floor(Math.log10(Math.max(total * factor, 1e-9)))));
+  return { unit, text: (value) => (value * factor).toFixed(digits) };
+}
+
 /** Round numbers of seconds on an axis of this length. */
 function ticksOf(total) {
   if (!(total > 0)) return [];
-  const rough = total / 5;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
+  const step = roundAbove(total / 5);
   const ticks = [];
   for (let number = 0; number * step <= total * 1.0001; number++) ticks.push(Number((number * step).toPrecision(6)));
   return ticks;
@@ -105,17 +110,19 @@ class Waterfall {
       return;
     }
     this.rows = waterfallRows(timeline);
+    this.column = columnOf(this.total);
     this.body = make("tbody");
     this.more = make("div", { class: "pager" });
     this.element = make("div", { id: "time" },
       make("section", { class: "panel" }, title, ...sharesBar(timeShares(timeline, this.total))),
       make("section", { class: "panel" },
         make("h3", {}, "Turn by turn", make("span", { class: "unit" }, "choose a turn to read it")),
-        make("table", { class: "waterfall" },
+        this.table = make("table", { class: "waterfall" },
           make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "what"), make("th", { scope: "col", class: "lane" }, this.axis()),
-            make("th", { scope: "col", class: "figure" }, "took"))),
+            make("th", { scope: "col", class: "figure" }, `took, ${this.column.unit}`))),
           this.body),
         this.more));
+    this.table.style.setProperty("--tick", `${(100 * (ticksOf(this.total)[1] ?? this.total)) / this.total}%`);
     this.element.addEventListener("mousemove", (event) => this.tell(event));
     this.element.addEventListener("mouseleave", () => showTip(null));
     this.write();
@@ -134,7 +141,7 @@ class Waterfall {
 
   axis() {
     return make("div", { class: "axis", "aria-hidden": "true" }, ...ticksOf(this.total).map((tick) => {
-      const label = make("span", {}, figure(tick));
+      const label = make("span", { class: tick === 0 ? "first" : null }, figure(tick));
       label.style.left = `${(100 * tick) / this.total}%`;
       return label;
     }));
@@ -166,7 +173,7 @@ class Waterfall {
     const spent = stretches.length ? Math.max(...stretches.map(({ end }) => end)) - Math.min(...stretches.map(({ start }) => start)) : null;
     return make("tr", { class: call ? "call-row" : "turn-row" }, make("th", { scope: "row", title: call ? label : null }, name),
       make("td", { class: "lane" }, make("div", { class: "bars" }, ...bars)),
-      make("td", { class: "figure" }, spent === null ? "–" : seconds(spent)));
+      make("td", { class: "figure" }, spent === null ? "–" : this.column.text(spent)));
   }
 
   tell(event) {
