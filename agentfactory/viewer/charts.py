@@ -32,6 +32,7 @@ _SECTIONS = {
         "trajectory/limits/.*",
     ],
     "Outcomes": [
+        "chains",
         "outcome/.*",
         "trajectory/failed",
         "trajectory/stop/.*",

@@ -13,7 +13,7 @@ from tests.viewer.conftest import CHROMIUM
 from tests.waiting import wait_for
 
 DOCS = Path(__file__).parents[2] / "docs"
-PHONE = (390, 800)
+PHONE = (390, 740)
 GAP = 16
 
 
@@ -64,15 +64,15 @@ def main(folders: list[Path]) -> None:
         def rewarded() -> str:
             """A short chain with reward 1 whose group has a reward below 0.5 too: its advantages are positive."""
             trained = f"source=train&run={runs[0]}&step_min=1&size=200"
-            groups = api(url, f"/api/trajectories?{trained}&view=groups")["rows"]
+            groups = api(url, f"/api/trajectories?{trained}&view=groups&sort=step&ascending=1")["rows"]
             for group in groups:
                 if group["lowest"] < 0.5 and group["highest"] == 1:
                     asked = f"{trained}&group={group['group_id']}&reward_min=1&sort=turns&ascending=1"
                     row = api(url, f"/api/trajectories?{asked}")["rows"][0]
-                    if row["turns"] == 4:
+                    if row["turns"] == 3:
                         return f"{trajectory(row)}?tab=tokens&colour=advantage"
             raise LookupError(
-                "no group of the first run has rewards that differ, and a chain with reward 1 in four turns"
+                "no group of the first run has rewards that differ, and a chain with reward 1 in three turns"
             )
 
         curves = ("#/curves", '[data-chart="reward"] .trace')
@@ -84,11 +84,12 @@ def main(folders: list[Path]) -> None:
         page = browser.new_page(viewport={"width": 1400, "height": 820})
         save(picture(page, url, *curves), "curves")
         save(picture(page, url, "#/trajectories?tool=move&outcome=completed&sort=turns", "tbody tr"), "list")
-        save(picture(page, url, rewarded(), ".tokens span"), "tokens")
         save(picture(page, url, *time), "time")
         page.set_viewport_size({"width": 1400, "height": 540})
         save(picture(page, url, *step), "rewards")
         save(picture(page, url, *recipes), "recipes")
+        page.set_viewport_size({"width": 1100, "height": 540})
+        save(picture(page, url, rewarded(), ".tokens span"), "tokens")
         phone = browser.new_context(viewport={"width": PHONE[0], "height": PHONE[1]}, is_mobile=True).new_page()
         save(beside([picture(phone, url, *place) for place in (curves, step, time, recipes)]), "phone")
         browser.close()

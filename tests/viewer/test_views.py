@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+from PIL import Image, ImageColor
 
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.rollout.trajectory import Activity, Group, Outcome, Stretch
+from agentfactory.viewer.app import page_file
 from agentfactory.viewer.export import export
 from agentfactory.viewer.index import Index, rows_of
 from agentfactory.viewer.query import Query
@@ -384,6 +387,15 @@ def test_of_an_odd_timeline_what_can_be_drawn_is_drawn(tmp_path: Path, page: "Pa
         for place in (0, 3):
             open_at(page, url, address(url, "run", place) + "?tab=time")
             page.locator(".bars .stretch.model").wait_for()
+
+
+def test_pictures_of_the_docs_show_runs_in_their_own_colours() -> None:
+    colours = re.search(r"COLOURS = (\[.*?\])", page_file("elements.js"))
+    second = ImageColor.getrgb(json.loads(colours[1])[1])
+    for file in sorted((Path(__file__).parents[2] / "docs").glob("viewer-*.png")):
+        picture = Image.open(file).convert("RGB")
+        assert file.stat().st_size < 200_000, file
+        assert second in {colour for _, colour in picture.getcolors(picture.width * picture.height)}, file
 
 
 # ---- the rewards of a step

@@ -56,7 +56,7 @@ const COLOURINGS = {
   },
   advantage: {
     label: "advantage",
-    make: (rows) => signed(rows, (row) => row.advantage, "What the trainer credited the token with"),
+    make: (rows) => signed(rows, (row) => row.advantage, "What the trainer credited the token with: training makes blue tokens more likely, orange ones less likely"),
   },
   difference: {
     label: "log-probability difference",

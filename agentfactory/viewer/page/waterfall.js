@@ -40,7 +40,7 @@ function timeShares(timeline, total) {
 function columnOf(total) {
   const [unit, factor] = total >= 1 ? ["s", 1] : ["ms", 1000];
   const digits = Math.min(3, Math.max(0, 3 - Math.floor(Math.log10(Math.max(total * factor, 1e-9)))));
-  return { unit, text: (value) => (value * factor).toFixed(digits) };
+  return { unit, factor, text: (value) => (value * factor).toFixed(digits) };
 }
 
 /** Round numbers of seconds on an axis of this length. */
@@ -141,7 +141,7 @@ class Waterfall {
 
   axis() {
     return make("div", { class: "axis", "aria-hidden": "true" }, ...ticksOf(this.total).map((tick) => {
-      const label = make("span", { class: tick === 0 ? "first" : null }, figure(tick));
+      const label = make("span", { class: tick === 0 ? "first" : null }, figure(Number((tick * this.column.factor).toPrecision(6))));
       label.style.left = `${(100 * tick) / this.total}%`;
       return label;
     }));
