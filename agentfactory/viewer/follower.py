@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.trainers.best_checkpoint import BestCheckpoint
-from agentfactory.viewer.index import Index, Line, rows_of
+from agentfactory.viewer.index import Index, Line, has_run_version, rows_of
 from agentfactory.viewer.runs import CreditLine, Run, Runs
 from agentfactory.viewer.saved_groups import outline
 
@@ -78,7 +78,7 @@ class Follower:
             self._read_part(run, run.find_files)
             self._read_part(run, run.find_checkpoints)
         # curves first: the page begins with them, and trajectories are many times larger
-        if any([self._read_part(run, run.follow_metrics, _BYTES_AT_ONCE) for run in self.runs]):
+        if any([self._read_part(run, self._read_metrics, run) for run in self.runs]):
             return True
         return any([self._read_trajectories(run) for run in self.runs])
 
@@ -100,7 +100,7 @@ class Follower:
                     "trained": self._trained(run),
                     "generation": run.generation,
                     "lines": len(run.lines),
-                    "step": next((line["step"] for line in reversed(run.lines) if "step" in line), None),
+                    "step": run.step(),
                     "chains": counts.get(run.id, 0),
                     "credited": len(run.credit),
                     "best": _figure_of(run.best),
@@ -136,6 +136,18 @@ class Follower:
             run.note_unreadable(error)
             return False
 
+    def _read_metrics(self, run: Run) -> bool:
+        read = run.follow_metrics(_BYTES_AT_ONCE)
+        if read:
+            for name in run.files:  # an evaluation logs its step when it has ended
+                self._note_version(run, name)
+        return read
+
+    def _note_version(self, run: Run, name: str) -> None:
+        step = run.step()
+        if has_run_version(name) and type(step) is int:
+            self.index.note_version(run.id, name, step)
+
     def _read_file(self, run: Run, name: str) -> bool:
         file = run.files[name]
         taken = file.take(_BYTES_AT_ONCE)
@@ -153,6 +165,8 @@ class Follower:
                 continue
             groups += [row[6] for row, _ in made[:1]]
         self.index.note_steps(run.id, [(group, run.credit[group].step) for group in groups if group in run.credit])
+        if groups:
+            self._note_version(run, name)
         return bool(taken.lines) or taken.restarted
 
     def _read_credit(self, run: Run) -> bool:

@@ -69,12 +69,20 @@ def source_of(file: str) -> str:
     return f"eval {mode}" if mode in ("sampled", "greedy") else stem
 
 
-def _version_of(file: str, group: dict[str, Any]) -> int | None:
-    """Return the number of the newest weights when the group began; for an evaluation, read it from the file's name."""
-    if not source_of(file).startswith("eval "):
-        return int(group.get("version", 0))
+def has_run_version(file: str) -> bool:
+    """Return whether all chains of a file have weights that only their run names: those of `eval` and `rollout`."""
+    source = source_of(file)
+    return source == "rollout" or (source.startswith("eval ") and _numbered(file) is None)
+
+
+def _numbered(file: str) -> int | None:
     number = file.rpartition("/")[2].partition("-")[0]
     return int(number) if number.isdecimal() else None
+
+
+def _version_of(file: str, group: dict[str, Any]) -> int | None:
+    """Return the number of the newest weights when the group began; for an evaluation, read it from the file's name."""
+    return _numbered(file) if source_of(file).startswith("eval ") else int(group.get("version", 0))
 
 
 def rows_of(run: str, file: str, byte: int, line: bytes) -> list[tuple[tuple[Any, ...], set[str]]]:
@@ -178,6 +186,11 @@ class Index:
                 "UPDATE chains SET step = ? WHERE run = ? AND group_id = ? AND source = 'train'",
                 [(step, run, group) for group, step in steps],
             )
+
+    def note_version(self, run: str, file: str, version: int) -> None:
+        """Note the version of all chains of a file."""
+        with self._lock, self._database:
+            self._database.execute("UPDATE chains SET version = ? WHERE run = ? AND file = ?", (version, run, file))
 
     def counts(self) -> dict[str, int]:
         """Return the number of chains by run."""

@@ -170,6 +170,10 @@ class Run:
         path = self._setting("model", "path")
         return None if path is None else resolve_saved({"path": path}, self.path)["path"]
 
+    def step(self) -> Any:
+        """Return the last step in metrics.jsonl, or None."""
+        return next((line["step"] for line in reversed(self.lines) if "step" in line), None)
+
     def weights(self) -> list[Path]:
         """Return what may be the folder of the weights that the run began with: the model of its recipe, and the
         checkpoint that its summary names, because the model of a recipe with an adapter is the base."""

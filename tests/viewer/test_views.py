@@ -267,10 +267,6 @@ def test_an_evaluation_is_where_its_step_is_on_every_axis(tmp_path: Path, page: 
         assert place("step") == 8
         assert place("tokens") == 8 * 50
         assert place("hours") == pytest.approx(8 * 2 / 3600)
-        # chains of unknown weights are not the newest
-        page.goto(f"{url}#/trajectories")
-        page.locator("tbody tr").first.wait_for()
-        assert "g20." in page.locator("tbody tr").first.inner_text()
     # without the run that made the checkpoint, it has no place there
     with viewing(tmp_path / "staged" / "eval") as url:
         page.goto(f"{url}#/curves")
@@ -278,6 +274,24 @@ def test_an_evaluation_is_where_its_step_is_on_every_axis(tmp_path: Path, page: 
         plot.locator(".trace").first.wait_for(state="attached")
         page.get_by_label("horizontal axis").select_option("hours")
         assert plot.evaluate("plot => plot.data.length") == 0
+
+
+def test_chains_of_an_evaluation_have_the_version_of_its_checkpoint_and_unknown_ones_are_last(tmp_path: Path) -> None:
+    whole = evaluated_run(tmp_path / "staged")
+    found = RunFolder(whole.path / "eval")
+    logged = found.metrics.read_text()
+    found.metrics.write_text("")
+    follower, client = asking(whole.path)
+
+    def place() -> tuple[int, int | None]:
+        rows = client.get("/api/trajectories?size=200").json()["rows"]
+        return next((number, row["version"]) for number, row in enumerate(rows) if row["source"] == "eval sampled")
+
+    assert place() == (4 * STEPS, None)
+    # the evaluation ends: it has weights of step 8, of which the groups of step 9 are too
+    found.metrics.write_text(logged)
+    follower.read_all()
+    assert place() == (4 * (STEPS - 9), 8)
 
 
 def test_the_ends_of_an_interval_are_error_bars(tmp_path: Path, page: "Page") -> None:
