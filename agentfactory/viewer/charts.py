@@ -32,7 +32,6 @@ _SECTIONS = {
         "trajectory/limits/.*",
     ],
     "Outcomes": [
-        "chains",
         "outcome/.*",
         "trajectory/failed",
         "trajectory/stop/.*",
