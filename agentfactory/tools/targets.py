@@ -80,7 +80,7 @@ def check_entry(name: str, config: McpServerConfig, base: Path, prepared: Path |
     _expand(f"{prefix}.env", config.env)
     for field, text in (*((f"args.{n}", text) for n, text in enumerate(config.args)), ("cwd", config.cwd or "")):
         for variable in _VARIABLE.findall(text):
-            if variable not in os.environ and (fix := _did_you_mean(variable)):
+            if f"${{{variable}}}" != CHAIN and variable not in os.environ and (fix := _did_you_mean(variable)):
                 raise SettingError(f"{prefix}.{field}", f"got {short(text)}: ${{{variable}}} is unknown", fix)
     if config.keep_workspaces:
         check_kept(f"{prefix}.keep_workspaces", base / config.keep_workspaces)
