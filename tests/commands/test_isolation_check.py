@@ -63,7 +63,8 @@ def test_shared_files_are_seen_and_calls_that_failed_prove_nothing(
     assert status != 0
     assert "a second chain saw what the first did" in said
 
-    status, said = check({"files": {**files, "cwd": str(tmp_path)}}, tmp_path, capsys)
+    # there is no repository, so that every call fails
+    status, said = check({"git": {**stateful["git"], "cwd": str(tmp_path)}}, tmp_path, capsys)
     assert status == 0, said
-    assert "isolation was not tried: no call that changes something worked: create_directory said" in said
-    assert said.splitlines()[-1] == "all right, except that isolation was not tried: files"
+    assert "isolation was not tried: no call that changes something worked: git_" in said
+    assert said.splitlines()[-1] == "all right, except that isolation was not tried: git"
