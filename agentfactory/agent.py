@@ -8,9 +8,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import ValidationError
+
 from agentfactory.launching.processes import Child
 from agentfactory.launching.run_folder import ADAPTER, base_of_adapter
 from agentfactory.launching.server_process import serve
+from agentfactory.recipe.load import setting_error
 from agentfactory.rollout.agent import AgentHooks
 from agentfactory.rollout.chain_runner import ENDINGS, ChainRunner
 from agentfactory.rollout.client import InferenceClient
@@ -23,6 +26,7 @@ from agentfactory.rollout.rewards import Rewards, prediction_of
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.serving import missing_from
 from agentfactory.rollout.trajectory import Trajectory
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message
 
 _Reward = Callable[..., Any] | RewardConfig | str
@@ -95,7 +99,7 @@ class Agent(AgentHooks):
                 mcp_servers={...}, server={"max_model_len": 4096}.
 
         Raises:
-            ValueError: an argument cannot work; the message names it.
+            SettingError: an argument cannot work; the message names it, its value and the fix.
         """
         rewards = [] if reward is None else reward if isinstance(reward, list) else [reward]
         self._rewards = Rewards(rewards, Path.cwd())
@@ -105,18 +109,20 @@ class Agent(AgentHooks):
         is_url = self._model is not None and self._model.startswith(("http://", "https://"))
         server = {"engine": engine, "retry_seconds": _RETRY_SECONDS, **recipe.pop("server", {})}
         path = self._model if tokenizer is None else str(tokenizer)
-        self._recipe = RolloutRecipe.model_validate(
-            {
-                **recipe,
-                "tools": [tool for tool in tools if isinstance(tool, str)],
-                "model": {"path": path or "", **recipe.pop("model", {})},
-                "server": {**server, "url": self._model} if is_url else server,
-            }
-        )
+        given = {
+            **recipe,
+            "tools": [tool for tool in tools if isinstance(tool, str)],
+            "model": {"path": path or "", **recipe.pop("model", {})},
+            "server": {**server, "url": self._model} if is_url else server,
+        }
+        try:
+            self._recipe = RolloutRecipe.model_validate(given)
+        except ValidationError as errors:
+            raise setting_error(errors, given, RolloutRecipe) from None
         if only := self._recipe.server.vllm_only() if engine == "embedded" else {}:
-            raise ValueError(f"server: {', '.join(only)} is for vLLM; remove it, or use engine='vllm'")
+            raise SettingError("server", f"{', '.join(only)} is for vLLM", "remove it, or use engine='vllm'")
         if fault := self._recipe.server.quantization_fault():
-            raise ValueError(f"server.quantization: {'; '.join(fault)}")
+            raise SettingError("server.quantization", *fault)
         self._tokenizer = tokenizer
         self._weights = weights
         self._numbers = count()

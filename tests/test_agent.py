@@ -23,6 +23,7 @@ from agentfactory.rollout.client import Completion
 from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.context import check_context
 from agentfactory.rollout.trajectory import Trajectory
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.user_code import load_object
 from tests.conftest import QUICKSTART
 
@@ -168,7 +169,9 @@ async def test_what_cannot_work_is_said(warm_server: str, warm_start: Path, tmp_
         await Agent().run("go")
     with pytest.raises(ValueError, match="gpu_memory_utilization is for vLLM"):
         Agent(warm_start, engine="embedded", server={"gpu_memory_utilization": 0.5})
-    with pytest.raises(ValueError, match="Extra inputs are not permitted"):
+    with pytest.raises(
+        ValueError, match=r"^temperature: unknown key 'temperature'; fix: did you mean rollout\.temperature\?$"
+    ):
         Agent(warm_start, temperature=0.5)
     with pytest.raises(ValueError, match="num_chains=0; use at least 1"):
         await Agent(warm_server).run("go", num_chains=0)
@@ -208,3 +211,12 @@ async def test_the_page_runs(warm_server: str, tmp_path: Path, capsys: pytest.Ca
         assert not trajectory.outcome.failed, trajectory.error
     (recipe,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     check_context(RolloutConfig.model_validate(yaml.safe_load(recipe)["rollout"]))
+
+
+@pytest.mark.unit
+def test_settings_are_refused_in_one_line() -> None:
+    server = {"command": "x", "args": ["${chain}"], "isolation": "shared"}
+    with pytest.raises(SettingError) as refused:
+        Agent("model", mcp_servers={"x": server})
+    said = "mcp_servers.x.isolation: got 'shared', but ${chain} needs a process for each chain; fix: remove it"
+    assert str(refused.value) == said

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from agentfactory.tools.messages import ToolCall, ToolSpec, text_of
+from agentfactory.tools.session import ToolSession
 from agentfactory.tools.toolset import Toolset
 
 _CALL_SECONDS = 10.0
@@ -13,47 +14,94 @@ _FOLDER = re.compile(r"[^\s\"']*agentfactory-chains-\w+/\w+")
 
 
 class Seen(NamedTuple):
-    """What a second chain saw. `proven`: it was told a word that only the first had used."""
+    """What a second chain saw. `proven`: it read what only the first had written. Not `tried`: no call worked that
+    could have left anything."""
 
     text: str
     proven: bool = False
+    tried: bool = True
+
+
+class _Answer(NamedTuple):
+    text: str
+    failed: bool
+
+
+class _Answers(NamedTuple):
+    """The answers of one chain, in the order of the tools."""
+
+    reads: list[_Answer]
+    writes: list[_Answer]
 
 
 async def seen_of_another_chain(toolset: Toolset) -> Seen:
-    """Make the same calls in two chains, each with a word of its own, and compare the answers.
+    """Make the same calls in two chains and compare the answers.
 
-    Only tools are called whose annotations say that they destroy nothing and act on nothing outside of the server.
+    Each chain first reads, asking for the word of the first chain, and then writes its own word. So the first reads
+    what was there before. Only tools are called whose annotations say that they destroy nothing and act on nothing
+    outside of the server.
     """
-    specs = toolset.harmless
-    if not specs:
-        return Seen(
-            "isolation was not tried: no tool is annotated as one that destroys nothing and stays in its server"
-        )
+    reads, writes = toolset.harmless(reads=True), toolset.harmless(reads=False)
+    if not reads and not writes:
+        return _untried("no tool is annotated as one that destroys nothing and stays in its server")
     words = [f"check-{secrets.token_hex(4)}" for _ in range(2)]
-    first, second = [await _answers(toolset, specs, word) for word in words]
-    for spec, answer in zip(specs, second, strict=True):
-        if words[0] in answer:
-            return Seen(f"a second chain saw what the first did: {spec.name} answered {_short(answer)}", proven=True)
-    for spec, before, after in zip(specs, first, second, strict=True):
-        one, other = _masked(before, words[0]), _masked(after, words[1])
-        if one != other:
-            pairs = enumerate(zip(one, other, strict=False))
-            start = max(0, next((n for n, (a, b) in pairs if a != b), 0) - 40)
+    first, second = [await _answers(toolset, reads, writes, words[0], word) for word in words]
+    for spec, one, other in zip(reads, first.reads, second.reads, strict=True):
+        if other.text.count(words[0]) > one.text.count(words[0]) or (one.failed and not other.failed):
+            return _leak(spec, other)
+    for spec, other in zip(writes, second.writes, strict=True):
+        if words[0] in other.text:
+            return _leak(spec, other)
+    pairs = [
+        *zip(reads, first.reads, second.reads, strict=True),
+        *zip(writes, first.writes, second.writes, strict=True),
+    ]
+    for spec, one, other in pairs:
+        before, after = _masked(one.text, words[0]), _masked(other.text, words[0], words[1])
+        if before != after:
+            start = max(0, next((n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), 0) - 40)
             return Seen(
-                f"{spec.name} answered the same call otherwise in a second chain: {_short(one[start:])}, then "
-                f"{_short(other[start:])}; if that comes from the first chain, they share its state"
+                f"{spec.name} answered the same call otherwise in a second chain: {_short(before[start:])}, then "
+                f"{_short(after[start:])}; if that comes from the first chain, they share its state"
             )
-    return Seen(f"two chains that called {', '.join(spec.name for spec in specs)} saw nothing of each other")
+    worked = [spec for spec, one, other in pairs if not one.failed and not other.failed]
+    if len(reads) < len(toolset.specs) and not any(spec in writes for spec in worked):
+        if not writes:
+            return _untried("no tool that changes something is annotated as one that destroys nothing")
+        return _untried(f"no call that changes something worked: {writes[0].name} said {_short(first.writes[0].text)}")
+    if not worked:
+        return _untried(f"no call worked: {reads[0].name} said {_short(first.reads[0].text)}")
+    return Seen(f"two chains that called {', '.join(spec.name for spec in worked)} saw nothing of each other")
 
 
-async def _answers(toolset: Toolset, specs: Sequence[ToolSpec], word: str) -> list[str]:
+async def _answers(
+    toolset: Toolset, reads: Sequence[ToolSpec], writes: Sequence[ToolSpec], sought: str, word: str
+) -> _Answers:
     async with toolset.chain(word, {}) as session:
-        calls = [ToolCall("check", spec.name, _example(spec.parameters, spec.parameters, word)) for spec in specs]
-        return [text_of((await session.call(call, _CALL_SECONDS)).content) for call in calls]
+        return _Answers(
+            [await _answer(session, spec, sought) for spec in reads],
+            [await _answer(session, spec, word) for spec in writes],
+        )
 
 
-def _masked(text: str, word: str) -> str:
-    return _FOLDER.sub("FOLDER", text.replace(word, "WORD"))
+async def _answer(session: ToolSession, spec: ToolSpec, word: str) -> _Answer:
+    arguments = _example(spec.parameters, spec.parameters, word)
+    result = await session.call(ToolCall("check", spec.name, arguments), _CALL_SECONDS)
+    return _Answer(text_of(result.content), result.error is not None)
+
+
+def _leak(spec: ToolSpec, answer: _Answer) -> Seen:
+    return Seen(f"a second chain saw what the first did: {spec.name} answered {_short(answer.text)}", proven=True)
+
+
+def _untried(reason: str) -> Seen:
+    return Seen(f"isolation was not tried: {reason}; whether chains see each other's state is unknown", tried=False)
+
+
+def _masked(text: str, *words: str) -> str:
+    for word in words:
+        text = text.replace(word, "WORD")
+    return _FOLDER.sub("FOLDER", text)
 
 
 def _example(schema: Any, root: dict[str, Any], word: str) -> Any:

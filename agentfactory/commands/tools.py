@@ -23,7 +23,7 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.tools.config import ToolsRecipe
+from agentfactory.tools.config import McpServerConfig, ToolsRecipe
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.limits import check_limits
 from agentfactory.tools.messages import (
@@ -36,11 +36,16 @@ from agentfactory.tools.messages import (
     text_of,
 )
 from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.workspaces import check_template
 
 TRIED_ROWS = 3
 """Number of tasks that `check` calls the rewards on."""
 SLOW_SECONDS = 3.0
-"""`check` reports a server that takes longer than this to open."""
+"""`check` reports a server that takes longer than this to open, unless one of DOWNLOADERS starts it."""
+DOWNLOADERS = ("npx", "uvx")
+"""Programs that ask a registry first, and may download the server."""
+LARGE_BYTES = 100 << 20
+"""A workspace of this size is announced before it is copied."""
 
 
 class ToolsCommandError(Exception):
@@ -70,8 +75,8 @@ def run(options: argparse.Namespace) -> None:
 
 @dataclass
 class _Server:
-    """The result of opening one server of a recipe. `seconds` is the time that it took to open, `problems` its
-    faults."""
+    """The result of opening one server of a recipe. `seconds` is the time that it took to open, `tried` is False
+    if it is unknown what chains see of each other, `problems` are its faults."""
 
     name: str
     opened: bool = False
@@ -80,6 +85,7 @@ class _Server:
     environment: str = ""
     verdict: EnvironmentReward | None = None
     isolation: list[str] = field(default_factory=list)
+    tried: bool = True
     problems: list[str] = field(default_factory=list)
 
 
@@ -90,14 +96,34 @@ async def _open_each(recipe: Recipe, find_task: _FindTask | None) -> list[_Serve
     """Open each server separately and all concurrently, so that a failure does not hide others. With `find_task`, begin
     a chain on each; environments get the task that it finds, and are not tried if it finds none."""
     parts = [ToolsRecipe(tools=[reference]) for reference in recipe.tools]
-    parts += [ToolsRecipe(mcp_servers={name: config}) for name, config in recipe.mcp_servers.items()]
+    parts += [ToolsRecipe(mcp_servers={name: _for_a_try(config)}) for name, config in recipe.mcp_servers.items()]
     return await asyncio.gather(*(_open(part, find_task) for part in parts))
+
+
+def _for_a_try(config: McpServerConfig) -> McpServerConfig:
+    """Return the entry; if chains have folders, without processes ahead of their use, each of which would copy the
+    workspace, and without folders kept."""
+    if not config.has_folders:
+        return config
+    pool = config.pool.model_copy(update={"warm": 0})
+    return config.model_copy(update={"pool": pool, "keep_workspaces": None})
+
+
+def _announce(name: str, config: McpServerConfig) -> None:
+    """Say that a large workspace is copied."""
+    if config.workspace is None:
+        return
+    size = check_template(f"mcp_servers.{name}.workspace", Path.cwd() / config.workspace)
+    if size >= LARGE_BYTES:
+        print(f"{name}: copies its workspace ({size >> 20} MiB) to start", file=sys.stderr, flush=True)
 
 
 async def _open(part: ToolsRecipe, find_task: _FindTask | None) -> _Server:
     server = _Server([*part.mcp_servers, *(reference.rpartition(":")[2] for reference in part.tools)][0])
     started = time.perf_counter()
     try:
+        for name, config in part.mcp_servers.items():
+            _announce(name, config)
         async with open_toolset(part, Path.cwd()) as toolset:
             server.opened, server.seconds = True, time.perf_counter() - started
             server.specs = toolset.specs
@@ -107,9 +133,13 @@ async def _open(part: ToolsRecipe, find_task: _FindTask | None) -> _Server:
                 return server
             server.isolation = toolset.isolation
             if toolset.isolation and not toolset.environments:
+                entry = next(iter(part.mcp_servers.values()))
+                if (writes := toolset.harmless(reads=False)) and not entry.has_folders:
+                    names = ", ".join(spec.name for spec in writes)
+                    print(f"{server.name}: calls {names}; its data may keep entries called check-...", flush=True)
                 seen = await seen_of_another_chain(toolset)
                 server.isolation.append(seen.text)
-                entry = next(iter(part.mcp_servers.values()))
+                server.tried = seen.tried
                 if seen.proven and entry.isolation is None:
                     fix = "give each chain a folder by ${chain} in args, env or cwd, or say isolation: shared"
                     server.problems.append(f"chains share its state; fix: {fix}")
@@ -178,7 +208,10 @@ async def _check(recipe: Recipe, task: Task | None) -> None:
                 server.problems.append(f"the schema of {spec.name}: {fault}")
             if owners[spec.name] > 1:
                 server.problems.append(f"another server has a tool {spec.name} too; set `prefix` or `deny` of one")
-        slow = f", slow (more than {SLOW_SECONDS:g} s)" if server.seconds > SLOW_SECONDS else ""
+        entry = recipe.mcp_servers.get(server.name)
+        downloads = entry is not None and Path(entry.command or "").name in DOWNLOADERS
+        is_slow = server.seconds > SLOW_SECONDS and not downloads
+        slow = f", slow (more than {SLOW_SECONDS:g} s)" if is_slow else ""
         tools = ", ".join(spec.name for spec in server.specs)
         if not server.opened:
             print(f"{server.name}: cannot be used")
@@ -203,7 +236,8 @@ async def _check(recipe: Recipe, task: Task | None) -> None:
         except ValueError as error:
             problems.append(str(error))
     _fail(problems)
-    print("all right")
+    untried = [server.name for server in servers if not server.tried]
+    print("all right" + (f", except that isolation was not tried: {', '.join(untried)}" if untried else ""))
 
 
 def _fail(problems: list[str]) -> None:

@@ -72,6 +72,8 @@ def _check(recipe: Recipe, purpose: Purpose, prepared: Path | None, after: str |
         _check_files(recipe, prepared, after)
     _check_programs(recipe, lack, prepared)
     _check_user_code(recipe, purpose)
+    if runs_chains(recipe, purpose) or purpose == "tools":
+        _check_servers(recipe, prepared)
     if purpose == "train":
         check_training(recipe, lack, runs_chains(recipe, purpose))
     if runs_chains(recipe, purpose):
@@ -92,6 +94,8 @@ def check_prepared(recipe: Recipe, prepared: Path, is_first: bool) -> None:
     try:
         _check_files(recipe, None, None if is_first else "the stage before")
         _check_rows(recipe, "train", None)
+        if runs_chains(recipe, "train"):
+            _check_servers(recipe, None)
     except SettingError as error:
         fix = f"correct the prepare function, and delete {display(prepared)} so that it runs again"
         raise SettingError(error.field, error.problem, fix, source=error.source or recipe.name) from error.__cause__
@@ -203,6 +207,16 @@ def _check_programs(recipe: Recipe, lack: Lack, prepared: Path | None) -> None:
             command = os.path.join(server.cwd or "", command)
         if not shutil.which(command):
             lack(f"mcp_servers.{key}.command", f"no program {command!r}", "install it, or give its whole path")
+
+
+def _check_servers(recipe: Recipe, prepared: Path | None) -> None:
+    if not recipe.mcp_servers:
+        return
+    # imported here, because the MCP SDK is slow to import and few recipes need it
+    from agentfactory.tools.targets import check_entry
+
+    for key, server in recipe.mcp_servers.items():
+        check_entry(key, server, Path.cwd(), prepared)
 
 
 def _is_data_file(path: Path) -> bool:

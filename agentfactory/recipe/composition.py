@@ -191,7 +191,8 @@ def anchor(data: dict[str, Any], base: Path) -> dict[str, Any]:
 def _absolute(value: str, base: Path) -> str:
     if value.startswith(_PLACEHOLDERS):
         return value
-    return str((base / Path(value).expanduser()).resolve())
+    # not Path.resolve, which raises RuntimeError for a link that leads to itself
+    return os.path.realpath(base / Path(value).expanduser())
 
 
 def _program(value: str, base: Path) -> str:

@@ -234,10 +234,18 @@ def _validate(model: type[SectionT], composed: Composed, prepared: str) -> Secti
         # JSON, because its strict mode still creates enums, tuples and paths from what YAML can express
         return model.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as errors:
-        # a misspelt key explains why the right one is missing
-        error = min(errors.errors(include_url=False), key=lambda error: error["type"] != "extra_forbidden")
-        name, problem, fix = _explain(error, data, model)
-        raise SettingError(name, problem, fix, source=composed.origin(name)) from None
+        error = setting_error(errors, data, model)
+        raise error.at(source=composed.origin(error.field)) from None
+
+
+def setting_error(errors: ValidationError, data: Any, model: type[BaseModel]) -> SettingError:
+    """Return the most telling of pydantic's errors about `data`, which is no `model`."""
+    # a misspelt key explains why the right one is missing
+    return SettingError(
+        *_explain(
+            min(errors.errors(include_url=False), key=lambda error: error["type"] != "extra_forbidden"), data, model
+        )
+    )
 
 
 def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, str]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from agentfactory.tools.errors import SettingError
+from agentfactory.tools.errors import SettingError, short
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Options = Annotated[dict[str, Any], BeforeValidator(lambda given: {} if given is None else given)]
@@ -84,7 +84,7 @@ class McpServerConfig(Section):
     workspace: str | None = None
     """Folder that is copied into each chain's folder (`${chain}`) before the chain begins."""
     keep_workspaces: str | None = None
-    """Folder into which the folders of ended chains are moved, named after the chains; null: they are removed."""
+    """Folder into which the folders of ended chains are moved, as SERVER/CHAIN; null: they are removed."""
     url: str | None = None
     """Address of a running streamable-HTTP server, such as http://127.0.0.1:8000/mcp."""
     headers: dict[str, str] = {}
@@ -130,7 +130,8 @@ class McpServerConfig(Section):
         owners |= {"headers": ("url",), "options": ("module",)}
         for name, those in owners.items():
             if getattr(self, name) and way not in those:
-                problem = f"it is for {' and '.join(those)}, and the server is given by {way}"
+                got = f"got {_shown(getattr(self, name))}"
+                problem = f"{got}: it is for {' and '.join(those)}, and the server is given by {way}"
                 raise SettingError(name, problem, "remove it")
         possible = {"command": "process", "container": "process", "url": "session"}.get(way)
         if self.isolation not in (None, Isolation.SHARED) and self.isolation != possible:
@@ -142,24 +143,44 @@ class McpServerConfig(Section):
         return self
 
     def _check_workspace(self) -> None:
+        others = {"command": self.command, "url": self.url, "container": self.container, "workspace": self.workspace}
+        # of a header not the rest, which may be a secret
+        others |= {f"headers.{key}": CHAIN for key, value in self.headers.items() if CHAIN in value}
+        for field, text in others.items():
+            if CHAIN in (text or ""):
+                problem = f"got {short(text)}: only args, env and cwd of a `command` may refer to {CHAIN}"
+                raise SettingError(field, problem, "remove it there")
         for field in ("workspace", "keep_workspaces"):
-            if getattr(self, field) and not self.has_folders:
-                raise SettingError(field, f"no chain has a folder: nothing refers to {CHAIN}", f"put {CHAIN} into args")
+            value = getattr(self, field)
+            if value and self.command is None:
+                problem = f"got {short(value)}, but only chains of a `command` have folders"
+                raise SettingError(field, problem, "remove it, or start the server by `command`")
+            if value and not self.has_folders:
+                problem = f"got {short(value)}, but no chain has a folder: nothing refers to {CHAIN}"
+                raise SettingError(field, problem, f"put {CHAIN} into args, env or cwd")
         if not self.has_folders:
             return
         if self.command is None:
-            raise SettingError("args", f"{CHAIN} is a folder of this machine", "use `command`: docker run -v ...")
+            problem = f"got {short(self.args)}: {CHAIN} is a folder of this machine"
+            raise SettingError("args", problem, "use `command`: docker run -v ...")
         if self.isolation is Isolation.SHARED or self.cache:
-            field = "cache" if self.cache else "isolation"
-            raise SettingError(field, f"{CHAIN} needs a process for each chain", "remove it")
+            field, value = ("cache", str(self.cache)) if self.cache else ("isolation", repr(str(self.isolation)))
+            raise SettingError(field, f"got {value}, but {CHAIN} needs a process for each chain", "remove it")
         if self.pool.max_uses not in (None, 1):
             problem = f"got {self.pool.max_uses}, but a process belongs to one chain, as its folder ({CHAIN}) does"
             raise SettingError("pool.max_uses", problem, "remove it")
+        if CHAIN in (self.cwd or "") and not f"{self.cwd}/".startswith(f"{CHAIN}/"):
+            raise SettingError("cwd", f"got {self.cwd!r}", f"write {CHAIN}, or {CHAIN}/FOLDER")
 
     @property
     def has_folders(self) -> bool:
         """Whether each chain has a folder."""
         return any(CHAIN in text for text in (*self.args, *self.env.values(), self.cwd or ""))
+
+
+def _shown(value: Any) -> str:
+    """Format a value for a message; of a mapping only the keys, because its values may be secrets."""
+    return short([*value] if isinstance(value, dict) else value)
 
 
 class Limit(StrEnum):

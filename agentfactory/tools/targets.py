@@ -1,5 +1,6 @@
 """Resolves a recipe's MCP server entry on this machine, with secrets filled in."""
 
+import difflib
 import json
 import os
 import re
@@ -14,11 +15,12 @@ from mcp.server.mcpserver import MCPServer
 
 from agentfactory.tools.config import CHAIN, Isolation, McpServerConfig
 from agentfactory.tools.containers import Container
+from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.import_path import own_python, user_folders
 from agentfactory.tools.mcp_server import build_server
 from agentfactory.tools.prebuilt import PREBUILT
 from agentfactory.tools.user_code import load_object
-from agentfactory.tools.workspaces import ChainProgram, check_template
+from agentfactory.tools.workspaces import ChainProgram, check_kept, check_template
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,9 @@ def target_of(name: str, config: McpServerConfig, base: Path, result_bytes: int)
 
     Raises:
         UserCodeError, TypeError: `module` cannot be loaded or served.
-        ValueError: `env` or `headers` refer to an environment variable that is not set.
+        SettingError: see `check_entry`.
     """
+    check_entry(name, config, base)
     if config.module is not None:
         loaded = load_object(config.module, base, prebuilt=PREBUILT)
         return build_server([loaded], name, config.pool, config.options, result_bytes=result_bytes)
@@ -60,9 +63,37 @@ def target_of(name: str, config: McpServerConfig, base: Path, result_bytes: int)
     if not config.has_folders:
         return program
     template = base / config.workspace if config.workspace else None
+    kept = base / config.keep_workspaces / re.sub(r"[^\w.-]", "-", name) if config.keep_workspaces else None
+    return ChainProgram(program, template, kept)
+
+
+def check_entry(name: str, config: McpServerConfig, base: Path, prepared: Path | None = None) -> None:
+    """Check the variables and folders that an entry refers to. Nothing is started or left behind.
+
+    What is below `prepared`, which `prepare` will fill, need not exist yet.
+
+    Raises SettingError: an environment variable is not set, `${chain}` is misspelt, `workspace` cannot be copied, `cwd`
+    is not in it, or nothing can be moved to `keep_workspaces`.
+    """
+    prefix = f"mcp_servers.{name}"
+    _expand(f"{prefix}.headers", config.headers)
+    _expand(f"{prefix}.env", config.env)
+    for field, text in (*((f"args.{n}", text) for n, text in enumerate(config.args)), ("cwd", config.cwd or "")):
+        for variable in _VARIABLE.findall(text):
+            if f"${{{variable}}}" != CHAIN and variable not in os.environ and (fix := _did_you_mean(variable)):
+                raise SettingError(f"{prefix}.{field}", f"got {short(text)}: ${{{variable}}} is unknown", fix)
+    if config.keep_workspaces:
+        check_kept(f"{prefix}.keep_workspaces", base / config.keep_workspaces)
+    template = base / config.workspace if config.workspace else None
+    if template is not None and prepared is not None and template.is_relative_to(prepared):
+        return
     if template is not None:
-        check_template(f"mcp_servers.{name}.workspace", template)
-    return ChainProgram(program, template, base / config.keep_workspaces if config.keep_workspaces else None)
+        check_template(f"{prefix}.workspace", template)
+    inside = (config.cwd or "").removeprefix(CHAIN).strip("/")
+    if CHAIN in (config.cwd or "") and inside and not (template and (template / inside).is_dir()):
+        has = f"{template} has no such folder" if template else "without `workspace` the chain's folder is empty"
+        fix = f"make it there, or write {CHAIN}" if template else f"write {CHAIN}, or name a `workspace` that has it"
+        raise SettingError(f"{prefix}.cwd", f"got {config.cwd!r}, but {has}", fix)
 
 
 def _program(command: str, args: list[str], cwd: Path) -> list[str]:
@@ -74,17 +105,29 @@ def _program(command: str, args: list[str], cwd: Path) -> list[str]:
     return own_python("-m", "agentfactory.tools.run_module", folders, *args[1:])
 
 
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+
+
 def _expand(field: str, values: dict[str, str]) -> dict[str, str]:
     """Replace `${NAME}` with environment variables: a recipe refers to a secret and never contains it."""
 
     def expand(key: str, value: str) -> str:
         def variable(match: re.Match[str]) -> str:
-            if match[0] == CHAIN and field.endswith(".env"):
-                return match[0]
+            if match[0] == CHAIN:
+                return CHAIN  # in env; headers cannot have it
             if match[1] not in os.environ:
-                raise ValueError(f"{field}.{key}: the environment variable {match[1]} is not set; export it")
+                fix = _did_you_mean(match[1]) if field.endswith(".env") else ""
+                raise SettingError(
+                    f"{field}.{key}", f"the environment variable {match[1]} is not set", fix or "export it"
+                )
             return os.environ[match[1]]
 
-        return re.sub(r"\$\{(\w+)\}", variable, value)
+        return _VARIABLE.sub(variable, value)
 
     return {key: expand(key, value) for key, value in values.items()}
+
+
+def _did_you_mean(variable: str) -> str:
+    """Return the fix if `${variable}` is a misspelt `${chain}`, else an empty text: programs may have a `${...}`."""
+    is_close = difflib.get_close_matches(variable.lower(), ["chain"], cutoff=0.75)
+    return f"did you mean {CHAIN}?" if is_close else ""

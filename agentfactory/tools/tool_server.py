@@ -117,7 +117,7 @@ class ToolServer:
         if not self.isolated:
             if config.url is not None:
                 return "all chains share the HTTP server"
-            return "all chains share its process" + (", because it has a `cache`" if config.cache else "")
+            return "all chains share its process and its files" + (", because it has a `cache`" if config.cache else "")
         if config.url is not None:
             return "each chain has a session"
         assert self._pool is not None

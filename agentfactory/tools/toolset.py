@@ -99,19 +99,17 @@ class Toolset:
         """The servers that are environments."""
         return [server.name for server in self._servers if server.environment]
 
-    @property
-    def harmless(self) -> list[ToolSpec]:
-        """The tools that, by their own annotations, destroy nothing and act on nothing outside of their server; those
-        that change something come first."""
+    def harmless(self, reads: bool) -> list[ToolSpec]:
+        """Return the tools that, by their own annotations, destroy nothing and act on nothing outside of their server:
+        those that change nothing (`reads`), or the others."""
         said = {
-            server.config.prefix + tool.name: tool.annotations
+            server.config.prefix + tool.name
             for server in self._servers
             for tool in server.tools
-            if tool.annotations and tool.annotations.destructive_hint is False
-            if tool.annotations.open_world_hint is False
+            if (hints := tool.annotations) and hints.open_world_hint is False
+            if (hints.read_only_hint is True if reads else hints.destructive_hint is False and not hints.read_only_hint)
         }
-        found = [spec for spec in self.specs if spec.name in said]
-        return sorted(found, key=lambda spec: said[spec.name].read_only_hint is True)
+        return [spec for spec in self.specs if spec.name in said]
 
     @property
     def isolation(self) -> list[str]:

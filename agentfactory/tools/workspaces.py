@@ -2,6 +2,8 @@
 end."""
 
 import asyncio
+import errno
+import logging
 import os
 import re
 import shutil
@@ -16,8 +18,13 @@ from pathlib import Path
 
 from mcp import StdioServerParameters
 
+from agentfactory.tools import removal
 from agentfactory.tools.config import CHAIN
+from agentfactory.tools.disk import refusal
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.notices import tell
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,19 +41,18 @@ class ChainProgram:
     @asynccontextmanager
     async def running(self, chain: Callable[[], str]) -> AsyncIterator[StdioServerParameters]:
         """Make a folder and yield the command that refers to it. `chain` names it if it is kept; one that no chain
-        used is not."""
+        used is not. Raises OSError if the template cannot be copied."""
         folder = Path(tempfile.mkdtemp(dir=_root()))
         try:
             if self.template is not None:
-                await asyncio.to_thread(shutil.copytree, self.template, folder, symlinks=True, dirs_exist_ok=True)
+                await asyncio.to_thread(_copy, self.template, folder)
                 folder.chmod(0o700)
             yield self._command(str(folder))
         finally:
             if self.kept is not None and chain():
-                self.kept.mkdir(parents=True, exist_ok=True)
-                await asyncio.to_thread(shutil.move, folder, _free(self.kept / re.sub(r"[^\w.-]", "-", chain())))
+                await asyncio.to_thread(_keep, folder, self.kept, chain())
             else:
-                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+                await asyncio.to_thread(_remove, folder)
 
     def _command(self, folder: str) -> StdioServerParameters:
         program = self.program
@@ -62,24 +68,89 @@ class ChainProgram:
 def check_template(field: str, template: Path) -> int:
     """Return the bytes of a template.
 
-    Raises SettingError if it is no folder, has links that lead out of it (through which a chain could write anywhere)
-    or special files, or is larger than the free space for one copy.
+    Raises SettingError if it is no folder, cannot be read, has links that lead out of it (through which a chain could
+    write anywhere) or special files, or is larger than the free space for one copy.
     """
-    if not template.is_dir():
+    if not os.path.isdir(template):
         raise SettingError(field, f"{template} is not a folder", "name an existing one")
-    whole, root = 0, template.resolve()
-    for folder, _, files in os.walk(template):
-        for path in (Path(folder) / name for name in os.listdir(folder)):
+
+    def fail(error: OSError) -> None:
+        raise SettingError(field, f"{error.filename} cannot be read: {error.strerror}", "change who may read it")
+
+    whole, root = 0, os.path.realpath(template)
+    for folder, folders, files in os.walk(template, onerror=fail):
+        for path in (Path(folder) / name for name in (*folders, *files)):
             if path.is_symlink():
-                if path.readlink().is_absolute() or not path.resolve().is_relative_to(root):
-                    raise SettingError(field, f"{path} is a link out of the folder", "put the file itself there")
+                _check_link(field, path, Path(root))
             elif not path.is_dir() and not path.is_file():
                 raise SettingError(field, f"{path} is neither a file nor a folder", "remove it")
-        whole += sum((Path(folder) / name).lstat().st_size for name in files)
+            elif not os.access(path, os.R_OK):
+                raise SettingError(field, f"{path} cannot be read: Permission denied", "change who may read it")
+            elif path.is_file():
+                whole += path.stat().st_size
     if whole > (free := shutil.disk_usage(tempfile.gettempdir()).free):
         problem = f"{template} has {whole / 2**20:.0f} MiB, and {tempfile.gettempdir()} {free / 2**20:.0f} MiB left"
         raise SettingError(field, f"each chain gets a copy: {problem}", "make it smaller, or set TMPDIR")
     return whole
+
+
+def check_kept(field: str, kept: Path) -> None:
+    """Raise SettingError if folders cannot be moved to `kept`, which need not exist yet. Nothing is left there."""
+    place = kept
+    while not os.path.lexists(place):
+        place = place.parent
+    if not os.path.isdir(place):
+        raise SettingError(field, f"got {kept}, but {place} is not a folder", "name a folder")
+    if error := refusal(place):
+        raise SettingError(field, f"got {kept}, but {place} cannot be written: {error.strerror}", "name another folder")
+
+
+def _check_link(field: str, link: Path, root: Path) -> None:
+    target = link.readlink()
+    if target.is_absolute():
+        told = f"{link} is an absolute link, to {target}: every chain would follow it out of its own folder"
+        raise SettingError(field, told, "make it relative, or put the file itself there")
+    try:
+        end = os.path.realpath(link, strict=True)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise SettingError(field, f"{link} is a link that leads to itself", "remove it") from None
+        end = os.path.realpath(link)
+    if not Path(end).is_relative_to(root):
+        raise SettingError(field, f"{link} is a link out of the folder, to {target}", "put the file itself there")
+
+
+def _copy(template: Path, folder: Path) -> None:
+    try:
+        shutil.copytree(template, folder, symlinks=True, dirs_exist_ok=True)
+    except shutil.Error as error:
+        faults = error.args[0]  # of each file: where from, where to, why
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise OSError(f"the workspace cannot be copied: {faults[0][0]}: {faults[0][2]}{more}") from None
+
+
+def _keep(folder: Path, kept: Path, chain: str) -> None:
+    """Move a chain's folder into `kept`. If that fails, the folder is removed, and the person is told."""
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+        place = _free(kept / re.sub(r"[^\w.-]", "-", chain))
+        try:
+            folder.rename(place)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            removal.make_writable(folder)
+            _copy(folder, place)
+    except OSError as error:
+        told = f"the folder of chain {chain} could not be kept in {kept}, and is removed: {error.strerror or error}"
+        tell(logger, f"keep_workspaces {kept}", told)
+    _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    if left := removal.remove(folder):
+        more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+        tell(logger, "chains' folders", f"the folder of a chain could not be removed: {left[0]}{more}")
 
 
 def _free(path: Path) -> Path:
@@ -96,9 +167,8 @@ def _root() -> Path:
     """Return the folder of this process's folders. A small process removes it when this one is gone, however it
     ended."""
     root = Path(tempfile.mkdtemp(prefix="agentfactory-chains-"))
-    # its stdin closes with this process; the servers, whose stdin closes too, may write for a moment more
     sweeper = subprocess.Popen(
-        [sys.executable, "-S", "-c", _SWEEPER, root],
+        [sys.executable, "-I", "-S", removal.__file__, root],  # its stdin closes with this process
         cwd="/",
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -110,11 +180,3 @@ def _root() -> Path:
 
 
 _sweepers: list["subprocess.Popen[bytes]"] = []
-_SWEEPER = """
-import os, shutil, sys, time
-while os.read(0, 4096):
-    pass
-for _ in range(10):
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
-    time.sleep(0.5)
-"""

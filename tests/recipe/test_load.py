@@ -158,6 +158,23 @@ def test_what_is_prepared_need_not_exist_yet(project: Path) -> None:
     assert recipe.model.path == str(project / "runs" / "recipe" / "prepared" / "model")
 
 
+def test_folders_and_variables_of_servers_are_checked_with_the_recipe(project: Path) -> None:
+    write(project / "make.py", "def make(folder, seed): ...\n")
+    recipe = (project / "recipe.yaml").read_text()
+    servers = {"x": {"command": "python", "args": ["-m", "x", "${chain}"], "workspace": "desk"}}
+    write(project / "recipe.yaml", recipe + yaml.safe_dump({"mcp_servers": servers}))
+    with pytest.raises(SettingError, match=r"mcp_servers\.x\.workspace: .*desk is not a folder; fix: name an existing"):
+        single("recipe.yaml")
+    single("recipe.yaml", "prepare=make.py:make", "mcp_servers.x.workspace=${prepared}/desk")
+    (project / "desk").mkdir()
+    single("recipe.yaml")
+    with pytest.raises(SettingError, match=r"mcp_servers\.x\.env\.A: the environment variable NOPE_X is not set"):
+        single("recipe.yaml", "mcp_servers.x.env={A: '${NOPE_X}'}")
+    (project / "loop").symlink_to("loop")
+    with pytest.raises(SettingError, match=r"mcp_servers\.x\.workspace: .*loop is not a folder"):
+        single("recipe.yaml", "mcp_servers.x.workspace=loop")
+
+
 def test_the_resolved_recipe_runs_as_it_stands(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(project / "make.py", "def make(folder, seed): ...\n")
     recipe = single("recipe.yaml", "prepare=make.py:make", "model.path=${prepared}/model", "seed=3")

@@ -95,8 +95,8 @@ async def test_filesystem_with_a_template(stateful: dict[str, Any], tmp_path: Pa
             assert await ask(one, "read_text_file", path=f"{folders[0]}/task.txt") == "mine"
             outside = await one.call(ToolCall("1", "read_text_file", {"path": f"{folders[1]}/task.txt"}))
             assert outside.error is not None
-    assert [(kept / name / "task.txt").read_text() for name in ("a", "b-2")] == ["mine", "yours"]
-    assert sorted(path.name for path in kept.iterdir()) == ["a", "b-2"], "spares are not kept"
+    assert [(kept / "files" / name / "task.txt").read_text() for name in ("a", "b-2")] == ["mine", "yours"]
+    assert sorted(path.name for path in (kept / "files").iterdir()) == ["a", "b-2"], "spares are not kept"
     assert (tmp_path / "desk" / "task.txt").read_text() == "sort the files"
     assert not any(Path(folder).exists() for folder in folders)
 

@@ -1,6 +1,9 @@
 """Folders of chains, and what an MCP server's entry may say about isolation."""
 
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +11,12 @@ import pytest
 from mcp import StdioServerParameters
 from pydantic import ValidationError
 
+from agentfactory.tools import removal
 from agentfactory.tools.config import McpServerConfig
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.targets import target_of
-from agentfactory.tools.workspaces import ChainProgram, check_template
+from agentfactory.tools.notices import notice_of
+from agentfactory.tools.targets import check_entry, target_of
+from agentfactory.tools.workspaces import ChainProgram, check_kept, check_template
 
 pytestmark = pytest.mark.processes  # the first folder starts the process that removes what is left
 
@@ -23,10 +28,24 @@ def entry(**fields: Any) -> McpServerConfig:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"workspace": "desk"}, r"workspace: no chain has a folder: nothing refers to \$\{chain\}; fix: put"),
-        ({"keep_workspaces": "kept"}, r"keep_workspaces: no chain has a folder"),
-        ({"args": ["${chain}"], "isolation": "shared"}, r"isolation: \$\{chain\} needs a process for each chain"),
-        ({"cwd": "${chain}", "cache": 10}, r"cache: \$\{chain\} needs a process for each chain"),
+        (
+            {"workspace": "desk"},
+            r"workspace: got 'desk', but no chain has a folder: nothing refers to \$\{chain\}; fix: put",
+        ),
+        ({"keep_workspaces": "kept"}, r"keep_workspaces: got 'kept', but no chain has a folder"),
+        (
+            {"command": None, "url": "http://a", "workspace": "desk"},
+            "but only chains of a `command` have folders; fix: rem",
+        ),
+        ({"command": None, "url": "http://a/${chain}"}, "url: got 'http://a/.*: only args, env and cwd of a `command`"),
+        (
+            {"command": None, "url": "http://a", "headers": {"X": "s3cret ${chain}"}},
+            r"headers\.X: got '\$\{chain\}': only args",
+        ),
+        ({"command": "${chain}/run", "args": ["${chain}"]}, "command: got '.*: only args, env and cwd"),
+        ({"cwd": "/x/${chain}"}, r"cwd: got '/x/\$\{chain\}'; fix: write \$\{chain\}, or"),
+        ({"args": ["${chain}"], "isolation": "shared"}, r"isolation: got 'shared', but \$\{chain\} needs a process"),
+        ({"cwd": "${chain}", "cache": 10}, r"cache: got 10, but \$\{chain\} needs a process for each chain"),
         ({"env": {"A": "${chain}/a"}, "pool": {"max_uses": 2}}, r"pool\.max_uses: got 2, but a process belongs to one"),
         ({"command": None, "container": "image", "args": ["${chain}"]}, "is a folder of this machine; fix: use"),
         ({"cache": 10, "isolation": "process"}, "cache: got 10, but the server keeps state per chain"),
@@ -66,6 +85,80 @@ async def test_a_folder_lives_as_long_as_its_process(tmp_path: Path) -> None:
     assert sorted(os.listdir(kept)) == ["a-1", "a-1-2"]
 
 
+async def test_a_folder_that_cannot_be_kept_is_removed_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("a file")
+    async with ChainProgram(StdioServerParameters(command="c", cwd="${chain}"), None, kept).running(lambda: "a") as one:
+        pass
+    assert not Path(str(one.cwd)).exists()
+    assert re.search("the folder of chain a could not be kept in .*kept, and is removed: File exists", caplog.text)
+    assert [notice_of(record) for record in caplog.records] != [None]
+
+
+async def test_a_template_that_cannot_be_copied_is_told_in_a_line(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    program = ChainProgram(StdioServerParameters(command="c", cwd="${chain}"), tmp_path)
+    with pytest.raises(OSError, match=r"^the workspace cannot be copied: .*/fifo: .* is a named pipe$"):
+        async with program.running(lambda: ""):
+            pass
+
+
+def test_where_folders_cannot_be_kept(tmp_path: Path) -> None:
+    check_kept("f", tmp_path / "not" / "yet")
+    assert not (tmp_path / "not").exists()
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "in"):
+        with pytest.raises(SettingError, match=r"f: got .*, but .*/file is not a folder; fix: name a folder"):
+            check_kept("f", folder)
+    with pytest.raises(SettingError, match=r"f: got /proc/nope, but /proc cannot be written"):
+        check_kept("f", Path("/proc/nope"))
+
+
+def test_read_only_folders_are_removed(tmp_path: Path) -> None:
+    """In a process without root's rights, as the program that removes what is left."""
+    inner = tmp_path / "chain" / "locked" / "unreadable"
+    inner.mkdir(parents=True)
+    (inner / "file").write_text("x")
+    inner.chmod(0o000)
+    inner.parent.chmod(0o500)
+    rights = "-dac_override,-dac_read_search"
+    as_user = ["setpriv", "--bounding-set", rights, "--inh-caps", rights] if os.geteuid() == 0 else []
+    code = "import sys; from pathlib import Path; from removal import remove; print(remove(Path(sys.argv[1])))"
+    command = [*as_user, sys.executable, "-c", code, str(tmp_path / "chain")]
+    said = subprocess.run(command, cwd=Path(removal.__file__).parent, capture_output=True, text=True, check=True).stdout
+    assert (said, (tmp_path / "chain").exists()) == ("[]\n", False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"env": {"A": "${NOPE_X}"}}, r"env\.A: the environment variable NOPE_X is not set; fix: export it"),
+        ({"env": {"A": "${chian}"}}, r"env\.A: .* chian is not set; fix: did you mean \$\{chain\}\?"),
+        ({"args": ["-r", "${chian}"]}, r"args\.1: got '\$\{chian\}': .* is unknown; fix: did you mean \$\{chain\}\?"),
+        ({"cwd": "${chain}/sub"}, r"cwd: got .*without `workspace` the chain's folder is empty; fix: write"),
+        ({"cwd": "${chain}/sub", "workspace": "desk"}, r"cwd: got .* desk has no such folder; fix: make it there"),
+        ({"args": ["${chain}"], "workspace": "none"}, r"workspace: .*none is not a folder"),
+        ({"args": ["${chain}"], "keep_workspaces": "/proc/nope"}, r"keep_workspaces: got /proc/nope"),
+    ],
+)
+def test_what_an_entry_refers_to_is_checked(
+    fields: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("desk").mkdir()
+    with pytest.raises(SettingError, match=rf"^mcp_servers\.x\.{said}"):
+        check_entry("x", entry(**fields), Path())
+    with pytest.raises(SettingError):
+        target_of("x", entry(**fields), Path(), 1000)
+
+
+def test_programs_may_have_other_placeholders(tmp_path: Path) -> None:
+    check_entry("x", entry(args=["-c", "for x in a; do echo ${x}; done"]), tmp_path)
+    check_entry("x", entry(args=["${chain}"], workspace=f"{tmp_path}/p/desk"), tmp_path, prepared=tmp_path / "p")
+
+
 async def test_a_folder_of_a_program_that_fails_is_removed(tmp_path: Path) -> None:
     found: list[Path] = []
 
@@ -89,8 +182,17 @@ def test_templates(tmp_path: Path) -> None:
     for name, target in (("absolute", tmp_path / "good" / "file"), ("up", "../good"), ("etc", "/etc")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "link").symlink_to(target)
-        with pytest.raises(SettingError, match="link is a link out of the folder; fix: put the file itself there"):
+        said = (
+            f"link is {'a link out of the folder' if name == 'up' else 'an absolute link'}, .*put the file itself there"
+        )
+        with pytest.raises(SettingError, match=said):
             check_template("f", tmp_path / name)
+    (tmp_path / "loop").mkdir()
+    (tmp_path / "loop" / "link").symlink_to("link")
+    with pytest.raises(SettingError, match="link is a link that leads to itself; fix: remove it"):
+        check_template("f", tmp_path / "loop")
+    with pytest.raises(SettingError, match="loop/link is not a folder"):
+        check_template("f", tmp_path / "loop" / "link")
     (tmp_path / "pipe").mkdir()
     os.mkfifo(tmp_path / "pipe" / "fifo")
     with pytest.raises(SettingError, match="fifo is neither a file nor a folder"):
