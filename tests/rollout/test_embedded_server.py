@@ -409,7 +409,7 @@ async def test_adapters_and_base_in_one_batch(client: Client, tmp_path: Path) ->
         return (await client.post("/v1/load_lora_adapter", body, 400))["error"]["message"]
 
     assert "already been loaded" in await refused("run-1", paths["run-2"])
-    assert "raise --max-loras" in await refused("run-3", paths["run-2"])
+    assert "higher server.max_loras" in await refused("run-3", paths["run-2"])
     # unloading takes the name away at once; a request in flight finishes with its adapter
     running = asyncio.create_task(client.generate(prompt, model="run-2", max_tokens=1500))
     await busy(client.server.url)

@@ -204,7 +204,8 @@ async def test_idle_processes_that_died_are_replaced(folder: Path) -> None:
             await asyncio.sleep(0.01)
         for process in set(children()) - before:
             process.kill()
-        await until(lambda: len(log) == 2)  # both are known to be lost: the chain is not served sooner by a new one
+        # both are known to be lost: the chain is not served sooner by a new one
+        await until(lambda: [record["event"] for record in log].count("tool_server_lost") == 2)
         async with toolset.chain("a", {"word": "a"}) as session:
             assert await ask(session, "read") == "a"
         assert (await at_rest(toolset))["environments/pad/broken"] == 2
