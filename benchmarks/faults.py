@@ -378,12 +378,15 @@ def inject(fault: type[Fault], model: Path, folder: Path, url: str) -> tuple[int
     broken = fault(url, folder)
     with sabotaged(url, broken.tamper) as proxy:
         run = Run(fault.__name__, model, folder, proxy, fault.adapters)
-        for version in range(BROKEN + 2):
-            if version == BROKEN:
-                broken.between(run)
-                broken.broken = True
-            if error := run.step(version):
-                return version, error
+        try:
+            for version in range(BROKEN + 2):
+                if version == BROKEN:
+                    broken.between(run)
+                    broken.broken = True
+                if error := run.step(version):
+                    return version, error
+        finally:
+            run.sync.close()
     return None, ""
 
 
@@ -394,6 +397,7 @@ def honest(adapters: bool, model: Path, folder: Path, url: str) -> int:
     push(url, model / "model.safetensors", "default")
     run = Run("honest", model, folder, url, adapters)
     errors = [error for version in range(HONEST) if (error := run.step(version))]
+    run.sync.close()
     print(*errors, sep="\n", end="\n" if errors else "")
     return len(errors)
 

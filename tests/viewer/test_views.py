@@ -707,7 +707,7 @@ def test_ten_thousand_steps_and_a_hundred_thousand_groups(
         page.goto(f"{url}#/trajectories?version_min=500&version_max=500")
         page.locator("#rewards button.bin").first.wait_for()
         histogram = time.monotonic() - asked
-        assert bins_of(page) == {"reward 0 to below 0.01": 5, "reward 0.12 to 0.125": 5}
+        assert bins_of(page) == {"reward 0 to below 0.01": 5, "reward 0.12 to 0.13": 5}
         page.get_by_role("button", name="version after").click()
         page.locator("#rewards .unit", has_text="version 501").wait_for()
     with capsys.disabled():
