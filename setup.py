@@ -83,6 +83,8 @@ setup(
         "mcp>=2.3,<3",
         "aiohttp>=3.11",
         "pydantic>=2.10",
+        # groups of trajectories and requests: 40 times as fast as json
+        "msgspec>=0.19",
         "pyyaml>=6",
         "rich>=13",
         # shell completion

@@ -41,6 +41,8 @@ NO_LATENCY = {"median": 0.0, "sigma": 0.0, "tail": 0.0, "factor": 1.0}
 BATCH, GROUP = 8, 16
 WARM_UP = 3
 """Number of initial steps left out of the rates, in which the pipeline of staleness 2 fills."""
+DRAIN = 3
+"""Number of final steps left out: a run starts no groups for steps that it will not take."""
 
 
 def agentfactory(*arguments: str) -> None:
@@ -72,7 +74,7 @@ def write_recipe(folder: Path, model: Path, tasks: Path, heldout: Path, steps: i
 
 @dataclass
 class Result:
-    """The result of one training run: the metrics of each step after the warm-up, and the final success."""
+    """The result of one training run: the metrics of each step between warm-up and drain, and the final success."""
 
     folder: Path
     steps: list[dict[str, Any]]
@@ -95,7 +97,7 @@ def train(recipe: Path, output: Path, *overrides: str) -> Result:
     """Run `agentfactory train` on a recipe."""
     agentfactory("train", str(recipe), f"output={output}", *overrides)
     logged = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    steps = [entry for entry in logged if "loss" in entry][WARM_UP:]
+    steps = [entry for entry in logged if "loss" in entry][WARM_UP:-DRAIN]
     summary = json.loads((output / "summary.json").read_text())
     return Result(output, steps, summary["success_after"])
 
@@ -128,7 +130,7 @@ class Simulation:
         self._admission = Admission(BATCH, self.max_staleness, self.steps * BATCH)
         self._batches = BatchChoice(BATCH, self.max_staleness)
         ends = list(self._step_ends())
-        return (ends[-1] - ends[WARM_UP - 1]) / (len(ends) - WARM_UP)
+        return (ends[-DRAIN - 1] - ends[WARM_UP - 1]) / (len(ends) - WARM_UP - DRAIN)
 
     def _step_ends(self) -> Iterator[float]:
         while True:
@@ -228,10 +230,10 @@ def compare(folder: Path, sft_steps: int, steps: int, calibration_steps: int, se
 def main() -> None:
     """Run the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one seed of 8 steps in place of three of 50")
+    parser.add_argument("--quick", action="store_true", help="one seed of 20 steps in place of three of 50")
     quick = parser.parse_args().quick
     with tempfile.TemporaryDirectory() as folder:
-        sizes = (150, 8, 4, range(1)) if quick else (300, 50, 10, range(3))
+        sizes = (300, 20, 8, range(1)) if quick else (300, 50, 10, range(3))
         figures = compare(Path(folder), *sizes)
     print(json.dumps(figures))
 

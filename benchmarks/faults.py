@@ -101,7 +101,7 @@ class StaleReplica(Fault):
 
     async def act(self, path: str, body: Json, forward: Forward) -> web.Response:
         answer = await forward(None)
-        if path == "/resume":
+        if path == "/weight_checker":
             label = ServerControl(self.url).get("/weight_info")["weight_version"]
             await asyncio.to_thread(push, self.url, self.paths[-2], label)
         return answer

@@ -57,7 +57,7 @@ def lost_certainty(learner: Learner, rows: list[TrainingRow]) -> float:
 
 def replay(recipe: Recipe, batches: list[list[Group]]) -> list[float]:
     """Train, print each step, and return the lost certainty after each."""
-    learner = Learner(recipe, make_accelerator(recipe.train), recipe.rollout.temperature)
+    learner = Learner(recipe, make_accelerator(recipe), recipe.rollout.temperature)
     probes = Credit([group for batch in batches[:2] for group in batch], recipe).rows
     scores = needed_scores(recipe)
     lost = []

@@ -10,6 +10,7 @@ import aiohttp
 from aiohttp import web
 
 from agentfactory.rollout.connection import authorization
+from agentfactory.rollout.server_metrics import REPLICA_HEADER
 
 
 @dataclass
@@ -38,6 +39,8 @@ async def record(upstream: str) -> AsyncIterator[Recording]:
                 return web.Response(status=recording.fails_with, text="out of order")
             url = upstream + request.path_qs
             headers = {"Content-Type": "application/json", **authorization(url, None)}
+            if REPLICA_HEADER in request.headers:
+                headers[REPLICA_HEADER] = request.headers[REPLICA_HEADER]
             async with session.request(request.method, url, data=body, headers=headers) as answer:
                 content = await answer.read()
                 if request.path == "/inference/v1/generate" and answer.status == 200:

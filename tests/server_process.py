@@ -17,7 +17,7 @@ from agentfactory.tools import parent_watch
 VLLM_PYTHON = os.environ.get("AGENTFACTORY_VLLM_PYTHON")
 """A Python that has vLLM: `make test-vllm` names it."""
 
-_START_SECONDS = 180.0
+_START_SECONDS = 300.0
 
 
 @contextmanager

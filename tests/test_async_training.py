@@ -14,9 +14,10 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from agentfactory.rollout.delivery import WorkerProcess
+from agentfactory.rollout.delivery import Job
 from agentfactory.rollout.trajectory import Group, Row, read_groups
 from agentfactory.rollout.weight_versions import Published
+from agentfactory.rollout.workers import RolloutWorkers
 from agentfactory.trainers.checkpoints import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import Policy, load_policy
@@ -140,7 +141,7 @@ class RecordingSync:
 class RecordingSource:
     """A worker, and the batches that came from it."""
 
-    def __init__(self, worker: WorkerProcess, played: Played):
+    def __init__(self, worker: RolloutWorkers, played: Played):
         self.worker, self.played = worker, played
         self.figures, self.acknowledge, self.evaluate = worker.figures, worker.acknowledge, worker.evaluate
 
@@ -191,9 +192,7 @@ def play(
         first.close()
     # an adapter's run is its folder's: all runs share one server
     sync = RecordingSync(make_sync(recipe, servers, folder / "sync", folder.name), played)
-    worker = WorkerProcess(
-        recipe, folder, [url], folder, folder / "worker.log", BATCH, steps * BATCH, restore=lambda url: False
-    )
+    worker = RolloutWorkers(Job(recipe, folder, [url], folder, BATCH, steps * BATCH), folder, lambda url: False)
     before = {card["id"] for card in servers[0].get("/v1/models")["data"]}
     try:
         train_rl(
@@ -229,7 +228,8 @@ def test_nothing_older_than_the_bound_is_trained(
     tasks = quickstart_run / "prepared" / "train.jsonl"
     # where nothing runs ahead, every step is as the second
     steps = STEPS if k else 3
-    played = play(server, warm_start, tasks, tmp_path / f"k{k}", lora, steps=steps, max_staleness=k)
+    workers = 2 if k == 1 else 1
+    played = play(server, warm_start, tasks, tmp_path / f"k{k}", lora, steps=steps, max_staleness=k, workers=workers)
     ages = []
     for version, row in played.rows():
         covered = [position for span in row.versions for position in range(span.start, span.end)]
@@ -240,7 +240,9 @@ def test_nothing_older_than_the_bound_is_trained(
     assert max(ages) >= min(k, 2), "generation does run ahead"
     assert max(step["staleness/max"] for step in played.steps) == max(ages)
     # whatever was trained had been saved, and was acknowledged once
-    saved = {group.id: group for group in read_groups(played.folder / "train.jsonl")}
+    files = sorted(played.folder.glob("train*.jsonl"))
+    assert len(files) == workers
+    saved = {group.id: group for file in files for group in read_groups(file)}
     trained = [group.id for batch in played.batches for group in batch]
     assert len(trained) == len(set(trained)) == steps * BATCH
     assert (played.folder / "acknowledged.txt").read_text().split() == trained

@@ -14,7 +14,7 @@ from tests.conftest import REPOSITORY
 LINKS = ("rollout", "tools", "trainers")
 OTHERS = {"CHANGELOG.md", "tests/test_namespace.py", "tests/test_users_project.py"}
 """What speaks of old names, or of a user's packages of these names."""
-FIELDS = {"rollout.agent", "rollout.concurrency", "rollout.context", "rollout.curriculum"}
+FIELDS = {"rollout.agent", "rollout.concurrency", "rollout.context", "rollout.curriculum", "rollout.workers"}
 """Fields of a recipe that are called as modules are."""
 
 

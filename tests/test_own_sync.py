@@ -70,10 +70,13 @@ def test_backends_that_are_refused(project: Path, overrides: list[str], told: st
 @pytest.mark.parametrize(
     "sync",
     [
-        "{backend: ram_disk.py:RamDisk, options: {where: FOLDER}}",
-        "{backend: copied.py:Copied, options: {command: [cp], target: FOLDER/policy.safetensors}}",
+        pytest.param("{backend: ram_disk.py:RamDisk, options: {where: FOLDER}}", id="RamDisk"),
+        pytest.param(
+            "{backend: copied.py:Copied, options: {command: [cp], target: FOLDER/policy.safetensors}}",
+            id="Copied",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["RamDisk", "Copied"],
 )
 def test_a_run_by_the_pages_backend(
     sync: str, quickstart_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agentfactory: Command

@@ -242,13 +242,14 @@ SLOW = REPOSITORY / "benchmarks" / "slow_treasure_hunt.py:SlowTreasureHunt"
 FAST = QUICKSTART / "treasure_hunt.py:TreasureHunt"
 
 
-def live_recipe(folder: Path, model: Path, tasks: Path, url: str, k: int, lora: bool) -> Path:
+def live_recipe(folder: Path, model: Path, tasks: Path, url: str, k: int, lora: bool, workers: int) -> Path:
     recipe = {
         "model": {"path": str(model), "dtype": "float32", "lora": {"rank": 2} if lora else None},
         "data": {"path": str(tasks)},
         # with fast tools, groups that run ahead are ready long before they are trained
         "tools": [str(FAST if k else SLOW)],
-        "rollout": {"group_size": 3, "max_turns": 5, "max_tokens": 32, "max_total_tokens": 400, "max_staleness": k},
+        "rollout": {"group_size": 3, "max_turns": 5, "max_tokens": 32, "max_total_tokens": 400, "max_staleness": k}
+        | {"workers": workers},
         "server": {"engine": "embedded", "url": url, "max_model_len": 512},
         "train": {**LIVE, "steps": 250, "learning_rate": 1e-3},
     }
@@ -258,11 +259,15 @@ def live_recipe(folder: Path, model: Path, tasks: Path, url: str, k: int, lora: 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("k", "lora"),
-    [pytest.param(0, False, id="synchronous"), pytest.param(2, True, id="ahead")],
+    ("k", "lora", "workers"),
+    [
+        pytest.param(0, False, [1, 1], id="synchronous"),
+        pytest.param(2, True, [1, 1], id="ahead"),
+        pytest.param(2, True, [3, 1], id="three workers, then one"),
+    ],
 )
 def test_live_every_task_is_trained_once_whatever_is_killed(
-    warm_start: Path, quickstart_run: Path, tmp_path: Path, k: int, lora: bool
+    warm_start: Path, quickstart_run: Path, tmp_path: Path, k: int, lora: bool, workers: list[int]
 ) -> None:
     rows = [json.loads(line) for line in (quickstart_run / "prepared" / "train.jsonl").read_text().splitlines()]
     latency = {"median": 0.02, "sigma": 0.5, "tail": 0.0, "factor": 1.0}
@@ -272,7 +277,7 @@ def test_live_every_task_is_trained_once_whatever_is_killed(
     # room for what one attempt needs: the adapters of those that were killed must go
     flags = ("--max-model-len", "512", "--max-num-seqs", "64", "--max-loras", str(k + 2))
     with embedded_server(warm_start, *flags) as url:
-        recipe = live_recipe(tmp_path, warm_start, tmp_path / "tasks.jsonl", url, k, lora)
+        recipe = live_recipe(tmp_path, warm_start, tmp_path / "tasks.jsonl", url, k, lora, workers[0])
         trainer = start(recipe, output)
         for number, how in enumerate((signal.SIGKILL, signal.SIGTERM, signal.SIGKILL), 1):
             wait_until(lambda number=number: newest_step(output) >= 2 * number + 1, trainer)
@@ -285,7 +290,7 @@ def test_live_every_task_is_trained_once_whatever_is_killed(
             # in the end, all that any attempt has begun is trained
             total = newest_step(output) + k + 3
             end = [f"train.steps={total}"] if number == 3 else []
-            trainer = start(recipe, output, "--resume", *end)
+            trainer = start(recipe, output, f"rollout.workers={workers[number > 1]}", "--resume", *end)
             wait_until(lambda number=number: log.read_text().count(RESUMED) == number, trainer)
         assert trainer.wait() == 0, log.read_text()
     assert [line["step"] for line in steps(output) if "loss" in line] == list(range(1, total + 1))
@@ -297,7 +302,8 @@ def test_live_every_task_is_trained_once_whatever_is_killed(
     positions = sorted(Place.of(group_id).position for group_id in trained)
     assert positions == list(range(len(trained))), "each task, and once"
     assert sorted((output / "trajectories" / "acknowledged.txt").read_text().split()) == sorted(trained)
-    saved = [json.loads(text)["id"] for text in (output / "trajectories" / "train.jsonl").read_text().splitlines()]
+    files = (output / "trajectories").glob("train*.jsonl")
+    saved = [json.loads(text)["id"] for file in files for text in file.read_text().splitlines()]
     assert len(saved) == len(set(saved)), "nothing is on record twice"
     assert set(trained) <= set(saved)
     if k:

@@ -118,6 +118,7 @@ def test_commands(start: str, place: str, project: Path, quickstart_run: Path, w
     assert "get_current_time" in run(*STARTS[start], "tools", "list", recipe, cwd=cwd)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("project", ["package"], indirect=True)
 def test_training(project: Path, quickstart_run: Path, warm_start: Path) -> None:
     """Launcher, trainer, worker, server and a pool of processes, all of them from the user's folder."""

@@ -23,7 +23,7 @@ from agentfactory.trainers.checkpoint_folder import (
 _MAY_DIFFER = (
     # where and how fast it runs, and how it is monitored: these change what is learned by rounding at most
     *("name", "output", "import_path", "server", "sync", "placement", "eval", "track"),
-    *("rollout.concurrency", "rollout.timeout_seconds"),
+    *("rollout.concurrency", "rollout.timeout_seconds", "rollout.workers"),
     *("train.processes", "train.strategy", "train.batching", "train.token_budget", "train.attention"),
     *("train.gradient_checkpointing", "train.activation_offload", "train.liger", "train.compile"),
     *("train.steps", "train.checkpoint_every", "train.keep_last", "train.keep_best", "train.stop_when"),

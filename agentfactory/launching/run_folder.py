@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from agentfactory.recipe.composition import resolve_saved
-from agentfactory.rollout.trajectory import CREDIT_FILE
+from agentfactory.rollout.trajectory import CREDIT_FILE, train_files
 from agentfactory.tools.disk import append, refusal, writing
 from agentfactory.trainers.checkpoint_folder import INFO, checkpoints, read_info
 
@@ -45,12 +45,6 @@ class RunFolder:
         self.sync = path / "sync"
         self.summary = path / "summary.json"
         self.credit = self.trajectories / CREDIT_FILE
-        self.growing = {
-            "metrics.jsonl": self.metrics,
-            "trajectories/train.jsonl": self.trajectories / "train.jsonl",
-            f"trajectories/{CREDIT_FILE}": self.credit,
-        }
-        """Files that a run appends to, and that a resumed run continues."""
         self._stopping = path / ".stopping"
 
     @classmethod
@@ -105,11 +99,15 @@ class RunFolder:
             if line.endswith("\n"):
                 yield json.loads(line)
 
+    def growing(self) -> dict[str, Path]:
+        """Return the files that exist of those that a run appends to and that a resumed run continues."""
+        files = [self.metrics, self.credit, *train_files(self.trajectories)]
+        return {str(file.relative_to(self.path)): file for file in files if file.exists()}
+
     def cut(self, sizes: Mapping[str, int]) -> None:
         """Shorten the growing files to these sizes in bytes (missing: 0), and then to whole lines."""
-        for name, file in self.growing.items():
-            if file.exists():
-                _cut(file, sizes.get(name, 0))
+        for name, file in self.growing().items():
+            _cut(file, sizes.get(name, 0))
 
     @property
     def whole(self) -> Path:

@@ -24,9 +24,10 @@ from agentfactory.launching.resume import rewind
 from agentfactory.launching.run_folder import Hold, RunFolder
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
-from agentfactory.rollout.delivery import WorkerProcess
+from agentfactory.rollout.delivery import Job
 from agentfactory.rollout.renderer import TemplateRenderer, load_renderer
 from agentfactory.rollout.trajectory import Group, Row
+from agentfactory.rollout.workers import RolloutWorkers
 from agentfactory.tools.notices import Notice, Notices, tell
 from agentfactory.trainers.accelerator import check_same_recipe, make_accelerator
 from agentfactory.trainers.best_checkpoint import find_best
@@ -61,7 +62,7 @@ def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Sy
     """
     # progress bars of loading and writing would garble our own progress display
     transformers.utils.logging.disable_progress_bar()
-    accelerator = make_accelerator(recipe.train)
+    accelerator = make_accelerator(recipe)
     check_same_recipe(recipe)
     folder, stop = RunFolder(recipe.output), Stop()
     with ExitStack() as stack:
@@ -264,20 +265,19 @@ def _rollouts(
         backend = turns.waking(backend)
     sync = RetryingSync(backend, canary, recipe.server.retry_seconds)
     stack.callback(sync.close)
-    worker = WorkerProcess(
+    job = Job(
         recipe,
         base=folder.path,
         urls=[server.url for server in servers],
         trajectories=folder.trajectories,
-        log_file=folder.logs / "worker.log",
         batch_size=train.batch_size,
         total=total,
-        restore=sync.bring_back,
         trained=train_state.trained,
         versions=train_state.labels,
     )
-    stack.callback(worker.close)
-    return _Rollouts(worker, sync, canary, turns)
+    workers = RolloutWorkers(job, folder.logs, sync.bring_back)
+    stack.callback(workers.close)
+    return _Rollouts(workers, sync, canary, turns)
 
 
 def _probes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[CanaryRow]:

@@ -41,8 +41,8 @@ class Estimates:
         notes = [note] if note else []
         trainer: dict[str, int] = {}
         if self._purpose == "train" or recipe.placement.mode in ("split", "time_share"):
-            key = _key(f"trainer {device}", recipe.model, recipe.train, recipe.rollout)
-            trainer = self._once(key, lambda: trainer_memory(recipe, config, device))
+            key = _key(f"trainer {device} {memory}", recipe.model, recipe.train, recipe.rollout)
+            trainer = self._once(key, lambda: trainer_memory(recipe, config, device, memory))
             notes += _padding_note(recipe, config)
         server: ServerMemory | None = None
         if recipe.server.url is None and (self._purpose == "serve" or runs_chains(recipe, "train")):
@@ -111,13 +111,12 @@ def _settings(recipe: Recipe, plan: Plan, on_gpu: bool) -> dict[str, Any]:
     if not on_gpu:
         return {}
     shared = plan.mode in ("split", "time_share") and plan.need.server is not None
-    by_ipc = shared and recipe.model.lora is None and recipe.sync.backend == "auto"
     found = {name: size for part in plan.sums[:2] for name, size in part.terms.items()}
     return {
         "trainer_devices": _visible(plan.trainer_gpus),
         "server_devices": _visible(plan.server_gpus),
         "gpu_memory_utilization": plan.utilization,
-        "sync": "ipc" if by_ipc else None,
+        "sync": plan.sync,
         # with turns, the server is awake when the trainer starts
         "trainer_bytes": found["trainer" if plan.mode == "split" else "offloaded trainer"] if shared else 0,
     }

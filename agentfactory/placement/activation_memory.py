@@ -177,7 +177,7 @@ def _trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> dict[s
             model = meta_model(recipe, config, device)
             policy = policy_of(model)
             part = fullest(recipe, policy.batching)
-        _materialise(model)
+        _materialise(model, recipe)
         values = KnownValues()
         part = _fake(part, fake, values)
         inputs = (part.ids, part.sources, part.labels, part.positions, part.ends)
@@ -200,14 +200,19 @@ def _trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> dict[s
         return live.peaks | {_STEP: _step(model, recipe)}
 
 
-def _materialise(model: nn.Module) -> None:
+def used_dtype(weight: Tensor, recipe: TrainRecipe) -> torch.dtype:
+    """Return the precision in which forward and backward passes have a weight: fsdp2 gathers it in the model's."""
+    return getattr(torch, recipe.model.dtype) if recipe.train.strategy == "fsdp2" else weight.dtype
+
+
+def _materialise(model: nn.Module, recipe: TrainRecipe) -> None:
     """Give a model on the meta device fake tensors on the CPU, and gradients for its trained weights."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is not None and id(weight) not in made:
                 # tied weights stay tied
-                fake = nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype), weight.requires_grad)
+                fake = nn.Parameter(torch.empty(weight.shape, dtype=used_dtype(weight, recipe)), weight.requires_grad)
                 fake.grad = torch.empty_like(fake) if weight.requires_grad else None
                 made[id(weight)] = fake
             module._parameters[name] = made.get(id(weight))
@@ -287,11 +292,11 @@ def fullest(recipe: TrainRecipe, batching: Batching) -> MicroBatch:
 
 def _row(tree: int, shared: int, length: int, chain: int = 0) -> TrainingRow:
     """Return a row that begins like the others of its tree, and has nothing else in common with them."""
-    targets = range(max(1, shared), length + 1)
+    targets = np.arange(max(1, shared), length + 1)
     return TrainingRow(
-        token_ids=[2 * tree] * shared + [2 * chain + 1] * (length + 1 - shared),
-        targets=list(targets),
-        streams={name: [1.0] * len(targets) for name in ("behaviour", "advantage", "weight", "mixed")},
+        token_ids=np.repeat([2 * tree, 2 * chain + 1], [shared, length + 1 - shared]),
+        targets=targets,
+        streams={name: np.ones(len(targets)) for name in ("behaviour", "advantage", "weight", "mixed")},
     )
 
 

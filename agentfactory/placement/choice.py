@@ -155,20 +155,22 @@ def _separate(recipe: Recipe, machine: Machine, need: Need) -> Plan:
         sums.append(Sum("on each GPU of the trainer", terms, room.free))
         devices.append(f"{_gpus(len(own), room)} for the trainer")
     least, cache, utilization = [*sums], 0, None
+    sync = _sync_apart(recipe, machine, need)
+    transfer = need.server.by_nccl if need.server and (sync or backend_of(recipe).name) == "nccl" else 0
     if need.server:
         room = _room(recipe, *(machine.gpus[gpu] for gpu in others if machine.gpus))
         usable, margin = 0, room.margin
         if server.engine == "vllm":
-            usable = min(int(VLLM_SHARE * room.total), room.free - room.margin)
+            usable = min(int(VLLM_SHARE * room.total), room.free - room.margin - transfer)
             if server.gpu_memory_utilization is not None:
                 usable = int(server.gpu_memory_utilization * room.shared)
-            margin = max(0, room.free - usable)
+            margin = max(0, room.free - usable - transfer)
         cache, utilization = _fill(recipe, need.server, usable, room, bool(machine.gpus))
         if usable == int(VLLM_SHARE * room.shared):
             utilization = None  # vLLM's own
         where = "on each GPU of the server"
         for made, size in ((sums, cache), (least, _least_cache(recipe, need.server, cache))):
-            made.append(Sum(where, {"server": _parts(need.server) + size, "margin": margin}, room.free))
+            made.append(Sum(where, {"server": _parts(need.server) + size + transfer, "margin": margin}, room.free))
         devices.append(f"{_gpus(for_server, room)} for the server")
     both = bool(machine.gpus and need.trainer and need.server)
     return Plan(
@@ -181,7 +183,16 @@ def _separate(recipe: Recipe, machine: Machine, need: Need) -> Plan:
         utilization,
         tuple(own) if both else (),
         tuple(others) if both else (),
+        sync,
+        transfer,
     )
+
+
+def _sync_apart(recipe: Recipe, machine: Machine, need: Need) -> str | None:
+    """Return what replaces sync.backend=auto if trainer and server have GPUs of their own here; None: nothing."""
+    both, full = bool(machine.gpus and need.trainer and need.server), recipe.model.lora is None
+    can = both and full and recipe.server.engine == "vllm" and machine.has_vllm
+    return "nccl" if can and recipe.sync.backend == "auto" else None
 
 
 def _gpus(count: int, room: _Room) -> str:
@@ -219,7 +230,8 @@ def _on_one_gpu(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan
 
     devices = _gpus(1, room) + ("" if room.free == room.total else f", {room.free / GIB:.1f} GiB of it free")
     gpus = () if place is None else (place,)
-    return Plan(mode, devices, need, cache, sums(cache), sums(least), utilization, gpus, gpus)
+    sync = "ipc" if recipe.model.lora is None and recipe.sync.backend == "auto" else None
+    return Plan(mode, devices, need, cache, sums(cache), sums(least), utilization, gpus, gpus, sync)
 
 
 def _parts(server: ServerMemory | None) -> int:

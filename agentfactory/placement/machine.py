@@ -9,6 +9,7 @@ import torch
 
 from agentfactory.placement.assumed import ASKING_CONTEXT
 from agentfactory.tools import parent_watch
+from agentfactory.tools.import_path import is_installed
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,16 @@ class Machine:
     gpus: tuple[Gpu, ...]
     ram: int
     ram_free: int
+    has_vllm: bool = False
+    """Whether this Python, which is also the trainer's, has vLLM: the trainer sends weights by NCCL with its code."""
 
 
 def see_machine() -> Machine:
     """Return the GPUs that this process sees, and the machine's memory."""
     memory = psutil.virtual_memory()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return Machine(tuple(_see_gpu(index) for index in range(count)), memory.total, memory.available)
+    gpus = tuple(_see_gpu(index) for index in range(count))
+    return Machine(gpus, memory.total, memory.available, is_installed("vllm"))
 
 
 def _see_gpu(index: int) -> Gpu:

@@ -16,7 +16,7 @@ process."""
 OFFLOADED = ("weights", "adapter", "reference", "critic", "optimizer")
 """Rows of a trainer that are moved elsewhere while it is offloaded; the others are empty between updates."""
 
-_LAST_ROWS = ("workspace", "KV cache", "context")
+_LAST_ROWS = ("workspace", "KV cache", "transfer", "context")
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,10 @@ class Plan:
     trainer_gpus: tuple[int, ...] = ()
     """Indices of GPUs that this process sees; empty: all."""
     server_gpus: tuple[int, ...] = ()
+    sync: str | None = None
+    """The sync backend in place of auto; None: that of a machine without GPUs."""
+    transfer: int = 0
+    """Bytes that the server takes on each of its devices while weights arrive."""
 
     @property
     def title(self) -> str:
@@ -120,7 +124,8 @@ def rows(plan: Plan) -> dict[str, dict[str, int]]:
     if plan.need.trainer:
         columns["trainer"] = dict(plan.need.trainer)
     if plan.need.server is not None:
-        columns["server"] = {**plan.need.server.parts, "KV cache": plan.cache}
+        arriving = {"transfer": plan.transfer} if plan.transfer else {}
+        columns["server"] = {**plan.need.server.parts, "KV cache": plan.cache, **arriving}
     return columns
 
 

@@ -18,6 +18,7 @@ from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.embedded.engine import MASK_ELEMENTS, PREFILL_TOKENS
 from agentfactory.rollout.embedded.linear import onednn_modules
 from agentfactory.rollout.vllm_arguments import LORA_RANKS
+from agentfactory.trainers.sync.nccl import BUFFER_BYTES, BUFFERS
 
 LARGE_DEVICE = 70 * 2**30
 """Larger devices: vLLM 0.32 computes 8192 prompt tokens at a time, otherwise 2048 (EngineArgs.get_batch_defaults)."""
@@ -37,6 +38,8 @@ class ServerMemory:
     """Bytes per sequence, independent of its length: states of linear attention, windows of sliding attention."""
     least_cache: int
     """embedded: exactly its cache; vLLM: the minimum with which a group of chains runs together."""
+    by_nccl: int = 0
+    """vLLM: bytes of what arrives when all weights come by NCCL, beyond the share that it is given."""
 
 
 def server_memory(
@@ -74,7 +77,8 @@ def server_memory(
     else:
         chains = recipe.rollout.group_size * (recipe.rollout.max_total_tokens * per_token + per_sequence)
         least = max(chains, server.max_model_len * per_token + per_sequence)
-    return ServerMemory({name: size for name, size in parts.items() if size}, per_token, per_sequence, least)
+    parts = {name: size for name, size in parts.items() if size}
+    return ServerMemory(parts, per_token, per_sequence, least, 0 if embedded else _arriving(network))
 
 
 def meta_network(config: PreTrainedConfig, dtype: torch.dtype, whole: bool = False) -> PreTrainedModel:
@@ -169,6 +173,13 @@ def _workspace(
     tokens = int(asked) if asked else 8192 if (device_memory or 0) >= LARGE_DEVICE else 2048
     graphs = CUDA_GRAPHS if device == "cuda" and _flag(server.args, "--enforce-eager") is None else 0
     return tokens * width * dtype.itemsize + logits * (4 * SAMPLER_COPIES + dtype.itemsize) + graphs
+
+
+def _arriving(network: PreTrainedModel) -> int:
+    """Return the bytes of the broadcasts that a worker has at a time. Each ends with the weight that fills it; every
+    worker receives whole weights."""
+    largest = sorted({id(weight): weight.nbytes for weight in network.parameters()}.values())[-BUFFERS:]
+    return BUFFERS * BUFFER_BYTES + sum(largest)
 
 
 def _flag(args: Sequence[str], name: str) -> str | None:

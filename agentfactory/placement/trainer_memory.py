@@ -10,27 +10,29 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from agentfactory.placement.activation_memory import fullest, trace
+from agentfactory.placement.activation_memory import fullest, trace, used_dtype
 from agentfactory.placement.assumed import CUDA_CONTEXT, NCCL_BUFFERS
 from agentfactory.placement.meta_model import meta_model, policy_of
 from agentfactory.trainers.config import OptimizerConfig, TrainConfig, TrainRecipe
 from agentfactory.trainers.critic import ActorCritic, Role, role_of
 from agentfactory.trainers.network import decoder_layers
 from agentfactory.trainers.optimizer import make_optimizer
-from agentfactory.trainers.policy import Policy
+from agentfactory.trainers.policy import MOST_GATHERED, Policy
 
 
-def trainer_memory(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> dict[str, int]:
+def trainer_memory(
+    recipe: TrainRecipe, config: PreTrainedConfig, device: str, device_memory: int | None = None
+) -> dict[str, int]:
     """Return the bytes by row that one process of the trainer takes at its peak; the sum is the peak, and rows of 0 are
-    left out. `config` is that of `model.path`, `device` is cuda or cpu.
+    left out. `config` is that of `model.path`, `device` is cuda or cpu, of `device_memory` bytes (None: enough).
 
     The peak is that of a later update with several micro-batches, each of `train.token_budget` tokens in rows of
     `rollout.max_total_tokens`: gradients, the optimiser's state and activations then exist at the same time.
 
     Rows: weights, adapter, reference, critic: what scores tokens; gradients, optimizer: of all trained weights;
-    activations: including autocast's bfloat16 copies of float32 weights; logits; step: what an optimiser step takes
-    beyond activations and logits; batch: the rows of a step; buckets (ddp); gathered: what fsdp2 gathers; context: what
-    a GPU takes for each process.
+    activations: including autocast's bfloat16 copies of float32 weights (none under fsdp2); logits; step: what an
+    optimiser step takes beyond activations and logits; batch: the rows of a step; buckets (ddp); gathered: what fsdp2
+    gathers; context: what a GPU takes for each process.
 
     fsdp2 divides weights, gradients and the optimiser's state among processes. ddp has buckets as large as the
     gradients, since those of micro-batches that are not synced are not views of them. With liger, compile,
@@ -60,7 +62,12 @@ def trainer_memory(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -
     if train.strategy == "ddp":
         rows["buckets"] = rows["gradients"]
     if processes > 1:
-        rows["gathered"] = max(_units(model), _whole(recipe, policy) - rows["gradients"] - round(peak.total))
+        layers, rest = _units(model, recipe)
+        # when a backward pass ends, gradients outside layers are added up in float32, and activations are gone
+        added = sum(4 * weight.numel() for weight in rest if weight.requires_grad)
+        whole = _whole(recipe, policy, device_memory)
+        later = max(added, whole - rows["gradients"] - _gathered(rest, recipe))
+        rows["gathered"] = _gathered(rest, recipe) + max(layers, later - round(peak.total))
     if device == "cuda":
         rows["context"] = CUDA_CONTEXT + (NCCL_BUFFERS if train.processes > 1 else 0)
     return {name: size for name, size in rows.items() if size}
@@ -93,27 +100,33 @@ def _batch(recipe: TrainRecipe, policy: Policy) -> int:
     return round(_bytes(tensor for tensor in tensors if tensor is not None) * max(1.0, rows / len(part.rows)))
 
 
-def _units(model: Policy | ActorCritic) -> int:
-    """Return the bytes that fsdp2 has whole during a backward pass: weights and gradients outside layers, throughout;
-    and of the layers, two: the one that is computed, and the next one or the one whose gradients are being sent."""
+def _units(model: Policy | ActorCritic, recipe: TrainRecipe) -> tuple[int, list[nn.Parameter]]:
+    """Return what fsdp2 has whole during a backward pass: the bytes of two layers (the one that is computed, and the
+    next one or the one whose gradients are being sent), and the weights outside layers, which stay throughout."""
     layers = decoder_layers(policy_of(model).network)
     if isinstance(model, ActorCritic) and model.critic.backbone is not None:
         layers += decoder_layers(model.critic.backbone.network)
 
-    def whole(module: nn.Module) -> int:
-        return sum(_bytes([weight]) * (2 if weight.requires_grad else 1) for weight in module.parameters())
-
-    sizes = [whole(layer) for layer in layers]
-    return whole(model) - sum(sizes) + 2 * max(sizes)
+    inside = {id(weight) for layer in layers for weight in layer.parameters()}
+    rest = [weight for weight in model.parameters() if id(weight) not in inside]
+    return 2 * max(_gathered(layer.parameters(), recipe) for layer in layers), rest
 
 
-def _whole(recipe: TrainRecipe, policy: Policy) -> int:
-    """Return the bytes of whole weights on rank 0 when they go to the servers: see Policy.gather."""
+def _gathered(weights: Iterable[Tensor], recipe: TrainRecipe) -> int:
+    """Return the bytes of whole weights and of their gradients."""
+    return sum(
+        weight.numel() * used_dtype(weight, recipe).itemsize * (2 if weight.requires_grad else 1) for weight in weights
+    )
+
+
+def _whole(recipe: TrainRecipe, policy: Policy, device_memory: int | None) -> int:
+    """Return the bytes of whole weights on rank 0's device when they go to the servers: see Policy.gather."""
     if policy.is_lora:
         return _bytes(weight for weight in policy.parameters() if weight.requires_grad)
-    weights = list(policy.network.parameters())
-    # one at a time is in float32
-    return sum(weight.numel() for weight in weights) * policy.dtype.itemsize + max(_bytes([w]) for w in weights)
+    sizes = [weight.numel() * policy.dtype.itemsize for weight in policy.network.parameters()]
+    in_host_memory = device_memory is not None and sum(sizes) > MOST_GATHERED * device_memory
+    # gathering one takes up twice its size
+    return max(sizes) + (max(sizes) if in_host_memory else sum(sizes))
 
 
 def optimizer_state(model: nn.Module, train: TrainConfig) -> int:

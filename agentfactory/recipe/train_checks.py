@@ -44,6 +44,7 @@ def check_training(recipe: Recipe, lack: Lack, runs_chains: bool) -> None:
             "set 0 and run `agentfactory eval` after",
         )
     if runs_chains:
+        _check_workers(recipe)
         _check_mismatch(recipe)
         if recipe.model.lora is None:
             _check_full_weights(recipe)
@@ -154,6 +155,17 @@ def _check_schedule(recipe: Recipe) -> None:
     if train.critic.warmup_steps >= train.steps:
         problem = f"got {train.critic.warmup_steps}, and train.steps={train.steps}: the policy would never learn"
         raise SettingError("train.critic.warmup_steps", problem, "lower it")
+
+
+def _check_workers(recipe: Recipe) -> None:
+    rollout, groups = recipe.rollout, recipe.train.batch_size
+    if groups % rollout.workers:
+        problem = f"got {rollout.workers}, which do not divide train.batch_size={groups} into equal shares"
+        possible = [count for count in range(1, groups + 1) if groups % count == 0]
+        raise SettingError("rollout.workers", problem, f"use one of {', '.join(map(str, possible))}")
+    if rollout.workers > 1 and rollout.curriculum is not None:
+        problem = f"got {rollout.workers}: rollout.curriculum has to see the outcomes of all tasks"
+        raise SettingError("rollout.workers", problem, "use 1, or remove the curriculum")
 
 
 def _check_kept(recipe: Recipe, runs_chains: bool) -> None:
@@ -274,10 +286,4 @@ def _check_full_weights(recipe: Recipe) -> None:
             "server.quantization",
             f"got {server.quantization!r}, into which full weights cannot be brought",
             "train an adapter (model.lora.rank), or remove it",
-        )
-    if server.tensor_parallel_size > 1:
-        raise SettingError(
-            "server.tensor_parallel_size",
-            f"got {server.tensor_parallel_size}: the proof of full weights knows whole ones only",
-            "use 1, or train an adapter (model.lora.rank)",
         )

@@ -1,7 +1,7 @@
 """Sampling and reading a chain's turns: `AgentHooks`, which a user's agent overrides, and the `Turn` passed to it."""
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -32,12 +32,14 @@ class TurnBudget:
 class Turn:
     """An assistant turn to be sampled.
 
-    `messages` is the conversation that the model sees; `token_ids` are its ids, which end with the generation prompt.
-    `number` counts the chain's turns from 0. `chain` is the chain's id: one agent object serves all chains at once.
+    `messages` is the conversation that the model sees; `token_ids` are its ids. `number` counts the chain's turns from
+    0. `chain` is the chain's id: one agent object serves all chains at once.
     """
 
     messages: list[Message]
-    token_ids: list[int]
+    row: Sequence[int]
+    """The chain's row, which grows when the turn has ended. Not a copy: Python's search for garbage would read those of
+    all chains."""
     specs: list[ToolSpec]
     number: int
     task: Task
@@ -48,11 +50,19 @@ class Turn:
     prefix: str
     """Text that the turn has to begin with: `rollout.assistant_prefix`."""
     budget: TurnBudget
-    generate: Callable[[list[int], int, int], Awaitable[Completion]]
+    generate: Callable[[Sequence[int], int, int], Awaitable[Completion]]
     """(ids, max tokens, request number from 0) -> what the server samples."""
     made: list[Completion] = field(default_factory=list)
     """Completions that `sample` has returned so far."""
     requests: Iterator[int] = field(default_factory=count)
+
+    def __post_init__(self) -> None:
+        self._length = len(self.row)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The ids of the conversation, which end with the generation prompt."""
+        return list(self.row[: self._length])
 
     async def sample(
         self, prefix: str = "", max_tokens: int | None = None, after: Completion | None = None
@@ -79,7 +89,8 @@ class Turn:
             )
         text = prefix if after is not None else self.prefix + prefix
         context = self.renderer.encode(text) if text else []
-        ids = [*self.token_ids, *(after.token_ids if after else []), *context]
+        more = [*(after.token_ids if after else []), *context]
+        ids = [*self.row, *more] if more else self.row
         left = self.budget.turn - (sum(after.mask) if after else 0)
         most = min(left if max_tokens is None else min(left, max_tokens), self.budget.row - len(ids))
         if most > 0:

@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from agentfactory.rollout.concurrency import METRICS_ROUTE, Load, parse_load
+import msgspec
+
 from agentfactory.rollout.connection import (
     Connection,
     InferenceError,
@@ -21,6 +22,7 @@ from agentfactory.rollout.recovery import Recovery
 from agentfactory.rollout.retries import Retries
 from agentfactory.rollout.routing import Router, ServerState
 from agentfactory.rollout.server_keys import pinned
+from agentfactory.rollout.server_metrics import Load, combined
 from agentfactory.rollout.stalls import StallWatch
 from agentfactory.rollout.trajectory import Span
 from agentfactory.rollout.weight_versions import Published
@@ -76,7 +78,7 @@ def missing_routes(url: str, described: Sequence[str], needed: Sequence[str]) ->
 class InferenceClient:
     """Sends turns to the servers; use it as an async context manager.
 
-    `Connection` makes the requests, `Router` chooses the server, `Recovery` brings back a server that is lost or has
+    `Connection` makes the requests, `Router` chooses the replica, `Recovery` brings back a server that is lost or has
     other weights than the published ones, and `StallWatch` notices one that gives no token.
     """
 
@@ -87,7 +89,7 @@ class InferenceClient:
         self._router = Router(self.urls)
         self._connection = Connection(api_key_env)
         self._recovery = Recovery(self._connection, self._router, retry_seconds)
-        self._stalls = StallWatch(self._connection, self.urls, retry_seconds)
+        self._stalls = StallWatch(self._connection, retry_seconds)
 
     async def __aenter__(self) -> Self:
         await self._connection.__aenter__()
@@ -132,14 +134,22 @@ class InferenceClient:
                 if not await self._connection.is_guarded(url):
                     text = f"server {url} takes requests without a key: whoever reaches it can change its weights"
                     tell(logger, f"{url} has no key", f"{text}; start it with `agentfactory serve`", see=_PAGE)
+                await self._count_replicas(url)
             except LostError as error:
                 raise ServerUnreachableError(f"no server answers at {url}: {error}") from error
             except ValueError as error:
                 raise ServerUnreachableError(f"server {url} describes itself in no JSON: {error}") from error
 
+    async def _count_replicas(self, url: str) -> None:
+        try:
+            await self._recovery.count_replicas(url)
+        except ValueError as error:
+            text = f"server {url} does not report its load ({error}): a stalled one goes unnoticed, and so do replicas"
+            tell(logger, f"{url} reports no load", f"{text}; start it without --disable-log-stats", see=_PAGE)
+
     async def generate(
         self,
-        token_ids: list[int],
+        token_ids: Sequence[int],
         model: str,
         sampling: dict[str, Any],
         cache_salt: str | None = None,
@@ -156,22 +166,22 @@ class InferenceClient:
         request = {"token_ids": token_ids, "model": model, "sampling_params": {"logprobs": 0, **sampling}}
         if cache_salt is not None:
             request["cache_salt"] = cache_salt
-        body = json.dumps(request).encode()
-        prompt = hash(tuple(token_ids)) if len(self.urls) > 1 else 0
+        body = msgspec.json.encode(request)
         oldest = self._recovery.published
         retries = Retries(self._limit)
         failed_at = set[str]()
         while True:
-            url = await self._recovery.take(chain, prompt, failed_at)
-            self._router.started(url)
+            replica = await self._recovery.take(chain, token_ids, failed_at)
+            url = replica.url
+            self._router.started(replica)
             lost = None
             try:
-                async with self._stalls.request(url):
-                    status, text = await self._connection.request("POST", url + GENERATE, body)
+                async with self._stalls.request(replica):
+                    status, text = await self._connection.request("POST", url + GENERATE, body, replica=replica.rank)
             except LostError as error:
                 lost = str(error)
             finally:
-                self._router.ended(url)
+                self._router.ended(replica)
             if lost is not None:
                 self._recovery.lose(url, lost)
                 # a server that is healthy but drops every turn counts as back at once
@@ -207,20 +217,16 @@ class InferenceClient:
 
     async def load(self) -> Load:
         """Return the combined load of the servers that are serving. Raises InferenceError if one does not report it."""
-        pages = []
+        loads = []
         for url, state in self._router.states.items():
             if state is ServerState.SERVING:
                 try:
-                    status, text = await self._connection.request("GET", url + METRICS_ROUTE, seconds=LOAD_SECONDS)
-                except LostError as error:
-                    raise InferenceError(f"{url}{METRICS_ROUTE}: {error}") from error
-                if status != 200:
-                    raise InferenceError(f"{url}{METRICS_ROUTE} answered {status}")
-                pages.append(text)
-        try:
-            return parse_load("\n".join(pages))
-        except ValueError as error:
-            raise InferenceError(str(error)) from error
+                    loads += await self._connection.loads(url, LOAD_SECONDS)
+                except (LostError, ValueError) as error:
+                    raise InferenceError(f"the load of {url}: {error}") from error
+        if not loads:
+            raise InferenceError("no server serves")
+        return combined(loads)
 
     async def _wait_to_retry(self, retries: Retries, url: str, problem: str, asked: float = 0.0) -> None:
         delay = retries.delay(time.monotonic(), asked=asked)

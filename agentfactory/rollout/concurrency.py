@@ -3,6 +3,8 @@
 import asyncio
 from dataclasses import dataclass
 
+from agentfactory.rollout.server_metrics import Load
+
 
 class Places:
     """A semaphore that can be resized while it is held."""
@@ -38,46 +40,6 @@ class Places:
             self._excess -= 1
         else:
             self._semaphore.release()
-
-
-@dataclass(frozen=True)
-class Load:
-    """What an inference server reports: waiting and running requests, the share of its cache in use, and how many
-    tokens of prompts and answers it has computed since its start."""
-
-    waiting: float
-    running: float
-    cache: float
-    prompt_tokens: float = 0.0
-    generation_tokens: float = 0.0
-
-
-METRICS_ROUTE = "/metrics"
-_WAITING, _RUNNING, _CACHE = "vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"
-_PROMPTS, _GENERATED = "vllm:prompt_tokens_total", "vllm:generation_tokens_total"
-
-
-def parse_load(text: str) -> Load:
-    """Read the load from a Prometheus page in vLLM's format. The counts of several engines behind one address are
-    summed, and the fullest of their caches counts. Raises ValueError if one of the metrics is missing."""
-    values: dict[str, list[float]] = {name: [] for name in (_WAITING, _RUNNING, _CACHE, _PROMPTS, _GENERATED)}
-    for line in text.splitlines():
-        name = line.partition("{")[0].partition(" ")[0]
-        if name in values:
-            values[name].append(float(line.rpartition(" ")[2]))
-    for name, found in values.items():
-        if not found:
-            raise ValueError(f"the server's {METRICS_ROUTE} has no {name}")
-    waiting, running, prompts, generated = (sum(values[name]) for name in (_WAITING, _RUNNING, _PROMPTS, _GENERATED))
-    return Load(waiting, running, max(values[_CACHE]), prompts, generated)
-
-
-def write_load(load: Load) -> str:
-    """Write the page that `parse_load` reads."""
-    gauges = {_WAITING: load.waiting, _RUNNING: load.running, _CACHE: load.cache}
-    counters = {_PROMPTS: load.prompt_tokens, _GENERATED: load.generation_tokens}
-    kinds = ("gauge", gauges), ("counter", counters)
-    return "".join(f"# TYPE {name} {kind}\n{name} {value}\n" for kind, of in kinds for name, value in of.items())
 
 
 FULL_CACHE = 0.9

@@ -161,7 +161,7 @@ class RewardConfig(Section):
 
 
 class Inflight(StrEnum):
-    """What happens to the cache of a running turn when the server gets new full weights."""
+    """What happens to the cache of a running chain when the server gets new full weights."""
 
     RECOMPUTE = "recompute"
     """The cache is recomputed with the new weights, so that the log-probability of each token belongs to one
@@ -201,10 +201,14 @@ class RolloutConfig(Section):
     concurrency: PositiveInt | Literal["auto"] = 64
     """Chains alive at a time. auto starts at server.max_num_seqs and, while training, follows the server's load. For
     generation to run ahead, train.batch_size x group_size x (max_staleness + 1) chains must fit."""
+    workers: PositiveInt = 1
+    """Number of rollout worker processes. Each runs an equal share of every batch, with tool servers of its own;
+    `concurrency`, `limits.calls_per_second` and the capacities of pools are for all together. More than one is useful
+    if a worker takes a whole core, from about 1,000 chains on."""
     max_staleness: int = Field(default=0, ge=0)
     """Maximum age of a trained token, in updates; 0 alternates generation and training."""
     inflight: Inflight = Inflight.RECOMPUTE
-    """What happens to the caches of running turns when full weights are updated: recompute | keep. With an adapter, a
+    """What happens to the caches of running chains when full weights are updated: recompute | keep. With an adapter, a
     running turn keeps its adapter."""
     timeout_seconds: float = Field(default=600.0, gt=0)
     """Time limit of one chain; scoring may take the same time again."""
@@ -286,7 +290,7 @@ class ServerConfig(Section):
     tensor_parallel_size: PositiveInt = 1
     """vLLM: number of devices that share each layer."""
     data_parallel_size: PositiveInt = 1
-    """vLLM: number of copies of the model."""
+    """vLLM: number of replicas, each with a copy of the model and a cache. A chain stays with one."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """vLLM: share of the GPU's memory to use, or of the machine's memory on a CPU. Null uses what `placement` leaves,
     otherwise vLLM's default; on a CPU, 1 GiB of cache."""

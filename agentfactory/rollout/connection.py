@@ -8,6 +8,7 @@ from typing import Any, Self
 import aiohttp
 
 from agentfactory.rollout.server_keys import find_key, key_folder
+from agentfactory.rollout.server_metrics import METRICS_ROUTE, REPLICA_HEADER, Load, parse_loads
 from agentfactory.tools.errors import SettingError
 
 # vLLM closes idle connections after 5 s; if it closes one while we write, the server would look dead
@@ -65,6 +66,8 @@ class Connection:
 
     def __init__(self, api_key_env: str | None = None):
         self._api_key_env = api_key_env
+        self._keys: dict[str, dict[str, str]] = {}
+        """URL -> header. Looking a key up for each request would take 2 % of the worker's time."""
         if api_key_env is not None:
             authorization("", api_key_env)
 
@@ -80,10 +83,16 @@ class Connection:
         await self._session.close()
 
     async def request(
-        self, method: str, url: str, body: bytes | None = None, seconds: float | None = None
+        self,
+        method: str,
+        url: str,
+        body: bytes | None = None,
+        seconds: float | None = None,
+        replica: int | None = None,
     ) -> tuple[int, str]:
-        """Make a request that may take `seconds` (None: any time); return the answer's status and text."""
-        status, text, _ = await self.exchange(method, url, body, seconds=seconds)
+        """Make a request that may take `seconds` (None: any time); return the answer's status and text. `replica` is
+        the one that shall answer; None leaves the choice to the server."""
+        status, text, _ = await self.exchange(method, url, body, seconds=seconds, replica=replica)
         return status, text
 
     async def exchange(
@@ -93,13 +102,28 @@ class Connection:
         body: bytes | None = None,
         with_key: bool = True,
         seconds: float | None = None,
+        replica: int | None = None,
     ) -> tuple[int, str, Mapping[str, str]]:
         """Make a request; return the answer's status, text and headers."""
+        chosen = {} if replica is None else {REPLICA_HEADER: str(replica)}
+        if not with_key:
+            return await self._send(method, url, body, chosen, seconds)
+        known = url in self._keys
+        if not known:
+            self._keys[url] = authorization(url, self._api_key_env)
+        answer = await self._send(method, url, body, {**self._keys[url], **chosen}, seconds)
+        if answer[0] == 401 and known:
+            # a server that was started again has another key
+            self._keys[url] = authorization(url, self._api_key_env)
+            answer = await self._send(method, url, body, {**self._keys[url], **chosen}, seconds)
+        return answer
+
+    async def _send(
+        self, method: str, url: str, body: bytes | None, headers: dict[str, str], seconds: float | None
+    ) -> tuple[int, str, Mapping[str, str]]:
         limit = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
-        # looked up each time: a server that was restarted has another key
-        key = authorization(url, self._api_key_env) if with_key else {}
         try:
-            async with self._session.request(method, url, data=body, headers=key, timeout=limit) as response:
+            async with self._session.request(method, url, data=body, headers=headers, timeout=limit) as response:
                 return response.status, await response.text(errors="replace"), response.headers
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise LostError(str(error) or repr(error)) from error
@@ -126,6 +150,13 @@ class Connection:
         """Return the cards of the server's models and adapters; an adapter's card has a `parent`."""
         status, text = await self.request("GET", url + "/v1/models", seconds=_STATE_SECONDS)
         return _object(text).get("data", []) if status == 200 else []
+
+    async def loads(self, url: str, seconds: float = _STATE_SECONDS) -> list[Load]:
+        """Return the load of each replica behind `url`. Raises ValueError if the server does not report it."""
+        status, text = await self.request("GET", url + METRICS_ROUTE, seconds=seconds)
+        if status != 200:
+            raise ValueError(f"{url}{METRICS_ROUTE} answered {status}")
+        return parse_loads(text)
 
     async def weight_version(self, url: str) -> str:
         """Return the label of the server's base weights; empty if it has none."""

@@ -147,6 +147,24 @@ class Place:
         return cls(int(found[1]), int(found[2] or 0))
 
 
+@dataclass(frozen=True)
+class Share:
+    """The positions in the order of tasks that one of several workers runs: every `of`-th, starting at `number`."""
+
+    number: int
+    of: int
+
+    def __contains__(self, position: int) -> bool:
+        return position % self.of == self.number
+
+    def part(self, count: int) -> int:
+        """Return this worker's part of a number that all of them share; at least 1."""
+        return max(1, count // self.of + (self.number < count % self.of))
+
+
+WHOLE = Share(0, 1)
+
+
 class TaskOrder:
     """Endless, reproducible order of tasks: each epoch shuffles all of them again.
 

@@ -12,17 +12,15 @@ import os
 import secrets
 import socket
 import subprocess
-import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from agentfactory.rollout.config import EqualRewards, RolloutRecipe
-from agentfactory.rollout.stalls import STALL_SECONDS
+from agentfactory.rollout.data import Share
 from agentfactory.rollout.trajectory import Group
-from agentfactory.rollout.weight_versions import Published
 from agentfactory.tools import parent_watch
 from agentfactory.tools.import_path import own_python
 from agentfactory.tools.notices import tell
@@ -32,6 +30,7 @@ logger = logging.getLogger(__name__)
 TOKEN_VARIABLE = "AGENTFACTORY_WORKER_TOKEN"
 ALIVE_SECONDS = 5.0
 """Time between two messages by which the worker says that it runs."""
+_PIECE = 1 << 20
 LINE_LIMIT = 1 << 30
 """Maximum length of a line in bytes; a group of long chains takes megabytes."""
 
@@ -45,6 +44,61 @@ def encode(kind: str, **fields: Any) -> bytes:
     return json.dumps({"kind": kind, **fields}, ensure_ascii=False).encode() + b"\n"
 
 
+_GROUP = b'{"kind": "group", "group": '
+
+
+def encode_group(group: Group) -> bytes:
+    """Encode the message that carries a group; a fast way for the longest ones."""
+    return _GROUP + group.to_json().encode() + b"}\n"
+
+
+def _decode(line: bytes) -> dict[str, Any]:
+    if line.startswith(_GROUP):
+        return {"kind": "group", "group": Group.from_json(line[len(_GROUP) : -2])}
+    message: dict[str, Any] = json.loads(line)
+    return message
+
+
+class Lines:
+    """Lines that arrive on a socket."""
+
+    def __init__(self, source: socket.socket) -> None:
+        self.source = source
+        self.ended = False
+        """Whether the other end is gone."""
+        self._buffer = bytearray()
+        self._searched = 0
+
+    def receive(self) -> None:
+        """Wait for the next piece of a line, or for the end."""
+        try:
+            piece = self.source.recv(_PIECE)
+        except ConnectionError:
+            piece = b""
+        self._buffer += piece
+        self.ended = not piece
+
+    @property
+    def has_line(self) -> bool:
+        """Whether a whole line has arrived."""
+        return self._end() >= 0
+
+    def take(self) -> bytes | None:
+        """Return the next line; None if it has not arrived as a whole."""
+        end = self._end()
+        if end < 0:
+            return None
+        line = bytes(self._buffer[: end + 1])
+        del self._buffer[: end + 1]
+        self._searched = 0
+        return line
+
+    def _end(self) -> int:
+        end = self._buffer.find(b"\n", self._searched)
+        self._searched = len(self._buffer) if end < 0 else end
+        return end
+
+
 async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect from the worker to rank 0 at `host:port` and prove to be its child."""
     host, port = address.rsplit(":", 1)
@@ -53,38 +107,40 @@ async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWri
     return reader, writer
 
 
-class WorkerProcess:
-    """Rank 0's end: starts the worker and receives its groups. Its methods block, and raise WorkerDiedError.
+@dataclass(frozen=True)
+class Job:
+    """What the workers of a run do. `batch_size` and `total` count groups of all workers. A resumed run has the ids of
+    the groups that it has `trained`, and the `versions` behind the labels in the spans of saved groups."""
 
-    `total` is the total number of groups that training will take. `restore` loads the published weights into the server
-    at the given address after it came back without them, and returns whether the server has proven that it has them. A
-    resumed run passes the ids of the groups that it has `trained`, and the `versions` behind the labels in the spans of
-    saved groups.
+    recipe: RolloutRecipe
+    base: Path
+    urls: list[str]
+    trajectories: Path
+    batch_size: int
+    total: int
+    trained: Collection[str] = ()
+    versions: Mapping[str, int] = field(default_factory=dict)
+
+
+class WorkerProcess:
+    """Rank 0's end of one worker: starts it and receives its groups. Its methods raise WorkerDiedError.
+
+    It does `share` of the job. `restore` loads the published weights into the server at the given address after it came
+    back without them, and returns whether the server has proven that it has them.
     """
 
-    def __init__(
-        self,
-        recipe: RolloutRecipe,
-        base: Path,
-        urls: list[str],
-        trajectories: Path,
-        log_file: Path,
-        batch_size: int,
-        total: int,
-        restore: Callable[[str], bool],
-        trained: Collection[str] = (),
-        versions: Mapping[str, int] | None = None,
-    ):
-        self._log_file = log_file
+    def __init__(self, job: Job, share: Share, log_file: Path, restore: Callable[[str], bool]) -> None:
+        """Start the process; `wait_until_ready` comes next."""
+        self.log_file = log_file
         self._restore = restore
-        self._evaluates = recipe.eval.data is not None
-        self._may_be_short = recipe.rollout.equal_rewards is EqualRewards.DROP
-        self._delivered = set(trained)
-        self._started = False
+        self._may_be_short = job.recipe.rollout.equal_rewards is EqualRewards.DROP
+        self._delivered = set(job.trained)
+        self.started = False
+        """Whether chains run."""
         self._groups: list[Group] = []
         self._batches: deque[tuple[list[Group], dict[str, float]]] = deque()
-        self._figures: dict[str, float] = {}
-        self._evaluations: deque[dict[str, float]] = deque()
+        self.evaluations: deque[dict[str, float]] = deque()
+        """Results of evaluations that nobody has taken yet."""
         token = secrets.token_hex(16)
         with socket.create_server(("127.0.0.1", 0)) as listener, log_file.open("ab") as log:
             port = listener.getsockname()[1]
@@ -98,23 +154,28 @@ class WorkerProcess:
                 # ends it
                 start_new_session=True,
             )
-            self._socket = self._accept(listener)
-        self._lines = self._socket.makefile("rb")
+            self.lines = Lines(self._accept(listener))
         if self._receive() != {"kind": "hello", "token": token}:
             raise WorkerDiedError("something else than our worker connected to the delivery socket")
-        self._send(
+        self.send(
             "start",
-            recipe=recipe.model_dump(mode="json", include=set(RolloutRecipe.model_fields)),
-            base=str(base),
-            urls=urls,
-            trajectories=str(trajectories),
-            batch_size=batch_size,
-            total=total,
-            trained=sorted(trained),
-            versions=dict(versions or {}),
+            recipe=job.recipe.model_dump(mode="json", include=set(RolloutRecipe.model_fields)),
+            base=str(job.base),
+            urls=job.urls,
+            trajectories=str(job.trajectories),
+            batch_size=job.batch_size // share.of,
+            total=job.total // share.of,
+            trained=sorted(job.trained),
+            versions=dict(job.versions),
+            share=[share.number, share.of],
         )
-        self.renderer_info: dict[str, Any] = self._expect("ready")["renderer"]
-        """The renderer that the worker chose, the reason, and the template's hash."""
+
+    def wait_until_ready(self) -> dict[str, Any]:
+        """Return the renderer that the worker chose, the reason, and the template's hash."""
+        while (message := self._receive())["kind"] != "ready":
+            self._take(message)
+        renderer: dict[str, Any] = message["renderer"]
+        return renderer
 
     def _accept(self, listener: socket.socket) -> socket.socket:
         listener.settimeout(1.0)
@@ -125,113 +186,77 @@ class WorkerProcess:
                 if self._process.poll() is not None:
                     raise self._death() from None
 
-    def next_batch(self, groups: int) -> list[Group]:
-        """Wait for the batch that the published weights will train: `groups` groups, or fewer if the recipe drops
-        groups with equal rewards."""
-        while not self._batches:
-            self._take_one()
-        batch, self._figures = self._batches.popleft()
+    @property
+    def has_batch(self) -> bool:
+        """Whether `take_batch` has a batch to return."""
+        return bool(self._batches)
+
+    def take_batch(self, groups: int) -> tuple[list[Group], dict[str, float]]:
+        """Return the batch that the published weights will train, and what the worker counted while producing it, by
+        metric name: `groups` groups, or fewer if the recipe drops groups with equal rewards."""
+        batch, figures = self._batches.popleft()
         if len(batch) > groups or len(batch) < (1 if self._may_be_short else groups):
             raise WorkerDiedError(f"the worker sent a batch of {len(batch)} groups where {groups} were due")
         ids = [group.id for group in batch]
         if len(set(ids)) < len(ids) or not self._delivered.isdisjoint(ids):
             raise WorkerDiedError(f"the worker sent groups again that are trained already, among {', '.join(ids)}")
         self._delivered.update(ids)
-        return batch
+        return batch, figures
 
-    def figures(self) -> dict[str, float]:
-        """What the worker counted while producing the last batch, by metric name."""
-        return self._figures
-
-    def published(self, published: Published) -> None:
-        """Tell the worker which weights are live; the first call starts generation."""
-        self._started = True
-        self._send("published", **asdict(published))
-
-    def acknowledge(self, group_ids: list[str]) -> None:
-        """Tell the worker that a durable checkpoint includes the training on these groups."""
-        self._send("acknowledge", groups=group_ids)
-
-    def evaluate(self) -> dict[str, float]:
-        """Return metrics of the published weights on the held-out tasks, as `eval/...`; empty if there are none."""
-        if not self._evaluates:
-            return {}
-        self._send("evaluate")
-        while not self._evaluations:
-            self._take_one()
-        return {f"eval/{name}": value for name, value in self._evaluations.popleft().items()}
-
-    def close(self) -> None:
-        """End the worker after it has processed all messages."""
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send a message."""
         try:
-            self._socket.shutdown(socket.SHUT_WR)
-            self._process.wait(timeout=5)
-        except (OSError, subprocess.TimeoutExpired):
-            self._process.kill()
-            self._process.wait()
-        self._lines.close()
-        self._socket.close()
-
-    def _send(self, kind: str, **fields: Any) -> None:
-        try:
-            self._socket.sendall(encode(kind, **fields))
+            self.lines.source.sendall(encode(kind, **fields))
         except ConnectionError:
             raise self._death() from None
 
-    def _receive(self) -> dict[str, Any]:
-        """Return the next message to rank 0; tell the person of notices, and of a worker that stands still."""
-        while (message := self._read())["kind"] in ("notice", "alive"):
-            if message["kind"] == "notice":
-                # the worker's own output goes only to its log; ours reaches the person
-                see = message["see"] or str(self._log_file)
-                tell(logger, message["topic"], message["text"], see=see, times=message["times"])
-        if message["kind"] == "stopped":
-            raise WorkerDiedError(message["reason"])
-        return message
+    def hear(self) -> None:
+        """Take the next message, and wait for it if there is none."""
+        self._take(self._receive())
 
-    def _read(self) -> dict[str, Any]:
-        text = f"the rollout worker has said nothing for {STALL_SECONDS:g} s: it is stopped, or its code blocks it"
-        late = threading.Timer(STALL_SECONDS, tell, (logger, "the worker stands still", text))
-        late.daemon = True
-        if self._started:
-            late.start()
-        try:
-            line = self._lines.readline()
-        except ConnectionError:
-            line = b""
-        finally:
-            late.cancel()
-        if not line.endswith(b"\n"):
-            raise self._death()
-        message: dict[str, Any] = json.loads(line)
-        return message
-
-    def _expect(self, kind: str) -> dict[str, Any]:
-        message = self._receive()
-        if message["kind"] != kind:
-            raise WorkerDiedError(f"the worker sent {message['kind']!r} where {kind!r} was due")
-        return message
-
-    def _take_one(self) -> None:
-        message = self._receive()
+    def _take(self, message: dict[str, Any]) -> None:
         if message["kind"] == "group":
-            self._groups.append(Group.from_dict(message["group"]))
+            self._groups.append(message["group"])
         elif message["kind"] == "batch":
             self._batches.append((self._groups, message["figures"]))
             self._groups = []
         elif message["kind"] == "restore":
             # these are the weights published last: rank 0 listens only between updates
             url = message["url"]
-            self._send("restored", url=url, proven=self._restore(url))
+            self.send("restored", url=url, proven=self._restore(url))
         elif message["kind"] == "evaluation":
-            self._evaluations.append(message["figures"])
-        else:
+            self.evaluations.append(message["figures"])
+        elif message["kind"] == "notice":
+            # the worker's own output goes only to its log; ours reaches the person
+            see = message["see"] or str(self.log_file)
+            tell(logger, message["topic"], message["text"], see=see, times=message["times"])
+        elif message["kind"] != "alive":
             raise WorkerDiedError(f"the worker sent an unknown message {message['kind']!r}")
+
+    def close(self) -> None:
+        """End the worker after it has processed all messages."""
+        try:
+            self.lines.source.shutdown(socket.SHUT_WR)
+            self._process.wait(timeout=5)
+        except (OSError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
+        self.lines.source.close()
+
+    def _receive(self) -> dict[str, Any]:
+        while (line := self.lines.take()) is None:
+            if self.lines.ended:
+                raise self._death()
+            self.lines.receive()
+        message = _decode(line)
+        if message["kind"] == "stopped":
+            raise WorkerDiedError(message["reason"])
+        return message
 
     def _death(self) -> WorkerDiedError:
         try:
             status = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
-            return WorkerDiedError(f"the rollout worker closed its socket but lives on; its log: {self._log_file}")
+            return WorkerDiedError(f"the rollout worker closed its socket but lives on; its log: {self.log_file}")
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        return WorkerDiedError(f"the rollout worker {how}; its log: {self._log_file}")
+        return WorkerDiedError(f"the rollout worker {how}; its log: {self.log_file}")

@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from agentfactory.rollout.agent import AgentError, AgentHooks, Turn, TurnBudget
@@ -142,13 +143,13 @@ class Episode:
     def _turn(self, prefix: str = "") -> Turn:
         number = self.trajectory.turns
 
-        async def generate(ids: list[int], most: int, sample: int) -> Completion:
+        async def generate(ids: Sequence[int], most: int, sample: int) -> Completion:
             with self.timeline.measure(Activity.MODEL, number):
                 return await self.setup.sampler.sample(ids, self.sampling, number, most, sample)
 
         return Turn(
             messages=self.context.messages,
-            token_ids=list(self.row.token_ids),
+            row=self.row.token_ids,
             specs=self.specs,
             number=number,
             task=self.task,

@@ -35,16 +35,18 @@ async def open_runner(
     objects: Sequence[Any] = (),
     rewards: Rewards | None = None,
     agent: AgentHooks | None = None,
+    processes: int = 1,
 ) -> AsyncIterator[ChainRunner]:
     """Open everything that chains of `recipe` need: renderer, connections to the servers at `urls`, tools and rewards.
 
     `objects` are tools in addition to the recipe's; `rewards` and `agent` replace those that the recipe names.
+    `processes` like this one share the machine's memory.
     """
     agent = agent or load_agent(recipe.rollout.agent, base)
     async with (
         rewards or Rewards.load(recipe.rewards, base) as used,
         InferenceClient(urls, recipe.server.api_key_env, recipe.server.retry_seconds) as client,
-        open_toolset(recipe, base, logger.info, objects) as toolset,
+        open_toolset(recipe, base, logger.info, objects, processes) as toolset,
     ):
         await client.check_routes()
         # the required template probes depend on whether the chains have tools

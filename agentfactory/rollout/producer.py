@@ -10,7 +10,7 @@ from pathlib import Path
 from agentfactory.rollout.chain_runner import ChainRunner, RolloutStoppedError, begin
 from agentfactory.rollout.config import EqualRewards, Inflight, OutcomePolicy, RolloutConfig
 from agentfactory.rollout.curriculum import Curriculum, successes
-from agentfactory.rollout.data import Place, Task, TaskOrder
+from agentfactory.rollout.data import WHOLE, Place, Share, Task, TaskOrder
 from agentfactory.rollout.filter import GroupFilter, Worth, counted, worth
 from agentfactory.rollout.resume import Resumed
 from agentfactory.rollout.sampling import Sampling
@@ -53,7 +53,7 @@ class GroupProducer:
 
     `deliver` receives the groups of each batch, with the chains that count, and the counts since the last batch. Every
     group is appended to `trajectories` first, including its failed and cancelled chains. `resumed` is the state that an
-    earlier run left in that file.
+    earlier run left in that file. Only positions of `share` are run.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class GroupProducer:
         trajectories: Path,
         deliver: Callable[[list[Group], dict[str, float]], Awaitable[None]],
         resumed: Resumed | None = None,
+        share: Share = WHOLE,
     ):
         self.config = config
         self.runner = runner
@@ -81,7 +82,8 @@ class GroupProducer:
         self.trajectories = trajectories
         self.deliver = deliver
         self._wake = asyncio.Event()
-        self._next_position = 0
+        self._share = share
+        self._next_position = share.number
         self._begun: frozenset[int] = frozenset()
         """Positions that an earlier run started; their state is known."""
         self._again: deque[Place] = deque()
@@ -145,9 +147,10 @@ class GroupProducer:
         if self._again:
             return self._again.popleft()
         while self._passes_over(self._next_position):
-            self._next_position += 1
-        self._next_position += 1
-        return Place(self._next_position - 1)
+            self._next_position += self._share.of
+        position = self._next_position
+        self._next_position += self._share.of
+        return Place(position)
 
     def _passes_over(self, position: int) -> bool:
         if position in self._begun:

@@ -4,10 +4,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 from agentfactory.rollout.connection import Connection, LostError, ServerUnreachableError
 from agentfactory.rollout.retries import Retries
-from agentfactory.rollout.routing import Router, ServerState
+from agentfactory.rollout.routing import Replica, Router, ServerState
 from agentfactory.rollout.trajectory import Span
 from agentfactory.rollout.weight_versions import Published
 
@@ -15,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Gives requests to the servers that have the published weights, and brings the others back."""
+    """Gives requests to the replicas of the servers that have the published weights, and brings the others back."""
 
     def __init__(self, connection: Connection, router: Router, retry_seconds: float):
         """`take` raises ServerUnreachableError when no server has answered for `retry_seconds`."""
@@ -53,14 +54,18 @@ class Recovery:
             return True
         return all(_is_at_least(span.version, oldest) for span in versions)
 
-    async def take(self, chain: str, prompt: int, avoid: set[str]) -> str:
-        """Return the server for a request; wait while none is serving. Raises ServerUnreachableError."""
+    async def count_replicas(self, url: str) -> None:
+        """Learn how many replicas answer at `url`. Raises ValueError if the server does not report them."""
+        self._router.has_replicas(url, len(await self._connection.loads(url)))
+
+    async def take(self, chain: str, prompt: Sequence[int], avoid: set[str]) -> Replica:
+        """Return the replica for a request; wait while no server is serving. Raises ServerUnreachableError."""
         while True:
             if self._failure is not None:
                 raise self._failure
-            url = self._router.choose(chain, prompt, avoid)
-            if url is not None:
-                return url
+            replica = self._router.choose(chain, prompt, avoid)
+            if replica is not None:
+                return replica
             silent = self._router.silent_since
             left = None if silent is None else silent + self._limit - time.monotonic()
             if left is not None and left <= 0:
@@ -123,6 +128,8 @@ class Recovery:
                 if await self._connection.is_healthy(url):
                     self._router.answers(url)
                     self._changed.set()
+                    with suppress(ValueError):  # the client has told of it
+                        await self.count_replicas(url)
                     if await self._has_weights(url) or self.restore is None or await self.restore(url):
                         break
                     self._router.lost(url, time.monotonic())

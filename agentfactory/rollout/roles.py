@@ -11,6 +11,7 @@ FORMAT, ARGUMENTS, TEXT = "f", "a", "t"
 """The roles, one letter per token: see `turn_roles`."""
 ROLES = {"format": FORMAT, "arguments": ARGUMENTS, "text": TEXT}
 """Role names in metrics -> letters."""
+_FORMAT, _ARGUMENTS, _TEXT = map(ord, (FORMAT, ARGUMENTS, TEXT))
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -65,12 +66,12 @@ def turn_roles(
             if value and (found := whole.rfind(value, 0, end)) >= 0:
                 end = found
                 letters[found : found + len(value)] = ARGUMENTS.encode() * len(value)
-    roles, start = [], 0
+    roles, start = bytearray(), 0
     for length in lengths:
-        held = letters[start : start + length].decode()
-        roles.append(next((role for role in (ARGUMENTS, TEXT) if role in held), FORMAT))
+        held = letters[start : start + length]
+        roles.append(_ARGUMENTS if _ARGUMENTS in held else _TEXT if _TEXT in held else _FORMAT)
         start += length
-    return "".join(roles)
+    return roles.decode()
 
 
 def _written(value: Any) -> Iterable[str]:

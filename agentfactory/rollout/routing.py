@@ -1,12 +1,12 @@
-"""Routing of requests to servers: a pure state machine, without a clock or I/O."""
+"""Routing of requests to replicas of servers: a pure state machine, without a clock or I/O."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 REMEMBERED = 1 << 15
-"""Number of chains, and of prompts, to remember the server for; forgetting one costs a prefill, not a token."""
+"""Number of chains, and of prompts, to remember the replica for; forgetting one costs a prefill, not a token."""
 
 
 class ServerState(StrEnum):
@@ -19,55 +19,74 @@ class ServerState(StrEnum):
     """It answers, but has not proven yet that it has the current weights."""
 
 
-class Router:
-    """Chooses servers by their cache and load.
+class Replica(NamedTuple):
+    """One copy of the model, with a cache of its own."""
 
-    A chain's turns go to the server that has its prefix. A new chain goes to a server that has its prompt, unless that
-    server has a far higher load. Everything else goes to the server with the lowest load, in requests.
+    url: str
+    """Address of its server."""
+    rank: int | None = None
+    """Its number among the replicas behind the address; None if it is alone there."""
+
+
+class Router:
+    """Chooses replicas by their cache and load.
+
+    A chain's turns go to the replica that has its prefix. A new chain goes to a replica that has its prompt, unless
+    that replica has a far higher load. Everything else goes to the replica with the lowest load, in requests; among
+    equals, to the one that was given the fewest chains, since most of a chain's time may pass in tools.
     """
 
     def __init__(self, urls: Collection[str]):
         self.states = dict.fromkeys(urls, ServerState.SERVING)
-        self.load: Counter[str] = Counter()
+        self.load: Counter[Replica] = Counter()
         self.silent_since: float | None = None
         """Time since which no server has answered; None while one does."""
         self.last_success: float | None = None
         """Time at which a server last completed a request."""
-        self._chains: OrderedDict[str, str] = OrderedDict()
-        self._prompts: OrderedDict[Hashable, set[str]] = OrderedDict()
+        self._replicas = {url: [Replica(url)] for url in urls}
+        self._given: Counter[Replica] = Counter()
+        self._chains: OrderedDict[str, Replica] = OrderedDict()
+        self._prompts: OrderedDict[int, set[Replica]] = OrderedDict()
 
-    def choose(self, chain: str, prompt: Hashable, avoid: Collection[str] = ()) -> str | None:
-        """Return the server for a turn of `chain`, with the first prompt's key `prompt`; None while no server serves.
+    def has_replicas(self, url: str, count: int) -> None:
+        """Note that `count` replicas answer at `url`."""
+        self._replicas[url] = [Replica(url, rank) for rank in range(count)] if count > 1 else [Replica(url)]
+
+    def choose(self, chain: str, prompt: Sequence[Hashable], avoid: Collection[str] = ()) -> Replica | None:
+        """Return the replica for a turn of `chain` with the tokens `prompt`; None while no server serves.
 
         Servers in `avoid` are used only if no other server serves.
         """
-        serving = [url for url, state in self.states.items() if state is ServerState.SERVING]
-        serving = [url for url in serving if url not in avoid] or serving
+        urls = [url for url, state in self.states.items() if state is ServerState.SERVING]
+        urls = [url for url in urls if url not in avoid] or urls
+        serving = [replica for url in urls for replica in self._replicas[url]]
         if not serving:
             return None
         home = self._chains.get(chain)
         if home not in serving:
-            home = self._choose_for_prompt(prompt, serving)
+            home = self._choose_for_prompt(prompt, serving) if len(serving) > 1 else serving[0]
+            self._given[home] += 1
         _remember(self._chains, chain, home)
-        _remember(self._prompts, prompt, self._prompts.get(prompt, set()) | {home})
         return home
 
-    def _choose_for_prompt(self, prompt: Hashable, serving: list[str]) -> str:
-        idlest = min(serving, key=lambda url: self.load[url])
-        homes = [url for url in serving if url in self._prompts.get(prompt, ())]
-        if homes:
-            home = min(homes, key=lambda url: self.load[url])
-            if self.load[home] <= 2 * self.load[idlest] + 8:
-                return home
-        return idlest
+    def _choose_for_prompt(self, prompt: Sequence[Hashable], serving: list[Replica]) -> Replica:
+        key = hash(tuple(prompt))
+        homes = self._prompts.get(key, set())
+        chosen = min(serving, key=lambda replica: (self.load[replica], self._given[replica]))
+        if at_home := [replica for replica in serving if replica in homes]:
+            home = min(at_home, key=lambda replica: self.load[replica])
+            if self.load[home] <= 2 * self.load[chosen] + 8:
+                chosen = home
+        _remember(self._prompts, key, homes | {chosen})
+        return chosen
 
-    def started(self, url: str) -> None:
-        """Note that a request is on its way to `url`."""
-        self.load[url] += 1
+    def started(self, replica: Replica) -> None:
+        """Note that a request is on its way to `replica`."""
+        self.load[replica] += 1
 
-    def ended(self, url: str) -> None:
-        """Note that a request to `url` was answered or lost."""
-        self.load[url] -= 1
+    def ended(self, replica: Replica) -> None:
+        """Note that a request to `replica` was answered or lost."""
+        self.load[replica] -= 1
 
     def succeeded(self, now: float) -> None:
         """Note that a server completed a request."""

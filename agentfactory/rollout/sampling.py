@@ -1,7 +1,7 @@
 """Samples a turn: chooses weights, temperature and seed, and builds the request."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from agentfactory.rollout.client import Completion, InferenceClient
@@ -42,7 +42,7 @@ class Sampler:
         self.stop_token_ids = stop_token_ids
 
     async def sample(
-        self, ids: list[int], sampling: Sampling, turn: int, max_tokens: int, sample: int = 0
+        self, ids: Sequence[int], sampling: Sampling, turn: int, max_tokens: int, sample: int = 0
     ) -> Completion:
         """Sample the `sample`-th attempt at a turn after `ids`."""
         parameters = {

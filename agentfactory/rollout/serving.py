@@ -149,5 +149,7 @@ def explain(log: Sequence[str]) -> str | None:
         for line in log:
             if found := re.search(pattern, line):
                 return message.format(*found.groups())
-    errors = (found[1] for line in log if (found := _ERROR.search(line)) and not _FOLLOWS.search(line))
+    # a warning may quote an error that was survived
+    lines = (line for line in log if " WARNING " not in line and not _FOLLOWS.search(line))
+    errors = (found[1] for line in lines if (found := _ERROR.search(line)))
     return next(errors, None)

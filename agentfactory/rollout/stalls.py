@@ -3,12 +3,14 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from agentfactory.rollout.concurrency import METRICS_ROUTE, parse_load
 from agentfactory.rollout.connection import Connection, LostError
+from agentfactory.rollout.routing import Replica
+from agentfactory.rollout.server_metrics import Load, combined
 from agentfactory.tools.notices import tell
 
 logger = logging.getLogger(__name__)
@@ -22,7 +24,7 @@ _HELD = "and it is paused or asleep"
 
 @dataclass
 class Stall:
-    """What one server does for the requests that it has. A pure state machine."""
+    """What one replica does for the requests that it has. A pure state machine."""
 
     deadlines: list[asyncio.Timeout] = field(default_factory=list)
     """One per request that waits for its answer."""
@@ -43,33 +45,33 @@ class Stall:
         self._since = now
 
     def count(self, tokens: float, now: float) -> None:
-        """Note how many tokens the server has computed since it was started."""
+        """Note how many tokens the replica has computed since it was started."""
         if self._tokens not in (None, tokens):
             self._since = now
         self._tokens = tokens
 
     def seconds(self, now: float) -> float:
-        """Return for how long the server has given no token although it has requests."""
+        """Return for how long the replica has given no token although it has requests."""
         return now - self._since if self.deadlines else 0.0
 
 
 class StallWatch:
-    """Watches the requests to all servers. Some answers take long: a server that computes tokens is not stalled."""
+    """Watches the requests to all replicas. Some answers take long: a replica that computes tokens is not stalled."""
 
-    def __init__(self, connection: Connection, urls: Sequence[str], limit: float) -> None:
-        """A request to a server that has computed nothing for `limit` seconds, and is neither paused nor asleep, is
+    def __init__(self, connection: Connection, limit: float) -> None:
+        """A request to a replica that has computed nothing for `limit` seconds, and is neither paused nor asleep, is
         lost."""
         self._connection = connection
         self._limit = limit
-        self._stalls = {url: Stall() for url in urls}
+        self._stalls: defaultdict[str, dict[Replica, Stall]] = defaultdict(dict)
         self._task: asyncio.Task[None] | None = None
 
     @asynccontextmanager
-    async def request(self, url: str) -> AsyncIterator[None]:
-        """Watch one request to `url`, which is sent within the context. Raises LostError."""
+    async def request(self, replica: Replica) -> AsyncIterator[None]:
+        """Watch one request to `replica`, which is sent within the context. Raises LostError."""
         if self._task is None:
             self._task = asyncio.create_task(self._watch())
-        stall = self._stalls[url]
+        stall = self._stalls[replica.url].setdefault(replica, Stall())
         try:
             async with asyncio.timeout(None) as deadline:
                 stall.begin(deadline, time.monotonic())
@@ -89,38 +91,46 @@ class StallWatch:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            await asyncio.gather(*(self._look(url, stall) for url, stall in self._stalls.items()))
+            await asyncio.gather(*(self._look(url, stalls) for url, stalls in self._stalls.items()))
 
-    async def _look(self, url: str, stall: Stall) -> None:
-        before = stall.seconds(time.monotonic())
-        if before < LOOK_SECONDS and stall.told is None:
+    async def _look(self, url: str, stalls: dict[Replica, Stall]) -> None:
+        now = time.monotonic()
+        if all(stall.seconds(now) < LOOK_SECONDS and stall.told is None for stall in stalls.values()):
             return
-        reason = await self._ask(url, stall)
+        loads, reason = await self._ask(url)
+        for replica, stall in stalls.items():
+            if own := loads if replica.rank is None else loads[replica.rank :][:1]:
+                load = combined(own)
+                stall.count(load.prompt_tokens + load.generation_tokens, time.monotonic())
+            self._judge(replica, stall, reason)
+
+    def _judge(self, replica: Replica, stall: Stall, reason: str | None) -> None:
+        """Tell a person if nothing comes, and give its requests up once that has lasted."""
+        name = f"server {replica.url}" + ("" if replica.rank is None else f", replica {replica.rank},")
         now = time.monotonic()
         quiet = stall.seconds(now)
         if quiet < STALL_SECONDS:
             if stall.told is not None:
-                text = f"server {url} gives tokens again, after {now - stall.told:.0f} s"
-                tell(logger, f"{url} gives tokens again", text)
+                text = f"{name} gives tokens again, after {now - stall.told:.0f} s"
+                tell(logger, f"{name} gives tokens again", text)
                 stall.told = None
         elif reason is not None and stall.told is None:
             stall.told = now - quiet
             count = len(stall.deadlines)
             waiting = "1 request waits" if count == 1 else f"{count} requests wait"
-            text = f"server {url} has given no token for {quiet:.0f} s: {waiting}, {reason}"
-            tell(logger, f"{url} gives no token", text)
+            text = f"{name} has given no token for {quiet:.0f} s: {waiting}, {reason}"
+            tell(logger, f"{name} gives no token", text)
         if reason not in (None, _HELD) and quiet >= self._limit:
             for deadline in stall.deadlines:
                 deadline.reschedule(asyncio.get_running_loop().time())
 
-    async def _ask(self, url: str, stall: Stall) -> str | None:
-        """Return why the server may give no token; None if it does not say how many it has computed."""
+    async def _ask(self, url: str) -> tuple[list[Load], str | None]:
+        """Return the load of each replica, and why they may give no token; None if the server does not report how many
+        tokens it has computed."""
         try:
-            _, text = await self._connection.request("GET", url + METRICS_ROUTE, seconds=LOOK_SECONDS)
-            load = parse_load(text)
-            stall.count(load.prompt_tokens + load.generation_tokens, time.monotonic())
-            return _HELD if await self._connection.holds_requests(url) else "and it computes none"
+            loads = await self._connection.loads(url, LOOK_SECONDS)
+            return loads, _HELD if await self._connection.holds_requests(url) else "and it computes none"
         except LostError:
-            return "and it does not answer"
+            return [], "and it does not answer"
         except ValueError:
-            return None
+            return [], None

@@ -1,5 +1,8 @@
 """Chat templates: render conversations as text."""
 
+import json
+from functools import lru_cache
+from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -7,6 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from agentfactory.tools.messages import Message, ToolCall
 
 Tools = list[dict[str, Any]] | None
+_Calls = tuple[tuple[str, str], ...]
+"""Ids and names of tool calls."""
 
 
 class RenderError(ValueError):
@@ -19,6 +24,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
         self.tokenizer = tokenizer
         self.source = source
+        self._dummies = lru_cache(1024)(self._render_dummy)
 
     def render(self, messages: list[Message], tools: Tools = None, prompt: bool = False) -> str:
         """Return the conversation's text; `prompt` adds the generation prompt. Raises RenderError."""
@@ -43,19 +49,18 @@ class ChatTemplate:
         `after_end` is what it puts there when nothing follows. The preceding turn is a dummy, which makes the calls
         that tool messages answer. None if the template changes that turn because of `new`.
         """
-        calls: list[dict[str, Any]] = []
-        for message in new:
-            if message["role"] != "tool":
-                break
-            call = ToolCall(message.get("tool_call_id", f"call_{len(calls)}"), message.get("name", "tool"), {})
-            calls.append(call.to_openai())
-        turn: Message = {"role": "assistant", "content": "" if calls else "dummy"}
-        if calls:
-            turn["tool_calls"] = calls
-        before: list[Message] = [{"role": "user", "content": "dummy"}, turn]
-        ended = self.render(before, tools).removesuffix(after_end)
-        text = self.render([*before, *new], tools, prompt)
+        answered = takewhile(lambda message: message["role"] == "tool", new)
+        calls = tuple(
+            (message.get("tool_call_id", f"call_{number}"), message.get("name", "tool"))
+            for number, message in enumerate(answered)
+        )
+        # the same for all chains at the same turn
+        ended = self._dummies(calls, json.dumps(tools)).removesuffix(after_end)
+        text = self.render([*_dummy(calls), *new], tools, prompt)
         return text[len(ended) :] if text.startswith(ended) else None
+
+    def _render_dummy(self, calls: _Calls, tools: str) -> str:
+        return self.render(_dummy(calls), json.loads(tools))
 
     def split_closing(self, closing: str) -> tuple[str, str, str]:
         """Split a turn's closing into (text before its end, end-of-turn token, text after it).
@@ -69,6 +74,14 @@ class ChatTemplate:
             return "", "", closing
         at, _, token = found[0]
         return closing[:at], token, closing[at + len(token) :]
+
+
+def _dummy(calls: _Calls) -> list[Message]:
+    """Return a conversation that ends with a turn of these calls."""
+    turn: Message = {"role": "assistant", "content": "" if calls else "dummy"}
+    if calls:
+        turn["tool_calls"] = [ToolCall(*call, {}).to_openai() for call in calls]
+    return [{"role": "user", "content": "dummy"}, turn]
 
 
 def shared_length(a: str, b: str) -> int:

@@ -3,11 +3,13 @@
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from agentfactory.tools.messages import Message
 
@@ -222,26 +224,30 @@ class Group:
 
     def to_json(self) -> str:
         """Return one line of a trajectories file."""
-        return json.dumps(asdict(self), ensure_ascii=False)
+        return msgspec.json.encode(self, enc_hook=_plain).decode()
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Group":
-        """Create a group from parsed JSON; the inverse of `to_json`."""
-        trajectories = [
-            Trajectory(
-                **{
-                    **t,
-                    "outcome": Outcome(t["outcome"]),
-                    "stop_reason": t.get("stop_reason") and StopReason(t["stop_reason"]),
-                    "rows": [Row(**{**r, "versions": [Span(**s) for s in r["versions"]]}) for r in t["rows"]],
-                    "timeline": [
-                        Stretch(**{**s, "activity": Activity(s["activity"])}) for s in t.get("timeline") or []
-                    ],
-                }
-            )
-            for t in data["trajectories"]
-        ]
-        return cls(id=data["id"], task=data["task"], trajectories=trajectories, version=data.get("version", 0))
+    def from_json(cls, line: str | bytes) -> "Group":
+        """Create a group from what `to_json` returned. Raises ValueError for anything else."""
+        return msgspec.json.decode(line, type=cls)
+
+
+def _plain(value: Any) -> Any:
+    """Convert what is a number or a text of another class, such as numpy's."""
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"a saved group cannot hold {value!r}, a {type(value).__name__}")
+
+
+def train_file(worker: int) -> str:
+    """Return the name of the file for the trained groups of a worker, counted from 0."""
+    return f"train-{worker}.jsonl" if worker else "train.jsonl"
+
+
+def train_files(folder: Path) -> list[Path]:
+    """Return the files of trained groups in a folder of trajectories."""
+    return sorted(folder.glob("train*.jsonl"))
 
 
 CREDIT_FILE = "credit.jsonl"
@@ -258,7 +264,8 @@ def read_groups(path: Path) -> Iterator[Group]:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 try:
-                    group = Group.from_dict(json.loads(line))
+                    # also reads NaN in a task, as version 0.1 wrote it
+                    group = msgspec.convert(json.loads(line), Group)
                     _check_rewards(group)
                 except (ValueError, KeyError, TypeError) as error:
                     raise ValueError(f"{file}:{number} is not a saved group: {error!r}") from error
@@ -269,5 +276,5 @@ def _check_rewards(group: Group) -> None:
     """Raise ValueError if a reward is not a finite number, which JSON as Python writes it can hold."""
     for chain in group.trajectories:
         for reward in (chain.reward, *(chain.turn_rewards or [])):
-            if reward is not None and (type(reward) not in (int, float) or not math.isfinite(reward)):
+            if reward is not None and not math.isfinite(reward):
                 raise ValueError(f"chain {chain.id} has the reward {reward!r}, which is no finite number")

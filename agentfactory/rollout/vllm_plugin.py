@@ -5,7 +5,7 @@ vLLM loads it automatically in the environment in which this package is installe
 "file"}'`. Imported only by vLLM's processes.
 """
 
-import hashlib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,21 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from agentfactory.rollout.weight_digest import UNKNOWN, weight_digest
+
 BACKEND = "file"
 
 
 def register() -> None:
-    """Register the backend in this process. vLLM calls this in each of its processes, possibly more than once."""
+    """Register the backend in this process, and our digests for /weight_checker, whatever the backend. vLLM calls this
+    in each of its processes, possibly more than once."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransferEngine)
+    from vllm.model_executor.model_loader import weight_checksum
+
+    weight_checksum.compute_tensor_digests = used_weights_digests
+    if worker := sys.modules.get("vllm.v1.worker.gpu_worker"):
+        worker.compute_tensor_digests = used_weights_digests  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -49,11 +57,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     update_info_cls = FileUpdateInfo
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        """Make /weight_checker report the weights in use from now on, on a CPU too."""
-        if self.device.type == "cpu":
-            from vllm.v1.worker import gpu_worker
-
-            gpu_worker.compute_tensor_digests = used_weights_digests
+        """Do nothing: the backend needs no initialisation."""
 
     def start_weight_update(self) -> None:
         """See WeightTransferEngine."""
@@ -91,10 +95,10 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
 
 def _pack_again(model: torch.nn.Module) -> None:
-    """Repack weights that vLLM on the CPU multiplies by in a packed copy, which a reload leaves unchanged.
+    """Repack weights that vLLM on the CPU multiplies by in a packed copy, where a reload does not.
 
     The head of a model with tied embeddings owns none of the loaded weights, so the reload skips it and its packed copy
-    would keep the old weights.
+    would keep the old weights. Experts are loaded, and their kernel would take them for packed ones.
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
@@ -102,25 +106,76 @@ def _pack_again(model: torch.nn.Module) -> None:
         weight = getattr(module, "weight", None)
         if hasattr(module, "cpu_linear") and isinstance(weight, Tensor) and weight.ndim == 2:
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+        if hasattr(module, "w13_weight"):
+            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)  # type: ignore[operator, union-attr]
 
 
 def used_weights_digests(model: torch.nn.Module) -> dict[str, str]:
-    """Return the sha256 of every parameter's bytes in row-major order, by name: of the weights in use, packed or not.
+    """Return the `weight_digest` of every parameter, by name: of the weights in use, packed or not. In place of vLLM's
+    own, which copy everything to the CPU for a sha256, a minute for 100 GB.
 
-    On a CPU, vLLM's own digests cover nothing for packed layers, whose weight it has discarded, and for a tied head
-    cover the embeddings instead of the packed copy.
+    On a CPU, vLLM's own would cover nothing for packed layers, whose weight it has discarded, and for a tied head the
+    embeddings instead of the packed copy. Experts that a kernel has reordered, and that cannot be put back into order,
+    are reported as UNKNOWN.
     """
-    digests = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    from vllm.model_executor.model_loader.weight_checksum import _tensors
+
+    digests: dict[str, str] = {}
+    packs = next(model.parameters()).device.type == "cpu"
+    seen: set[tuple[int, str]] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=not packs):
         path, _, own_name = name.rpartition(".")
-        module, used = model.get_submodule(path), parameter.data
-        if own_name == "weight" and hasattr(module, "cpu_linear"):
-            packed = _unpacked(module)
-            # zeros of both signs are the same weight
-            if used.shape != packed.shape or not torch.equal(used, packed):
-                used = packed
-        digests[name] = hashlib.sha256(used.cpu().contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
+        module = model.get_submodule(path)
+        if (id(module), own_name) in seen:
+            continue
+        seen.add((id(module), own_name))
+        if own_name in ("w13_weight", "w2_weight") and (backend := _reordering(module)):
+            digests[name] = f"{UNKNOWN}:{backend}"
+            continue
+        # a quantised parameter consists of several
+        for key, used in _tensors(name, parameter):
+            digests[key] = weight_digest(_used(module, own_name, used) if packs else used)
     return digests
+
+
+def _used(module: Any, own_name: str, weight: Tensor) -> Tensor:
+    """Return the weight that a module computes with on a CPU, in the checkpoint's order."""
+    if own_name in ("w13_weight", "w2_weight"):
+        return _unpacked_experts(module, own_name)
+    if own_name == "weight" and hasattr(module, "cpu_linear"):
+        packed = _unpacked(module)
+        # zeros of both signs are the same weight
+        if weight.shape != packed.shape or not torch.equal(weight, packed):
+            return packed
+    return weight
+
+
+def _reordering(module: Any) -> str:
+    """Return the name of the kernel that has reordered a module's experts; "" if they are in order, or can be put
+    back."""
+    backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
+    name = getattr(backend, "name", "another")
+    if name == "CPU":
+        experts = module.quant_method.moe_kernel.fused_experts
+        largest = max(weight[0].numel() for weight in (module.w13_weight, module.w2_weight))
+        readable = module.w13_weight.dtype == torch.float32 and largest < 2**24 and not experts._use_zentorch
+        return "" if readable else "CPU"
+    return "" if name in ("TRITON", "BATCHED_TRITON", "FLASHINFER_CUTLASS") else name
+
+
+def _unpacked_experts(module: Any, name: str) -> Tensor:
+    """Return all experts' weights [experts, out, in], which vLLM on a CPU has packed. It fails to reload experts whose
+    width it had to fill up to a multiple of 32."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    packed, isa = getattr(module, name), module.quant_method.moe_kernel.fused_experts.isa
+    count, rows, columns = packed.shape
+    # packing reorders each expert alike: the numbers of its weights show how, exactly in float32 up to 2**24
+    numbers = torch.arange(rows * columns, dtype=torch.float32).view(1, rows, columns)
+    order = cpu_prepack_moe_weight(numbers, isa).flatten().long()
+    weight = torch.empty_like(packed.data).view(count, -1)
+    weight[:, order] = packed.data.reshape(count, -1)
+    return weight.view(packed.shape)
 
 
 def _unpacked(module: Any) -> Tensor:

@@ -16,9 +16,11 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 from agentfactory.rollout.server_keys import published_key
+from agentfactory.rollout.server_metrics import METRICS_ROUTE, REPLICA_HEADER, parse_loads
 from agentfactory.rollout.vllm_guard import KEY_VARIABLE
 from agentfactory.tools import parent_watch
 from agentfactory.tools.errors import SettingError
@@ -57,6 +59,9 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--weight-transfer-config", metavar="JSON", help='{"backend": NAME}: how full weights will come'
     )
+    # these are also vLLM's
+    parser.add_argument("--data-parallel-size", "-dp", type=int, default=1, metavar="N", help="copies of the model")
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help="devices of a copy")
     return parser.parse_known_args()
 
 
@@ -94,40 +99,62 @@ def _pass_on_transfer(config: str) -> list[str]:
     return ["--weight-transfer-config", config]
 
 
-def _set_up_cpu(flags: list[str]) -> list[str]:
-    """Return flags for a CPU build; settings of the user are kept."""
+def _set_up_cpu(flags: list[str], workers: int) -> list[str]:
+    """Return flags for a CPU build of so many workers; settings of the user are kept."""
     names = {flag.partition("=")[0] for flag in flags}
     if not names & {"--gpu-memory-utilization", "--kv-cache-memory-bytes"}:
         # otherwise vLLM takes nine tenths of the machine's memory
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    if workers > 1:
+        # otherwise vLLM binds all replicas to the same cores (vLLM #47328)
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _cores(sorted(os.sched_getaffinity(0)), workers))
     # compiling takes minutes and gains little
     return [] if names & {"--enforce-eager", "--no-enforce-eager"} else ["--enforce-eager"]
 
 
+def _cores(cores: list[int], workers: int) -> str:
+    """Return the cores of each worker, as in VLLM_CPU_OMP_THREADS_BIND: the same number of neighbouring cores for each;
+    if there are fewer cores than workers, some share one."""
+    each = max(1, len(cores) // workers)
+    starts = [worker * each % len(cores) for worker in range(workers)]
+    return "|".join(",".join(map(str, cores[start : start + each])) for start in starts)
+
+
 def _warm_up(host: str, port: int, model: str, api_key: str) -> None:
-    """Wait until the server answers, request one log-probability (which triggers seconds of compilation), and report
-    ready."""
-    while not _answers(host, port, "GET", "/health", None, api_key):
+    """Wait until the server answers, request one log-probability of each replica (which triggers seconds of
+    compilation), and report ready."""
+
+    def ask(method: str, path: str, body: object = None, replica: int | None = None) -> str | None:
+        """Return the answer; None if there is none, or if it is an error."""
+        connection = http.client.HTTPConnection(host, port)
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
+        if replica is not None:
+            headers[REPLICA_HEADER] = str(replica)
+        try:
+            connection.request(method, path, json.dumps(body), headers)
+            response = connection.getresponse()
+            text = response.read().decode()
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+        return text if response.status == 200 else None
+
+    def warm(replica: int | None) -> bool:
+        body = {"model": model, "token_ids": [1, 2], "sampling_params": {"max_tokens": 2, "logprobs": 0}}
+        return ask("POST", "/inference/v1/generate", body, replica) is not None
+
+    while ask("GET", "/health") is None:
         time.sleep(_POLL_SECONDS)
-    body = {"model": model, "token_ids": [1, 2], "sampling_params": {"max_tokens": 2, "logprobs": 0}}
-    if not _answers(host, port, "POST", "/inference/v1/generate", body, api_key):
-        print("error: the warm-up request failed", file=sys.stderr, flush=True)
-        os._exit(1)
-    print(f"ready http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-
-
-def _answers(host: str, port: int, method: str, path: str, body: object, api_key: str) -> bool:
-    connection = http.client.HTTPConnection(host, port)
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
     try:
-        connection.request(method, path, json.dumps(body), headers)
-        response = connection.getresponse()
-        response.read()
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
-    return response.status == 200
+        replicas: list[int | None] = [*range(len(parse_loads(ask("GET", METRICS_ROUTE) or "")))]
+    except ValueError:  # --disable-log-stats
+        replicas = [None]
+    with ThreadPoolExecutor(len(replicas)) as pool:
+        if not all(pool.map(warm, replicas)):
+            print("error: the warm-up request failed", file=sys.stderr, flush=True)
+            os._exit(1)
+    print(f"ready http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
 
 def main() -> None:
@@ -151,7 +178,7 @@ def main() -> None:
     except ImportError as error:
         _fail(f"vLLM cannot be imported by {sys.executable}: {error}")
     if current_platform.is_cpu():
-        flags += _set_up_cpu(flags)
+        flags += _set_up_cpu(flags, args.data_parallel_size * args.tensor_parallel_size)
     with contextlib.ExitStack() as cleanup:
         try:
             api_key = api_key or cleanup.enter_context(published_key(*reserved.getsockname()[:2]))
@@ -168,6 +195,10 @@ def main() -> None:
         warming = (args.host, port, args.served_model_name, api_key)
         threading.Thread(target=_warm_up, args=warming, daemon=True).start()
         own = ["--host", args.host, "--port", str(port), "--served-model-name", args.served_model_name]
+        own += ["--data-parallel-size", str(args.data_parallel_size)]
+        own += ["--tensor-parallel-size", str(args.tensor_parallel_size)]
+        # by default vLLM starts one for each replica, each with its own list of adapters: it refuses to load any then
+        own += ["--api-server-count", "1"]
         guard = ["--middleware", "agentfactory.rollout.vllm_guard.RequireKey"]
         sys.argv = ["vllm", "serve", args.model, *own, "--enable-scale-out", *guard, *flags]
         vllm_main()

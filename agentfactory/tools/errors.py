@@ -17,6 +17,10 @@ class SettingError(ValueError):
         self.field, self.problem, self.fix, self.source = field, problem, fix, source
         super().__init__(self.told + (f"; fix: {fix}" if fix else ""))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # exceptions are pickled as their message alone
+        return SettingError, (self.field, self.problem, self.fix, self.source)
+
     @property
     def told(self) -> str:
         """The whole message except the fix."""

@@ -24,7 +24,7 @@ from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 
 from agentfactory.tools.config import RESULT_BYTES
 from agentfactory.tools.containers import Container
-from agentfactory.tools.mcp_server import CHAIN_KEY
+from agentfactory.tools.mcp_server import CHAIN_KEY, OwnServer
 from agentfactory.tools.message_filter import TOO_LARGE, MessageFilter
 from agentfactory.tools.messages import CallError, ToolInfrastructureError
 from agentfactory.tools.notices import tell
@@ -128,10 +128,16 @@ class Connection:
         if generation not in (None, self.generation):
             raise ToolInfrastructureError(f"tool server {self.name} was restarted and lost this chain's state")
         generation = self.generation
-        meta = cast(RequestParamsMeta, {CHAIN_KEY: chain})
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
-            result = await client.call_tool(tool, arguments, read_timeout_seconds=seconds, meta=meta)
+            if isinstance(self._target, OwnServer):
+                with anyio.fail_after(seconds):
+                    result = await self._target.call(tool, arguments, chain)
+            else:
+                meta = cast(RequestParamsMeta, {CHAIN_KEY: chain})
+                result = await client.call_tool(tool, arguments, read_timeout_seconds=seconds, meta=meta)
+        except TimeoutError:
+            raise CallTimeout(tool, seconds) from None
         except MCPError as error:
             if error.code == REQUEST_TIMEOUT:
                 raise CallTimeout(tool, seconds) from None

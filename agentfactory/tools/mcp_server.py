@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from typing import Any
 
 from mcp import MCPError
@@ -75,11 +76,21 @@ def build_server(
                 )
     if host is None:
         return objects[0]
-    server: Server[Any] = Server(
-        name, on_list_tools=host.list_tools, on_call_tool=host.call_tool, lifespan=host.lifespan
-    )
-    server.middleware.clear()  # removes tracing spans, a third of a call's cost, which nothing exports
-    return server
+    return OwnServer(host)
+
+
+class OwnServer(Server[Any]):
+    """An MCP server of our tools. In this process they are called without the protocol, which takes 0.3 ms of CPU per
+    call."""
+
+    def __init__(self, host: "_ToolHost") -> None:
+        super().__init__(host.name, on_list_tools=host.list_tools, on_call_tool=host.call_tool, lifespan=host.lifespan)
+        self.middleware.clear()  # removes tracing spans, a third of a call's cost, which nothing exports
+        self._host = host
+
+    async def call(self, tool: str, arguments: dict[str, Any], chain: str) -> CallToolResult:
+        """Return what a client's call would; a tool may keep or change its arguments. Raises MCPError."""
+        return await self._host.answer(tool, deepcopy(arguments), chain)
 
 
 class _ToolHost:
@@ -95,7 +106,7 @@ class _ToolHost:
         result_bytes: int | None,
     ) -> None:
         self.environment: EnvironmentHost | None = None
-        self._name = name
+        self.name = name
         self._most = result_bytes
         self._functions: dict[str, ToolFunction] = {}
         self._methods: dict[str, tuple[str, ToolFunction]] = {}
@@ -138,7 +149,7 @@ class _ToolHost:
 
     def _list(self, spec: ToolSpec, role: str) -> None:
         if spec.name in self._listing:
-            raise TypeError(f"server {self._name}: two tools are called {spec.name}; rename one")
+            raise TypeError(f"server {self.name}: two tools are called {spec.name}; rename one")
         self._listing[spec.name] = Tool(
             name=spec.name, description=spec.description, input_schema=spec.parameters, _meta={ROLE_KEY: role}
         )
@@ -157,10 +168,13 @@ class _ToolHost:
         return ListToolsResult(tools=list(self._listing.values()))
 
     async def call_tool(self, context: ServerRequestContext[Any], params: CallToolRequestParams) -> CallToolResult:
-        if params.name not in self._listing:
-            raise MCPError(INVALID_PARAMS, f"server {self._name} has no tool {params.name}")
+        return await self.answer(params.name, params.arguments or {}, (context.meta or {}).get(CHAIN_KEY))
+
+    async def answer(self, tool: str, arguments: dict[str, Any], chain: Any) -> CallToolResult:
+        if tool not in self._listing:
+            raise MCPError(INVALID_PARAMS, f"server {self.name} has no tool {tool}")
         try:
-            return await self._call(params.name, params.arguments or {}, (context.meta or {}).get(CHAIN_KEY))
+            return await self._call(tool, arguments, chain)
         except InvalidArguments as error:
             return failure(CallError.INVALID_ARGUMENTS, str(error))
         except MCPError:
@@ -170,7 +184,7 @@ class _ToolHost:
         except ToolInfrastructureError as error:  # also from a user's tool, if the model should not be told
             raise MCPError(INTERNAL_ERROR, self._cut("", str(error))) from None
         except Exception as error:  # boundary: a user's tool may raise anything, and the model is told
-            logger.debug("%s raised", params.name, exc_info=error)
+            logger.debug("%s raised", tool, exc_info=error)
             text = self._cut(f"{type(error).__name__}: ", str(error))
             error.__traceback__ = None  # part of a cycle that would keep the error, and its text, until a collection
             return failure(CallError.TOOL_ERROR, text)

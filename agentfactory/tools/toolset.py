@@ -25,7 +25,11 @@ from agentfactory.tools.tool_server import ToolServer
 
 @asynccontextmanager
 async def open_toolset(
-    recipe: ToolsRecipe, base: Path, log: Log = lambda record: None, objects: Sequence[Any] = ()
+    recipe: ToolsRecipe,
+    base: Path,
+    log: Log = lambda record: None,
+    objects: Sequence[Any] = (),
+    processes: int = 1,
 ) -> "AsyncIterator[Toolset]":
     """Open every tool and MCP server of `recipe` concurrently; close them on exit.
 
@@ -35,6 +39,7 @@ async def open_toolset(
             ...}.
         objects: Served in this process in addition to the recipe's: `@tool` functions and methods, Environment classes,
             MCP server objects.
+        processes: Number of processes like this one, which share the machine's memory.
 
     Raises:
         UserCodeError, TypeError, ValueError: the recipe is wrong: a reference that cannot be loaded, an object that
@@ -44,7 +49,8 @@ async def open_toolset(
     servers: dict[str, ToolServer] = {}
     most = recipe.limits.result_bytes
     programs = sum(1 for config in recipe.mcp_servers.values() if config.command or config.container)
-    memory = memory_room() // 2 // max(1, programs)  # of processes of one server, if nothing else says how many
+    # for the processes of one server, if nothing else limits their number
+    memory = memory_room() // 2 // processes // max(1, programs)
 
     def add(server: ToolServer) -> None:
         if server.name in servers:

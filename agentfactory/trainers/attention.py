@@ -1,22 +1,28 @@
-"""Attention without a dense mask, for lines whose tokens do not see everything before them (see tree)."""
+"""Attention without a dense mask, for lines whose tokens do not see everything before them (see tree): by runs on
+transformers' sdpa, by blocks on FlexAttention."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import flex_attention_mask, sdpa_mask
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.tree import RUN_LENGTH
 
 BY_RUNS = "sdpa_by_runs"
 """transformers' sdpa, applied separately to each run of a line: the attention implementation of our networks."""
+BY_BLOCKS = "flex_attention_by_blocks"
+"""transformers' flex_attention, on lines of whole blocks: it stands in for flex_attention."""
+BLOCK = 128
+"""Tokens per block of FlexAttention's masks."""
 
 
 @dataclass(frozen=True)
@@ -91,28 +97,114 @@ def _each_run(
     parts = []
     for run, queries in zip(runs.all, query.split([run.length for run in runs.all], dim=2), strict=True):
         seen, known = (torch.cat([pieces[piece] for piece in run.seen], dim=2) for pieces in (keys, values))
-        parts.append(sdpa_attention_forward(module, queries, seen, known, run.mask, **options)[0])
+        if run.mask is None:
+            parts.append(sdpa_attention_forward(module, queries, seen, known, None, **options)[0])
+        else:
+            parts.append(_masked(queries, seen, known, run.mask, options))
     return torch.cat(parts, dim=1)
+
+
+def _masked(
+    query: Float[Tensor, "1 heads run width"],
+    key: Float[Tensor, "1 groups seen width"],
+    value: Float[Tensor, "1 groups seen width"],
+    mask: Float[Tensor, "1 1 run seen"],
+    options: dict[str, Any],
+) -> Float[Tensor, "1 run heads width"]:
+    """sdpa with a mask. Groups take the place of lines, so that the heads of a group share its keys: transformers would
+    copy the keys for each head, because few of torch's kernels take both a mask and groups."""
+    _, heads, length, _ = query.shape
+    groups = key.shape[1]
+    grouped = query.reshape(groups, heads // groups, length, -1)
+    seen, known = (tensor.transpose(0, 1).expand(-1, heads // groups, -1, -1) for tensor in (key, value))
+    found = nn.functional.scaled_dot_product_attention(
+        grouped, seen, known, mask, options.get("dropout", 0.0), scale=options.get("scaling")
+    )
+    return found.reshape(1, heads, length, -1).transpose(1, 2)
 
 
 AttentionInterface.register(BY_RUNS, attention_by_runs)
 AttentionMaskInterface.register(BY_RUNS, sdpa_mask)
 
 
-def use_runs(network: PreTrainedModel) -> None:
-    """Replaces the network's sdpa with BY_RUNS, which is equivalent but also accepts runs."""
-    if network.config._attn_implementation == "sdpa":
-        network.set_attn_implementation(BY_RUNS)
+def attention_by_blocks(
+    module: nn.Module,
+    query: Float[Tensor, "batch heads length width"],
+    key: Float[Tensor, "batch groups length width"],
+    value: Float[Tensor, "batch groups length width"],
+    attention_mask: BlockMask,
+    **options: Any,
+) -> tuple[Float[Tensor, "batch length heads width"], Tensor | None]:
+    """Attention function for transformers. Under autocast it computes in autocast's precision, as sdpa does: rotary
+    embeddings return float32 queries and keys, and FlexAttention's backward pass refuses to mix precisions. Only from
+    torch 2.13 on does autocast know FlexAttention, and there only its forward pass."""
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    return flex_attention_forward(module, query, key, value, attention_mask, **options)
+
+
+AttentionInterface.register(BY_BLOCKS, attention_by_blocks)
+AttentionMaskInterface.register(BY_BLOCKS, flex_attention_mask)
+
+_OURS = {"sdpa": BY_RUNS, "flex_attention": BY_BLOCKS}
+
+
+def use_ours(network: PreTrainedModel) -> None:
+    """Replaces the network's sdpa with BY_RUNS, and its flex_attention with BY_BLOCKS: they are equivalent, but also
+    accept the arguments below."""
+    if ours := _OURS.get(network.config._attn_implementation):
+        network.set_attn_implementation(ours)
+
+
+def whole_blocks(
+    ids: Int[Tensor, "batch length"], positions: Int[Tensor, "1 length"] | None, ends: Int[Tensor, "1 length"] | None
+) -> tuple[Int[Tensor, "batch blocks"], Int[Tensor, "batch blocks"], Int[Tensor, "batch blocks"]]:
+    """Returns ids, positions and ends padded to whole blocks with tokens that no other token sees; without positions
+    and ends, those of lines that attend causally.
+
+    torch compiles FlexAttention once for all lengths that are whole blocks, and separately for others.
+    """
+    length = ids.shape[1]
+    place = torch.arange(length + -length % BLOCK, device=ids.device)[None]
+    if positions is None or ends is None:
+        positions, ends = place[:, :length].expand_as(ids), torch.full_like(ids, length)
+    rest = place[:, length:].expand(len(ids), -1)
+    # a token sees at least itself: the softmax of nothing is not a number
+    return (
+        nn.functional.pad(ids, (0, rest.shape[1])),
+        torch.cat([positions, rest], dim=1),
+        torch.cat([ends, rest + 1], dim=1),
+    )
 
 
 def block_mask(ends: Int[Tensor, "batch length"]) -> BlockMask:
-    """Returns the mask for FlexAttention, which skips the blocks that no token sees."""
+    """Returns the mask of FlexAttention for lines of whole blocks. It skips blocks that no token sees, and does not
+    look into those that are seen completely.
+
+    Only the first and the last end in each block decide, so no mask of length x length is made.
+    """
     batch, length = ends.shape
 
     def visible(line: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < ends[line, key])
 
-    return create_block_mask(visible, batch, None, length, length, device=ends.device)
+    blocks = ends.reshape(batch, 1, 1, -1, BLOCK)
+    first = torch.arange(0, length, BLOCK, device=ends.device)
+    keys, queries = first[None, :], first[:, None]
+    before = keys < queries
+    full = before & (blocks.amin(-1) >= queries + BLOCK)
+    seen = (keys == queries) | (before & (blocks.amax(-1) > queries))
+    return BlockMask.from_kv_blocks(
+        *_ordered(seen & ~full), *_ordered(full), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(length, length)
+    )
+
+
+def _ordered(chosen: Bool[Tensor, "batch 1 queries keys"]) -> tuple[Tensor, Tensor]:
+    """Returns how many blocks of keys are chosen per block of queries, and all blocks of keys, chosen ones first."""
+    order = chosen.int().argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32), order.int()
 
 
 def attention_arguments(
@@ -126,7 +218,7 @@ def attention_arguments(
     if kind == BY_RUNS:
         # without a four-dimensional mask, transformers would make a dense one from the positions
         return {"runs": Runs(positions, ends, dtype), "attention_mask": torch.empty(1, 1, 1, 1, device=ends.device)}
-    if kind == "flex_attention":
+    if kind == BY_BLOCKS:
         return {"attention_mask": block_mask(ends)}
     if kind.startswith("flash_attention"):
         return {}

@@ -9,7 +9,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from agentfactory.trainers.attention import attention_arguments, use_runs
+from agentfactory.trainers.attention import BY_BLOCKS, attention_arguments, use_ours, whole_blocks
 from agentfactory.trainers.network import decoder_layers
 
 
@@ -21,7 +21,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.model = model
         self.dtype = dtype
-        use_runs(self.network)
+        use_ours(self.network)
 
     @property
     def network(self) -> Any:
@@ -60,13 +60,14 @@ class Backbone(nn.Module):
         Without them lines count from 0 and attend causally, which is exact for rows padded on the right.
         """
         arguments: dict[str, Any] = {}
+        length, kind = ids.shape[1], self.network.config._attn_implementation
+        if kind == BY_BLOCKS:
+            ids, positions, ends = whole_blocks(ids, positions, ends)
         if positions is not None and ends is not None:
-            kind = self.network.config._attn_implementation
             arguments = attention_arguments(kind, positions, ends, self.dtype)
         # each weight is used once, so autocast copies in self.dtype would only take up memory until the pass ends,
         # which gradient checkpointing and fsdp2 are meant to avoid
         lower = self.dtype.itemsize < 4
         with torch.autocast(ids.device.type, dtype=self.dtype, enabled=lower, cache_enabled=False):
-            return self.network.base_model(
-                input_ids=ids, position_ids=positions, use_cache=False, **arguments
-            ).last_hidden_state
+            found = self.network.base_model(input_ids=ids, position_ids=positions, use_cache=False, **arguments)
+        return found.last_hidden_state[:, :length]

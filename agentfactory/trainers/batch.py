@@ -17,9 +17,9 @@ from agentfactory.trainers.tree import Tree, deal, fill, grow, merge, stack
 Batching = Literal["padded", "packed", "tree"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TrainingRow:
-    """One token sequence, with the values that the loss needs for each trained token.
+    """One token sequence, with the values that the loss needs for each trained token, as arrays on the host.
 
     `targets` are positions in `token_ids`, ascending and at least 1 (the first token has no context that could predict
     it). `streams` have one value per target: always `behaviour` (the server's log-probability), `advantage`, `weight`
@@ -27,9 +27,9 @@ class TrainingRow:
     the algorithm needs them. Values at masked positions are not stored, so they are never read.
     """
 
-    token_ids: list[int]
-    targets: list[int]
-    streams: dict[str, list[float]]
+    token_ids: Int[np.ndarray, "tokens"]
+    targets: Int[np.ndarray, "targets"]
+    streams: dict[str, Float[np.ndarray, "targets"]]
 
 
 def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
@@ -42,18 +42,21 @@ def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
         stream = getattr(row, name)
         if stream is not None and len(stream) != len(row.token_ids):
             raise ValueError(f"a row of {len(row.token_ids)} tokens has {len(stream)} {name}")
-    targets = [position for position, trained in enumerate(row.mask) if trained and position > 0]
-    if not targets:
+    targets = np.flatnonzero(np.asarray(row.mask))
+    targets = targets[targets > 0]
+    if not targets.size:
         return None
-    mixed = {position for span in row.versions if span.mixed for position in range(span.start, span.end)}
+    mixed = np.zeros(len(row.mask))
+    for span in row.versions:
+        mixed[span.start : span.end] = span.mixed
     return TrainingRow(
-        token_ids=row.token_ids[: targets[-1] + 1],
+        token_ids=np.asarray(row.token_ids[: targets[-1] + 1]),
         targets=targets,
         streams={
-            "behaviour": [row.logprobs[position] for position in targets],
-            "advantage": [advantage] * len(targets),
-            "weight": [1.0] * len(targets) if row.weights is None else [row.weights[position] for position in targets],
-            "mixed": [float(position in mixed) for position in targets],
+            "behaviour": np.asarray(row.logprobs)[targets],
+            "advantage": np.full(len(targets), advantage),
+            "weight": np.ones(len(targets)) if row.weights is None else np.asarray(row.weights)[targets],
+            "mixed": mixed[targets],
         },
     )
 
@@ -130,7 +133,7 @@ def make_batches(
         if set(row.streams) != set(names):
             raise ValueError(f"a row has the streams {sorted(row.streams)}, another {sorted(names)}")
     if normaliser is None:
-        normaliser = sum(sum(row.streams["weight"]) for row in rows)
+        normaliser = float(sum(np.sum(row.streams["weight"]) for row in rows))
     if not normaliser > 0.0:
         raise ValueError(f"the weights of the trained tokens sum to {normaliser}; they must sum to more than 0")
     # a row's last target, and what follows it, predicts nothing
@@ -183,11 +186,11 @@ def _micro_batch(lines: list[list[Tree]], rows: Sequence[TrainingRow], names: li
         positions=None if causal else torch.from_numpy(positions),
         ends=None if causal else torch.from_numpy(ends),
         sources=torch.from_numpy(np.concatenate(sources)),
-        labels=torch.tensor([row.token_ids[target] for row in chosen for target in row.targets]),
+        labels=torch.from_numpy(np.concatenate([np.asarray(row.token_ids)[row.targets] for row in chosen])),
         sequence=torch.from_numpy(np.repeat(np.arange(len(chosen)), [len(row.targets) for row in chosen])),
         rows=tuple(members),
         streams={
-            name: torch.tensor([value for row in chosen for value in row.streams[name]], dtype=torch.float32)
+            name: torch.from_numpy(np.concatenate([row.streams[name] for row in chosen]).astype(np.float32))
             for name in names
         },
     )

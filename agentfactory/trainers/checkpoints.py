@@ -4,7 +4,7 @@ them.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +189,7 @@ class Checkpoints:
         tokenizer: PreTrainedTokenizerBase,
         train: TrainConfig,
         info: dict[str, Any] | None = None,
-        files: Mapping[str, Path] | None = None,
+        files: Callable[[], Mapping[str, Path]] = dict,
         resume: Path | None = None,
     ) -> None:
         """`info` (JSON) is added to each checkpoint. `files` are the files that the run appends to: a checkpoint
@@ -203,7 +203,7 @@ class Checkpoints:
         self._tokenizer = tokenizer
         self._train = train
         self._info = info or {}
-        self._files = files or {}
+        self._files = files
         self._resume = resume
 
     def due(self, step: int) -> bool:
@@ -240,7 +240,7 @@ class Checkpoints:
         main, step = learner.accelerator.is_main_process, self.train_state.step
         info: dict[str, Any] = {}
         if main:
-            files = {name: file for name, file in self._files.items() if file.exists()}
+            files = self._files()
             sizes = {name: file.stat().st_size for name, file in files.items()}
             for file in files.values():
                 # the checkpoint depends on it

@@ -268,7 +268,8 @@ class SyncConfig(Section):
     backend: str = "auto"
     """lora: the adapter's files. file: full weights as safetensors, on a disk that the servers can read. nccl: full
     weights by broadcast between GPUs, to vLLM only. ipc: full weights through memory that trainer and server share, on
-    one GPU (vLLM) or one machine's CPU (embedded). auto: lora if model.lora is set, ipc if both use one GPU, else file.
+    one GPU (vLLM) or one machine's CPU (embedded). auto: lora if model.lora is set, ipc if both use one GPU, nccl if
+    vLLM is started here on other GPUs and is installed in the trainer's Python too, else file.
     Or `FILE.py:NAME` of your own class (docs/add-a-sync-backend.md). (nccl and ipc: untested on a GPU so far.)"""
     options: Options = {}
     """FILE.py:NAME: arguments for its further parameters."""

@@ -1,6 +1,5 @@
 """Credit assignment: computes an advantage and a weight per sampled token from the rewards of a batch's chains."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -9,6 +8,7 @@ from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -56,7 +56,7 @@ class _Chain:
 
     def stream(self, name: str) -> list[float]:
         """Return a stream of all its sampled tokens, which may be in several rows. Tool tokens are not steps."""
-        return [value for row in self.rows for value in row.streams[name]]
+        return [value for row in self.rows for value in np.asarray(row.streams[name]).tolist()]
 
 
 class Credit:
@@ -104,22 +104,22 @@ class Credit:
         done: list[TrainingRow] = []
         for index, weight in zip(trained, weights, strict=True):
             chain = chains[index]
-            streams = {"advantage": advantages[index], "weight": [weight] * chain.tokens}
+            streams = {"advantage": np.asarray(advantages[index]), "weight": np.full(chain.tokens, weight)}
             if values:
-                streams["return"] = values[index]
+                streams["return"] = np.asarray(values[index])
             done += _with_streams(chain.rows, streams)
         return Credited(done, normaliser, metrics)
 
-    def lines(self, step: int, rows: Sequence[TrainingRow], proximal: Sequence[list[float]] = ()) -> list[str]:
+    def lines(self, step: int, rows: Sequence[TrainingRow], proximal: Sequence[np.ndarray] = ()) -> list[str]:
         """Return JSON per group: the credit of each trained token of its chains, from the rows of `assign`, and, if the
         policy was trained, the trainer's log-probabilities of their targets. Numbers have 6 decimals."""
-        none: list[list[float] | None] = [None] * len(rows)
+        none: list[np.ndarray | None] = [None] * len(rows)
         remaining = iter(zip(rows, proximal or none, strict=True))
         lines = []
         for group, chains in zip(self._ids, self._groups, strict=True):
             credited = {chain.id: [_noted(place, *next(remaining)) for place in chain.places] for chain in chains}
             trained = {name: entries for name, entries in credited.items() if entries}
-            lines.append(json.dumps({"group": group, "step": step, "chains": trained}, separators=(",", ":")))
+            lines.append(msgspec.json.encode({"group": group, "step": step, "chains": trained}).decode())
         return lines
 
     def _chains(self) -> list[_Chain]:
@@ -179,7 +179,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def _check_finite(advantages: Sequence[Sequence[float]], estimator: str) -> None:
-    if not all(abs(value) < _LARGEST for chain in advantages for value in chain):
+    if not all(np.all(np.abs(np.asarray(chain, dtype=np.float64)) < _LARGEST) for chain in advantages):
         problem = f"{Path(estimator).name} returned an advantage that is no finite float32"
         raise SettingError("train.advantage.estimator", problem, "look for a division by 0")
 
@@ -242,17 +242,18 @@ def _blame_malformed_turns(chains: Sequence[_Chain], advantages: Sequence[list[f
             values[start:end] = [min(value, bound) for value in values[start:end]]
 
 
-def _noted(place: int, row: TrainingRow, proximal: list[float] | None) -> dict[str, Any]:
+def _noted(place: int, row: TrainingRow, proximal: np.ndarray | None) -> dict[str, Any]:
     """Return the credit of one trained row, for `Credit.lines`."""
-    noted = {"row": place, "targets": row.targets, "advantage": _rounded(row.streams["advantage"])}
+    noted = {"row": place, "targets": row.targets.tolist(), "advantage": _rounded(row.streams["advantage"])}
     return noted if proximal is None else noted | {"proximal": _rounded(proximal)}
 
 
-def _rounded(values: list[float]) -> list[float]:
-    return np.asarray(values).round(6).tolist()
+def _rounded(values: np.ndarray) -> list[float]:
+    rounded: list[float] = values.astype(np.float64).round(6).tolist()
+    return rounded
 
 
-def _with_streams(rows: Sequence[TrainingRow], streams: dict[str, list[float]]) -> list[TrainingRow]:
+def _with_streams(rows: Sequence[TrainingRow], streams: dict[str, np.ndarray]) -> list[TrainingRow]:
     """Give each row its part of a chain's streams."""
     done, start = [], 0
     for row in rows:

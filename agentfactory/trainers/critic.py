@@ -44,7 +44,9 @@ class Critic(nn.Module):
 
     def forward(self, hidden: Float[Tensor, "targets width"]) -> Float[Tensor, "targets"]:
         """Returns values, in units of reward."""
-        return hidden.to(self.head.dtype) @ self.head
+        # fsdp2 gathers the head in the network's precision, but values are computed in float32
+        dtype = torch.promote_types(self.head.dtype, torch.float32)
+        return hidden.to(dtype) @ self.head.to(dtype)
 
 
 class ActorCritic(nn.Module):

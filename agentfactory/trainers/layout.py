@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentfactory.tools.errors import SettingError
-from agentfactory.trainers.attention import BY_RUNS, use_runs
+from agentfactory.trainers.attention import BY_RUNS, use_ours
 from agentfactory.trainers.backbone import Backbone
 from agentfactory.trainers.batch import Batching
 from agentfactory.trainers.config import TrainConfig
@@ -49,7 +49,7 @@ def _why_inexact(network: PreTrainedModel, batching: Batching, attention: str, m
         return f"{type(network).__name__} takes no positions"
     if all(parameter.kind != parameter.VAR_KEYWORD for parameter in takes.values()):
         return f"{type(network).__name__} hands nothing on to its attention"
-    use_runs(network)
+    use_ours(network)
     kind = network.config._attn_implementation if attention in ("auto", "sdpa") else attention
     if kind not in (BY_RUNS, "flex_attention") and not (batching == "packed" and kind.startswith("flash_attention")):
         return f"train.attention={kind} takes no {batching} rows; sdpa and flex_attention do"

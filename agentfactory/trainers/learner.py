@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from jaxtyping import Float
@@ -18,6 +19,7 @@ from agentfactory.trainers.critic import ActorCritic, Role, make_actor_critic
 from agentfactory.trainers.optimizer import clip_gradients, make_optimizer, make_schedule
 from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.reference import make_reference
+from agentfactory.trainers.sharding import weights_of_rank_0
 
 Targets = Float[Tensor, "targets"]
 
@@ -66,7 +68,8 @@ class Learner:
         self.batching = self.policy.batching
         model = make_actor_critic(recipe, self.policy, accelerator.device) if train.has_critic else self.policy
         optimizer = make_optimizer(model, train)
-        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        with weights_of_rank_0(model) if accelerator.is_fsdp2 else contextlib.nullcontext():
+            self.model, self.optimizer = accelerator.prepare(model, optimizer)
         # not prepared: accelerate would step it once per process
         self.schedule = make_schedule(optimizer, train)
         unwrapped = accelerator.unwrap_model(self.model)
@@ -117,17 +120,17 @@ class Learner:
         scores = self.by_row(batch, made)
         return [replace(row, streams=row.streams | scores[index]) for index, row in enumerate(rows)]
 
-    def by_row(self, batch: Batch, streams: Sequence[dict[str, Targets]]) -> dict[int, dict[str, list[float]]]:
+    def by_row(self, batch: Batch, streams: Sequence[dict[str, Targets]]) -> dict[int, dict[str, np.ndarray]]:
         """Collect values along the targets of a batch's micro-batches from all processes, by the number of their row
         among those that were dealt. Every process passes the values of its own share; only rank 0 gets the result."""
-        found: list[tuple[int, dict[str, list[float]]]] = []
+        found: list[tuple[int, dict[str, np.ndarray]]] = []
         for part, own in zip(batch.micro_batches, streams, strict=True):
             counts = torch.bincount(part.sequence, minlength=len(part.rows)).tolist()
             split = {name: values.float().cpu().split(counts) for name, values in own.items()}
             for place, row in enumerate(part.rows):
-                found.append((row, {name: values[place].tolist() for name, values in split.items()}))
+                found.append((row, {name: values[place].numpy() for name, values in split.items()}))
         if self.accelerator.num_processes > 1:
-            gathered: list[list[tuple[int, dict[str, list[float]]]] | None] = [None] * self.accelerator.num_processes
+            gathered: list[list[tuple[int, dict[str, np.ndarray]]] | None] = [None] * self.accelerator.num_processes
             dist.gather_object(found, gathered if self.accelerator.is_main_process else None)
             found = [entry for share in gathered for entry in share or []]
         return dict(found)

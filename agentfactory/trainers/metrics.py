@@ -1,10 +1,11 @@
 """The training loops' metrics: a table of their descriptions, and those computed from a batch's groups."""
 
 from collections import Counter
+from itertools import pairwise
 from statistics import fmean, pstdev
 
 from agentfactory.rollout.metrics import Metric
-from agentfactory.rollout.trajectory import Group
+from agentfactory.rollout.trajectory import Group, Row
 
 METRICS = [
     Metric("step", "", "training step, from 1; 0 is before the first step"),
@@ -38,6 +39,7 @@ METRICS = [
     Metric("groups/equal_rewards", "", "share of the groups without two different rewards: they teach nothing"),
     Metric("staleness/mean", "versions", "age of the weights behind a token when it is trained, mean over tokens"),
     Metric("staleness/max", "versions", "age of the weights behind a token when it is trained, maximum over the batch"),
+    Metric("staleness/recomputed", "", "context that servers computed again for new weights, per token of the rows"),
     Metric("cancelled/groups", "", "groups that rollout.max_staleness cancelled while the batch was created"),
     Metric("cancelled/chains", "", "chains that it ended, in these groups or in groups that were trained without them"),
     Metric("cancelled/tokens", "tokens", "length of these chains, including prompts and tool results"),
@@ -87,8 +89,20 @@ def group_metrics(groups: list[Group], ages: Counter[int]) -> dict[str, float]:
     for outcome in sorted({chain.outcome for chain in chains}):
         metrics[f"outcome/{outcome}"] = fmean(chain.outcome == outcome for chain in chains)
     if ages:
-        metrics |= {"staleness/mean": fmean(ages, weights=ages.values()), "staleness/max": max(ages)}
+        rows = [row for chain in chains for row in chain.rows]
+        metrics |= {
+            "staleness/mean": fmean(ages, weights=ages.values()),
+            "staleness/max": max(ages),
+            "staleness/recomputed": sum(map(_recomputed, rows)) / max(1, sum(len(row.token_ids) for row in rows)),
+        }
     return metrics
+
+
+def _recomputed(row: Row) -> int:
+    """Return how many tokens of context a server computed again: new weights drop what was computed before, unless the
+    chain keeps its cache, which marks its tokens as mixed."""
+    changes = [(old, new) for old, new in pairwise(row.versions) if old.version != new.version]
+    return sum(old.end for old, new in changes if not new.mixed)
 
 
 def _all_equal(group: Group) -> bool:

@@ -58,7 +58,7 @@ def mismatch_kl(trainer: PerToken, server: PerToken) -> PerToken:
 def mismatch_by_kind(
     rows: Sequence[TrainingRow],
     sources: Sequence[Row],
-    proximal: Sequence[Sequence[float]],
+    proximal: Sequence[np.ndarray],
     age: Callable[[str], int] | None = None,
 ) -> dict[str, float]:
     """Returns means of |trainer - server| log-probability in nats, over the tokens of each role (`mismatch/format`,
@@ -70,13 +70,12 @@ def mismatch_by_kind(
     """
     gaps: dict[str, list[np.ndarray]] = defaultdict(list)
     for row, source, scored in zip(rows, sources, proximal, strict=True):
-        gap = np.abs(np.asarray(scored) - np.asarray(row.streams["behaviour"]))
-        letters = source.roles.ljust(len(row.token_ids))
-        roles = np.array([letters[target] for target in row.targets])
+        gap = np.abs(np.asarray(scored) - row.streams["behaviour"])
+        targets = row.targets
+        letters = np.frombuffer(source.roles.ljust(len(row.token_ids)).encode("ascii"), dtype=np.uint8)[targets]
         for name, letter in ROLES.items():
-            gaps[f"mismatch/{name}"].append(gap[roles == letter])
+            gaps[f"mismatch/{name}"].append(gap[letters == ord(letter)])
         if age is not None:
-            targets = np.asarray(row.targets)
             for span in source.versions:
                 within = (targets >= span.start) & (targets < span.end)
                 gaps[f"mismatch/age/{age(span.version)}"].append(gap[within])

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import is_installed
 from agentfactory.trainers.config import TrainConfig, TrainRecipe
+from agentfactory.trainers.sharding import load_on_rank_0
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +26,8 @@ def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype:
     """Load the network of `model.path` on `device`, with transformers' own choice of attention: see `apply_options`.
 
     Without `dtype`, its weights are float32 if all are trained; the base of an adapter keeps the model's dtype, or uses
-    four bits per weight. Under fsdp2 it stays on the CPU: each process moves only its share. Raises ValueError if it
-    cannot be trained.
+    four bits per weight. Under fsdp2 it stays on the CPU, with arbitrary weights on all ranks except 0: see `sharding`.
+    Raises ValueError if it cannot be trained.
     """
     config, device = recipe.model, torch.device(device)
     if config.dtype == "float16":
@@ -48,8 +49,10 @@ def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype:
             bnb_4bit_compute_dtype=dtype,
         )
         return _with_gradients(load(quantization_config=quantization, device_map={"": device}))
+    if recipe.train.strategy == "fsdp2":
+        return load_on_rank_0(load, config.path, dtype)
     network: Any = load()
-    return network if recipe.train.strategy == "fsdp2" else network.to(device)
+    return network.to(device)
 
 
 def _with_gradients(network: PreTrainedModel) -> PreTrainedModel:
@@ -81,9 +84,9 @@ def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.de
     if train.liger:
         _need_gpu("train.liger", "true", device)
         _apply_liger(network)
-    if train.compile:
+    if train.compile or train.attention == "flex_attention":
         # variants: with or without gradients and mask, one line or several, before or after an adapter's first layer;
-        # above the limit torch would run layers uncompiled
+        # above the limit torch would run layers uncompiled, and FlexAttention with scores of length x length
         torch._dynamo.config.recompile_limit = 32
     for layer in decoder_layers(network) if train.compile or train.gradient_checkpointing else []:
         # wrap the instance's forward, not its call: the hooks of FSDP2 stay outside

@@ -25,9 +25,12 @@ from agentfactory.trainers.checkpoint_folder import set_usual_modes
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.layout import ids, resolve_batching
 from agentfactory.trainers.network import apply_options, load_network
+from agentfactory.trainers.sharding import decided_by_rank_0
 
 # Logits computed at a time: 2**26 in float32 are 256 MiB, whatever the vocabulary's size.
 LOGITS_PER_CHUNK = 2**26
+MOST_GATHERED = 0.25
+"""Share of a GPU's memory that gathered weights may take; rank 0 collects larger models in host memory."""
 
 
 class Policy(Backbone):
@@ -98,8 +101,8 @@ class Policy(Backbone):
     def gather(self) -> dict[str, Float[Tensor, "..."]]:
         """Returns the trained weights, unsharded: the network's under their transformers names (tied ones once, in the
         policy's dtype), or the adapter's under their peft names. Sharded weights are gathered, so every process calls
-        this; then only rank 0 gets them, the others an empty dictionary. The tensors may share memory with the
-        policy's: use them before the next update."""
+        this; then only rank 0 gets them, in host memory if they exceed MOST_GATHERED, the others an empty dictionary.
+        The tensors may share memory with the policy's: use them before the next update."""
         if isinstance(self.model, PeftModel):
             trained = ((name, value) for name, value in self.model.named_parameters() if value.requires_grad)
             state = _whole((name, value) for name, value in trained if f".{POLICY_ADAPTER}." in name)
@@ -126,13 +129,24 @@ class Policy(Backbone):
 def _whole(entries: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Returns the tensors detached and whole, in `dtype` if they are floats. Sharded ones are gathered one by one, and
     only rank 0 keeps them."""
+    tensors = dict(entries)
+    size = sum(value.numel() * (dtype or value.dtype).itemsize for value in tensors.values())
     whole = {}
-    for name, value in entries:
-        sharded = isinstance(value, DTensor)
-        full = value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
-        if not sharded or dist.get_rank() == 0:
-            whole[name] = full.to(dtype if full.is_floating_point() else None).contiguous()
+    for name, value in tensors.items():
+        # before it travels, and one at a time: all shards together would take as much again as the network's own
+        served = value.detach().to(dtype if value.is_floating_point() else None)
+        if not isinstance(served, DTensor):
+            whole[name] = served.contiguous()
+            continue
+        full = served.full_tensor()
+        if dist.get_rank() == 0:
+            whole[name] = (full.cpu() if _exceeds_share(size, full.device) else full).contiguous()
     return whole
+
+
+def _exceeds_share(size: int, device: torch.device) -> bool:
+    """Returns whether gathered weights of `size` bytes are too many for `device`."""
+    return device.type == "cuda" and size > MOST_GATHERED * torch.cuda.get_device_properties(device).total_memory
 
 
 def _untied(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -145,14 +159,21 @@ def _untied(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu") -> Policy:
-    """Loads the policy of a recipe, with trainable weights in float32, on `device` (under fsdp2 still on the CPU).
+    """Loads the policy of a recipe, with trainable weights in float32, on `device` (under fsdp2 still on the CPU, and
+    only on rank 0: see `sharding`).
 
     With `model.lora`, the base is frozen and kept in the model's dtype, and the recipe's seed determines the adapter's
     initial weights. Raises ValueError if the model cannot be trained as requested.
     """
     network = load_network(recipe, device)
-    _check_head(network)
-    return make_policy(recipe, network, resolve_batching(network, recipe.train), device)
+
+    def checked() -> Batching:
+        _check_head(network)
+        return resolve_batching(network, recipe.train)
+
+    # the checks compute with the weights
+    batching = decided_by_rank_0(checked) if recipe.train.strategy == "fsdp2" else checked()
+    return make_policy(recipe, network, batching, device)
 
 
 def make_policy(

@@ -12,6 +12,7 @@ from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.critic import ActorCritic, Role
 from agentfactory.trainers.network import apply_options, decoder_layers, load_network
 from agentfactory.trainers.policy import Policy
+from agentfactory.trainers.sharding import weights_of_rank_0
 
 
 class Reference:
@@ -62,7 +63,8 @@ def make_reference(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator
     network.requires_grad_(False)
     frozen = Policy(network, policy.dtype).eval()
     if recipe.train.strategy == "fsdp2":
-        # reshard after the forward pass, unlike a root: there is no backward pass that would free it
-        for unit in (*decoder_layers(network), frozen):
-            fully_shard(unit, reshard_after_forward=True)
+        with weights_of_rank_0(frozen):
+            # reshard after the forward pass, unlike a root: there is no backward pass that would free it
+            for unit in (*decoder_layers(network), frozen):
+                fully_shard(unit, reshard_after_forward=True)
     return Reference(accelerator, frozen)

@@ -22,6 +22,7 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
+import numpy as np
 from accelerate import Accelerator
 
 from agentfactory.rollout.trajectory import Group
@@ -117,7 +118,7 @@ class _Learned:
     credited: Credited
     batch: Batch
     updates: list[Update]
-    proximal: list[list[float]]
+    proximal: list[np.ndarray]
     """Per row, the trainer's log-probabilities of its targets before the update (rank 0)."""
     expected: Scores | None
     """The scores of the canary's contexts with the new weights."""

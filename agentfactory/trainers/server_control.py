@@ -3,7 +3,8 @@
 import http.client
 import json
 import logging
-import threading
+import select
+import socket
 from collections.abc import Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -11,6 +12,7 @@ from urllib.parse import urlsplit
 from agentfactory.rollout.client import missing_routes
 from agentfactory.rollout.connection import authorization, lacking_key
 from agentfactory.rollout.server_keys import pinned
+from agentfactory.rollout.server_metrics import METRICS_ROUTE, REPLICA_HEADER, parse_loads
 from agentfactory.rollout.stalls import STALL_SECONDS
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.notices import tell
@@ -52,7 +54,7 @@ class ServerControl:
     def get(self, path: str) -> dict[str, Any]:
         """Returns the JSON object at `path`. Raises SyncError with the server's message, and ServerGoneError if nothing
         answers."""
-        return self._request("GET", path, None)
+        return _object(self._request("GET", path, None))
 
     def require(self, routes: Sequence[str]) -> None:
         """Raises SyncError unless the server describes all of `routes`; the message names the switch that enables
@@ -61,10 +63,25 @@ class ServerControl:
         if problem:
             raise SyncError("; ".join(problem))
 
-    def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Posts JSON; returns the answer if it is a JSON object, else {}. Raises SyncError with the server's
-        message."""
-        return self._request("POST", path, body)
+    def post(self, path: str, body: dict[str, Any] | None = None, replica: int | None = None) -> dict[str, Any]:
+        """Posts JSON; returns the answer if it is a JSON object, else {}. `replica` is the one that shall answer a
+        request for tokens; all replicas take the others. Raises SyncError with the server's message."""
+        return _object(self._request("POST", path, body, replica))
+
+    def replicas(self) -> list[int | None]:
+        """Returns the numbers of the replicas behind the address; [None] if there is one, or if the server does not
+        report its load."""
+        try:
+            count = len(parse_loads(self._request("GET", METRICS_ROUTE, None)))
+        except ServerGoneError:
+            raise
+        except (SyncError, ValueError) as error:
+            text = (
+                f"server {self.url} does not report its load ({error}): if it has replicas, not each proves its weights"
+            )
+            tell(logger, f"{self.url} reports no load", f"{text}; start it without --disable-log-stats")
+            count = 1
+        return [*range(count)] if count > 1 else [None]
 
     def sleep(self) -> None:
         """Sends the server to sleep at level 1: its weights move to host memory, its caches are dropped, and running
@@ -113,16 +130,16 @@ class ServerControl:
         """Returns the server's own answer."""
         return self.get("/is_sleeping").get("is_sleeping") is True
 
-    def _request(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    def _request(self, method: str, path: str, body: dict[str, Any] | None, replica: int | None = None) -> str:
         connection = self._connect(self._host, self._port, timeout=self._timeout)
-        text = f"server {self.url} has not answered {method} {path} for {STALL_SECONDS:g} s"
-        text += f"; the trainer waits up to {self._timeout:g} s"
-        late = threading.Timer(STALL_SECONDS, tell, (logger, f"{self.url} is late", text))
-        late.daemon = True
-        late.start()
         try:
             headers = {"Content-Type": "application/json", **authorization(self.url, self._api_key_env)}
+            if replica is not None:
+                headers[REPLICA_HEADER] = str(replica)
             connection.request(method, self._prefix + path, json.dumps(body or {}), headers)
+            if not _answers_within(connection.sock, STALL_SECONDS):
+                text = f"server {self.url} has not answered {method} {path} for {STALL_SECONDS:g} s"
+                tell(logger, f"{self.url} is late", f"{text}; the trainer waits up to {self._timeout:g} s")
             response = connection.getresponse()
             text = response.read().decode("utf-8", "replace")
         except OSError as error:
@@ -130,7 +147,6 @@ class ServerControl:
         except http.client.HTTPException as error:
             raise ServerGoneError(f"{method} {self.url}{path}: {error!r}") from error
         finally:
-            late.cancel()
             connection.close()
         if response.status in (502, 503, 504):
             raise ServerGoneError(f"{method} {self.url}{path} answered {response.status}: {text[:500]}")
@@ -138,9 +154,20 @@ class ServerControl:
             raise SyncError(f"{method} {self.url}{path} answered 401: {lacking_key(self.url, self._api_key_env)}")
         if response.status != 200:
             raise SyncError(f"{method} {self.url}{path} answered {response.status}: {text[:500]}")
-        # vLLM answers some of its routes with plain text or nothing
-        try:
-            answer = json.loads(text)
-        except json.JSONDecodeError:
-            return {}
-        return answer if isinstance(answer, dict) else {}
+        return text
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Returns a JSON object; {} for anything else: vLLM answers some of its routes with plain text or nothing."""
+    try:
+        answer = json.loads(text)
+    except json.JSONDecodeError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _answers_within(connection: socket.socket, seconds: float) -> bool:
+    """Wait until a socket has something to read, or has ended; return whether it has within `seconds`."""
+    waiting = select.poll()
+    waiting.register(connection, select.POLLIN)
+    return bool(waiting.poll(1000 * seconds))

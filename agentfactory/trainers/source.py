@@ -1,4 +1,4 @@
-"""Sources of scored groups: the rollout worker (rollout's delivery.WorkerProcess), or files of saved groups."""
+"""Sources of scored groups: the rollout workers (rollout's workers.RolloutWorkers), or files of saved groups."""
 
 from pathlib import Path
 from typing import Protocol

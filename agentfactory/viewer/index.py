@@ -65,7 +65,9 @@ class Line:
 def source_of(file: str) -> str:
     """Return the kind of a trajectories file, from its path: `train`, `rollout`, `eval sampled`, `eval greedy`."""
     stem = file.removesuffix(".jsonl").removeprefix("eval/")
-    mode = stem.rpartition("-")[2]
+    kind, _, mode = stem.rpartition("-")
+    if kind == "train" and mode.isdecimal():
+        return kind  # of a further worker
     return f"eval {mode}" if mode in ("sampled", "greedy") else stem
 
 

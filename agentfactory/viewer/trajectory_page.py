@@ -12,7 +12,7 @@ from typing import Any
 
 from agentfactory.rollout.trajectory import Activity, Stretch
 from agentfactory.viewer.follower import Follower
-from agentfactory.viewer.index import Line
+from agentfactory.viewer.index import Line, source_of
 from agentfactory.viewer.runs import Run
 from agentfactory.viewer.saved_groups import calls_of, read_line
 from agentfactory.viewer.token_texts import token_texts
@@ -194,7 +194,7 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
 def _add_credit(rows: list[dict[str, Any]], chain: Chain) -> str | None:
     """Give each row the streams `advantage` and `proximal` that the trainer has saved for it, with None for tokens
     without a value. Return a description of the problem if the saved data does not fit, else None."""
-    place = chain.run.credit.get(str(chain.group["id"])) if chain.line.file == "train.jsonl" else None
+    place = chain.run.credit.get(str(chain.group["id"])) if source_of(chain.line.file) == "train" else None
     if place is None:
         return None
     path = chain.run.credit_file.path

@@ -91,6 +91,30 @@ def test_bfloat16_follows_float32(small: Path, on_cpu: Scored) -> None:
 @pytest.mark.parametrize("batching", ["padded", "packed", "tree"])
 def test_flex_attention_equals_sdpa(small: Path, on_cpu: Scored, batching: str) -> None:
     Scored(recipe(small, attention="flex_attention", batching=batching)).check(on_cpu, 2e-3)
+    # weights, queries and keys are float32, values are not
+    Scored(recipe(small, "bfloat16", attention="flex_attention", batching=batching)).check(on_cpu, 0.05)
+
+
+def test_flex_attention_is_compiled_for_all_lengths_at_once(small: Path) -> None:
+    policy = load_policy(recipe(small, "bfloat16", attention="flex_attention", batching="tree"), DEVICE)
+    ragged = [make_rows(groups=1, size=4, prompt=prompt, answer=60) for prompt in (50, 300, 800, 130, 1500, 620)]
+    for rows in ragged[:2]:
+        backward(policy, rows, 4096)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for rows in ragged[2:]:
+            backward(policy, rows, 4096)
+
+
+def test_a_line_of_32k_tokens_has_no_dense_mask(small: Path) -> None:
+    policy = load_policy(recipe(small, "bfloat16", attention="flex_attention", batching="tree"), DEVICE)
+    ids = torch.randint(VOCABULARY, (1, 2**15), device=DEVICE)
+    positions, ends = torch.arange(2**15, device=DEVICE)[None], torch.full_like(ids, 2**15)
+    with torch.no_grad():
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        policy.hidden(ids, positions, ends)
+        # the mask alone would take 1 GiB
+        assert torch.cuda.max_memory_allocated() - before < 2**29
 
 
 @needs("flash_attn")

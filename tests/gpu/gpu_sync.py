@@ -8,9 +8,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from agentfactory.rollout.weight_digest import weight_digest
 from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.server_control import ServerControl
-from agentfactory.trainers.sync.content import check_content, parameter_digest
+from agentfactory.trainers.sync.content import Content
 from agentfactory.trainers.sync.ipc import IpcSync
 from benchmarks import sabotage
 from tests.gpu.models import DEVICE, NEEDS_GPU, recipe
@@ -64,7 +65,7 @@ def test_full_weights_by_ipc(small: Path, url: str, where: str) -> None:
         report = sync.push(version, policy, state)
         if where == "offloaded":
             server.post("/wake_up?tags=kv_cache")
-        assert report.digest == check_content(state, {name: parameter_digest([v]) for name, v in state.items()})
+        assert report.digest == Content(state).check({name: weight_digest(v) for name, v in state.items()})
         ids = list(range(60))
         params = {"temperature": 0.0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True}
         body = {"token_ids": ids, "model": report.model, "sampling_params": params}

@@ -34,7 +34,8 @@ def digests(folder: Path) -> dict[str, str]:
 
 @pytest.mark.processes
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("algorithm", ["sft", pytest.param("grpo", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
 def test_a_moved_run_goes_on_where_it_is_and_a_copy_leaves_it_alone(
     agentfactory: Command, tmp_path: Path, algorithm: str
 ) -> None:

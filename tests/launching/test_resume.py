@@ -12,6 +12,7 @@ from agentfactory.launching.resume import rewind
 from agentfactory.launching.run_folder import RunFolder, RunFolderError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
+from agentfactory.rollout.trajectory import CREDIT_FILE
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.checkpoint_folder import checkpoint_path, checkpoints, written_aside
 
@@ -25,12 +26,14 @@ def recipe_of(*overrides: str) -> Recipe:
 def write_checkpoint(folder: RunFolder, recipe: Recipe, step: int) -> Path:
     """Lines of two steps come before each checkpoint, of each growing file."""
     for number in (step - 1, step):
-        for file in folder.growing.values():
+        # a second worker, in the last part of the run
+        names = ["train.jsonl", CREDIT_FILE] + (["train-1.jsonl"] if number > 4 else [])
+        for file in [folder.metrics, *(folder.trajectories / name for name in names)]:
             with file.open("a") as lines:
                 lines.write(json.dumps({"step": number, "text": "ä" * 50}) + "\n")
     path = checkpoint_path(folder.checkpoints, step)
     with written_aside(path) as aside:
-        sizes = {name: file.stat().st_size for name, file in folder.growing.items()}
+        sizes = {name: file.stat().st_size for name, file in folder.growing().items()}
         info = {"step": step, "recipe": yaml.safe_load(recipe.to_yaml()), "files": sizes}
         (aside / "trainer_state.json").write_text(json.dumps(info))
     return path
@@ -43,7 +46,7 @@ def run(project: Path) -> RunFolder:
     folder = RunFolder.create(recipe.output, recipe.to_yaml())
     for step in (2, 4, 6):
         write_checkpoint(folder, recipe, step)
-    for file in folder.growing.values():
+    for file in folder.growing().values():
         with file.open("a") as lines:
             lines.write('{"step": 7}\n{"st')
     (folder.checkpoints / ".step-000008.partial").mkdir()
@@ -61,8 +64,10 @@ def test_from_the_newest_checkpoint(run: RunFolder) -> None:
     rewind(run, part.checkpoint, said.append)
     assert said == [f"resumed: {run.checkpoints / 'step-000006'}"]
     assert [path.name for path in run.checkpoints.iterdir() if path.name.startswith(".")] == []
-    for file in run.growing.values():
-        assert lines(file) == list(range(1, 7))
+    names = ["metrics.jsonl", "trajectories/credit.jsonl", "trajectories/train-1.jsonl", "trajectories/train.jsonl"]
+    assert list(run.growing()) == names
+    for name, file in run.growing().items():
+        assert lines(file) == list(range(5 if name == "trajectories/train-1.jsonl" else 1, 7))
 
 
 def test_from_an_earlier_one_later_ones_are_set_aside(run: RunFolder) -> None:
@@ -74,8 +79,8 @@ def test_from_an_earlier_one_later_ones_are_set_aside(run: RunFolder) -> None:
             run.checkpoints / aside
         )
         assert [path.name for path in checkpoints(run.checkpoints)] == ["step-000002"]
-        for file in run.growing.values():
-            assert lines(file) == [1, 2]
+        for file in run.growing().values():
+            assert lines(file) == ([] if file.name == "train-1.jsonl" else [1, 2])
         write_checkpoint(run, recipe_of(), 6)
 
 
@@ -92,7 +97,7 @@ def test_where_no_checkpoint_is_it_begins_again(run: RunFolder) -> None:
     (part,) = resume_stages([recipe_of()], "auto")
     assert (part.state, part.checkpoint) == (State.STARTED, None)
     rewind(run, None, [].append)
-    assert [file.read_text() for file in run.growing.values()] == ["", "", ""]
+    assert [file.read_text() for file in run.growing().values()] == [""] * 4
     with pytest.raises(SettingError, match=r"seed: got 1, but .*recipe\.yaml was trained with 0"):
         resume_stages([recipe_of("seed=1")], "auto")
 

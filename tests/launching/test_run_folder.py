@@ -101,7 +101,7 @@ def test_growing_files_are_cut_to_whole_lines(tmp_path: Path, size: int, left: s
 
 def test_lines_of_megabytes_are_cut_too(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", "")
-    file = folder.growing["trajectories/train.jsonl"]
+    file = folder.trajectories / "train.jsonl"
     file.write_text("a" * 3_000_000 + "\n" + "b" * 5_000_000)
     folder.cut({"trajectories/train.jsonl": 7_000_000})
     assert file.stat().st_size == 3_000_001

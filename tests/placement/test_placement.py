@@ -71,7 +71,8 @@ def estimate(weights: float = 6.0, activations: float = 4.0, cache: float = 2.0)
         parts = {"weights": weights / (2 if halved else 1), "context": 0.5}
         embedded = asked.server.engine == "embedded"
         least = cache * asked.server.max_num_seqs / 128 if embedded else cache
-        server = ServerMemory({name: int(size * GIB) for name, size in parts.items()}, 2**16, 0, int(least * GIB))
+        sizes = {name: int(size * GIB) for name, size in parts.items()}
+        server = ServerMemory(sizes, 2**16, 0, int(least * GIB), by_nccl=int(1.5 * GIB))
         return Need({name: int(size * GIB) for name, size in trainer.items()}, server)
 
     return figures
@@ -192,6 +193,28 @@ def test_a_share_that_the_recipe_sets_is_held_to_the_table() -> None:
     assert advice(too_much, gpus(24), estimate()).fix.startswith("server.gpu_memory_utilization=null: then 20.20 of")
     with pytest.raises(SettingError, match=r"got 0\.3, which is 7\.20 GiB, and with the smallest .* needs 8\.50 GiB"):
         choose(recipe(server={"gpu_memory_utilization": 0.3}), gpus(24), estimate())
+
+
+def test_weights_go_by_the_fastest_way_that_there_is() -> None:
+    small = estimate(weights=1, activations=1)
+    full, two = {"lora": None}, Machine((Gpu(24 * GIB, 24 * GIB),) * 2, 64 * GIB, 60 * GIB, has_vllm=True)
+    assert chosen(recipe(model=full), gpus(24), small).sync == "ipc"
+    plan = chosen(recipe(model=full), two, small)
+    assert plan.sync == "nccl"
+    # vLLM is told a share that leaves room for what arrives
+    assert rows(plan)["server"]["transfer"] == 1.5 * GIB
+    assert plan.utilization == pytest.approx((24 * (1 - MARGIN) - 1.5) / 24, abs=1e-3)
+    assert plan.sums[1].total <= plan.sums[1].room
+    for other, machine in (
+        (recipe(), two),
+        (recipe(model=full, sync={"backend": "file"}), two),
+        (recipe(model=full, server={"engine": "embedded"}), two),
+        (recipe(model=full), gpus(24, 24)),
+    ):
+        plan = chosen(other, machine, small)
+        assert (plan.sync, plan.transfer) == (None, 0)
+    asked = chosen(recipe(model=full, sync={"backend": "nccl"}), gpus(24, 24), small)
+    assert (asked.sync, asked.transfer) == (None, 1.5 * GIB)
 
 
 def test_gpus_that_are_not_there() -> None:

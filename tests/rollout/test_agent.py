@@ -103,6 +103,33 @@ async def test_an_agent_may_read_turns_in_its_own_way(tmp_path: Path) -> None:
     assert [m["content"] for m in trajectory.messages if m["role"] == "tool"] == ["noted tea", "noted milk"]
 
 
+class Remembers(AgentHooks):
+    """Changes the ids that it was given, which are its own."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[list[int], list[int]]] = []
+
+    async def generate(self, turn: Turn) -> Completion:
+        before = turn.token_ids
+        turn.token_ids.clear()
+        self.seen.append((before, []))
+        return await turn.sample()
+
+    def parse(self, turn: Turn, completion: Completion) -> Parsed:
+        self.seen[-1] = (self.seen[-1][0], turn.token_ids)
+        return turn.parse(completion)
+
+
+async def test_the_prompt_of_a_turn_is_the_same_before_and_after_it(tmp_path: Path) -> None:
+    agent = Remembers()
+    async with scripted_chains(tmp_path, [CALL, "done"], agent=agent) as chains:
+        trajectory = await chains.run()
+        chains.check(trajectory)
+    row = trajectory.rows[0]
+    starts = [start for start, _ in row.turn_spans()]
+    assert agent.seen == [(row.token_ids[:start], row.token_ids[:start]) for start in starts]
+
+
 class Fails(AgentHooks):
     def __init__(self, where: str) -> None:
         self.where = where

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from agentfactory.rollout.client import GENERATE, NEEDED_ROUTES, Completion, InferenceClient
 from agentfactory.rollout.connection import ContextOverflowError, InferenceError, ServerUnreachableError
+from agentfactory.rollout.server_metrics import METRICS_ROUTE, REPLICA_HEADER, Load, write_load
 from agentfactory.rollout.weight_versions import Published
 from tests.waiting import until
 
@@ -49,6 +50,8 @@ class Server:
         self.models = ["policy"]
         self.routes = list(NEEDED_ROUTES)
         self.prompts: list[list[int]] = []
+        self.replicas = 1
+        self.asked_replicas: list[str | None] = []
         self.port = 0
 
     @property
@@ -57,6 +60,7 @@ class Server:
 
     async def generate(self, request: web.Request) -> web.Response:
         self.prompts.append((await request.json())["token_ids"])
+        self.asked_replicas.append(request.headers.get(REPLICA_HEADER))
         answer = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         made = answer()
         response = made if isinstance(made, web.Response) else await made
@@ -81,6 +85,12 @@ class Server:
         async def answer(request: web.Request) -> web.Response:
             return web.json_response(answers[request.path]())
 
+        async def metrics(_: web.Request) -> web.Response:
+            page = write_load(Load(0, 0, 0.0))
+            ranks = range(self.replicas)
+            return web.Response(text="".join(page.replace(" ", f'{{engine="{rank}"}} ') for rank in ranks))
+
+        app.router.add_get(METRICS_ROUTE, metrics)
         app.router.add_post(GENERATE, self.generate)
         for route in answers:
             app.router.add_get(route, answer)
@@ -105,6 +115,45 @@ async def connected(*servers: Server, retry_seconds: float = 5.0) -> AsyncIterat
 
 async def ask(client: InferenceClient, chain: str = "c", prompt: list[int] = PROMPT) -> Completion:
     return await client.generate(prompt, "policy", SAMPLING, chain=chain)
+
+
+async def test_a_chain_names_its_replica_where_there_are_several() -> None:
+    one, two = Server(), Server()
+    two.replicas = 2
+    async with connected(one, two) as client:
+        await client.check_routes()
+        for _ in range(2):
+            await asyncio.gather(*(ask(client, f"c{n}", [n]) for n in range(6)))
+        assert one.asked_replicas == [None] * 4
+        assert sorted(map(str, two.asked_replicas)) == ["0"] * 4 + ["1"] * 4
+        by_chain = dict(zip(map(tuple, two.prompts), two.asked_replicas, strict=True))
+        assert all(by_chain[(*prompt,)] == rank for prompt, rank in zip(two.prompts, two.asked_replicas, strict=True))
+
+
+async def test_a_server_that_comes_back_is_asked_for_its_replicas() -> None:
+    server = Server()
+    async with connected(server) as client:
+        await client.check_routes()
+        await ask(client)
+        await server.stop()
+        turn_under_way = asyncio.create_task(ask(client))
+        await asyncio.sleep(0.1)
+        server.replicas = 2
+        await server.start()
+        await turn_under_way
+        await ask(client, "another", [9])
+    assert server.asked_replicas[0] is None
+    assert server.asked_replicas[1:] == ["0", "1"]
+
+
+async def test_a_server_that_does_not_report_its_load_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    server = Server()
+    server.replicas = 0
+    async with connected(server) as client:
+        await client.check_routes()
+        await ask(client)
+    assert server.asked_replicas == [None]
+    assert "does not report its load" in caplog.text
 
 
 @pytest.mark.parametrize("status", [500, 502, 429, 503])

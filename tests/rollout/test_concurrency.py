@@ -2,9 +2,8 @@
 
 import asyncio
 
-import pytest
-
-from agentfactory.rollout.concurrency import ConcurrencyControl, Load, Places, parse_load, write_load
+from agentfactory.rollout.concurrency import ConcurrencyControl, Places
+from agentfactory.rollout.server_metrics import Load
 
 
 async def hold(places: Places, alive: list[int], release: asyncio.Event) -> None:
@@ -54,30 +53,6 @@ async def test_a_smaller_limit_holds_for_free_places_too() -> None:
         await settle()
         assert places.taken == 2
         release.set()
-
-
-VLLM_PAGE = """# HELP vllm:num_requests_running Number of requests in model execution batches.
-# TYPE vllm:num_requests_running gauge
-vllm:num_requests_running{engine="0",model_name="policy"} 3.0
-vllm:num_requests_running{engine="1",model_name="policy"} 4.0
-vllm:num_requests_waiting{engine="0",model_name="policy"} 0.0
-vllm:num_requests_waiting{engine="1",model_name="policy"} 1.0
-vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 9.0
-vllm:kv_cache_usage_perc{engine="0",model_name="policy"} 0.25
-vllm:kv_cache_usage_perc{engine="1",model_name="policy"} 0.125
-vllm:prompt_tokens_total{engine="0",model_name="policy"} 30.0
-vllm:prompt_tokens_total{engine="1",model_name="policy"} 40.0
-vllm:prompt_tokens_created{engine="1",model_name="policy"} 1.7e+09
-vllm:generation_tokens_total{engine="0",model_name="policy"} 5.0
-vllm:generation_tokens_total{engine="1",model_name="policy"} 6.0
-"""
-
-
-def test_the_load_is_read_from_vllms_page() -> None:
-    assert parse_load(VLLM_PAGE) == Load(1, 7, 0.25, prompt_tokens=70, generation_tokens=11)
-    assert parse_load(write_load(Load(2, 3, 0.5, 40, 7))) == Load(2, 3, 0.5, 40, 7)
-    with pytest.raises(ValueError, match="has no vllm:num_requests_waiting"):
-        parse_load("vllm:num_requests_running 1\n")
 
 
 def test_the_limit_grows_while_it_is_reached_and_the_server_has_room() -> None:

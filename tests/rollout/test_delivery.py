@@ -1,16 +1,19 @@
-"""What rank 0 takes from its worker, and what it refuses."""
+"""What rank 0 takes from its workers, and what it refuses."""
 
-import io
 import socket
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from agentfactory.rollout import delivery
-from agentfactory.rollout.delivery import WorkerDiedError, WorkerProcess, encode
-from agentfactory.rollout.trajectory import Group
+from agentfactory.rollout import workers
+from agentfactory.rollout.data import Place, Share
+from agentfactory.rollout.delivery import Lines, WorkerDiedError, WorkerProcess, encode, encode_group
+from agentfactory.rollout.trajectory import Group, Outcome, Row, Trajectory
+from agentfactory.rollout.workers import RolloutWorkers
 from agentfactory.tools.notices import Notice, notice_of
 from tests.waiting import wait_for
 
@@ -19,15 +22,38 @@ def worker(*batches: list[str], may_be_short: bool = False, trained: tuple[str, 
     """Rank 0's end after these batches have arrived; no process stands behind it."""
     end = WorkerProcess.__new__(WorkerProcess)
     end._batches = deque(([Group(group_id, {}, []) for group_id in ids], {"filtered/groups": 1.0}) for ids in batches)
-    end._may_be_short, end._delivered, end._started = may_be_short, set(trained), True
+    end._may_be_short, end._delivered, end.started = may_be_short, set(trained), True
+    end._groups, end.evaluations, end.log_file = [], deque(), Path("logs/worker.log")
+    end._restore = lambda url: url == "http://a"
     return end
+
+
+@contextmanager
+def connected(*ends: WorkerProcess) -> Iterator[list[socket.socket]]:
+    """The workers' ends of the sockets."""
+    with ExitStack() as stack:
+        theirs = []
+        for end in ends:
+            ours, other = (stack.enter_context(side) for side in socket.socketpair())
+            end.lines = Lines(ours)
+            theirs.append(other)
+        yield theirs
+
+
+def together(*ends: WorkerProcess) -> RolloutWorkers:
+    all_of_them = RolloutWorkers.__new__(RolloutWorkers)
+    all_of_them._workers, all_of_them._evaluates = list(ends), True
+    return all_of_them
+
+
+def names(batch: tuple[list[Group], dict[str, float]]) -> list[str]:
+    return [group.id for group in batch[0]]
 
 
 def test_batches_in_their_order() -> None:
     end = worker(["g000001", "g000000"], ["g000002", "g000003-1"], trained=("g000004",))
-    assert [group.id for group in end.next_batch(2)] == ["g000001", "g000000"]
-    assert [group.id for group in end.next_batch(2)] == ["g000002", "g000003-1"]
-    assert end.figures() == {"filtered/groups": 1.0}
+    assert names(end.take_batch(2)) == ["g000001", "g000000"]
+    assert names(end.take_batch(2)) == ["g000002", "g000003-1"]
 
 
 def test_a_group_is_taken_once_over_all_attempts_of_a_run() -> None:
@@ -35,46 +61,113 @@ def test_a_group_is_taken_once_over_all_attempts_of_a_run() -> None:
         worker(["g000001"], ["g000001"]),
         worker(["g000000"], ["g000001"], trained=("g000001", "g000002")),
     ):
-        end.next_batch(1)
+        end.take_batch(1)
         with pytest.raises(WorkerDiedError, match=r"sent groups again that are trained already, among g000001"):
-            end.next_batch(1)
+            end.take_batch(1)
 
 
 def test_a_batch_is_short_only_where_groups_are_dropped() -> None:
-    assert len(worker(["g000001"], may_be_short=True).next_batch(3)) == 1
+    assert len(worker(["g000001"], may_be_short=True).take_batch(3)[0]) == 1
     for end in (worker(["g000001"]), worker(["a", "b", "c", "d"], may_be_short=True), worker([], may_be_short=True)):
         with pytest.raises(WorkerDiedError, match="groups where 3 were due"):
-            end.next_batch(3)
+            end.take_batch(3)
 
 
-def test_the_workers_notices_are_told_where_a_person_sees_them(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_arrive_in_pieces_between_other_lines() -> None:
+    row = Row(list(range(300_000)), [1] * 300_000, [-0.1] * 300_000)
+    groups = [
+        Group("g\n1", {"question": "}\n"}, [Trajectory("g.0", [], [row], Outcome.COMPLETED)]),
+        Group("g2", {}, []),
+    ]
     end = worker()
-    end._log_file = Path("logs/worker.log")
-    end._evaluates, end._evaluations = True, deque()
-    monkeypatch.setattr(end, "_send", lambda kind: None)
+    sent = encode("alive") + b"".join(map(encode_group, groups)) + encode("batch", figures={"x": 1.0})
+    with connected(end) as (theirs,):
+        sending = threading.Thread(target=theirs.sendall, args=[sent])
+        sending.start()
+        every = together(end)
+        assert every.next_batch(2) == groups
+        assert every.figures() == {"x": 1.0}
+        sending.join()
+
+
+def test_a_batch_is_made_of_equal_shares_and_a_waiting_worker_is_answered() -> None:
+    """The second worker's server came back without weights: its batch comes only after it was restored."""
+    first, second = worker(), worker()
+    with connected(first, second) as (one, other):
+
+        def play() -> None:
+            one.sendall(encode_group(Group("g000000", {}, [])) + encode("batch", figures={"chains": 4.0, "a": 1.0}))
+            other.sendall(encode("restore", url="http://a"))
+            assert other.makefile("rb").readline() == encode("restored", url="http://a", proven=True)
+            other.sendall(encode_group(Group("g000001", {}, [])) + encode("batch", figures={"chains": 2.0}))
+
+        playing = threading.Thread(target=play)
+        playing.start()
+        every = together(first, second)
+        assert [group.id for group in every.next_batch(2)] == ["g000000", "g000001"]
+        assert every.figures() == {"chains": 6.0, "a": 1.0}
+        playing.join()
+
+
+def test_notices_may_come_before_a_worker_is_ready(caplog: pytest.LogCaptureFixture) -> None:
+    end = worker()
+    with connected(end) as (theirs,):
+        theirs.sendall(encode("notice", topic="key", text="server a has no key", see="docs/servers.md", times=1))
+        theirs.sendall(encode("ready", renderer={"choice": "append"}))
+        assert end.wait_until_ready() == {"choice": "append"}
+    assert caplog.messages == ["server a has no key; see docs/servers.md"]
+
+
+def test_shares_take_every_position_once() -> None:
+    shares = [Share(number, 3) for number in range(3)]
+    assert [[position for position in range(7) if position in share] for share in shares] == [[0, 3, 6], [1, 4], [2, 5]]
+    assert [share.part(8) for share in shares] == [3, 3, 2]
+    assert [share.part(1) for share in shares] == [1, 1, 1]
+    assert Place.of("g000004-1").position in shares[1]
+
+
+def test_the_death_of_one_worker_ends_the_wait_for_all() -> None:
+    first, second = worker(), worker()
+    second._death = lambda: WorkerDiedError("the rollout worker was killed by signal 9")
+    with connected(first, second) as (_, other):
+        other.close()
+        with pytest.raises(WorkerDiedError, match="killed by signal 9"):
+            together(first, second).next_batch(2)
+
+
+def test_the_workers_notices_are_told_where_a_person_sees_them(caplog: pytest.LogCaptureFixture) -> None:
+    end = worker()
     text = "held-out tasks, sampled: 8 of 8 chains ended as reward_error"
     # as many as may gather during an update
     sent = encode("notice", topic="held-out tasks, sampled", text=text, see="", times=2) * 2000
-    lines = io.BytesIO(sent + encode("evaluation", figures={"sampled/failed": 1.0}))
-    monkeypatch.setattr(end, "_lines", lines, raising=False)
-    assert end.evaluate() == {"eval/sampled/failed": 1.0}
+    with connected(end) as (theirs,):
+        sending = threading.Thread(
+            target=theirs.sendall, args=[sent + encode("evaluation", figures={"sampled/failed": 1.0})]
+        )
+        sending.start()
+        assert together(end).evaluate() == {"eval/sampled/failed": 1.0}
+        sending.join()
     assert caplog.messages == [f"{text}; see logs/worker.log"] * 2000
     assert notice_of(caplog.records[0]) == Notice("held-out tasks, sampled", text, "logs/worker.log", 2)
 
 
-def test_a_worker_that_stands_still_is_told_of(
+def test_a_worker_that_stands_still_is_told_of_beside_one_that_speaks(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delivery, "STALL_SECONDS", 0.2)
-    end = worker()
-    ours, theirs = socket.socketpair()
-    with ours, theirs, ours.makefile("rb") as lines:
-        end._lines = lines
-        receiving = threading.Thread(target=end._take_one)
+    monkeypatch.setattr(workers, "STALL_SECONDS", 0.3)
+    first, second = worker(), worker()
+    second.log_file = Path("logs/worker-1.log")
+    with connected(first, second) as (one, other):
+        receiving = threading.Thread(target=together(first, second).next_batch, args=[0])
         receiving.start()
-        wait_for(lambda: caplog.messages)
-        theirs.sendall(encode("alive") + encode("batch", figures={}))
+
+        def told() -> bool:
+            one.sendall(encode("alive"))
+            return bool(caplog.messages)
+
+        wait_for(told)
+        for socket_ in (one, other):
+            socket_.sendall(encode("alive") + encode("batch", figures={}))
         receiving.join()
-    assert caplog.messages == ["the rollout worker has said nothing for 0.2 s: it is stopped, or its code blocks it"]
+    text = "the rollout worker has said nothing for 0.3 s: it is stopped, or its code blocks it"
+    assert caplog.messages == [f"{text}; see logs/worker-1.log"]

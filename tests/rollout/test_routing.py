@@ -1,32 +1,47 @@
 """Where requests go, and how long they are tried: the pure parts of the client."""
 
+from collections import Counter
+
 from agentfactory.rollout.retries import FIRST_DELAY, LONGEST_DELAY, Retries
-from agentfactory.rollout.routing import REMEMBERED, Router, ServerState
+from agentfactory.rollout.routing import REMEMBERED, Replica, Router, ServerState
 
 A, B = "http://a", "http://b"
 
 
-def send(router: Router, chain: str, prompt: object = None, avoid: tuple[str, ...] = ()) -> str:
+def send_to_replica(router: Router, chain: str, prompt: str = "", avoid: tuple[str, ...] = ()) -> Replica:
     """One request that stays under way."""
-    url = router.choose(chain, prompt or chain, avoid)
-    assert url is not None
-    router.started(url)
-    return url
+    replica = router.choose(chain, prompt or chain, avoid)
+    assert replica is not None
+    router.started(replica)
+    return replica
+
+
+def send(router: Router, chain: str, prompt: str = "", avoid: tuple[str, ...] = ()) -> str:
+    return send_to_replica(router, chain, prompt, avoid).url
 
 
 def test_new_prompts_go_where_the_load_is_least() -> None:
     router = Router([A, B])
     assert [send(router, f"c{i}") for i in range(4)] == [A, B, A, B]
     for _ in range(2):
-        router.ended(B)
+        router.ended(Replica(B))
     assert [send(router, f"d{i}") for i in range(2)] == [B, B]
+
+
+def test_chains_that_are_in_tools_are_spread_too() -> None:
+    router = Router([A, B])
+    homes = []
+    for number in range(6):
+        homes.append(send(router, f"c{number}"))
+        router.ended(Replica(homes[-1]))
+    assert homes == [A, B] * 3
 
 
 def test_a_chain_stays_where_its_prefix_is_however_busy() -> None:
     router = Router([A, B])
     assert send(router, "chain") == A
     for _ in range(50):
-        router.started(A)
+        router.started(Replica(A))
     assert send(router, "chain", prompt="a longer prompt, as each turn has") == A
 
 
@@ -36,7 +51,7 @@ def test_a_group_shares_its_prompt_until_the_load_is_uneven() -> None:
     assert send(router, "g1.0", "g1") == B, "another group goes to the idle server"
     members = [send(router, f"g0.{i}", "g0") for i in range(9, 30)]
     assert B in members, "far more work at home: the prompt is computed a second time"
-    assert abs(router.load[A] - router.load[B]) < 15
+    assert abs(router.load[Replica(A)] - router.load[Replica(B)]) < 15
 
 
 def test_a_lost_server_gets_nothing_and_comes_back_only_when_proven() -> None:
@@ -76,10 +91,36 @@ def test_what_failed_is_avoided_while_there_is_another() -> None:
     assert send(router, "chain", avoid=(A,)) == A
 
 
+def test_a_chain_stays_at_one_of_the_replicas_behind_an_address() -> None:
+    router = Router([A])
+    assert send_to_replica(router, "before") == Replica(A, None), "one replica: the server is not told which"
+    router.has_replicas(A, 2)
+    homes = {f"c{i}": send_to_replica(router, f"c{i}") for i in range(8)}
+    assert Counter(homes.values()) == {Replica(A, 0): 4, Replica(A, 1): 4}
+    for _ in range(20):
+        router.started(homes["c0"])
+    assert {chain: send_to_replica(router, chain, "a longer prompt") for chain in homes} == homes
+    group = {send_to_replica(router, f"g{i}", "the same prompt") for i in range(8)}
+    assert group == {homes["c1"]}, "a group shares its prompt, at the idle replica"
+
+
+def test_replicas_of_several_servers_are_served_and_lost_together() -> None:
+    router = Router([A, B])
+    router.has_replicas(A, 2)
+    router.has_replicas(B, 2)
+    assert {send_to_replica(router, f"c{i}") for i in range(4)} == {Replica(u, r) for u in (A, B) for r in (0, 1)}
+    home = send_to_replica(router, "chain")
+    router.lost(home.url, now=1.0)
+    assert send_to_replica(router, "chain").url != home.url
+    router.has_replicas(home.url, 1)
+    router.proven(home.url)
+    assert send_to_replica(router, "new") == Replica(home.url), "it came back with one"
+
+
 def test_memory_is_bounded() -> None:
     router = Router([A, B])
     for i in range(REMEMBERED + 10):
-        router.choose(f"c{i}", i)
+        router.choose(f"c{i}", [i])
     assert len(router._chains) == len(router._prompts) == REMEMBERED
 
 

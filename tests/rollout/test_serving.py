@@ -9,6 +9,7 @@ import pytest
 
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.serving import explain, missing_from, ready_url, server_command, stage
+from agentfactory.rollout.vllm_server import _cores
 from agentfactory.tools.import_path import own_python
 
 
@@ -105,3 +106,19 @@ def test_a_log_tells_how_far_the_server_is() -> None:
 @pytest.mark.processes
 def test_what_a_python_lacks_is_found_without_importing_it() -> None:
     assert missing_from(None) in (None, "vllm")
+
+
+def test_a_warning_is_no_reason() -> None:
+    warning = "WARNING 11-23 05:11:57 [system_utils.py:255] Found ulimit of 20000 and failed to automatically increase "
+    warning += (
+        "with error current limit exceeds maximum limit. This can cause fd limit errors like `OSError: [Errno 24] "
+    )
+    warning += "Too many open files`. Consider increasing with ulimit -n"
+    assert explain([f"(APIServer pid=1) {warning}"]) is None
+    assert explain([f"(APIServer pid=1) {warning}", "ValueError: the reason"]) == "ValueError: the reason"
+
+
+def test_each_worker_gets_cores_of_its_own() -> None:
+    assert _cores([0, 1], 2) == "0|1"
+    assert _cores([2, 3, 4, 7, 8], 2) == "2,3|4,7"
+    assert _cores([0, 1], 3) == "0|1|0", "fewer cores than workers"

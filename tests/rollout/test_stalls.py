@@ -15,8 +15,8 @@ from aiohttp import web
 
 from agentfactory.rollout import stalls
 from agentfactory.rollout.client import GENERATE, InferenceClient
-from agentfactory.rollout.concurrency import METRICS_ROUTE, Load, write_load
 from agentfactory.rollout.connection import ServerUnreachableError, authorization
+from agentfactory.rollout.server_metrics import METRICS_ROUTE, Load, write_load
 from agentfactory.rollout.stalls import Stall
 from tests.rollout.test_embedded_server import Client, Running, make_model
 from tests.waiting import until
@@ -80,6 +80,27 @@ async def test_a_server_that_computes_nothing_is_told_of_and_given_up(caplog: py
             await client.generate([1], "policy", SAMPLING)
     told = [text for text in caplog.messages if "has given no token" in text]
     assert told[0].endswith("1 request waits, and it computes none")
+
+
+async def test_a_replica_that_computes_nothing_is_noticed_beside_one_that_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    computed = iter(range(10**6))
+
+    def page() -> str:
+        lines = write_load(Load(0, 1, 0.0, 7, next(computed))), write_load(Load(0, 1, 0.0, 7, 7))
+        return "".join(text.replace(" ", f'{{engine="{rank}"}} ') for rank, text in enumerate(lines))
+
+    async with silent(page) as url, InferenceClient(url, retry_seconds=1.0) as client:
+        await client._recovery.count_replicas(url)
+        turns = [asyncio.create_task(client.generate([n], "policy", SAMPLING, chain=f"c{n}")) for n in range(2)]
+        await until(lambda: any(turn.done() for turn in turns))
+        for turn in turns:
+            turn.cancel()
+        await asyncio.gather(*turns, return_exceptions=True)
+    told = [text for text in caplog.messages if "has given no token" in text]
+    assert told
+    assert [text for text in told if f"server {url}, replica 1, has given" not in text] == []
 
 
 async def test_a_long_answer_is_no_stall(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,9 +1,12 @@
 """Rows and their JSONL."""
 
 import json
+import math
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agentfactory.rollout.trajectory import Activity, Group, Outcome, Row, Span, Stretch, Trajectory, read_groups
@@ -91,6 +94,22 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         list(read_groups(tmp_path))
 
 
+def test_a_group_keeps_what_datasets_and_models_write(tmp_path: Path) -> None:
+    task = {"n": 10**40, "where": {"x": (1, 2)}, "text": "\u2028\U0001f600", "when": datetime(2026, 1, 2)}
+    chain = Trajectory("g.0", [{"content": None}], [Row([1])], Outcome.COMPLETED, metrics={"m": np.float64(0.1)})
+    group = Group("g", task, [chain])
+    (tmp_path / "a.jsonl").write_text(group.to_json() + "\n", encoding="utf-8")
+    task |= {"where": {"x": [1, 2]}, "when": "2026-01-02T00:00:00"}
+    assert list(read_groups(tmp_path / "a.jsonl")) == [group]
+    assert Group.from_json(group.to_json()) == group
+
+
+def test_a_saved_task_with_nan_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"id": "g", "task": {"x": NaN}, "trajectories": []}\n')
+    (group,) = read_groups(tmp_path / "a.jsonl")
+    assert math.isnan(group.task["x"])
+
+
 def test_failures_are_typed() -> None:
     assert {o for o in Outcome if o.failed} == {
         Outcome.TOOL_INFRASTRUCTURE,
@@ -101,13 +120,18 @@ def test_failures_are_typed() -> None:
     }
 
 
-@pytest.mark.parametrize("wrong", [{"reward": float("nan")}, {"reward": "1"}, {"turn_rewards": [1.0, float("inf")]}])
-def test_a_saved_reward_that_is_no_number_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"reward": float("nan")}, r"chain g\.0 has the reward nan, which is no finite number"),
+        ({"turn_rewards": [1.0, float("inf")]}, r"chain g\.0 has the reward inf, which is no finite number"),
+        ({"reward": "1"}, r"Expected `float \| null`, got `str` - at `\$\.trajectories\[0\]\.reward`"),
+    ],
+)
+def test_a_saved_reward_that_is_no_number_is_refused(tmp_path: Path, wrong: dict[str, Any], problem: str) -> None:
     group = Group("g", {}, [Trajectory("g.0", [], [], Outcome.COMPLETED, 1.0)])
     saved = json.loads(group.to_json())
     saved["trajectories"][0] |= wrong
     (tmp_path / "a.jsonl").write_text(group.to_json() + "\n" + json.dumps(saved) + "\n")
-    with pytest.raises(
-        ValueError, match=r"a\.jsonl:2 is not a saved group: .*chain g\.0 has the reward .*no finite number"
-    ):
+    with pytest.raises(ValueError, match=rf"a\.jsonl:2 is not a saved group: .*{problem}"):
         list(read_groups(tmp_path / "a.jsonl"))

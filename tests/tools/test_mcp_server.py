@@ -13,7 +13,7 @@ from mcp.server.mcpserver import MCPServer
 
 from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.environment import Environment
-from agentfactory.tools.mcp_server import CHAIN_KEY, ROLE_KEY, build_server
+from agentfactory.tools.mcp_server import CHAIN_KEY, ROLE_KEY, OwnServer, build_server
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of
 from agentfactory.tools.tool import finish, tool
@@ -512,3 +512,21 @@ def test_options_that_do_not_fit() -> None:
 def test_a_server_object_is_served_as_it_is() -> None:
     server = MCPServer("theirs")
     assert build_server([server]) is server
+
+
+async def test_a_tool_in_this_process_may_change_its_arguments() -> None:
+    @tool
+    async def take(items: Any) -> int:
+        """Take one."""
+        items.pop()
+        return len(items)
+
+    arguments = {"items": [1, 2, 3]}
+    server = build_server([take])
+    assert isinstance(server, OwnServer)
+    for _ in range(2):
+        result = await server.call("take", arguments, "chain")
+        assert content_of(result) == "2"
+    assert arguments == {"items": [1, 2, 3]}
+    with pytest.raises(MCPError, match="has no tool leave"):
+        await server.call("leave", {}, "chain")

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from agentfactory.rollout.server_metrics import METRICS_ROUTE, Load, write_load
+
 
 class Worker:
     """The weights, and the group that brings new ones."""
@@ -71,7 +73,8 @@ def handler(worker: Worker) -> type[BaseHTTPRequestHandler]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            answers = {
+            answers: dict[str, Any] = {
+                METRICS_ROUTE: write_load(Load(0, 0, 0.0)),
                 "/v1/models": {"data": [{"id": "policy", "parent": None}]},
                 "/get_world_size": {"world_size": 1},
                 "/weight_info": {"weight_version": worker.version},
@@ -95,8 +98,8 @@ def handler(worker: Worker) -> type[BaseHTTPRequestHandler]:
                 return self.answer({"checksums": worker.checksums()})
             self.answer({"success": True})
 
-        def answer(self, body: dict[str, Any], status: int = 200) -> None:
-            data = json.dumps(body).encode()
+        def answer(self, body: dict[str, Any] | str, status: int = 200) -> None:
+            data = (body if isinstance(body, str) else json.dumps(body)).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()

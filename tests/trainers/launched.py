@@ -44,7 +44,7 @@ def main() -> int:
     """Exit status 2 where the launch is refused."""
     recipes = [TrainRecipe.model_validate(recipe) for recipe in json.loads(sys.argv[1])]
     try:
-        accelerator = make_accelerator(recipes[0].train)
+        accelerator = make_accelerator(recipes[0])
     except LaunchError as error:
         print(f"rank {os.environ.get('RANK', '0')} refused: {error}", flush=True)
         return 2

@@ -21,6 +21,7 @@ from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.critic import Role, make_actor_critic
 from agentfactory.trainers.policy import load_policy
 from agentfactory.trainers.reference import make_reference
+from agentfactory.trainers.sharding import weights_of_rank_0
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -37,7 +38,8 @@ def exercise(recipe: TrainRecipe, accelerator: Accelerator) -> dict[str, Any]:
                 parameter.normal_(std=0.3, generator=generator)
     # momentum: a gradient that is zero, not absent, would move weights in a later step
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-    prepared, optimizer = accelerator.prepare(model, optimizer)
+    with weights_of_rank_0(model) if accelerator.is_fsdp2 else contextlib.nullcontext():
+        prepared, optimizer = accelerator.prepare(model, optimizer)
     model = accelerator.unwrap_model(prepared)
     reference = make_reference(recipe, model.policy, accelerator)
     parts = torch.randint(64, (4, 2, 9), generator=generator)
@@ -99,7 +101,7 @@ def whole(value: Tensor | None) -> Tensor | None:
 def main() -> None:
     """Saves what `exercise` finds for each recipe."""
     recipes = [TrainRecipe.model_validate(fields) for fields in json.loads(sys.argv[1])]
-    accelerator = make_accelerator(recipes[0].train)
+    accelerator = make_accelerator(recipes[0])
     found = [exercise(recipe, accelerator) for recipe in recipes]
     if accelerator.is_main_process:
         torch.save(found, Path(sys.argv[2]))

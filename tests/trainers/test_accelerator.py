@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.accelerator import LaunchError, check_launch, make_accelerator
-from agentfactory.trainers.config import TrainConfig, TrainRecipe
+from agentfactory.trainers.config import SyncConfig, TrainConfig, TrainRecipe
 from agentfactory.trainers.server_control import ServerControl
 from tests.forked import Forked
 
@@ -43,6 +43,7 @@ CASES: list[dict[str, Any]] = [
     {**PLAIN, "lora": {"rank": 3}, "gradient_checkpointing": True},
     {**LONGER},
     {**LONGER, "lora": {"rank": 2}, "dtype": "bfloat16"},
+    {**LONGER, "dtype": "bfloat16"},
 ]
 
 
@@ -148,6 +149,9 @@ def test_two_processes_equal_one(train: Callable[..., Trained], strategy: str, d
         for name, value in one.weights(number).items():
             # AdamW's first steps are as long where a gradient is all but 0
             tolerance = 1e-5 if case["steps"] == 1 else 1e-4 if exact else 2e-3
+            if not exact and "lora" not in case:
+                # the file is in bfloat16, whose neighbours are 2**-7 apart from 1 on
+                tolerance += 2**-7
             torch.testing.assert_close(weights[name], value, atol=tolerance, rtol=0, msg=lambda m, c=case: f"{c} {m}")
 
 
@@ -225,7 +229,7 @@ from agentfactory.trainers.accelerator import LaunchError, check_same_recipe, ma
 
 rank = int(os.environ["RANK"])
 recipe = TrainRecipe.model_validate(json.loads(sys.argv[1 + rank]))
-make_accelerator(recipe.train)
+make_accelerator(recipe)
 try:
     check_same_recipe(recipe)
     said = "goes on"
@@ -267,15 +271,28 @@ def test_one_process_where_the_recipe_asks_for_two(accelerator: Accelerator, mon
         check_launch(single, accelerator)
 
 
+def test_segments_grow_unless_other_processes_open_them(
+    make_recipe: Callable[..., TrainRecipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for backend, expected in (("auto", "expandable_segments:True"), ("ipc", None)):
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+        recipe = make_recipe()
+        make_accelerator(recipe.model_copy(update={"sync": SyncConfig(backend=backend)}))
+        assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:128")
+    make_accelerator(make_recipe())
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:128"
+
+
 @pytest.mark.parametrize(
     ("setting", "value"),
     [("FSDP_VERSION", "1"), ("FSDP_OFFLOAD_PARAMS", "true"), ("FSDP_ACTIVATION_CHECKPOINTING", "true")],
 )
 def test_settings_of_fsdp_that_would_be_ignored_are_refused(
-    monkeypatch: pytest.MonkeyPatch, setting: str, value: str
+    make_recipe: Callable[..., TrainRecipe], monkeypatch: pytest.MonkeyPatch, setting: str, value: str
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv(setting, value)
     with pytest.raises(LaunchError, match=rf"{setting.lower()}: {value}.* recipes/accelerate/fsdp2\.yaml"):
-        make_accelerator(TrainConfig(steps=1, processes=2, strategy="fsdp2"))
+        make_accelerator(make_recipe(processes=2, strategy="fsdp2"))

@@ -3,7 +3,9 @@
 import math
 import random
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -29,12 +31,17 @@ def rows_of(make_row: Rows, count: int, seed: int = 0) -> list[TrainingRow]:
         if number % 2:
             sampled = row.token_ids
             row = Row()
-            row.append_context(rows[-1].token_ids[:-3])
+            row.append_context(rows[-1].token_ids[:-3].tolist())
             row.append_sampled(sampled, [-3.0] * len(sampled), [Span("0", 0, len(sampled))])
         made = training_row(row, rng.gauss(0, 1))
         assert made is not None
         rows.append(made)
     return rows
+
+
+def plain(row: TrainingRow | None) -> Any:
+    assert row is not None
+    return row.token_ids.tolist(), row.targets.tolist(), {name: s.tolist() for name, s in row.streams.items()}
 
 
 def test_streams_stand_at_their_tokens() -> None:
@@ -67,7 +74,8 @@ def test_ragged_streams_are_refused() -> None:
 
 
 def test_rows_of_different_streams_are_refused() -> None:
-    rows = [TrainingRow([1, 2], [1], {"weight": [1.0]}), TrainingRow([1, 2], [1], {"weight": [1.0], "value": [0.0]})]
+    ids, targets, one = np.array([1, 2]), np.array([1]), np.ones(1)
+    rows = [TrainingRow(ids, targets, {"weight": one}), TrainingRow(ids, targets, {"weight": one, "value": one})]
     with pytest.raises(ValueError, match=r"the streams \['value', 'weight'\], another \['weight'\]"):
         make_batches(rows, "padded", 10)
 
@@ -75,10 +83,10 @@ def test_rows_of_different_streams_are_refused() -> None:
 def test_masked_positions_are_never_read(make_row: Rows) -> None:
     """Not a NaN among log-probabilities, nor a huge weight: neither reaches a batch."""
     row = make_row(random.Random(0))
-    clean = training_row(row)
+    clean = plain(training_row(row))
     row.logprobs = [p if trained else math.nan for p, trained in zip(row.logprobs, row.mask, strict=True)]
     row.weights = [1.0 if trained else 1e30 for trained in row.mask]
-    assert training_row(row) == clean
+    assert plain(training_row(row)) == clean
 
 
 def test_the_normaliser_is_the_weight_of_all_processes_or_what_is_given(make_row: Rows) -> None:
@@ -93,7 +101,7 @@ def test_the_normaliser_is_the_weight_of_all_processes_or_what_is_given(make_row
 
 def test_fewer_rows_than_processes_leaves_idle_ones(make_row: Rows) -> None:
     rows = rows_of(make_row, 1)
-    rows[0].streams["value"] = [2.0] * len(rows[0].targets)
+    rows[0].streams["value"] = np.full(len(rows[0].targets), 2.0)
     batches = make_batches(rows, "tree", token_budget=60, processes=3)
     assert [len(batch.micro_batches) for batch in batches] == [1, 1, 1]
     assert [float(batch.micro_batches[0].streams["weight"].sum()) > 0 for batch in batches] == [True, False, False]

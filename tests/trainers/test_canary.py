@@ -21,6 +21,7 @@ from agentfactory.trainers.sync.canary import (
     server_scores,
     trainer_scores,
 )
+from agentfactory.trainers.sync.drift import Scores
 from agentfactory.trainers.sync.file import FileSync
 from agentfactory.trainers.sync.protocol import SyncReport
 from tests.conftest import embedded_server
@@ -110,7 +111,8 @@ def test_three_stale_contexts_of_eight_pass_only_where_weights_are_rounded(
     served[: 3 * CANDIDATES] = 0.0
     server = ServerControl("http://127.0.0.1:9")
     given = {0: moved * 0.0, 1: served}
-    monkeypatch.setattr(canary, "server_scores", lambda server, rows, report, fresh: given[report.version])
+    monkeypatch.setattr(ServerControl, "replicas", lambda server: [None])
+    monkeypatch.setattr(canary, "server_scores", lambda server, rows, report, fresh, replica: given[report.version])
     judge = Canary([server], ROWS, "float32", rounded)
     judge.prove(BASE, moved * 0.0)
     if rounded:
@@ -118,6 +120,22 @@ def test_three_stale_contexts_of_eight_pass_only_where_weights_are_rounded(
     else:
         with pytest.raises(SyncError, match=r"moved 1 nats away from the trainer's, which moved by 1"):
             judge.prove(replace(BASE, version=1), moved)
+
+
+@pytest.mark.parametrize("stale", [0, 1])
+def test_each_replica_behind_an_address_is_scored(monkeypatch: pytest.MonkeyPatch, stale: int) -> None:
+    moved = np.ones(CONTEXTS * CANDIDATES)
+
+    def scores(server: object, rows: object, report: SyncReport, fresh: bool, replica: int) -> Scores:
+        return moved * 0.0 if replica == stale else moved * report.version
+
+    server = ServerControl("http://127.0.0.1:9")
+    monkeypatch.setattr(ServerControl, "replicas", lambda server: [0, 1])
+    monkeypatch.setattr(canary, "server_scores", scores)
+    judge = Canary([server], ROWS, "float32")
+    judge.prove(BASE, moved * 0.0)
+    with pytest.raises(SyncError, match=rf":9, replica {stale}, version 1 .*it serves other weights"):
+        judge.prove(replace(BASE, version=1), moved)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
 
+import numpy as np
 import pytest
 
 from agentfactory.rollout.config import OutcomePolicy
@@ -42,7 +43,7 @@ def credited(recipe: TrainRecipe, *groups: Group, scores: Sequence[dict[str, lis
     credit = Credit(groups, recipe)
     rows = credit.rows
     for row, found in zip(rows, scores, strict=True) if scores else ():
-        row.streams.update(found)
+        row.streams.update({name: np.array(values) for name, values in found.items()})
     return credit.assign(rows)
 
 
@@ -77,7 +78,7 @@ def test_what_was_put_into_a_turn_is_credited_with_nothing(make_recipe: Make) ->
         [forced(1.0, [0, 1, 0, 1], [0, 0, 1, 1, 1]), forced(0.0, [1, 0, 0, 1], [1, 1, 0, 1])],
     ):
         pair[0].turn_rewards, pair[1].turn_rewards = [1.0, 2.0], [0.0, 4.0]
-        streams.append([row.streams["advantage"] for row in credited(make_recipe(), group(*pair)).rows])
+        streams.append([row.streams["advantage"].tolist() for row in credited(make_recipe(), group(*pair)).rows])
     plain, with_forced = streams
     assert with_forced == plain
     assert [len(values) for values in plain] == [5, 5]
@@ -232,14 +233,19 @@ def test_only_uncertain_tokens_are_trained(make_recipe: Make) -> None:
 
 def test_masked_positions_are_never_read(make_recipe: Make) -> None:
     first, second = chain(1.0), chain(0.0)
-    clean = credited(make_recipe(), group(first, second))
+
+    def streams() -> list[dict[str, list[float]]]:
+        rows = credited(make_recipe(), group(first, second)).rows
+        return [{name: stream.tolist() for name, stream in row.streams.items()} for row in rows]
+
+    clean = streams()
     for trajectory in (first, second):
         row = trajectory.rows[0]
         row.logprobs = [
             logprob if sampled else value
             for logprob, sampled, value in zip(row.logprobs, row.mask, [float("nan"), 1e30] * 10, strict=False)
         ]
-    assert credited(make_recipe(), group(first, second)) == clean
+    assert streams() == clean
 
 
 @pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"sft"}))
@@ -263,7 +269,7 @@ def test_what_is_kept_of_the_credit(make_recipe: Make) -> None:
     broken.id = "broken"
     credit = Credit([group(split, chain(0.0)), Group("none", {}, [broken])], recipe)
     rows = credit.assign(credit.rows).rows
-    proximal = [[-0.1234567, -2.0], [-3.0, -4.0], [-5.0, -6.0, -7.0]]
+    proximal = list(map(np.array, ([-0.1234567, -2.0], [-3.0, -4.0], [-5.0, -6.0, -7.0])))
     first, second = map(json.loads, credit.lines(7, rows, proximal))
     assert first == {
         "group": "g",
@@ -295,7 +301,7 @@ def test_a_turn_that_begins_a_row_shifts_no_reward(make_recipe: Make) -> None:
 
     def streams(*chains: Trajectory) -> list[list[float]]:
         recipe = make_recipe(advantage={"scale": "none"})
-        return [row.streams["advantage"] for row in credited(recipe, group(*chains)).rows]
+        return [row.streams["advantage"].tolist() for row in credited(recipe, group(*chains)).rows]
 
     rewards = ([1.0, 0.0], [0.0, 0.0])
     assert streams(*(headless(0.0, turn) for turn in rewards)) == streams(

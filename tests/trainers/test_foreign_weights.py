@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from agentfactory.rollout.server_keys import find_key
 from agentfactory.trainers.policy import load_policy
 from agentfactory.trainers.server_control import ServerControl
+from agentfactory.trainers.sync.content import Content
 from agentfactory.trainers.sync.full import holds_full_weights
 from agentfactory.trainers.sync.protocol import ForeignWeightsError
 from tests.trainers.test_sabotage import Run, Start, make_recipe, model, serve, start, with_first_weights
@@ -99,7 +100,7 @@ def test_a_server_that_comes_back_with_weights_of_another_process(server: str, t
     push(server, theirs, "run-1-v0")
     run.sync.restore(server)
     policy = run.learner.policy
-    assert holds_full_weights(ServerControl(server), "run-1-v1", policy.gather())
+    assert holds_full_weights(ServerControl(server), "run-1-v1", Content(policy.gather()))
 
 
 def test_a_restarted_server_is_no_fault(model: Path, start: Callable[..., Run]) -> None:

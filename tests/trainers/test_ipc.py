@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from agentfactory.rollout.embedded.shared_memory import SharedBuffer, SharedMemoryError
+from agentfactory.rollout.embedded.shared_memory import SharedBuffers, SharedMemoryError
 from agentfactory.rollout.embedded.weights import WeightsError, WeightUpdate
+from agentfactory.rollout.weight_digest import weight_digest
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
 from agentfactory.trainers.sync.backends import backend_of, make_sync
-from agentfactory.trainers.sync.content import check_content, parameter_digest
-from agentfactory.trainers.sync.ipc import Buffer, IpcSync, description, parts
+from agentfactory.trainers.sync.content import Content
+from agentfactory.trainers.sync.ipc import Buffer, IpcSync, parts, update_info
 from tests.conftest import embedded_server
 from tests.trainers.test_sync import disturb, sampled, scored
 
@@ -73,7 +74,7 @@ def test_full_weights_arrive_in_parts(policy: Policy, server: ServerControl) -> 
         report = sync.push(version, policy, state)
         assert (report.version, report.label, report.model) == (version, str(version), "policy")
         assert report.bytes == sum(value.nbytes for value in state.values())
-        assert report.digest == check_content(state, {name: parameter_digest([v]) for name, v in state.items()})
+        assert report.digest == Content(state).check({name: weight_digest(v) for name, v in state.items()})
         tokens, logprobs, versions = sampled(server, report.model)
         assert versions == [str(version)]
         assert logprobs == pytest.approx(scored(policy, tokens), abs=1e-4)
@@ -197,7 +198,7 @@ class Packed:
         part = list(tensors.items())
         self.buffer = Buffer(sum(value.nbytes for value in tensors.values()), torch.device("cpu"))
         self.buffer.fill(part)
-        self.info: dict[str, Any] = {**description(part), "ipc_handles_pickled": pickled(self.buffer.handles)}
+        self.info: dict[str, Any] = update_info(part, self.buffer)
 
 
 def pickled(handles: Any) -> str:
@@ -285,12 +286,12 @@ class Trap:
 
 
 def test_a_handle_runs_no_code(capsys: pytest.CaptureFixture[str]) -> None:
-    buffer = SharedBuffer(torch.device("cpu"))
+    buffers = SharedBuffers(torch.device("cpu"))
     for trap in (Trap(), {"cpu": Trap()}):
         with pytest.raises(SharedMemoryError, match=r"builtins\.print is no part of a handle"):
-            buffer.open(pickled(trap))
+            buffers.open(pickled(trap))
     assert capsys.readouterr().out == ""
     # what torch makes of a GPU's buffer can be read; to open it needs the GPU
     handle = (torch.Tensor, torch.Size([3]), (1,), 0, torch.storage.TypedStorage, torch.uint8, 0, b"handle", 3)
     with pytest.raises(SharedMemoryError, match="for the memory of GPU-1"):
-        buffer.open(pickled({"GPU-1": handle}))
+        buffers.open(pickled({"GPU-1": handle}))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from agentfactory.rollout.trajectory import Group, Outcome
+from agentfactory.rollout.trajectory import Group, Outcome, Row, Span
 from agentfactory.trainers.metrics import group_metrics
 
 
@@ -28,6 +28,18 @@ def test_group_metrics_by_hand(make_groups: Callable[..., list[Group]]) -> None:
             "outcome/timeout": 0.25,
             "staleness/mean": 3.0,
             "staleness/max": 4,
+            "staleness/recomputed": 0.0,
         }
     )
     assert "staleness/mean" not in group_metrics(groups, Counter())
+
+
+def test_what_new_weights_make_servers_compute_again(make_groups: Callable[..., list[Group]]) -> None:
+    """Within a turn and between two turns: all before the change, once per change."""
+    (group,) = make_groups(1, 2)
+    changed, kept = (chain.rows for chain in group.trajectories)
+    within = [Span("v0", 10, 14), Span("v1", 14, 20)]
+    between = [Span("v1", 26, 30), Span("v2", 40, 44)]
+    changed[:] = [Row(token_ids=[1] * 50, versions=[*within, *between])]
+    kept[:] = [Row(token_ids=[1] * 50, versions=[Span("v0", 10, 20), Span("v1", 20, 30, mixed=True)])]
+    assert group_metrics([group], Counter({0: 1}))["staleness/recomputed"] == (14 + 30) / 100

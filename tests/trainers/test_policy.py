@@ -27,7 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from agentfactory.trainers import policy as policy_module
-from agentfactory.trainers.attention import BY_RUNS, attention_by_runs
+from agentfactory.trainers.attention import BY_RUNS, attention_by_runs, use_ours
 from agentfactory.trainers.config import TrainConfig, TrainRecipe
 from agentfactory.trainers.layout import resolve_batching
 from agentfactory.trainers.policy import Policy, load_policy
@@ -173,6 +173,7 @@ def test_every_attention_sees_a_token_s_own_rows(make_recipe: Make, attention: s
         policy, same = in_float64(policy), assert_equal
     else:
         policy.network.set_attn_implementation(attention)
+        use_ours(policy.network)
     ids, positions, ends = tree()
     first, second = ids[:, :9], torch.cat([ids[:, :5], ids[:, 9:]], 1)
     with torch.no_grad():

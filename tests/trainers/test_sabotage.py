@@ -111,6 +111,10 @@ class Run:
         self.canary = Canary(servers, canary_rows(range(VOCABULARY), longest=159), dtype)
         self.metrics: list[dict[str, float]] = []
 
+    def train(self) -> None:
+        """One update."""
+        update_policy(self.learner, self.batch, self.recipe)
+
     def publish(self, version: int) -> None:
         """Syncs the policy as it is, and proves it."""
         policy = self.learner.policy
@@ -122,7 +126,7 @@ class Run:
         """The step at which the sync is found wrong, and the reason; (-1, "") if it is not."""
         for version in range(steps + 1):
             if version:
-                update_policy(self.learner, self.batch, self.recipe)
+                self.train()
             try:
                 self.publish(version)
             except SyncError as error:

@@ -9,11 +9,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from agentfactory.rollout.weight_digest import weight_digest
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
 from agentfactory.trainers.sync.canary import Canary, canary_rows
-from agentfactory.trainers.sync.content import check_content, file_digest, parameter_digest
+from agentfactory.trainers.sync.content import Content, file_digest
 from agentfactory.trainers.sync.file import FileSync
 from agentfactory.trainers.sync.lora import LoraSync
 from agentfactory.trainers.sync.protocol import WeightSync
@@ -124,24 +125,22 @@ def test_weights_that_did_not_arrive_are_found(make_recipe: Callable[..., TrainR
     disturb(policy, 5)
     checksums = server.post("/weight_checker", {"action": "checksum"})["checksums"]
     with pytest.raises(SyncError, match="differs from the trainer's"):
-        check_content(policy.gather(), checksums)
+        Content(policy.gather()).check(checksums)
 
 
-def test_content_is_proven_through_vllms_names() -> None:
-    """vLLM puts the worker before a name and stacks projections; what it does not list stays unproven."""
-    layer = "model.layers.0.self_attn"
-    state = {f"{layer}.{name}_proj.weight": torch.randn(4, 3) for name in "qkvo"}
-    checksums = {
-        f"dp0:pp0:pcp0:tp0:{layer}.qkv_proj.weight": parameter_digest(
-            [torch.cat([state[f"{layer}.{n}_proj.weight"] for n in "qkv"])]
-        ),
-        f"dp0:pp0:pcp0:tp0:{layer}.o_proj.weight": parameter_digest([state[f"{layer}.o_proj.weight"]]),
-    }
-    check_content(state, checksums)
-    with pytest.raises(SyncError, match=r"no checksum for model\.norm"):
-        check_content({**state, "model.norm.weight": torch.ones(3)}, checksums)
-    with pytest.raises(SyncError, match=r"o_proj\.weight was not sent"):
-        check_content({k: v for k, v in state.items() if "o_proj" not in k}, checksums)
+def test_the_content_of_each_replica_is_proven() -> None:
+    state = {"model.norm.weight": torch.randn(3), "lm_head.weight": torch.randn(64, 3)}
+    right = {f"dp0:pp0:pcp0:tp0:{name}": weight_digest(value) for name, value in state.items()}
+    other = {key.replace("dp0", "dp1"): checksum for key, checksum in right.items()}
+    Content(state).check(right | other, replicas=2)
+    stale = {**other, "dp1:pp0:pcp0:tp0:model.norm.weight": weight_digest(torch.zeros(3))}
+    with pytest.raises(SyncError, match=r"dp1:pp0:pcp0:tp0:model\.norm\.weight differs from the trainer's"):
+        Content(state).check(right | stale, replicas=2)
+    with pytest.raises(SyncError, match="has 2 replicas, and gives checksums of 1"):
+        Content(state).check(right, replicas=2)
+    del other["dp1:pp0:pcp0:tp0:model.norm.weight"]
+    with pytest.raises(SyncError, match=r"no checksum for model\.norm\.weight"):
+        Content(state).check(right | other, replicas=2)
 
 
 def test_a_server_that_refuses_or_is_gone_stops_the_run(server: ServerControl) -> None:

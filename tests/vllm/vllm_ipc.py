@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from agentfactory.trainers.server_control import ServerControl, SyncError
-from agentfactory.trainers.sync.content import parameter_digest
-from agentfactory.trainers.sync.ipc import Buffer, IpcSync, description, parts
+from agentfactory.trainers.sync.content import Content
+from agentfactory.trainers.sync.ipc import Buffer, IpcSync, parts, update_info
 from tests.rollout.test_server_contract import make_model
 from tests.server_process import VLLM_PYTHON, serve
 
@@ -58,7 +58,7 @@ def test_vllms_engine_reads_what_is_sent(allowed: str) -> None:
         assert len(sent) > 2
         for part in sent:
             buffer.fill(part)
-            answer = exchange(worker, {**description(part), "ipc_handles_pickled": pickled})
+            answer = exchange(worker, {**update_info(part, buffer), "ipc_handles_pickled": pickled})
             if allowed == "0":
                 assert "VLLM_ALLOW_INSECURE_SERIALIZATION" in str(answer)
                 worker.kill()
@@ -66,7 +66,9 @@ def test_vllms_engine_reads_what_is_sent(allowed: str) -> None:
             assert answer == "loaded"
         else:
             digests = exchange(worker, None)
-            assert digests == {name: parameter_digest([value]) for name, value in state.items()}
+            assert isinstance(digests, dict)
+            assert digests.keys() == state.keys()
+            Content(state).check(digests)
     buffer.close()
 
 
@@ -102,11 +104,10 @@ def test_on_a_cpu_vllm_is_refused_and_gets_as_far_as_cuda(server: tuple[str, Pat
     buffer = Buffer(sum(value.nbytes for value in state.values()), torch.device("cpu"))
     part = list(state.items())
     buffer.fill(part)
-    pickled = base64.b64encode(pickle.dumps(buffer.handles)).decode()
     control.post("/pause?mode=keep&clear_cache=false")
     control.post("/start_weight_update")
     with pytest.raises(SyncError) as refused:
-        control.post("/update_weights", {"update_info": {**description(part), "ipc_handles_pickled": pickled}})
+        control.post("/update_weights", {"update_info": update_info(part, buffer)})
     # it has unpickled the handle, and would open it
     assert "Refusing" not in str(refused.value)
     assert "CUDA" in str(refused.value)

@@ -102,8 +102,10 @@ class Engine:
         self.weight_version = weight_version
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.prompt_tokens = 0
-        """Tokens of prompts that were computed so far, without those found in the cache."""
+        self.computed_tokens = 0
+        """Tokens of prompts that were computed so far."""
+        self.cached_tokens = 0
+        """Tokens of prompts that were found in the cache so far."""
         self.generation_tokens = 0
         """Tokens that were sampled so far."""
         self._heads: int = config.num_attention_heads
@@ -298,6 +300,7 @@ class Engine:
         self._known[slot], self._computed[slot], self._shared_by[slot] = size, prefix, shared_by
         self._held[slot] = True
         request.slot = slot
+        self.cached_tokens += prefix
         return True
 
     def _oldest_idle(self) -> int:
@@ -343,7 +346,7 @@ class Engine:
             )
             self._plan = None  # frees its masks before the sampler and the next step need memory
         self._computed[slots] = end
-        self.prompt_tokens += int(count[count > 1].sum())
+        self.computed_tokens += int(count[count > 1].sum())
         if len(sampled):
             self._extend([requests[i] for i in sampled], slots[sampled], logits)
 

@@ -8,12 +8,12 @@ from functools import partial
 
 from aiohttp import web
 
-from agentfactory.rollout.concurrency import METRICS_ROUTE, Load, write_load
 from agentfactory.rollout.embedded.engine import Engine, Request
 from agentfactory.rollout.embedded.generation import ApiError, Json, answer, make_request
 from agentfactory.rollout.embedded.lora import Adapter, AdapterError
 from agentfactory.rollout.embedded.shared_memory import CPU, memory_key
 from agentfactory.rollout.embedded.weights import WeightsError, WeightUpdate, checksums
+from agentfactory.rollout.server_metrics import METRICS_ROUTE, Load, write_load
 
 Handler = Callable[["Server", web.BaseRequest], Awaitable[Json | str]]
 
@@ -218,7 +218,8 @@ class Server:
             raise ApiError(400, f"action: {action!r} is not supported by the embedded engine; only checksum is")
         if "weights" in self._asleep:
             raise ApiError(409, "the weights are asleep; POST /wake_up?tags=weights first")
-        return {"checksums": checksums(self.engine.model)}
+        # the engine keeps running: only an update changes weights, and its sender waits for this proof
+        return {"checksums": await asyncio.to_thread(checksums, self.engine.model)}
 
     # ---- cache and sleep
 
@@ -277,8 +278,16 @@ class Server:
 
     async def metrics(self, http: web.BaseRequest) -> str:
         engine = self.engine
-        waiting, running = len(engine.waiting), len(engine.running)
-        return write_load(Load(waiting, running, engine.cache_usage, engine.prompt_tokens, engine.generation_tokens))
+        return write_load(
+            Load(
+                waiting=len(engine.waiting),
+                running=len(engine.running),
+                cache=engine.cache_usage,
+                prompt_tokens=engine.computed_tokens + engine.cached_tokens,
+                generation_tokens=engine.generation_tokens,
+                cached_tokens=engine.cached_tokens,
+            )
+        )
 
     async def models(self, http: web.BaseRequest) -> Json:
         base = {

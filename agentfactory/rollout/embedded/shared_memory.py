@@ -35,16 +35,15 @@ def memory_key(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else CPU
 
 
-class SharedBuffer:
-    """The sender's buffer, mapped once for all parts of an update: torch counts one release for each time a handle is
-    sent, and the sender writes the parts one after the other into the same buffer. CUDA: untested on a GPU."""
+class SharedBuffers:
+    """The sender's buffers, each mapped once for all parts of an update: torch counts one release for each handle, and
+    the sender writes one part after the other into the same few buffers. CUDA: untested on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         """`device` is the model's device."""
         self._device = device
-        self._handle: Any = None
-        self._block: SharedMemory | None = None
-        self._bytes: Tensor | None = None
+        self._opened: list[tuple[Any, SharedMemory | None, Tensor]] = []
+        """The handles, with the blocks that the machine's memory is mapped by."""
 
     def open(self, pickled: str) -> UInt8[Tensor, "bytes"]:
         """Open the buffer behind a handle; it is the sender's memory, not a copy. Raises SharedMemoryError."""
@@ -55,24 +54,25 @@ class SharedBuffer:
                 f"ipc_handles_pickled: the handle is for the memory of {', '.join(map(str, handles)) or 'nothing'}, "
                 f"and the model is on {memory_key(self._device)}: trainer and server must use the same GPU"
             )
-        if self._bytes is not None and self._handle == handles[key]:
-            return self._bytes
-        self.close()
+        for handle, _, opened in self._opened:
+            if handle == handles[key]:
+                return opened
+        block = None
         if key == CPU:
-            self._block, self._bytes = _open_block(handles[key])
+            block, buffer = _open_block(handles[key])
         else:
             arguments = list(handles[key])
             arguments[_DEVICE_ARGUMENT] = self._device.index or 0
-            self._bytes = rebuild_cuda_tensor(*arguments)
-        self._handle = handles[key]
-        return self._bytes
+            buffer = rebuild_cuda_tensor(*arguments)
+        self._opened.append((handles[key], block, buffer))
+        return buffer
 
     def close(self) -> None:
-        """Release the buffer to the sender."""
-        self._handle = self._bytes = None
-        if self._block is not None:
-            self._block.close()
-            self._block = None
+        """Release the buffers to the sender."""
+        blocks = [block for _, block, _ in self._opened if block is not None]
+        self._opened.clear()
+        for block in blocks:
+            block.close()
 
 
 def _open_block(handle: Any) -> tuple[SharedMemory, Tensor]:

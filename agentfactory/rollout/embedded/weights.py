@@ -1,6 +1,5 @@
 """Updates a model's full weights in place, from a safetensors file or shared memory, and computes their checksums."""
 
-import hashlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from agentfactory.rollout.embedded.shared_memory import SharedBuffer, SharedMemoryError
+from agentfactory.rollout.embedded.shared_memory import SharedBuffers, SharedMemoryError
+from agentfactory.rollout.weight_digest import weight_digest
 
 _PACKED = ("names", "dtype_names", "shapes", "tensor_sizes")
 """Lists that describe one part sent through shared memory, with an entry per tensor."""
@@ -32,7 +32,7 @@ class WeightUpdate:
         self._state = model.state_dict()
         self._tied = _tied(self._state)
         self._given: set[str] = set()
-        self._buffer = SharedBuffer(next(model.parameters()).device)
+        self._buffers = SharedBuffers(next(model.parameters()).device)
 
     def load(self, info: Any) -> None:
         """Load weights from {"path": FILE}, a safetensors file of all weights, or from one packed part as in vLLM's
@@ -62,7 +62,7 @@ class WeightUpdate:
 
     def close(self) -> None:
         """Release the sender's memory."""
-        self._buffer.close()
+        self._buffers.close()
 
     def _load_file(self, path: str) -> None:
         if not Path(path).is_file():
@@ -95,7 +95,7 @@ class WeightUpdate:
         if any(not isinstance(entries, list) or len(entries) != len(lists[0]) for entries in lists):
             raise WeightsError(f"update_info: {', '.join(_PACKED)} must be lists of one length")
         try:
-            buffer = self._buffer.open(info["ipc_handles_pickled"])
+            buffer = self._buffers.open(info["ipc_handles_pickled"])
         except SharedMemoryError as error:
             raise WeightsError(str(error)) from error
         part: dict[str, Tensor] = {}
@@ -139,12 +139,8 @@ class WeightUpdate:
 
 
 def checksums(model: nn.Module) -> dict[str, str]:
-    """SHA-256 of each parameter's bytes, by name; tied parameters appear once, as in `named_parameters()`."""
-    return {name: _digest(parameter.detach()) for name, parameter in model.named_parameters()}
-
-
-def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
+    """The `weight_digest` of each parameter, by name; tied parameters appear once, as in `named_parameters()`."""
+    return {name: weight_digest(parameter) for name, parameter in model.named_parameters()}
 
 
 def _tied(state: Mapping[str, Tensor]) -> list[list[str]]:

@@ -2,8 +2,8 @@
 
 Even with the right weights, a server may compute with something else: a cache of older weights, a packed copy, an
 adapter that it lists and does not apply, a replica that was not updated. The canary sends the same requests as
-rollouts, to `/inference/v1/generate` and through the prefix cache, so it gets what they would get. vLLM's
-`prompt_logprobs` would not work: such requests do not read the prefix cache. `logprob_token_ids` returns the
+rollouts, to `/inference/v1/generate` of each replica and through its prefix cache, so it gets what they would get.
+vLLM's `prompt_logprobs` would not work: such requests do not read the prefix cache. `logprob_token_ids` returns the
 log-probabilities of chosen tokens at the position of one sampled token.
 
 Entries that other requests have evicted from a server's cache since the last version are no longer stale, and are not
@@ -18,12 +18,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from agentfactory.rollout.routing import Replica
 from agentfactory.trainers.policy import Policy
 from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
 from agentfactory.trainers.sync.drift import Drift, Scores, Verdict
@@ -39,10 +40,14 @@ from agentfactory.trainers.sync.protocol import (
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 CONTEXTS = 8
 CONTEXT_TOKENS = 144
 """More than a block of vLLM's prefix cache, which is 128 tokens on a CPU and 16 on a GPU: shorter contexts are never
 cached, so a stale cache would not be detected."""
+CONTEXTS_AGAIN = 2
+"""Contexts that are scored again before the next push: other weights move them all."""
 CANDIDATES = 16
 """Tokens scored after each context; vLLM returns at most 20."""
 _INVALID = -9999.0
@@ -93,10 +98,12 @@ def trainer_scores(policy: Policy, rows: Sequence[CanaryRow], forward: Forward |
     return logprobs.double().cpu().numpy()
 
 
-def server_scores(server: ServerControl, rows: Sequence[CanaryRow], report: SyncReport, fresh: bool) -> Scores:
-    """Returns a server's scores of the same rows, with the weights of `report`. `fresh` avoids everything that other
-    requests have cached by using a separate salt: their cached entries stay unchanged, and a cache that is never
-    dropped becomes ever more stale for requests that read it. Raises SyncError."""
+def server_scores(
+    server: ServerControl, rows: Sequence[CanaryRow], report: SyncReport, fresh: bool, replica: int | None = None
+) -> Scores:
+    """Returns the scores of the same rows by a server's `replica`, with the weights of `report`. `fresh` avoids
+    everything that other requests have cached by using a separate salt: their cached entries stay unchanged, and a
+    cache that is never dropped becomes ever more stale for requests that read it. Raises SyncError."""
 
     def score(row: CanaryRow) -> list[float]:
         # vLLM puts the sampled token before the candidates and cuts the surplus, so one candidate is requested twice
@@ -107,7 +114,7 @@ def server_scores(server: ServerControl, rows: Sequence[CanaryRow], report: Sync
         if salt is not None:
             body["cache_salt"] = salt
         try:
-            choice = server.post("/inference/v1/generate", body)["choices"][0]
+            choice = server.post("/inference/v1/generate", body, replica)["choices"][0]
             versions = {span["version"] for span in choice["weight_versions"] or []}
             given = {entry["token_id"]: entry["logprob"] for entry in choice["logprobs"]["content"][0]["top_logprobs"]}
         except (KeyError, TypeError, IndexError) as error:
@@ -130,7 +137,7 @@ def server_scores(server: ServerControl, rows: Sequence[CanaryRow], report: Sync
 
 
 class Canary:
-    """Checks for each version whether the log-probabilities of each server follow the trainer's. See Drift."""
+    """Checks for each version whether the log-probabilities of each replica follow the trainer's. See Drift."""
 
     def __init__(
         self, servers: Sequence[ServerControl], rows: Sequence[CanaryRow], dtype: str, rounded: bool = False
@@ -141,20 +148,24 @@ class Canary:
         self.rows = list(rows)
         self._servers = servers
         self._proven: SyncReport | None = None
-        self._drifts: defaultdict[str, Drift] = defaultdict(lambda: Drift(dtype, len(self.rows), rounded))
+        self._drifts: defaultdict[Replica, Drift] = defaultdict(lambda: Drift(dtype, len(self.rows), rounded))
 
     def trainer_scores(self, policy: Policy, forward: Forward | None = None) -> Scores:
         """See the function of the same name."""
         return trainer_scores(policy, self.rows, forward)
 
     def prove(self, report: SyncReport, trainer: Scores) -> dict[str, float]:
-        """Scores the version of `report` on every server; `trainer` are the policy's scores of the same version.
+        """Scores the version of `report` on every replica; `trainer` are the policy's scores of the same version.
 
-        Returns the metrics of the server with the weakest proof. Raises SyncError if a server does not serve what the
+        Returns the metrics of the replica with the weakest proof. Raises SyncError if a replica does not serve what the
         trainer has sent.
         """
         verdicts: list[Verdict] = []
-        on_each(self._servers, lambda server: verdicts.append(self._judge(server, report, trainer)))
+
+        def judge(server: ServerControl) -> None:
+            verdicts.extend(on_replicas(server, lambda replica: self._judge(server, replica, report, trainer)))
+
+        on_each(self._servers, judge)
         self._proven = report
         slopes = [verdict.slope for verdict in verdicts if verdict.slope is not None]
         metrics = {
@@ -167,11 +178,16 @@ class Canary:
 
     def prove_again(self, report: SyncReport, url: str) -> None:
         """Checks the server at `url` after WeightSync.restore: it must score as before. Raises SyncError."""
+        if self._proven is None:
+            return
         server = find(self._servers, url)
-        drift = self._drifts[server.url]
-        if drift.started:
-            scores = server_scores(server, self.rows, report, fresh=True)
-            self._accept(server, report, drift.judge_again(scores))
+
+        def judge_again(replica: int | None) -> None:
+            if (drift := self._drifts[Replica(server.url, replica)]).started:
+                scores = server_scores(server, self.rows, report, fresh=True, replica=replica)
+                _accept(server, replica, report, drift.judge_again(scores))
+
+        on_replicas(server, judge_again)
 
     def prove_unchanged(self) -> None:
         """Checks that the servers still score as when they proved the last version. Servers that sleep, are gone, or
@@ -184,41 +200,56 @@ class Canary:
                 on_each(self._servers, lambda server: self._compare_with_proof(server, report))
 
     def _compare_with_proof(self, server: ServerControl, report: SyncReport) -> None:
-        drift = self._drifts[server.url]
         restarted = report.is_adapter and report.model not in served_models(server)
-        if server.asleep or restarted or not drift.started:
+        if server.asleep or restarted:
             return
-        try:
-            scores = server_scores(server, self.rows, report, fresh=True)
-        except OtherVersionError as error:
-            if error.versions != {INITIAL_LABEL}:
-                raise ForeignWeightsError(server, f"serves version {', '.join(sorted(error.versions))}") from error
-            return
-        verdict = drift.judge_again(scores)
-        if verdict.failure is not None:
-            raise ForeignWeightsError(
-                server, f"has other weights since it proved version {report.version}: {verdict.failure}"
-            )
 
-    def _judge(self, server: ServerControl, report: SyncReport, trainer: Scores) -> Verdict:
-        drift = self._drifts[server.url]
+        def compare(replica: int | None) -> None:
+            drift = self._drifts[Replica(server.url, replica)]
+            if not drift.started:
+                return
+            try:
+                scores = server_scores(server, self.rows[:CONTEXTS_AGAIN], report, fresh=True, replica=replica)
+            except OtherVersionError as error:
+                if error.versions != {INITIAL_LABEL}:
+                    raise ForeignWeightsError(server, f"serves version {', '.join(sorted(error.versions))}") from error
+                return
+            verdict = drift.judge_again(scores)
+            if verdict.failure is not None:
+                raise ForeignWeightsError(
+                    server, f"has other weights since it proved version {report.version}: {verdict.failure}"
+                )
+
+        on_replicas(server, compare)
+
+    def _judge(self, server: ServerControl, replica: int | None, report: SyncReport, trainer: Scores) -> Verdict:
+        drift = self._drifts[Replica(server.url, replica)]
         if drift.started:
             # read what an earlier version left in the cache before this version fills it
-            cached = server_scores(server, self.rows, report, fresh=False)
-            fresh = server_scores(server, self.rows, report, fresh=True)
+            cached = server_scores(server, self.rows, report, fresh=False, replica=replica)
+            fresh = server_scores(server, self.rows, report, fresh=True, replica=replica)
             verdict = drift.judge(cached, fresh, trainer)
         else:
-            fresh = server_scores(server, self.rows, report, fresh=True)
-            cached = server_scores(server, self.rows, report, fresh=False)
+            fresh = server_scores(server, self.rows, report, fresh=True, replica=replica)
+            cached = server_scores(server, self.rows, report, fresh=False, replica=replica)
             verdict = drift.start(cached, fresh, trainer)
         if not verdict.provable:
             logger.info("version %d: not yet provable by its log-probabilities on %s", report.version, server.url)
-        return self._accept(server, report, verdict)
+        return _accept(server, replica, report, verdict)
 
-    def _accept(self, server: ServerControl, report: SyncReport, verdict: Verdict) -> Verdict:
-        if verdict.failure is not None:
-            raise SyncError(f"{server.url}, version {report.version} ({report.label}): {verdict.failure}")
-        return verdict
+
+def on_replicas(server: ServerControl, act: Callable[[int | None], Result]) -> list[Result]:
+    """Returns what `act` returns for each replica of a server; all are called at once."""
+    replicas = server.replicas()
+    with ThreadPoolExecutor(len(replicas)) as pool:
+        return [*pool.map(act, replicas)]
+
+
+def _accept(server: ServerControl, replica: int | None, report: SyncReport, verdict: Verdict) -> Verdict:
+    if verdict.failure is not None:
+        named = server.url if replica is None else f"{server.url}, replica {replica}"
+        raise SyncError(f"{named}, version {report.version} ({report.label}): {verdict.failure}")
+    return verdict
 
 
 def push_proven(

@@ -115,9 +115,10 @@ class Drift:
         return Verdict(provable, drift, gap, slope, failure)
 
     def judge_again(self, server: Scores) -> Verdict:
-        """Judge the latest version again, after a restart or before the next one: the server must score as before."""
+        """Judge the latest version again, after a restart or before the next one: the server must score as before.
+        `server` may have only the first of the contexts."""
         assert self._latest is not None
-        gap = _rms(server - self._latest)
+        gap = _rms(server - self._latest[: len(server)])
         failure = None
         if not gap <= PROVABLE * self.noise:
             failure = f"the server's log-probabilities are {gap:.3g} nats from those with which it proved this version"

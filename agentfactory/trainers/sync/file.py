@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -11,6 +12,7 @@ from agentfactory.tools.disk import writing
 from agentfactory.trainers.checkpoint_folder import set_usual_modes
 from agentfactory.trainers.policy import Policy
 from agentfactory.trainers.server_control import ServerControl
+from agentfactory.trainers.sync.content import Content
 from agentfactory.trainers.sync.full import holds_full_weights, update_full_weights
 from agentfactory.trainers.sync.protocol import SyncReport, base_model, find, lock_for_others, on_each
 
@@ -30,6 +32,7 @@ class FileSync:
         self._keep_caches = keep_caches
         self._model = base_model(servers)
         self._last: tuple[int, Path] | None = None
+        self._served: Mapping[str, str] = {}
         self._digest = ""
         for server in servers:
             _init(server)
@@ -37,6 +40,7 @@ class FileSync:
     def push(self, version: int, policy: Policy, state: dict[str, Tensor]) -> SyncReport:
         """See WeightSync."""
         started = time.perf_counter()
+        content = Content(state, self._served)
         target = self._folder / str(version)
         target.mkdir(parents=True, exist_ok=True)
         file = (target / "model.safetensors").resolve()
@@ -44,7 +48,8 @@ class FileSync:
             save_file({name: value.cpu() for name, value in state.items()}, file, metadata={"format": "pt"})
         set_usual_modes(target)
         lock_for_others(target)
-        on_each(self._servers, lambda server: self._update(server, version, file, state))
+        on_each(self._servers, lambda server: self._update(server, version, file, content))
+        self._served = content.served
         if self._last is not None and self._last[1] != file:
             shutil.rmtree(self._last[1].parent)
         # kept until the next version is proven: a restarted server needs it
@@ -56,9 +61,9 @@ class FileSync:
         assert self._last is not None
         started = time.perf_counter()
         version, file = self._last
-        server, state = find(self._servers, url), load_file(file)
-        if not holds_full_weights(server, self._label(version), state):
-            self._update(server, version, file, state)
+        server, content = find(self._servers, url), Content(load_file(file))
+        if not holds_full_weights(server, self._label(version), content):
+            self._update(server, version, file, content)
         return self._report(started)
 
     def close(self) -> None:
@@ -67,14 +72,14 @@ class FileSync:
             shutil.rmtree(self._last[1].parent)
             self._last = None
 
-    def _update(self, server: ServerControl, version: int, file: Path, state: dict[str, Tensor]) -> None:
+    def _update(self, server: ServerControl, version: int, file: Path, content: Content) -> None:
         # every time: a server that was restarted since the last version is not initialised
         _init(server)
 
         def transfer() -> None:
             server.post("/update_weights", {"update_info": {"path": str(file)}})
 
-        self._digest = update_full_weights([server], self._label(version), state, transfer, self._keep_caches)
+        self._digest = update_full_weights([server], self._label(version), content, transfer, self._keep_caches)
 
     def _label(self, version: int) -> str:
         return f"{self._prefix}{version}"

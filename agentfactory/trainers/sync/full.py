@@ -1,29 +1,28 @@
-"""Updates a server's full weights with any transport: pause, transfer, prove, resume."""
+"""Updates a server's full weights with any transport: pause, transfer, resume, prove."""
 
 from collections.abc import Callable
 from string import digits
 
-from torch import Tensor
-
 from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
-from agentfactory.trainers.sync.content import prove_full_weights
+from agentfactory.trainers.sync.content import Content
 from agentfactory.trainers.sync.protocol import INITIAL_LABEL, ForeignWeightsError
 
 
 def update_full_weights(
     servers: list[ServerControl],
     label: str,
-    state: dict[str, Tensor],
+    content: Content,
     transfer: Callable[[], None],
     keep_caches: bool = False,
 ) -> str:
-    """Pauses all servers, calls `transfer` to load `state` into them, proves it in each, and resumes them. Returns the
-    digest of the proven content (see check_content).
+    """Pauses all servers, calls `transfer` to load the content into them, resumes them, and proves it in each. Returns
+    the digest of the proven content (see Content.check).
 
     Running requests keep their tokens and continue with the new weights. Their caches are recomputed. With
-    `keep_caches` all caches stay, and requests must avoid those of older weights by their cache salt. If a proof fails,
-    SyncError is raised and the servers stay paused: only proven weights generate. A server whose cache is asleep runs
-    nothing, and resumes automatically when the cache wakes: it is neither paused nor resumed.
+    `keep_caches` all caches stay, and requests must avoid those of older weights by their cache salt. Servers generate
+    while they are proven; if a proof fails, SyncError is raised and the server is paused again: the version is not
+    published, and nothing that was sampled from it is trained. A server whose cache is asleep runs nothing, and resumes
+    automatically when the cache wakes: it is neither paused nor resumed.
     """
     for server in servers:
         if not server.asleep:
@@ -31,21 +30,29 @@ def update_full_weights(
             server.post("/pause?mode=keep&clear_cache=false")
         server.post("/start_weight_update")
     transfer()
-    digest = ""
     for server in servers:
         server.post("/finish_weight_update", {"weight_version": label})
         # the server answers 200 even if it did nothing; caches of the old weights would then stay in use
         dropped = keep_caches or server.post("/reset_prefix_cache?reset_running_requests=true").get("success") is True
         if not dropped:
             raise SyncError(f"{server.url}/reset_prefix_cache did not drop the caches of the old weights")
-        digest = prove_full_weights(server, label, state)
     for server in servers:
         if not server.asleep:
             server.post("/resume")
+    digest = ""
+    for server in servers:
+        try:
+            digest = content.prove(server, label)
+        except ServerGoneError:
+            raise
+        except SyncError:
+            if not server.asleep:
+                server.post("/pause?mode=keep&clear_cache=false")
+            raise
     return digest
 
 
-def holds_full_weights(server: ServerControl, label: str, state: dict[str, Tensor]) -> bool:
+def holds_full_weights(server: ServerControl, label: str, content: Content) -> bool:
     """Returns whether a server proves that it has this version. A paused server was left so by a failure.
 
     Raises ForeignWeightsError if it has a version of another process, which a restart does not explain.
@@ -56,7 +63,7 @@ def holds_full_weights(server: ServerControl, label: str, state: dict[str, Tenso
     if server.get("/is_paused").get("is_paused") is True:
         return False
     try:
-        prove_full_weights(server, label, state)
+        content.prove(server, label)
     except ServerGoneError:
         raise
     except SyncError:

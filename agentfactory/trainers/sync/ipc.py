@@ -4,8 +4,10 @@ import base64
 import pickle
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from itertools import cycle
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,15 @@ from torch.multiprocessing.reductions import reduce_tensor
 from agentfactory.rollout.embedded.shared_memory import CPU, memory_key
 from agentfactory.trainers.policy import Policy
 from agentfactory.trainers.server_control import ServerControl, SyncError
+from agentfactory.trainers.sync.content import Content
 from agentfactory.trainers.sync.full import holds_full_weights, update_full_weights
 from agentfactory.trainers.sync.protocol import SyncReport, base_model, find, on_each
 
-BUFFER_BYTES = 2**28
-"""Size of the shared buffer, unless one weight is larger. It exists only during a transfer, in addition to both
-models."""
+BUFFER_BYTES = 2**27
+"""Size of each of two shared buffers, unless one weight is larger: the trainer fills one while the server reads the
+other. They exist only during a transfer, in addition to both models."""
+_PARTS = 8
+"""Parts in which a small model travels, so that filling and reading overlap there, too."""
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -97,6 +102,7 @@ class IpcSync:
         self._version = 0
         # copy of the last pushed version for a server that is restarted; the policy's own weights keep changing
         self._copy: dict[str, Tensor] = {}
+        self._served: Mapping[str, str] = {}
         self._digest = ""
         for server in servers:
             self._init(server)
@@ -104,25 +110,32 @@ class IpcSync:
     def push(self, version: int, policy: Policy, state: dict[str, Tensor]) -> SyncReport:
         """See WeightSync."""
         started = time.perf_counter()
+        content = Content(state, self._served)
         if self._copy.keys() != state.keys():
             self._copy = {name: torch.empty_like(value, device="cpu") for name, value in state.items()}
-        for name, value in state.items():
-            self._copy[name].copy_(value)
         self._version = version
-        on_each(self._servers, lambda server: self._update(server, state))
+        with ThreadPoolExecutor(1, "copy") as pool:
+            copied = pool.submit(self._keep, state)
+            on_each(self._servers, lambda server: self._update(server, content))
+        copied.result()
+        self._served = content.served
         return self._report(started)
 
     def restore(self, url: str) -> SyncReport:
         """See WeightSync."""
         assert self._copy
         started = time.perf_counter()
-        server = find(self._servers, url)
-        if not holds_full_weights(server, self._label, self._copy):
-            self._update(server, self._copy)
+        server, content = find(self._servers, url), Content(self._copy)
+        if not holds_full_weights(server, self._label, content):
+            self._update(server, content)
         return self._report(started)
 
     def close(self) -> None:
         """See WeightSync. Nothing is shared between two pushes."""
+
+    def _keep(self, state: dict[str, Tensor]) -> None:
+        for name, value in state.items():
+            self._copy[name].copy_(value)
 
     def _init(self, server: ServerControl) -> None:
         answer = server.post("/init_weight_transfer_engine", {"init_info": {"packed": True}})
@@ -139,25 +152,30 @@ class IpcSync:
                 f"{own}; let both use one GPU, or use sync.backend: file"
             )
 
-    def _update(self, server: ServerControl, state: dict[str, Tensor]) -> None:
+    def _update(self, server: ServerControl, content: Content) -> None:
         # every time: a server that was restarted since the last version is not initialised
         self._init(server)
+        state = content.state
         largest = max(value.nbytes for value in state.values())
         total = sum(value.nbytes for value in state.values())
-        capacity = max(largest, min(total, self._buffer_bytes))
-        # one buffer per server: torch counts one opening for each handle
-        with closing(Buffer(capacity, self._device)) as buffer:
-            pickled = base64.b64encode(pickle.dumps(buffer.handles)).decode("ascii")
+        capacity = max(largest, min(total // _PARTS, self._buffer_bytes))
+        with ExitStack() as stack:
+            # own buffers for each server: torch counts one opening for each handle
+            buffers = [stack.enter_context(closing(Buffer(capacity, self._device))) for _ in range(2)]
+            pool = stack.enter_context(ThreadPoolExecutor(1, "parts"))
 
             def transfer() -> None:
-                for part in parts(state, capacity):
+                read: Future[Any] | None = None
+                for part, buffer in zip(parts(state, capacity), cycle(buffers), strict=False):
                     buffer.fill(part)
+                    if read is not None:
+                        read.result()
                     # answers after it has copied the part
-                    server.post(
-                        "/update_weights", {"update_info": {**description(part), "ipc_handles_pickled": pickled}}
-                    )
+                    read = pool.submit(server.post, "/update_weights", {"update_info": update_info(part, buffer)})
+                if read is not None:
+                    read.result()
 
-            self._digest = update_full_weights([server], self._label, self._copy, transfer, self._keep_caches)
+            self._digest = update_full_weights([server], self._label, content, transfer, self._keep_caches)
 
     @property
     def _label(self) -> str:
@@ -185,9 +203,10 @@ def parts(state: dict[str, Tensor], capacity: int) -> Iterator[list[tuple[str, T
         yield part
 
 
-def description(part: list[tuple[str, Tensor]]) -> dict[str, list[Any]]:
-    """Returns what the receiver of a part needs to know in addition to the handle."""
+def update_info(part: list[tuple[str, Tensor]], buffer: Buffer) -> dict[str, Any]:
+    """Returns what the receiver needs to know of a part in a buffer."""
     return {
+        "ipc_handles_pickled": base64.b64encode(pickle.dumps(buffer.handles)).decode("ascii"),
         "names": [name for name, _ in part],
         "dtype_names": [str(value.dtype).removeprefix("torch.") for _, value in part],
         "shapes": [list(value.shape) for _, value in part],

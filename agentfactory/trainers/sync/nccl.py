@@ -8,7 +8,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -18,15 +18,21 @@ from torch import Tensor
 
 from agentfactory.trainers.policy import Policy
 from agentfactory.trainers.server_control import ServerControl, SyncError
+from agentfactory.trainers.sync.content import Content
 from agentfactory.trainers.sync.full import update_full_weights
 from agentfactory.trainers.sync.protocol import SyncReport, base_model, find
 
-# Bytes per broadcast. Both sides cut the stream of weights at this size, which is sent in `init_info`.
-BUFFER_BYTES = 2**30
+BUFFER_BYTES = 2**28
+"""Bytes per broadcast. Both sides cut the stream of weights at this size, which is sent in `init_info`."""
+BUFFERS = 2
+"""Broadcasts that a server's worker may have in memory."""
 
 
 class BroadcastGroup(Protocol):
     """The group of the trainer (rank 0) and all workers of all servers."""
+
+    device: torch.device
+    """The device of the buffers that it sends."""
 
     def broadcast(self, buffer: UInt8[Tensor, "bytes"]) -> None:
         """Sends `buffer` from rank 0 to every worker; returns when it may be freed."""
@@ -47,6 +53,7 @@ class VllmGroup:
 
         rendezvous = {"master_address": address, "master_port": port, "world_size": world_size}
         self._communicator: Any = trainer_init(rendezvous)
+        self.device = torch.device("cuda", torch.cuda.current_device())
 
     def broadcast(self, buffer: UInt8[Tensor, "bytes"]) -> None:
         """See BroadcastGroup."""
@@ -73,8 +80,9 @@ class NcclSync:
     """Sends full weights by packed broadcast, through vLLM's `nccl` weight transfer engine: servers are started with
     `--weight-transfer-config '{"backend": "nccl"}'`, on other devices than the trainer's. Untested on a GPU.
 
-    The policy is gathered from all ranks before anything is sent: sending while gathering hangs with more than two
-    ranks. Proof: a server echoes the version, and its checksum of every weight equals ours.
+    The policy is gathered from all ranks before anything is sent, in host memory if it is large (see Policy.gather):
+    sending while gathering hangs with more than two ranks. Proof: a server echoes the version, and its checksum of
+    every weight equals ours.
     """
 
     def __init__(
@@ -99,6 +107,7 @@ class NcclSync:
         self._buffer_bytes = buffer_bytes
         self._model = base_model(servers)
         self._last: SyncReport | None = None
+        self._served: Mapping[str, str] = {}
         workers = [int(server.get("/get_world_size")["world_size"]) for server in servers]
         address, port = _own_address(servers), _free_port()
         info = {
@@ -107,7 +116,7 @@ class NcclSync:
             "world_size": 1 + sum(workers),
             "packed": True,
             "packed_buffer_size_bytes": buffer_bytes,
-            "packed_num_buffers": 2,
+            "packed_num_buffers": BUFFERS,
         }
         # servers answer only when the group is complete, so call them while joining it
         offsets = [1 + sum(workers[:index]) for index in range(len(servers))]
@@ -125,6 +134,7 @@ class NcclSync:
         """See WeightSync."""
         started = time.perf_counter()
         label = f"{self._prefix}{version}"
+        content = Content(state, self._served)
         info = {
             "names": list(state),
             "dtype_names": [str(value.dtype).removeprefix("torch.") for value in state.values()],
@@ -133,13 +143,15 @@ class NcclSync:
 
         def broadcast() -> None:
             for buffer in packed(state, self._buffer_bytes):
-                self._group.broadcast(buffer)
+                # a large model is gathered in host memory
+                self._group.broadcast(buffer.to(self._group.device))
 
         def transfer() -> None:
             # servers answer after they have received everything
             _together(broadcast, *(_post(s, "/update_weights", {"update_info": info}) for s in self._servers))
 
-        digest = update_full_weights(self._servers, label, state, transfer, self._keep_caches)
+        digest = update_full_weights(self._servers, label, content, transfer, self._keep_caches)
+        self._served = content.served
         size = sum(value.nbytes for value in state.values())
         salt = label if self._keep_caches else None
         seconds = time.perf_counter() - started

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -88,11 +89,14 @@ def lock_for_others(folder: Path) -> None:
 
 
 def on_each(servers: Sequence[ServerControl], act: Callable[[ServerControl], None]) -> None:
-    """Calls `act` for every server. A server that is gone is skipped; raises ServerGoneError if none is left."""
+    """Calls `act` for all servers at once. A server that is gone is skipped; raises ServerGoneError if none is left,
+    and any other error when all calls have ended."""
     gone: list[ServerGoneError] = []
-    for server in servers:
+    with ThreadPoolExecutor(len(servers)) as pool:
+        calls = [pool.submit(act, server) for server in servers]
+    for call in calls:
         try:
-            act(server)
+            call.result()
         except ServerGoneError as error:
             logger.warning("%s", error)
             gone.append(error)

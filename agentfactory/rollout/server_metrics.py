@@ -1,0 +1,62 @@
+"""What inference servers report on their page of metrics, in vLLM's names: the load of each replica."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+METRICS_ROUTE = "/metrics"
+REPLICA_HEADER = "X-data-parallel-rank"
+"""Header of a request that names the replica to answer it, by its position in the server's page. Without it, vLLM
+chooses the least loaded one."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one replica reports: waiting and running requests, the share of its cache in use, and the tokens since its
+    start: of prompts, of prompts as far as they were in its cache, and of answers."""
+
+    waiting: float
+    running: float
+    cache: float
+    prompt_tokens: float = 0.0
+    generation_tokens: float = 0.0
+    cached_tokens: float = 0.0
+
+
+_FIELDS = {
+    "waiting": "vllm:num_requests_waiting",
+    "running": "vllm:num_requests_running",
+    "cache": "vllm:kv_cache_usage_perc",
+    "prompt_tokens": "vllm:prompt_tokens_total",
+    "generation_tokens": "vllm:generation_tokens_total",
+    "cached_tokens": "vllm:prefix_cache_hits_total",
+}
+
+
+def parse_loads(text: str) -> list[Load]:
+    """Read the load of each replica behind an address from a Prometheus page in vLLM's format, in the order of their
+    ranks. Raises ValueError if one of the metrics is missing."""
+    values: dict[str, dict[int, float]] = {name: {} for name in _FIELDS.values()}
+    for line in text.splitlines():
+        name, _, rest = line.partition("{")
+        if name in values:
+            _, found, label = rest.partition('engine="')
+            values[name][int(label.partition('"')[0]) if found else 0] = float(line.rpartition(" ")[2])
+        elif (bare := line.partition(" "))[0] in values:
+            values[bare[0]][0] = float(bare[2])
+    ranks = sorted(values[_FIELDS["running"]])
+    for name in values:
+        if not ranks or sorted(values[name]) != ranks:
+            raise ValueError(f"the server's {METRICS_ROUTE} has no {name}")
+    return [Load(**{field: values[name][rank] for field, name in _FIELDS.items()}) for rank in ranks]
+
+
+def combined(loads: Sequence[Load]) -> Load:
+    """Return the load of several replicas: the sums, and the fullest of the caches."""
+    sums = {field: sum(getattr(load, field) for load in loads) for field in _FIELDS}
+    return Load(**{**sums, "cache": max(load.cache for load in loads)})
+
+
+def write_load(load: Load) -> str:
+    """Write the page that `parse_loads` reads."""
+    kinds = {name: "counter" if name.endswith("_total") else "gauge" for name in _FIELDS.values()}
+    return "".join(f"# TYPE {name} {kinds[name]}\n{name} {getattr(load, field)}\n" for field, name in _FIELDS.items())

@@ -1,0 +1,64 @@
+"""Networks that fsdp2 shards: only rank 0 loads their weights, and the other ranks get their shares from it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from agentfactory.tools.errors import SettingError
+
+Decision = TypeVar("Decision")
+
+
+def load_on_rank_0(load: Callable[[], PreTrainedModel], path: str, dtype: torch.dtype) -> Any:
+    """Returns the network that `load` loads from `path`; on all ranks except 0, the same network on the CPU with
+    arbitrary weights and buffers, of which only those that are later written to take up memory. Every process calls it.
+
+    transformers' own option for this (FSDP_CPU_RAM_EFFICIENT_LOADING) reads the weights on every rank, and then
+    replaces them by as many zeros.
+    """
+    if dist.get_rank() == 0:
+        network: Any = load()
+    else:
+        with torch.device("meta"):
+            network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
+        # new memory for each name, so tied weights are no longer tied
+        network.to_empty(device="cpu")
+    # weights that the checkpoint contains under both names, and that differ, are not tied, whatever its config says
+    network.all_tied_weights_keys = decided_by_rank_0(lambda: dict(network.all_tied_weights_keys))
+    network.tie_weights(recompute_mapping=False)
+    return network
+
+
+def decided_by_rank_0(decide: Callable[[], Decision]) -> Decision:
+    """Returns, in all ranks, the result of `decide` on rank 0, or raises the SettingError that it raises there. Every
+    process calls it."""
+    found: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = decide()
+        except SettingError as error:
+            found[1] = error
+    dist.broadcast_object_list(found, src=0)
+    decision, refusal = found
+    if refusal is not None:
+        raise refusal
+    return decision
+
+
+@contextmanager
+def weights_of_rank_0(model: nn.Module) -> Iterator[None]:
+    """Fills `model`, which is sharded in place in this context, with rank 0's weights and buffers. Every process calls
+    it. Rank 0 keeps its whole weights in host memory until then."""
+    weights = model.state_dict() if dist.get_rank() == 0 else {}
+    yield
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
+    for buffer in model.buffers():
+        # those outside the state dictionary, such as the frequencies of rotary embeddings
+        dist.broadcast(buffer, src=0)

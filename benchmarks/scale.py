@@ -1,0 +1,371 @@
+"""Rollout workers with thousands of long chains: CPU per turn, event-loop lag, bytes per turn, delivery.
+
+The worker is the real one (`agentfactory.rollout.worker`), started as trainer rank 0 starts it: it renders, requests
+turns, runs a tool, saves and delivers groups of 8. Its server is a stub in another process that answers each request
+at once with the same 64 tokens, a tool call. Each answer of the tool is another text, so nothing is rendered from a
+cache. A chain has 30 turns and ends with 16 thousand tokens.
+
+- ms per turn: CPU time of the worker's process by its turns, from the first request to the last delivered group.
+- four workers share 1,024 chains (--quick: 512), for correctness and balance: each turn is requested and delivered
+  once.
+- lag: by how much a sleep of 10 ms in the worker's event loop takes longer, from the first call to the last.
+- delivery: the time for which a group of 8 x 16 thousand tokens blocks the worker (saved and sent) and rank 0 (read).
+
+`--before COMMIT` also runs that commit's worker, with 256 chains, in this run. The last line is JSON.
+`chains_4096_vs_1024` is the CPU time of 4,096 chains by 4 times that of 1,024 (--quick: of 256 and 128).
+
+    python benchmarks/scale.py [--quick] [--before COMMIT]
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+GROUP, TURNS, SAMPLED, ANSWER_WORDS, OPENING_WORDS = 8, 30, 64, 450, 400
+WORDS = 4000
+METRICS = "".join(
+    f"vllm:{name} 0\n"
+    for name in (
+        "num_requests_waiting",
+        "num_requests_running",
+        "kv_cache_usage_perc",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "prefix_cache_hits_total",
+    )
+)
+"""The load that the stub reports."""
+BATCHES = 16
+"""Batches into which the groups are delivered, so that rank 0 need not hold them all."""
+
+
+def words(seed: int) -> list[str]:
+    """Return made words, each of which is a token."""
+    draw = random.Random(seed)
+    syllables = [a + b for a in "bdfgklmnprstvz" for b in ("a", "e", "i", "o", "u", "ai", "en", "or")]
+    return sorted({"".join(draw.choices(syllables, k=draw.randint(1, 3))) for _ in range(3 * WORDS)})[:WORDS]
+
+
+TOOL_FILE = '''
+import asyncio, json, os, random, time
+from agentfactory import reward, tool
+
+WORDS = json.loads(open(__file__.replace("pages.py", "words.json")).read())
+draw = random.Random(1)
+lags = []
+watch = None
+
+
+async def measure():
+    while True:
+        asked = time.perf_counter()
+        await asyncio.sleep(0.01)
+        lags.append(1e3 * (time.perf_counter() - asked - 0.01))
+
+
+@tool
+async def read(page: int) -> str:
+    """Read a page.
+
+    Args:
+        page: its number
+    """
+    global watch
+    watch = watch or asyncio.create_task(measure())
+    return " ".join(draw.choices(WORDS, k=ANSWER_WORDS))
+
+
+@reward
+def chance() -> float:
+    if len(lags) > 1:
+        with open(__file__.replace("pages.py", f"lags-{os.getpid()}.json"), "w") as file:
+            json.dump(lags, file)
+        del lags[:-20000]
+    return draw.random()
+'''
+
+
+def make_folder(folder: Path, chains: int) -> None:
+    """Write the tokenizer, the tasks and the tool into `folder`."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = words(0)
+    specials = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<tool_call>", "</tool_call>"]
+    specials += ["<tool_response>", "</tool_response>"]
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    merges: dict[tuple[str, str], None] = {}
+    tokens = {token: None for token in sorted(letters)}
+    for word in (f"Ġ{word}" for word in vocabulary):
+        for end in range(2, len(word) + 1):
+            merges[word[: end - 1], word[end - 1]] = None
+            tokens[word[:end]] = None
+    ids = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    fast.add_tokens(specials, special_tokens=True)
+    templates = Path(transformers.__file__).parent.parent / "trl" / "chat_templates"
+    fast.chat_template = (templates / "qwen2_5.jinja").read_text(encoding="utf-8")
+    fast.save_pretrained(folder / "model")
+    draw = random.Random(2)
+    tasks = ({"question": " ".join(draw.choices(vocabulary, k=OPENING_WORDS))} for _ in range(chains // GROUP))
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    (folder / "pages.py").write_text(TOOL_FILE.replace("ANSWER_WORDS", str(ANSWER_WORDS)))
+    (folder / "words.json").write_text(json.dumps(vocabulary))
+    call = '<tool_call>\n{"name": "read", "arguments": {"page": 7}}\n</tool_call><|im_end|>'
+    ids_of_call = fast.encode(call, add_special_tokens=False)
+    thought = fast.encode(" " + " ".join(vocabulary[:SAMPLED]), add_special_tokens=False)
+    turn = [*thought[: SAMPLED - len(ids_of_call)], *ids_of_call]
+    choice = {
+        "index": 0,
+        "finish_reason": "stop",
+        "token_ids": turn,
+        "logprobs": {"content": [{"token_id": i, "logprob": -random.random()} for i in turn]},
+        "weight_versions": [{"version": "0", "start": 0, "end": len(turn)}],
+    }
+    (folder / "answer.json").write_text(json.dumps({"request_id": "r", "choices": [choice]}))
+
+
+async def serve_stub(folder: Path) -> None:
+    """Answer every request with the same turn."""
+    from aiohttp import web
+
+    answer = (folder / "answer.json").read_bytes()
+    received = {"requests": 0, "bytes": 0}
+    routes = ["/inference/v1/generate", "/health", "/v1/models"]
+    replies: dict[str, Any] = {
+        "/openapi.json": {"paths": {route: {} for route in routes}},
+        "/v1/models": {"data": [{"id": "base"}]},
+        "/received": received,
+    }
+
+    async def reply(request: web.BaseRequest) -> web.Response:
+        if request.path == "/inference/v1/generate":
+            received["requests"] += 1
+            received["bytes"] += len(await request.read())
+            return web.Response(body=answer, content_type="application/json")
+        if request.path == "/metrics":
+            return web.Response(text=METRICS)
+        return web.json_response(replies.get(request.path, {}))
+
+    server = web.Server(reply)
+    runner = web.ServerRunner(server)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, backlog=8192).start()
+    print(f"http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
+    await asyncio.Event().wait()
+
+
+@dataclass
+class Run:
+    """What `workers` took together for `chains`."""
+
+    chains: int
+    workers: int
+    balance: float
+    """CPU time of the busiest worker by the mean."""
+    ms_per_turn: float
+    lag_p99_ms: float
+    bytes_per_turn: float
+    seconds: float
+    mib: float
+
+
+def run_workers(folder: Path, url: str, chains: int, workers: int) -> Run:
+    """Start workers as rank 0 does, and take their batches."""
+    import urllib.request
+
+    import psutil
+
+    from agentfactory.rollout.config import RolloutRecipe
+    from agentfactory.rollout.weight_versions import Published
+
+    groups = chains // GROUP
+    recipe = RolloutRecipe.model_validate(
+        {
+            "model": {"path": str(folder / "model"), "lora": {"rank": 8}},
+            "data": {"path": str(folder / "tasks.jsonl")},
+            "tools": ["pages.py:read"],
+            "rewards": ["pages.py:chance"],
+            "server": {"engine": "vllm"},
+            "rollout": {
+                "group_size": GROUP,
+                "max_turns": TURNS,
+                "max_tokens": 128,
+                "max_total_tokens": 20_000,
+                "timeout_seconds": 7200,
+                "concurrency": chains,
+                "max_staleness": BATCHES - 1,
+                **({"workers": workers} if workers > 1 else {}),
+            },
+        }
+    )
+
+    def received() -> dict[str, int]:
+        with urllib.request.urlopen(url + "/received") as answer:
+            counts: dict[str, int] = json.load(answer)
+            return counts
+
+    trajectories = folder / f"trajectories-{chains}"
+    trajectories.mkdir()
+    before = received()
+    counts = (groups // BATCHES, groups)
+    try:
+        from agentfactory.rollout.delivery import Job
+        from agentfactory.rollout.workers import RolloutWorkers
+
+        source: Any = RolloutWorkers(Job(recipe, folder, [url], trajectories, *counts), folder, lambda _: True)
+    except ImportError:  # --before: a commit without several workers
+        from agentfactory.rollout.delivery import WorkerProcess
+
+        log: Any = folder / "worker.log"
+        source = WorkerProcess(recipe, folder, [url], trajectories, log, *counts, lambda _: True)  # type: ignore
+    processes = psutil.Process().children()
+    used, started = [sum(process.cpu_times()[:2]) for process in processes], time.perf_counter()
+    turns = tokens = 0
+    for version in range(BATCHES):
+        source.published(Published(version, f"bench-v{version}", f"bench-v{version}"))
+        for group in source.next_batch(groups // BATCHES):
+            for chain in group.trajectories:
+                assert chain.turns == TURNS, chain.error
+                turns += chain.turns
+                tokens = max(tokens, len(chain.rows[0].token_ids))
+    seconds = time.perf_counter() - started
+    cpu = [sum(process.cpu_times()[:2]) - before for process, before in zip(processes, used, strict=True)]
+    mib = sum(process.memory_info().rss for process in processes) / 2**20
+    source.close()
+    after = received()
+    assert turns == after["requests"] - before["requests"] == chains * TURNS
+    assert len(cpu) == workers
+    lags = sorted(lag for file in folder.glob("lags-*.json") for lag in json.loads(file.read_text()))
+    return Run(
+        chains,
+        workers,
+        max(cpu) / (sum(cpu) / workers),
+        1e3 * sum(cpu) / turns,
+        lags[int(len(lags) * 0.99)],
+        (after["bytes"] - before["bytes"]) / turns,
+        seconds,
+        mib,
+    )
+
+
+def delivery() -> dict[str, float]:
+    """Return the milliseconds for which a group of 8 x 16 thousand tokens blocks the worker and rank 0."""
+    from agentfactory.rollout.delivery import encode_group
+    from agentfactory.rollout.trajectory import Activity, Group, Outcome, Row, Span, Stretch, Trajectory
+
+    draw = random.Random(3)
+    length = 1 << 14
+
+    def chain(number: int) -> Trajectory:
+        mask = [int(i % (length // TURNS) < SAMPLED) for i in range(length)]
+        row = Row([draw.randrange(150_000) for _ in mask], mask, [-draw.random() * sampled for sampled in mask])
+        row.versions = [Span("run-v1", at, at + SAMPLED) for at in range(0, length, length // TURNS)]
+        messages = [{"role": "tool", "content": "word " * (ANSWER_WORDS)} for _ in range(TURNS)]
+        timeline = [Stretch(Activity.MODEL, 0.1, 0.2, turn) for turn in range(2 * TURNS)]
+        return Trajectory(f"g.{number}", messages, [row], Outcome.COMPLETED, 1.0, timeline=timeline)
+
+    group = Group("g", {"question": "?"}, [chain(number) for number in range(GROUP)])
+    parts = {"save": [], "send": [], "read": []}  # type: dict[str, list[float]]
+    with tempfile.TemporaryFile("w") as file:
+        for _ in range(20):
+            times = [time.perf_counter()]
+            file.write(group.to_json() + "\n")
+            times.append(time.perf_counter())
+            sent = encode_group(group)
+            times.append(time.perf_counter())
+            assert Group.from_json(sent[len(b'{"kind": "group", "group": ') : -2]) == group
+            times.append(time.perf_counter())
+            for part, start, end in zip(parts, times, times[1:], strict=False):
+                parts[part].append(1e3 * (end - start))
+    return {part: sorted(values)[len(values) // 2] for part, values in parts.items()}
+
+
+def measure(chains: int, code: Path, workers: int = 1) -> Run:
+    """Run workers of the checkout `code`, with a stub of their own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(code)}
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        make_folder(folder, chains)
+        command = [sys.executable, __file__, "--folder", made]
+        stub = subprocess.Popen([*command, "--stub"], stdout=subprocess.PIPE, text=True, env=environment)
+        assert stub.stdout is not None
+        try:
+            command += ["--url", stub.stdout.readline().strip(), "--chains", str(chains), "--workers", str(workers)]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
+        finally:
+            stub.terminate()
+            stub.wait()
+        if done.returncode != 0:
+            log = folder / "worker.log"
+            raise SystemExit(f"{' '.join(command)} failed\n{log.read_text()[-3000:] if log.exists() else ''}")
+    run = Run(**json.loads(done.stdout.splitlines()[-1]))
+    several = f" of {workers} workers (the busiest {run.balance:.2f} of the mean)" if workers > 1 else ""
+    spent = f"{run.ms_per_turn:5.2f} ms of CPU per turn, lag p99 {run.lag_p99_ms:6.1f} ms"
+    size = f"{run.bytes_per_turn:,.0f} bytes per turn, {run.seconds:.0f} s, {run.mib:,.0f} MiB"
+    print(f"  {run.chains:5} chains{several}: {spent}, {size}", flush=True)
+    return run
+
+
+def compare(quick: bool, before: str | None) -> None:
+    """Run everything, and print the summary."""
+    here = Path(__file__).resolve().parent.parent
+    if before is not None:
+        with tempfile.TemporaryDirectory() as old:
+            archive = subprocess.run(["git", "archive", before], cwd=here, stdout=subprocess.PIPE, check=True)
+            subprocess.run(["tar", "-x", "-C", old], input=archive.stdout, check=True)
+            print(f"the worker of {before}:")
+            measure(256, Path(old))
+    print("this worker:")
+    sizes = (128, 256) if quick else (256, 1024, 4096)
+    runs = {chains: measure(chains, here) for chains in sizes}
+    measure(512 if quick else 1024, here, workers=4)
+    parts = delivery()
+    shown = ", ".join(f"{part} {ms:.1f} ms" for part, ms in parts.items())
+    print(f"a group of {GROUP} x {1 << 14} tokens: {shown}")
+    few, many = sizes[-2:]
+    ratios = {
+        "ms_per_turn": runs[many].ms_per_turn,
+        "lag_p99_ms": runs[many].lag_p99_ms,
+        "delivery_ms_per_group": sum(parts.values()),
+        f"chains_{many}_vs_{few}": runs[many].ms_per_turn / runs[few].ms_per_turn,
+    }
+    print(json.dumps({name: round(value, 3) for name, value in ratios.items()}))
+
+
+def main() -> None:
+    """Run the benchmark; the hidden options are for the processes that it starts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="128 and 256 chains in place of 256 to 4,096")
+    parser.add_argument("--before", metavar="COMMIT", help="also run the worker of this commit")
+    parser.add_argument("--stub", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--url", help=argparse.SUPPRESS)
+    parser.add_argument("--chains", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--workers", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.stub:
+        asyncio.run(serve_stub(arguments.folder))
+    elif arguments.url:
+        run = run_workers(arguments.folder, arguments.url, arguments.chains, arguments.workers)
+        print(json.dumps(vars(run)), flush=True)
+    else:
+        compare(arguments.quick, arguments.before)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""What servers report on their page of metrics."""
+
+import pytest
+
+from agentfactory.rollout.server_metrics import Load, combined, parse_loads, write_load
+
+VLLM_PAGE = """# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="policy"} 3.0
+vllm:num_requests_running{engine="1",model_name="policy"} 4.0
+vllm:num_requests_waiting{engine="0",model_name="policy"} 0.0
+vllm:num_requests_waiting{engine="1",model_name="policy"} 1.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 9.0
+vllm:kv_cache_usage_perc{engine="0",model_name="policy"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="policy"} 0.125
+vllm:prompt_tokens_total{engine="0",model_name="policy"} 30.0
+vllm:prompt_tokens_total{engine="1",model_name="policy"} 40.0
+vllm:prompt_tokens_created{engine="1",model_name="policy"} 1.7e+09
+vllm:generation_tokens_total{engine="0",model_name="policy"} 5.0
+vllm:generation_tokens_total{engine="1",model_name="policy"} 6.0
+vllm:prefix_cache_hits_total{engine="0",model_name="policy"} 8.0
+vllm:prefix_cache_hits_total{engine="1",model_name="policy"} 9.0
+"""
+
+
+def test_each_replica_has_its_own_load() -> None:
+    loads = [Load(0, 3, 0.25, 30, 5, 8), Load(1, 4, 0.125, 40, 6, 9)]
+    assert parse_loads(VLLM_PAGE) == loads
+    assert combined(loads) == Load(1, 7, 0.25, prompt_tokens=70, generation_tokens=11, cached_tokens=17)
+
+
+def test_replicas_are_in_the_order_of_their_ranks() -> None:
+    names = [line.split("{")[0] for line in VLLM_PAGE.splitlines() if 'engine="1"' in line]
+    ranks = [f'{name}{{engine="{rank}"}} {rank}\n' for name in names for rank in (10, 2, 0, 1, 9, 3, 4, 5, 6, 7, 8)]
+    assert [load.running for load in parse_loads("".join(ranks))] == [*range(11)]
+
+
+def test_a_page_is_read_as_it_is_written() -> None:
+    load = Load(2, 3, 0.5, 40, 7, 11)
+    assert parse_loads(write_load(load)) == [load]
+    with pytest.raises(ValueError, match="has no vllm:num_requests_waiting"):
+        parse_loads("vllm:num_requests_running 1\n")
+    with pytest.raises(ValueError, match="has no vllm:num_requests_waiting"):
+        parse_loads("")
+    with pytest.raises(ValueError, match="has no vllm:generation_tokens_total"):
+        parse_loads(VLLM_PAGE.replace('vllm:generation_tokens_total{engine="1"', "other{"))
