@@ -119,6 +119,8 @@ class GroupProducer:
                     self.admission.start()
                     group = self._begin_group()
                     group.runs = tasks.create_task(self._run_group(group))
+                    # thousands of chains that begin in one turn of the event loop would hold it for seconds
+                    await asyncio.sleep(0)
                 choice = self.batches.choose([self._candidate(group) for group in self._open.values()])
                 if choice is None:
                     await self._wake.wait()

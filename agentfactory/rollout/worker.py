@@ -220,7 +220,7 @@ def _collect_rarely() -> None:
     large objects in cycles."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(5_000, 20, 100)
+    gc.set_threshold(1_500, 60, 100)
 
 
 def _published(message: dict[str, Any]) -> Published:

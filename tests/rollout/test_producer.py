@@ -1,6 +1,7 @@
 """Groups that grow too old, teach nothing or were left by an earlier run; turns that ask for the newest weights."""
 
 import asyncio
+import itertools
 import json
 import logging
 import random
@@ -175,6 +176,17 @@ async def test_a_group_that_grows_too_old_is_trained_with_the_chains_that_have_e
     assert cut.reward is None
     assert figures["cancelled/tokens"] == len(cut.rows[0].token_ids) > 0, "what it had is kept"
     assert saved["g000000"][0].outcome is Outcome.COMPLETED
+
+
+async def test_between_two_groups_that_begin_other_work_goes_on(quickstart_run: Path, tmp_path: Path) -> None:
+    tasks = [{"name": f"t{n}", **FAST} for n in range(20)]
+    async with training(quickstart_run, tmp_path, tasks, steps=1, batch=20) as trainer:
+        begun = [0]
+        while begun[-1] < 20:
+            await asyncio.sleep(0)
+            begun.append(len(trainer.producer._open))
+        assert max(after - before for before, after in itertools.pairwise(begun)) == 1
+        assert len((await trainer.next_batch())[0]) == 60
 
 
 async def test_a_group_with_too_little_is_queued_again_once_and_a_hopeless_task_is_told(
