@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from agentfactory.rollout.delivery import Job
-from agentfactory.rollout.trajectory import Group, Row, read_groups
+from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.trajectory import Group, Row
 from agentfactory.rollout.weight_versions import Published
 from agentfactory.rollout.workers import RolloutWorkers
 from agentfactory.trainers.checkpoints import Checkpoints

@@ -16,12 +16,13 @@ from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Place, TaskOrder
 from agentfactory.rollout.filter import Worth, worth
+from agentfactory.rollout.group_files import read_groups
 from agentfactory.rollout.producer import GroupProducer
 from agentfactory.rollout.renderer import load_tokenizer, make_renderer
 from agentfactory.rollout.resume import Resumed
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.staleness import Admission
-from agentfactory.rollout.trajectory import Group, Outcome, Trajectory, read_groups
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.rollout.weight_versions import Published
 from agentfactory.tools.toolset import open_toolset
 from tests.scripted_server import ScriptedServer, serve_script

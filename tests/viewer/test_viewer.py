@@ -17,7 +17,8 @@ from urllib.parse import quote, urlsplit
 import pytest
 
 from agentfactory.launching.run_folder import RunFolder
-from agentfactory.rollout.trajectory import CREDIT_FILE, Group, read_groups
+from agentfactory.rollout.group_files import CREDIT_FILE, read_groups
+from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.best_checkpoint import find_best
 from agentfactory.trainers.metrics import METRICS
 from agentfactory.viewer.__main__ import main
@@ -25,6 +26,7 @@ from agentfactory.viewer.charts import charts
 from agentfactory.viewer.export import export
 from agentfactory.viewer.follower import Follower
 from agentfactory.viewer.growing_file import GrowingFile
+from tests.saved_groups import old_line
 from tests.viewer.browsing import api, ask, asking, opened, run_id, viewing
 from tests.viewer.viewer_runs import (
     BEST,
@@ -554,7 +556,7 @@ def test_a_fault_of_the_server_is_told_in_words(viewer: str, page: "Page") -> No
 def test_a_live_run_is_followed_without_reloading(page: "Page", tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "live", "name: live\n")
     saved = run.trajectories / "train.jsonl"
-    line = Group("g0", {}, [chain("g0.0", [{"role": "user", "content": "hello"}], [])]).to_json() + "\n"
+    line = old_line(Group("g0", {}, [chain("g0.0", [{"role": "user", "content": "hello"}], [])])) + "\n"
 
     def drawn(rewards: list[float]) -> None:
         found = """rewards => JSON.stringify(document.querySelector('[data-chart="reward"] .plot')?.data?.[0]?.y)
