@@ -90,7 +90,7 @@ def test_saved_rows_are_those_of_whole_chains(make_groups: Callable[..., list[Gr
     path = tmp_path / "groups.jsonl"
     write_groups(path, groups)
     rows = saved_rows(path)
-    assert [row.token_ids for row in rows] == [
+    assert [row.token_ids.tolist() for row in rows] == [
         chain.rows[0].token_ids for group in groups for chain in group.trajectories if not chain.outcome.failed
     ]
     with pytest.raises(ValueError, match=r"train\.from_trajectories: .* does not exist"):
@@ -106,7 +106,7 @@ def test_rejection_sampling_takes_the_chains_that_did_well(
     path = tmp_path / "groups.jsonl"
     write_groups(path, groups)
     chosen = [groups[0].trajectories[index].rows[0].token_ids for index in (1, 3)]
-    assert [row.token_ids for row in saved_rows(path, min_reward=0.7)] == chosen
+    assert [row.token_ids.tolist() for row in saved_rows(path, min_reward=0.7)] == chosen
     with pytest.raises(ValueError, match=r"train\.min_reward: no chain of .* has at least 1\.0; the best has 0\.9"):
         saved_rows(path, min_reward=1.0)
 
