@@ -178,7 +178,7 @@ def restore_streams(saved: Any, record: bytes) -> None:
     for name, count in taken.items():
         if count != (held := len(arrays.get(name, ()))):
             problem = f"its rows have {count} {name}, and their array {held}"
-            raise ValueError(f"{problem}; fix: leave out whole groups, or set the reward of a chain to null")
+            raise ValueError(f"{problem}; fix: leave out whole lines, not chains of a line")
 
 
 def _array(name: str, values: Any) -> np.ndarray:

@@ -184,7 +184,7 @@ def test_lost_arrays_are_told_with_their_line(tmp_path: Path, harm: Callable[[Pa
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        ({"token_ids": 2}, r"its rows have 8 token_ids, and their array 9; fix: leave out whole groups"),
+        ({"token_ids": 2}, r"its rows have 8 token_ids, and their array 9; fix: leave out whole lines"),
         ({"token_ids": [1.5]}, r"token_ids: Expected `int`, got `float`"),
         ({"token_ids": [2**40]}, r"token_ids: "),
         ({"logprobs": [None]}, r"logprobs: Expected `float`, got `null`"),

@@ -17,10 +17,11 @@ from urllib.parse import quote, urlsplit
 import pytest
 
 from agentfactory.launching.run_folder import RunFolder
-from agentfactory.rollout.group_files import CREDIT_FILE, read_groups
+from agentfactory.rollout.group_files import CREDIT_FILE, arrays_file, read_groups
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.best_checkpoint import find_best
 from agentfactory.trainers.metrics import METRICS
+from agentfactory.viewer import trajectory_page
 from agentfactory.viewer.__main__ import main
 from agentfactory.viewer.charts import charts
 from agentfactory.viewer.export import export
@@ -700,6 +701,37 @@ def test_odd_lines_and_files_are_told_and_nothing_else_is_lost(tmp_path: Path) -
     answer = client.get("/api/run", params={"run": state["id"]})
     assert answer.status_code == 404
     assert "its recipe cannot be read" in answer.json()["error"]
+
+
+def test_a_chain_whose_arrays_are_lost_is_shown_without_its_tokens(tmp_path: Path) -> None:
+    run = many_chains(tmp_path / "run", 2, members=2)
+    follower, client = asking(run.path)
+    row = client.get("/api/trajectories").json()["rows"][0]
+    where = {name: row[name] for name in ("run", "file", "byte", "place")}
+    arrays = arrays_file(run.trajectories / "train.jsonl")
+    content = arrays.read_bytes()
+
+    def page() -> dict[str, Any]:
+        trajectory_page._read_group.cache_clear()
+        answer = client.get("/api/trajectory", params=where)
+        assert answer.status_code == 200
+        return answer.json()
+
+    whole = page()
+    assert (len(whole["rows"][0]["token_ids"]), whole["rows_problem"]) == (240, None)
+    assert whole["rows"][0]["mask"] == [0] * 120 + [1] * 120
+    for harm, problem in (
+        (lambda: arrays.write_bytes(content[:-1]), "which has only"),
+        (lambda: arrays.write_bytes(content[:-1] + b"~"), "its arrays are damaged"),
+        (arrays.unlink, "its arrays cannot be read, train.arrays: No such file"),
+    ):
+        harm()
+        told = page()
+        assert (told["rows"], told["messages"]) == ([], whole["messages"])
+        assert problem in told["rows_problem"]
+        assert str(tmp_path) not in told["rows_problem"], "an exported page is shared with others"
+    assert follower.state()["runs"][0]["chains"] == 4
+    assert export([run.path], tmp_path / "page.html").startswith(str(tmp_path))
 
 
 def test_what_was_mended_is_told_no_longer(tmp_path: Path) -> None:
