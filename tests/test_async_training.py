@@ -115,7 +115,7 @@ def set_weights(policy: Policy, state: dict[str, Tensor]) -> None:
 
 @torch.no_grad()
 def scored(policy: Policy, row: Row, start: int, end: int) -> Tensor:
-    ids = torch.tensor([row.token_ids[:end]])
+    ids = torch.tensor([row.token_ids[:end].tolist()])
     sources = torch.arange(start - 1, end - 1)
     return policy(ids, sources, ids[0, sources + 1])[0]
 

@@ -273,7 +273,7 @@ def test_credit_is_what_the_trainer_used(tracked: Tracked) -> None:
                 targets = torch.tensor(credited["targets"])
                 assert targets.tolist() == [place for place, trained in enumerate(row.mask) if trained]
                 assert credited["advantage"] == pytest.approx([advantage] * len(targets), abs=1e-3)
-                ids = torch.tensor([row.token_ids])
+                ids = torch.tensor([row.token_ids.tolist()])
                 with torch.no_grad():
                     logprobs = policy.network(ids).logits[0].log_softmax(-1)[targets - 1, ids[0, targets]]
                 assert credited["proximal"] == pytest.approx(logprobs.tolist(), abs=1e-4)
