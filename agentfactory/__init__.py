@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from agentfactory.agent import Agent
     from agentfactory.rollout.agent import Turn
     from agentfactory.rollout.client import Completion
+    from agentfactory.rollout.group_files import read_groups
     from agentfactory.rollout.parsers import FormatError, Parser, Reading
     from agentfactory.rollout.renderer import Parsed
     from agentfactory.rollout.rewards import reward
@@ -32,6 +33,7 @@ __all__ = [
     "Trajectory",
     "Turn",
     "finish",
+    "read_groups",
     "reward",
     "tool",
 ]
@@ -50,6 +52,7 @@ _HOME = {
     "Trajectory": "agentfactory.rollout.trajectory",
     "Turn": "agentfactory.rollout.agent",
     "finish": "agentfactory.tools.tool",
+    "read_groups": "agentfactory.rollout.group_files",
     "reward": "agentfactory.rollout.rewards",
     "tool": "agentfactory.tools.tool",
 }

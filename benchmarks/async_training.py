@@ -29,8 +29,9 @@ from typing import Any
 
 import yaml
 
+from agentfactory.rollout.group_files import read_groups
 from agentfactory.rollout.staleness import Admission, BatchChoice, Candidate
-from agentfactory.rollout.trajectory import Trajectory, read_groups
+from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.user_code import load_object
 
 draw_latency = load_object("slow_treasure_hunt.py:draw_latency", Path(__file__).parent)

@@ -9,7 +9,8 @@ cache. A chain has 30 turns and ends with 16 thousand tokens.
 - four workers share 1,024 chains (--quick: 512), for correctness and balance: each turn is requested and delivered
   once.
 - lag: by how much a sleep of 10 ms in the worker's event loop takes longer, from the first call to the last.
-- delivery: the time for which a group of 8 x 16 thousand tokens blocks the worker (saved and sent) and rank 0 (read).
+- delivery: the time for which a group of 8 x 16 thousand tokens blocks the worker (save, send) and rank 0 (read), and
+  the time that the viewer takes for the page of one of its chains (page).
 
 `--before COMMIT` also runs that commit's worker, with 256 chains, in this run. The last line is JSON.
 `chains_4096_vs_1024` is the CPU time of 4,096 chains by 4 times that of 1,024 (--quick: of 256 and 128).
@@ -264,9 +265,14 @@ def run_workers(folder: Path, url: str, chains: int, workers: int) -> Run:
 
 
 def delivery() -> dict[str, float]:
-    """Return the milliseconds for which a group of 8 x 16 thousand tokens blocks the worker and rank 0."""
-    from agentfactory.rollout.delivery import encode_group
+    """Return the milliseconds for which a group of 8 x 16 thousand tokens blocks the worker and rank 0, and those of
+    the viewer's page of one of its chains."""
+    from agentfactory.launching.run_folder import RunFolder
+    from agentfactory.rollout.delivery import Delivered, encode_delivered
+    from agentfactory.rollout.group_files import append_group, decode_group
     from agentfactory.rollout.trajectory import Activity, Group, Outcome, Row, Span, Stretch, Trajectory
+    from agentfactory.viewer.follower import Follower
+    from agentfactory.viewer.trajectory_page import find_chain, page_of
 
     draw = random.Random(3)
     length = 1 << 14
@@ -280,18 +286,29 @@ def delivery() -> dict[str, float]:
         return Trajectory(f"g.{number}", messages, [row], Outcome.COMPLETED, 1.0, timeline=timeline)
 
     group = Group("g", {"question": "?"}, [chain(number) for number in range(GROUP)])
-    parts = {"save": [], "send": [], "read": []}  # type: dict[str, list[float]]
-    with tempfile.TemporaryFile("w") as file:
+    parts = {"save": [], "send": [], "read": [], "page": []}  # type: dict[str, list[float]]
+    with tempfile.TemporaryDirectory() as made:
+        run = RunFolder.create(Path(made) / "run", "name: run\n")
+        starts = [0]
         for _ in range(20):
             times = [time.perf_counter()]
-            file.write(group.to_json() + "\n")
+            encoded = append_group(run.trajectories / "train.jsonl", group)
             times.append(time.perf_counter())
-            sent = encode_group(group)
+            encode_delivered(Delivered(encoded, [one.id for one in group.trajectories]))
             times.append(time.perf_counter())
-            assert Group.from_json(sent[len(b'{"kind": "group", "group": ') : -2]) == group
+            read = decode_group(encoded.line, encoded.record)
             times.append(time.perf_counter())
             for part, start, end in zip(parts, times, times[1:], strict=False):
                 parts[part].append(1e3 * (end - start))
+            assert len(read.trajectories[-1].rows[0].token_ids) == length
+            starts.append(starts[-1] + len(encoded.line) + 1)
+        follower = Follower([run.path])
+        follower.read_all()
+        for start in starts[:-1]:
+            begun = time.perf_counter()
+            page = page_of(follower, find_chain(follower, follower.runs[0].id, "train.jsonl", start, 0), lambda *_: "")
+            parts["page"].append(1e3 * (time.perf_counter() - begun))
+            assert len(page["rows"][0]["token_ids"]) == length
     return {part: sorted(values)[len(values) // 2] for part, values in parts.items()}
 
 
@@ -341,7 +358,7 @@ def compare(quick: bool, before: str | None) -> None:
     ratios = {
         "ms_per_turn": runs[many].ms_per_turn,
         "lag_p99_ms": runs[many].lag_p99_ms,
-        "delivery_ms_per_group": sum(parts.values()),
+        "delivery_ms_per_group": sum(ms for part, ms in parts.items() if part != "page"),
         f"chains_{many}_vs_{few}": runs[many].ms_per_turn / runs[few].ms_per_turn,
     }
     print(json.dumps({name: round(value, 3) for name, value in ratios.items()}))

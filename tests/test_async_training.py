@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from agentfactory.rollout.delivery import Job
-from agentfactory.rollout.trajectory import Group, Row, read_groups
+from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.trajectory import Group, Row
 from agentfactory.rollout.weight_versions import Published
 from agentfactory.rollout.workers import RolloutWorkers
 from agentfactory.trainers.checkpoints import Checkpoints
@@ -114,7 +115,7 @@ def set_weights(policy: Policy, state: dict[str, Tensor]) -> None:
 
 @torch.no_grad()
 def scored(policy: Policy, row: Row, start: int, end: int) -> Tensor:
-    ids = torch.tensor([row.token_ids[:end]])
+    ids = torch.tensor([row.token_ids[:end].tolist()])
     sources = torch.arange(start - 1, end - 1)
     return policy(ids, sources, ids[0, sources + 1])[0]
 

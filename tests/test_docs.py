@@ -32,6 +32,7 @@ from agentfactory.rollout.client import missing_routes
 from agentfactory.rollout.config import DataConfig, LoraConfig
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.evaluate import Evaluation, mean_figures
+from agentfactory.rollout.group_files import append_group
 from agentfactory.rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
 from agentfactory.rollout.parsers import load_parser
 from agentfactory.rollout.pass_at_k import by_source, estimates, sample_figures
@@ -40,7 +41,7 @@ from agentfactory.rollout.renderer import load_renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.serving import explain
 from agentfactory.rollout.templates import RenderError
-from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
+from agentfactory.rollout.trajectory import Group, Outcome, Row, Trajectory
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolCall
@@ -370,6 +371,19 @@ def test_the_data_of_the_page_loads(tmp_path: Path, warm_start: Path) -> None:
     renderer = load_renderer(Recipe(**LEAST, model={"path": str(warm_start)}).model, "hermes", print, tools=True)
     (row,) = conversation_rows([json.loads(conversation)], renderer)
     assert 0 < sum(row.weights or []) < len(row.token_ids)
+
+
+def test_saved_chains_are_loaded_as_the_page_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "mine" / "trajectories"
+    folder.mkdir(parents=True)
+    said = [{"role": "assistant", "content": "4.83"}]
+    row = Row([1, 2, 3], [0, 1, 1], [0.0, -0.5, -0.25])
+    append_group(folder / "train.jsonl", Group("g", {}, [Trajectory("g.0", said, [row], Outcome.COMPLETED, 1.0)]))
+    exec(blocks(DOCS / "data.md", "python")[1], {})
+    assert capsys.readouterr().out == "g g.0 completed 1.0 2 4.83\n"
 
 
 LEAST: dict[str, Any] = {"name": "test", "output": Path("nowhere"), "train": {"steps": 1}}

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentfactory.rollout.trajectory import read_groups
+from agentfactory.rollout.group_files import read_groups
 from tests.conftest import QUICKSTART
 
 pytestmark = pytest.mark.processes

@@ -16,9 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentfactory.rollout.trajectory import Group, read_groups
+from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.trajectory import Group
 from tests.conftest import QUICKSTART
 from tests.forked import TRAINER, Forked
+from tests.saved_groups import write_groups
 
 pytestmark = [pytest.mark.processes, pytest.mark.numbers]
 
@@ -54,7 +56,7 @@ def train(groups: list[Group], model: Path, output: Path, command: bool = False,
     """One step on saved groups; `settings` are fields of `train:`. `command` has `agentfactory train` do it also where
     it starts nothing but train.py."""
     saved = output.parent / f"{output.name}.jsonl"
-    saved.write_text("".join(group.to_json() + "\n" for group in groups), encoding="utf-8")
+    write_groups(saved, groups)
     recipe = {
         "model": {"path": str(model), "dtype": "float32"},
         "tools": [str(QUICKSTART / "treasure_hunt.py:TreasureHunt")],

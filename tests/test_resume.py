@@ -25,6 +25,7 @@ from agentfactory.trainers.checkpoint_folder import checkpoints, read_info, veri
 from agentfactory.trainers.train_state import expand
 from tests.conftest import QUICKSTART, REPOSITORY, embedded_server
 from tests.forked import TRAINER, Forked, start_ranks
+from tests.saved_groups import write_groups
 from tests.trainers.conftest import make_groups, model_folder  # noqa: F401
 
 pytestmark = pytest.mark.processes
@@ -101,7 +102,7 @@ def recorded_recipe(folder: Path, model: Path, train: dict[str, Any]) -> Path:
     train = {"from_trajectories": "groups.jsonl", **RECORDED, **train}
     # two steps more than the recipe has
     groups = make_groups((train["steps"] + 2) * train["batch_size"], 4)
-    (folder / "groups.jsonl").write_text("".join(group.to_json() + "\n" for group in groups))
+    write_groups(folder / "groups.jsonl", groups)
     lora = {"rank": 2} if train["algorithm"] == "ppo" else None
     recipe = {"model": {"path": str(model), "dtype": "float32", "lora": lora}, "train": train}
     file = folder / "recipe.yaml"

@@ -12,7 +12,8 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from agentfactory.rollout.trajectory import Trajectory, read_groups
+from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import Message, ToolCall, text_of
 from agentfactory.tools.toolset import open_toolset

@@ -25,13 +25,15 @@ from wandb.proto import wandb_internal_pb2
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.trajectory import Group, Outcome, Trajectory, read_groups
+from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import TrackConfig
 from agentfactory.trainers.policy import load_policy
 from agentfactory.trainers.tracking import COLUMNS, MOST_CHARACTERS, Tracking, TrackingError, chosen, conversation
 from tests.conftest import QUICKSTART
 from tests.forked import TRAINER, Forked
+from tests.saved_groups import write_groups
 from tests.waiting import wait_for
 
 TRACKERS = ["wandb", "tensorboard", "trackio"]
@@ -87,7 +89,7 @@ def tracked(
         group.trajectories = sorted(group.trajectories, key=reward_of)[::4]
     show(chosen(groups[:BATCH], 1)[0][1], picture())
     saved, file, output = folder / "groups.jsonl", folder / "recipe.yaml", folder / "tracked"
-    saved.write_text("".join(group.to_json() + "\n" for group in groups), encoding="utf-8")
+    write_groups(saved, groups)
     train = {"from_trajectories": str(saved), "steps": 3, "batch_size": BATCH, "checkpoint_every": 2}
     recipe = {
         "model": {"path": str(warm_start), "dtype": "float32"},
@@ -271,7 +273,7 @@ def test_credit_is_what_the_trainer_used(tracked: Tracked) -> None:
                 targets = torch.tensor(credited["targets"])
                 assert targets.tolist() == [place for place, trained in enumerate(row.mask) if trained]
                 assert credited["advantage"] == pytest.approx([advantage] * len(targets), abs=1e-3)
-                ids = torch.tensor([row.token_ids])
+                ids = torch.tensor([row.token_ids.tolist()])
                 with torch.no_grad():
                     logprobs = policy.network(ids).logits[0].log_softmax(-1)[targets - 1, ids[0, targets]]
                 assert credited["proximal"] == pytest.approx(logprobs.tolist(), abs=1e-4)

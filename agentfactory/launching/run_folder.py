@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from agentfactory.recipe.composition import resolve_saved
-from agentfactory.rollout.trajectory import CREDIT_FILE, train_files
+from agentfactory.rollout.group_files import CREDIT_FILE, arrays_file, train_files
 from agentfactory.tools.disk import append, refusal, writing
 from agentfactory.trainers.checkpoint_folder import INFO, checkpoints, read_info
 
@@ -101,13 +101,19 @@ class RunFolder:
 
     def growing(self) -> dict[str, Path]:
         """Return the files that exist of those that a run appends to and that a resumed run continues."""
-        files = [self.metrics, self.credit, *train_files(self.trajectories)]
+        groups = train_files(self.trajectories)
+        # a worker may append meanwhile: who takes the sizes in this order finds the arrays of every line
+        files = [self.metrics, self.credit, *groups, *map(arrays_file, groups)]
         return {str(file.relative_to(self.path)): file for file in files if file.exists()}
 
     def cut(self, sizes: Mapping[str, int]) -> None:
-        """Shorten the growing files to these sizes in bytes (missing: 0), and then to whole lines."""
+        """Shorten the growing files to these sizes in bytes (missing: 0), and then those of lines to whole lines."""
         for name, file in self.growing().items():
-            _cut(file, sizes.get(name, 0))
+            size = min(sizes.get(name, 0), file.stat().st_size)
+            if file.suffix == ".jsonl":
+                _cut(file, size)
+            else:
+                os.truncate(file, size)
 
     @property
     def whole(self) -> Path:
@@ -169,7 +175,7 @@ class RunFolder:
 
 def _cut(path: Path, size: int) -> None:
     with path.open("rb+") as file:
-        file.truncate(min(size, path.stat().st_size))
+        file.truncate(size)
         end = file.seek(0, os.SEEK_END)
         while end > 0:
             start = max(0, end - _BLOCK)

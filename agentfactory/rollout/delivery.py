@@ -1,4 +1,6 @@
-"""Connection between trainer rank 0 and the rollout worker: one loopback socket that carries JSON lines.
+"""Connection between trainer rank 0 and the rollout worker: one loopback socket that carries messages.
+
+A message is the lengths of its parts (_LENGTHS) and the parts: JSON, and for a group the bytes that were saved.
 
 Rank 0 listens, starts the worker and sends `start`. The worker answers `ready`, then sends the groups of each batch,
 followed by `batch`. It sends a batch when the weights that will train it are live, so that no tokens age in between.
@@ -11,6 +13,7 @@ import logging
 import os
 import secrets
 import socket
+import struct
 import subprocess
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -20,6 +23,7 @@ from typing import Any
 
 from agentfactory.rollout.config import EqualRewards, RolloutRecipe
 from agentfactory.rollout.data import Share
+from agentfactory.rollout.group_files import EncodedGroup, decode_group
 from agentfactory.rollout.trajectory import Group
 from agentfactory.tools import parent_watch
 from agentfactory.tools.import_path import own_python
@@ -30,81 +34,108 @@ logger = logging.getLogger(__name__)
 TOKEN_VARIABLE = "AGENTFACTORY_WORKER_TOKEN"
 ALIVE_SECONDS = 5.0
 """Time between two messages by which the worker says that it runs."""
-_PIECE = 1 << 20
-LINE_LIMIT = 1 << 30
-"""Maximum length of a line in bytes; a group of long chains takes megabytes."""
+_LENGTHS = struct.Struct("<3Q")
+"""Lengths in bytes of a message's parts: its JSON, and the line and the record of its group."""
+_LONGEST = 1 << 36
+"""Bytes. A longer message cannot be a worker's; a group of long chains takes megabytes."""
 
 
 class WorkerDiedError(Exception):
     """The rollout worker ended or gave up; the message gives the reason or the path of its log."""
 
 
+@dataclass(frozen=True)
+class Delivered:
+    """A group on its way to the trainer: its bytes, as they were saved, and the ids of the chains that count."""
+
+    group: EncodedGroup
+    chains: list[str]
+
+
 def encode(kind: str, **fields: Any) -> bytes:
-    """Encode one message as a line."""
-    return json.dumps({"kind": kind, **fields}, ensure_ascii=False).encode() + b"\n"
+    """Encode a message without a group."""
+    return _begin(kind, fields, 0, 0)
 
 
-_GROUP = b'{"kind": "group", "group": '
+def encode_delivered(delivered: Delivered) -> list[bytes]:
+    """Return the parts of the message that carries a group. Nothing may be sent between them."""
+    line, record = delivered.group.line, delivered.group.record
+    return [_begin("group", {"chains": delivered.chains}, len(line), len(record)), line, record]
 
 
-def encode_group(group: Group) -> bytes:
-    """Encode the message that carries a group; a fast way for the longest ones."""
-    return _GROUP + group.to_json().encode() + b"}\n"
+def _begin(kind: str, fields: dict[str, Any], line: int, record: int) -> bytes:
+    head = json.dumps({"kind": kind, **fields}, ensure_ascii=False).encode()
+    return _LENGTHS.pack(len(head), line, record) + head
 
 
-def _decode(line: bytes) -> dict[str, Any]:
-    if line.startswith(_GROUP):
-        return {"kind": "group", "group": Group.from_json(line[len(_GROUP) : -2])}
-    message: dict[str, Any] = json.loads(line)
+def _decode(head: bytes, line: bytes, record: bytes) -> dict[str, Any]:
+    message: dict[str, Any] = json.loads(head)
+    if message["kind"] == "group":
+        group, counting = decode_group(line, record), set(message["chains"])
+        group.trajectories = [chain for chain in group.trajectories if chain.id in counting]
+        message["group"] = group
     return message
 
 
-class Lines:
-    """Lines that arrive on a socket."""
+class Messages:
+    """Messages that arrive on a socket."""
 
     def __init__(self, source: socket.socket) -> None:
         self.source = source
         self.ended = False
         """Whether the other end is gone."""
-        self._buffer = bytearray()
-        self._searched = 0
+        self._expect(_LENGTHS.size)
+
+    def _expect(self, size: int, lengths: tuple[int, ...] = ()) -> None:
+        """Wait for the parts of a message, of these lengths, or for the lengths."""
+        self._lengths = lengths
+        self._buffer = bytearray(size)
+        self._filled = 0
 
     def receive(self) -> None:
-        """Wait for the next piece of a line, or for the end."""
+        """Wait for the next piece of a message, or for the end. Call it only if no message waits to be taken. Raises
+        WorkerDiedError if the other end is no worker."""
         try:
-            piece = self.source.recv(_PIECE)
+            count = self.source.recv_into(memoryview(self._buffer)[self._filled :])
         except ConnectionError:
-            piece = b""
-        self._buffer += piece
-        self.ended = not piece
+            count = 0
+        self.ended = count == 0
+        self._filled += count
+        if not self._lengths and self._filled == len(self._buffer):
+            lengths = _LENGTHS.unpack(self._buffer)
+            if not 0 < lengths[0] <= sum(lengths) <= _LONGEST:
+                raise WorkerDiedError("something else than our worker connected to the delivery socket")
+            self._expect(sum(lengths), lengths)
 
     @property
-    def has_line(self) -> bool:
-        """Whether a whole line has arrived."""
-        return self._end() >= 0
+    def has_message(self) -> bool:
+        """Whether a whole message has arrived."""
+        return bool(self._lengths) and self._filled == len(self._buffer)
 
-    def take(self) -> bytes | None:
-        """Return the next line; None if it has not arrived as a whole."""
-        end = self._end()
-        if end < 0:
+    def take(self) -> dict[str, Any] | None:
+        """Return the next message; None if it has not arrived as a whole. A group is its `group`."""
+        if not self.has_message:
             return None
-        line = bytes(self._buffer[: end + 1])
-        del self._buffer[: end + 1]
-        self._searched = 0
-        return line
-
-    def _end(self) -> int:
-        end = self._buffer.find(b"\n", self._searched)
-        self._searched = len(self._buffer) if end < 0 else end
-        return end
+        whole, (head, line, _) = memoryview(self._buffer), self._lengths
+        self._expect(_LENGTHS.size)
+        return _decode(bytes(whole[:head]), bytes(whole[head : head + line]), bytes(whole[head + line :]))
 
 
 async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect from the worker to rank 0 at `host:port` and prove to be its child."""
     host, port = address.rsplit(":", 1)
-    reader, writer = await asyncio.open_connection(host, int(port), limit=LINE_LIMIT)
+    reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(encode("hello", token=os.environ[TOKEN_VARIABLE]))
     return reader, writer
+
+
+async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
+    """Return rank 0's next message; None if rank 0 is gone."""
+    try:
+        lengths = _LENGTHS.unpack(await reader.readexactly(_LENGTHS.size))
+        return _decode(*[await reader.readexactly(length) for length in lengths])
+    except asyncio.IncompleteReadError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -154,7 +185,7 @@ class WorkerProcess:
                 # ends it
                 start_new_session=True,
             )
-            self.lines = Lines(self._accept(listener))
+            self.messages = Messages(self._accept(listener))
         if self._receive() != {"kind": "hello", "token": token}:
             raise WorkerDiedError("something else than our worker connected to the delivery socket")
         self.send(
@@ -206,7 +237,7 @@ class WorkerProcess:
     def send(self, kind: str, **fields: Any) -> None:
         """Send a message."""
         try:
-            self.lines.source.sendall(encode(kind, **fields))
+            self.messages.source.sendall(encode(kind, **fields))
         except ConnectionError:
             raise self._death() from None
 
@@ -236,19 +267,18 @@ class WorkerProcess:
     def close(self) -> None:
         """End the worker after it has processed all messages."""
         try:
-            self.lines.source.shutdown(socket.SHUT_WR)
+            self.messages.source.shutdown(socket.SHUT_WR)
             self._process.wait(timeout=5)
         except (OSError, subprocess.TimeoutExpired):
             self._process.kill()
             self._process.wait()
-        self.lines.source.close()
+        self.messages.source.close()
 
     def _receive(self) -> dict[str, Any]:
-        while (line := self.lines.take()) is None:
-            if self.lines.ended:
+        while (message := self.messages.take()) is None:
+            if self.messages.ended:
                 raise self._death()
-            self.lines.receive()
-        message = _decode(line)
+            self.messages.receive()
         if message["kind"] == "stopped":
             raise WorkerDiedError(message["reason"])
         return message

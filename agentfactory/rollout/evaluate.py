@@ -15,12 +15,12 @@ from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import OutcomePolicy, RolloutRecipe
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.filter import commonest_ending
+from agentfactory.rollout.group_files import append_group, delete_groups
 from agentfactory.rollout.pass_at_k import Estimate, by_source, estimates, sample_figures
 from agentfactory.rollout.renderer import load_renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Group, Trajectory
-from agentfactory.tools.disk import append
 from agentfactory.tools.toolset import open_toolset
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ async def _play(
         modes["greedy"] = (0.0, 1)
     folder.mkdir(parents=True, exist_ok=True)
     for mode in modes:
-        (folder / f"{name}-{mode}.jsonl").unlink(missing_ok=True)
+        delete_groups(folder / f"{name}-{mode}.jsonl")
 
     async def run_group(mode: str, number: int) -> Group:
         temperature, samples = modes[mode]
@@ -115,7 +115,7 @@ async def _play(
             for sample in range(samples)
         ]
         group = await runner.run_group(f"{mode}-{number:05d}", tasks[number], chains)
-        append(folder / f"{name}-{mode}.jsonl", group.to_json() + "\n")
+        append_group(folder / f"{name}-{mode}.jsonl", group)
         return group
 
     by_mode = await asyncio.gather(
@@ -235,7 +235,7 @@ def run_rollout(
         ids = [f"g{number:06d}.{member}" for member in range(recipe.rollout.group_size)]
         chains = [run_chain(runner, chain_id, tasks[number]) for chain_id in ids]
         group = await runner.run_group(f"g{number:06d}", tasks[number], chains)
-        append(path, group.to_json() + "\n")
+        append_group(path, group)
         return group
 
     async def run() -> list[Group]:

@@ -11,13 +11,14 @@ from agentfactory.rollout.chain_runner import ChainRunner, RolloutStoppedError, 
 from agentfactory.rollout.config import EqualRewards, Inflight, OutcomePolicy, RolloutConfig
 from agentfactory.rollout.curriculum import Curriculum, successes
 from agentfactory.rollout.data import WHOLE, Place, Share, Task, TaskOrder
+from agentfactory.rollout.delivery import Delivered
 from agentfactory.rollout.filter import GroupFilter, Worth, counted, worth
+from agentfactory.rollout.group_files import EncodedGroup, append_group, encode_group
 from agentfactory.rollout.resume import Resumed
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.staleness import Admission, BatchChoice, Candidate
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.rollout.weight_versions import Cancellations, Published
-from agentfactory.tools.disk import append
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ class _OpenGroup:
     """Whether a batch took the group or it was cancelled, so that its running chains must end. (A tool that fails
     during the cancellation replaces it with its own error.)"""
     runs: asyncio.Task[None] | None = None
+    saved: EncodedGroup | None = None
+    """Its bytes in the files, if this run has saved it."""
 
     @property
     def ended(self) -> list[Trajectory]:
@@ -51,7 +54,7 @@ class _OpenGroup:
 class GroupProducer:
     """Runs groups until admission's total is delivered.
 
-    `deliver` receives the groups of each batch, with the chains that count, and the counts since the last batch. Every
+    `deliver` receives the groups of each batch, and the counts since the last batch. Every
     group is appended to `trajectories` first, including its failed and cancelled chains. `resumed` is the state that an
     earlier run left in that file. Only positions of `share` are run.
     """
@@ -64,7 +67,7 @@ class GroupProducer:
         admission: Admission,
         published: Published,
         trajectories: Path,
-        deliver: Callable[[list[Group], dict[str, float]], Awaitable[None]],
+        deliver: Callable[[list[Delivered], dict[str, float]], Awaitable[None]],
         resumed: Resumed | None = None,
         share: Share = WHOLE,
     ):
@@ -230,17 +233,18 @@ class GroupProducer:
         return self.published.label if keeps else None
 
     def _save(self, group: _OpenGroup) -> None:
-        append(self.trajectories, group.group(group.chains).to_json() + "\n")
+        group.saved = append_group(self.trajectories, group.group(group.chains))
         if self.curriculum is not None:
             row = self.order.row(group.place.position)
             self.curriculum.observe(row, successes(counted(group.chains, self.config)))
 
-    def _take(self, group: _OpenGroup) -> Group:
-        """Return the ended chains of `group` for a batch, and cancel those that still run."""
+    def _take(self, group: _OpenGroup) -> Delivered:
+        """Return `group` for a batch, with the ended chains that count, and cancel those that still run."""
         self.cancellations.trained(self.order.row(group.place.position))
         taken = counted(group.ended, self.config)
         self._end_running(group)
-        return group.group(taken)
+        saved = group.saved or encode_group(group.group(group.chains))
+        return Delivered(saved, [chain.id for chain in taken])
 
     def _cancel(self, group: _OpenGroup) -> None:
         """Cancel a group that is too old for any later batch and has too few ended chains for this one; another group

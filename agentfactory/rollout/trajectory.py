@@ -1,15 +1,11 @@
-"""The records of a chain: token rows, trajectories, groups, and their JSONL."""
+"""The records of a chain: token rows, trajectories and groups."""
 
-import json
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-import msgspec
+import numpy as np
 
 from agentfactory.tools.messages import Message
 
@@ -99,6 +95,10 @@ class Span:
     mixed: bool = False
 
 
+Stream = Any
+"""One value per token: a list while its chain grows, an array once its group was saved or delivered (group_files)."""
+
+
 @dataclass
 class Row:
     """One token sequence with its streams, all of length `len(token_ids)`.
@@ -111,11 +111,11 @@ class Row:
     empty if nothing is known.
     """
 
-    token_ids: list[int] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    token_ids: Stream = field(default_factory=list)
+    mask: Stream = field(default_factory=list)
+    logprobs: Stream = field(default_factory=list)
     versions: list[Span] = field(default_factory=list)
-    weights: list[float] | None = None
+    weights: Stream | None = None
     turn_ends: list[int] | None = None
     roles: str = ""
 
@@ -146,14 +146,20 @@ class Row:
     def turn_spans(self) -> list[tuple[int, int]]:
         """Return [start, end) of each assistant turn, from its first sampled token; an empty span if nothing was
         sampled."""
+        mask = np.asarray(self.mask, dtype=bool)
         if self.turn_ends is None:
-            edges = [i for i, (a, b) in enumerate(pairwise([0, *self.mask, 0])) if a != b]
+            edges: list[int] = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
             return list(zip(edges[::2], edges[1::2], strict=True))
         spans = []
         for before, end in pairwise([0, *self.turn_ends]):
-            sampled = self.mask[before:end]
-            spans.append((before + sampled.index(1) if 1 in sampled else end, end))
+            sampled = np.flatnonzero(mask[before:end])
+            spans.append((before + int(sampled[0]) if sampled.size else end, end))
         return spans
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Row):
+            return NotImplemented
+        return all(np.array_equal(value, getattr(other, name)) for name, value in vars(self).items())
 
 
 @dataclass
@@ -221,60 +227,3 @@ class Group:
     task: dict[str, Any]
     trajectories: list[Trajectory]
     version: int = 0
-
-    def to_json(self) -> str:
-        """Return one line of a trajectories file."""
-        return msgspec.json.encode(self, enc_hook=_plain).decode()
-
-    @classmethod
-    def from_json(cls, line: str | bytes) -> "Group":
-        """Create a group from what `to_json` returned. Raises ValueError for anything else."""
-        return msgspec.json.decode(line, type=cls)
-
-
-def _plain(value: Any) -> Any:
-    """Convert what is a number or a text of another class, such as numpy's."""
-    for kind in (str, int, float):
-        if isinstance(value, kind):
-            return kind(value)
-    raise TypeError(f"a saved group cannot hold {value!r}, a {type(value).__name__}")
-
-
-def train_file(worker: int) -> str:
-    """Return the name of the file for the trained groups of a worker, counted from 0."""
-    return f"train-{worker}.jsonl" if worker else "train.jsonl"
-
-
-def train_files(folder: Path) -> list[Path]:
-    """Return the files of trained groups in a folder of trajectories."""
-    return sorted(folder.glob("train*.jsonl"))
-
-
-CREDIT_FILE = "credit.jsonl"
-"""File in a folder of trajectories with the trainer's values for their tokens. It contains no groups."""
-
-
-def read_groups(path: Path) -> Iterator[Group]:
-    """Yield the groups of a trajectories file, or of all `*.jsonl` files of a folder except CREDIT_FILE, in order.
-
-    Raises ValueError with file and line if a line is not a group.
-    """
-    files = [file for file in sorted(path.glob("*.jsonl")) if file.name != CREDIT_FILE] if path.is_dir() else [path]
-    for file in files:
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    # also reads NaN in a task, as version 0.1 wrote it
-                    group = msgspec.convert(json.loads(line), Group)
-                    _check_rewards(group)
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(f"{file}:{number} is not a saved group: {error!r}") from error
-                yield group
-
-
-def _check_rewards(group: Group) -> None:
-    """Raise ValueError if a reward is not a finite number, which JSON as Python writes it can hold."""
-    for chain in group.trajectories:
-        for reward in (chain.reward, *(chain.turn_rewards or [])):
-            if reward is not None and not math.isfinite(reward):
-                raise ValueError(f"chain {chain.id} has the reward {reward!r}, which is no finite number")

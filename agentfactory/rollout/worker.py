@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import json
 import logging
 import signal
 import sys
@@ -18,13 +17,13 @@ from agentfactory.rollout.concurrency import ConcurrencyControl
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.connection import InferenceError, ServerUnreachableError
 from agentfactory.rollout.data import Place, Share, TaskOrder, load_tasks
-from agentfactory.rollout.delivery import ALIVE_SECONDS, connect, encode, encode_group
+from agentfactory.rollout.delivery import ALIVE_SECONDS, Delivered, connect, encode, encode_delivered, receive
 from agentfactory.rollout.evaluate import evaluate, open_runner
 from agentfactory.rollout.event_loop import event_loop
+from agentfactory.rollout.group_files import read_groups, train_file, train_files
 from agentfactory.rollout.producer import GroupProducer
 from agentfactory.rollout.resume import Resumed
 from agentfactory.rollout.staleness import Admission
-from agentfactory.rollout.trajectory import Group, read_groups, train_file, train_files
 from agentfactory.rollout.weight_versions import Published
 from agentfactory.tools import parent_watch
 from agentfactory.tools.disk import append
@@ -119,8 +118,8 @@ class Worker:
                 raise TrainerGoneError
 
     async def _messages(self) -> AsyncIterator[dict[str, Any]]:
-        while line := await self.reader.readline():
-            yield json.loads(line)
+        while (message := await receive(self.reader)) is not None:
+            yield message
 
     def _resume(self, version: int) -> Resumed | None:
         """Return the state that an earlier attempt, whose workers may have been more or fewer, had reached in this
@@ -183,10 +182,11 @@ class Worker:
         await self._send("restore", url=url)
         return await restored
 
-    async def _deliver(self, runner: ChainRunner, batch: list[Group], figures: dict[str, float]) -> None:
+    async def _deliver(self, runner: ChainRunner, batch: list[Delivered], figures: dict[str, float]) -> None:
         runner.setup.tool_errors.report()
-        for group in batch:
-            self.writer.write(encode_group(group))
+        for delivered in batch:
+            for part in encode_delivered(delivered):
+                self.writer.write(part)
             await self.writer.drain()
         await self._send("batch", figures=figures)
 
@@ -238,11 +238,11 @@ class _Forward(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if (notice := notice_of(record)) is None:
             return
-        line = encode("notice", **asdict(notice))
+        message = encode("notice", **asdict(notice))
         if threading.current_thread() is threading.main_thread():
-            self._writer.write(line)
+            self._writer.write(message)
         else:  # a tool or a reward, in a thread of its own
-            self._loop.call_soon_threadsafe(self._writer.write, line)
+            self._loop.call_soon_threadsafe(self._writer.write, message)
 
 
 EXPECTED = (ServerUnreachableError, RolloutStoppedError, ToolInfrastructureError, ValueError, OSError)
@@ -259,11 +259,11 @@ async def main(address: str) -> int:
     current = asyncio.current_task()
     assert current is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, current.cancel)
-    line = await reader.readline()
-    if not line:
+    start = await receive(reader)
+    if start is None:
         return 0
     try:
-        await Worker(reader, writer, json.loads(line)).run()
+        await Worker(reader, writer, start).run()
     except asyncio.CancelledError:
         return 0
     except Exception as error:

@@ -87,14 +87,14 @@ class RolloutWorkers:
     def _hear_until(self, done: Callable[[], bool]) -> None:
         """Take messages until `done`. Tell a person of workers that say nothing for STALL_SECONDS."""
         since = time.monotonic()
-        by_socket = {worker.lines.source.fileno(): worker for worker in self._workers}
+        by_socket = {worker.messages.source.fileno(): worker for worker in self._workers}
         sockets = select.poll()
         for number in by_socket:
             sockets.register(number, select.POLLIN)
         silent = {worker: since for worker in self._workers if worker.started}
         """Worker -> time since which it says nothing, if nobody was told."""
         while not done():
-            spoken = [worker for worker in self._workers if worker.lines.has_line or worker.lines.ended]
+            spoken = [worker for worker in self._workers if worker.messages.has_message or worker.messages.ended]
             if spoken:
                 for worker in spoken:
                     worker.hear()
@@ -102,7 +102,7 @@ class RolloutWorkers:
             left = min(silent.values(), default=math.inf) + STALL_SECONDS - time.monotonic()
             for number, _ in sockets.poll(1000 * max(left, 0.0) if left < math.inf else None):
                 worker = by_socket[number]
-                worker.lines.receive()
+                worker.messages.receive()
                 if worker.started:
                     silent[worker] = time.monotonic()
             for worker, quiet_since in list(silent.items()):

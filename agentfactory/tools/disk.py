@@ -41,10 +41,10 @@ def _reason(error: Exception) -> OSError | None:
     return None
 
 
-def append(path: Path, text: str) -> None:
-    """Append `text` to a file. Raises DiskError."""
-    with writing(path), path.open("a", encoding="utf-8") as file:
-        file.write(text)
+def append(path: Path, content: str | bytes) -> None:
+    """Append `content`, text as UTF-8, to a file. Raises DiskError."""
+    with writing(path), path.open("ab") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def refusal(folder: Path) -> OSError | None:

@@ -42,7 +42,7 @@ def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
         stream = getattr(row, name)
         if stream is not None and len(stream) != len(row.token_ids):
             raise ValueError(f"a row of {len(row.token_ids)} tokens has {len(stream)} {name}")
-    targets = np.flatnonzero(np.asarray(row.mask))
+    targets = np.flatnonzero(row.mask)
     targets = targets[targets > 0]
     if not targets.size:
         return None
@@ -50,10 +50,10 @@ def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
     for span in row.versions:
         mixed[span.start : span.end] = span.mixed
     return TrainingRow(
-        token_ids=np.asarray(row.token_ids[: targets[-1] + 1]),
+        token_ids=np.asarray(row.token_ids[: targets[-1] + 1], dtype=np.int64),
         targets=targets,
         streams={
-            "behaviour": np.asarray(row.logprobs)[targets],
+            "behaviour": np.asarray(row.logprobs, dtype=np.float64)[targets],
             "advantage": np.full(len(targets), advantage),
             "weight": np.ones(len(targets)) if row.weights is None else np.asarray(row.weights)[targets],
             "mixed": mixed[targets],

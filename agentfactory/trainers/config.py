@@ -230,7 +230,7 @@ class TrainConfig(Section):
     compile: bool = False
     """Apply torch.compile to the backbone's layers."""
     from_trajectories: str | None = None
-    """Train on saved groups (a JSONL file or a folder of them), without a worker or server."""
+    """Train on saved groups (a JSONL file with its arrays beside it, or a folder of them), without worker or server."""
     min_reward: float | None = None
     """sft on from_trajectories: train only on chains with at least this reward (rejection sampling); null uses all that
     did not fail."""

@@ -221,7 +221,10 @@ def _chain(trajectory: Trajectory, trained: bool, recipe: TrainRecipe) -> _Chain
     if trajectory.turn_rewards is None and not malformed:
         return _Chain(trajectory.id, reward, [], [], [], rows, places, sources)
     # without context to predict it from, the first token of a row is not trained: see training_row
-    lengths = [sum(trajectory.rows[row].mask[max(start, 1) : end]) for row, start, end in trajectory.turn_spans()]
+    lengths = [
+        int(np.count_nonzero(trajectory.rows[row].mask[max(start, 1) : end]))
+        for row, start, end in trajectory.turn_spans()
+    ]
     ends = list(accumulate(lengths))
     return _Chain(trajectory.id, reward, trajectory.turn_rewards or [], ends, malformed, rows, places, sources)
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from agentfactory.rollout.group_files import read_groups
 from agentfactory.rollout.renderer import Renderer
-from agentfactory.rollout.trajectory import Row, read_groups
+from agentfactory.rollout.trajectory import Row
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolSpec
 from agentfactory.trainers.batch import MicroBatch, TrainingRow, training_row

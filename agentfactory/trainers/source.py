@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Protocol
 
-from agentfactory.rollout.trajectory import Group, read_groups
+from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.trajectory import Group
 from agentfactory.rollout.weight_versions import Published
 from agentfactory.tools.errors import SettingError
 

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from agentfactory.launching.run_folder import RECIPE, RunFolder
 from agentfactory.recipe.composition import resolve_saved
-from agentfactory.rollout.trajectory import CREDIT_FILE
+from agentfactory.rollout.group_files import CREDIT_FILE
 from agentfactory.trainers.best_checkpoint import BestCheckpoint, find_best
 from agentfactory.viewer.growing_file import GrowingFile
 

@@ -1,4 +1,4 @@
-"""Saved groups as plain JSON: their outline without token streams, or one complete group."""
+"""Saved groups as plain JSON: their outline without the rows' streams, or one complete group."""
 
 import json
 import re
@@ -9,17 +9,18 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from agentfactory.rollout.group_files import read_record, restore_streams
 from agentfactory.tools.messages import text_of
 
 # a quote within a string is escaped, so no text of a message can match
 _STREAM = re.compile(
-    rb'"(token_ids|mask|logprobs|weights|turn_ends|targets|advantage|proximal)": \[([-+0-9.eE, NaInfity]*)\]'
+    rb'"(token_ids|mask|logprobs|weights|turn_ends|targets|advantage|proximal)": ?\[([-+0-9.eE, NaInfity]*)\]'
 )
 
 
 def outline(line: bytes) -> Any:
-    """Parse a line of a trajectories file, with the number of entries in place of each token stream. This is several
-    times faster than parsing the streams. Raises ValueError if the line is not JSON."""
+    """Parse a line of a trajectories file or of the trainer's credit, with the number of values in place of each stream
+    that it has itself. This is several times faster than parsing them. Raises ValueError if the line is not JSON."""
     return from_json(_STREAM.sub(_count, line))
 
 
@@ -31,6 +32,22 @@ def _count(stream: re.Match[bytes]) -> bytes:
 def read_line(path: Path, offset: int, length: int) -> Any:
     """Parse a complete line. Raises ValueError if it is not JSON, OSError if the file cannot be read."""
     return from_json(read_bytes(path, offset, length))
+
+
+def read_group(path: Path, offset: int, length: int) -> tuple[Any, str | None]:
+    """Parse a complete group, with arrays for the streams of its rows. If its arrays cannot be read, its chains have no
+    rows, and the second value says why.
+
+    Raises ValueError if the line is not a group, OSError if the file cannot be read.
+    """
+    group = read_line(path, offset, length)
+    try:
+        restore_streams(group, read_record(group, path))
+    except ValueError as error:
+        for chain in group["trajectories"]:
+            chain["rows"] = []
+        return group, str(error)
+    return group, None
 
 
 def read_bytes(path: Path, offset: int, length: int) -> bytes:

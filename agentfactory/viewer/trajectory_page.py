@@ -14,7 +14,7 @@ from agentfactory.rollout.trajectory import Activity, Stretch
 from agentfactory.viewer.follower import Follower
 from agentfactory.viewer.index import Line, source_of
 from agentfactory.viewer.runs import Run
-from agentfactory.viewer.saved_groups import calls_of, read_line
+from agentfactory.viewer.saved_groups import calls_of, read_group, read_line
 from agentfactory.viewer.token_texts import token_texts
 
 SHOWN_IMAGES = ("image/png", "image/jpeg", "image/webp", "image/gif")
@@ -38,6 +38,8 @@ class Chain:
     line: Line
     group: dict[str, Any]
     place: int
+    rows_problem: str | None
+    """Why the group's rows cannot be read; None if they can."""
 
     @property
     def saved(self) -> dict[str, Any]:
@@ -52,18 +54,18 @@ def find_chain(follower: Follower, run_id: str, file: str, byte: int, place: int
         raise NotThere("no such trajectory: the run's files may have been cut since, or are not read so far yet")
     try:
         path = follower.path_of(line)
-        group = _read_group(path, line, path.stat().st_ino)
+        group, problem = _read_group(path, line, path.stat().st_ino)
     except (OSError, ValueError):
         raise NotThere(f"{file} has changed since: load the page anew") from None
     if not 0 <= place < len(group["trajectories"]):
         raise NotThere(f"the group has {len(group['trajectories'])} chains, and none at place {place}")
-    return Chain(run, line, group, place)
+    return Chain(run, line, group, place, problem)
 
 
 @lru_cache(maxsize=2)
-def _read_group(path: Path, line: Line, inode: int) -> dict[str, Any]:
+def _read_group(path: Path, line: Line, inode: int) -> tuple[dict[str, Any], str | None]:
     # a page with many images requests its group once per image
-    return read_line(path, line.byte, line.length)
+    return read_group(path, line.byte, line.length)
 
 
 def page_of(follower: Follower, chain: Chain, image: Place) -> dict[str, Any]:
@@ -87,6 +89,7 @@ def page_of(follower: Follower, chain: Chain, image: Place) -> dict[str, Any]:
         "timeline": _timeline(saved),
         "metrics": saved.get("metrics") or {},
         "rows": rows,
+        "rows_problem": chain.rows_problem,
         "tokenizer": texts is not None,
         "credit_problem": problem,
     }
@@ -182,9 +185,9 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
         number = names.index((str(span["version"]), bool(span.get("mixed"))))
         version[span["start"] : span["end"]] = [number] * (span["end"] - span["start"])
     return {
-        "token_ids": row["token_ids"],
-        "mask": row["mask"],
-        "logprobs": row["logprobs"],
+        "token_ids": row["token_ids"].tolist(),
+        "mask": row["mask"].astype(int).tolist(),
+        "logprobs": row["logprobs"].tolist(),
         "version": version,
         "versions": [{"version": name, "mixed": mixed} for name, mixed in names],
         "turn_ends": row.get("turn_ends") or [],

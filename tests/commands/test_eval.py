@@ -13,8 +13,8 @@ from agentfactory.commands.eval_table import tables
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.evaluate import Evaluation
+from agentfactory.rollout.group_files import read_groups
 from agentfactory.rollout.pass_at_k import Estimate
-from agentfactory.rollout.trajectory import read_groups
 from agentfactory.tools.errors import SettingError
 from tests.chat_server import model_behind, serve_chat
 from tests.project import Command

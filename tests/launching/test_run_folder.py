@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from agentfactory.launching.run_folder import RunFolder, RunFolderError, check_free, next_free
+from agentfactory.rollout.group_files import append_group, arrays_file, read_groups
+from agentfactory.rollout.trajectory import Group, Outcome, Row, Trajectory
 from agentfactory.tools.disk import DiskError
 
 
@@ -105,6 +107,29 @@ def test_lines_of_megabytes_are_cut_too(tmp_path: Path) -> None:
     file.write_text("a" * 3_000_000 + "\n" + "b" * 5_000_000)
     folder.cut({"trajectories/train.jsonl": 7_000_000})
     assert file.stat().st_size == 3_000_001
+
+
+def test_arrays_are_cut_with_their_lines(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "")
+    file = folder.trajectories / "train.jsonl"
+    chain = Trajectory("g.0", [], [Row([10, 7], [0, 1], [0.0, -0.5])], Outcome.COMPLETED)
+    groups = [Group(name, {}, [chain]) for name in ("g0", "g1", "g2")]
+    append_group(file, groups[0])
+    append_group(file, groups[1])
+    sizes = {name: path.stat().st_size for name, path in folder.growing().items()}
+    assert list(sizes) == ["trajectories/train.jsonl", "trajectories/train.arrays"], "a line first, then its arrays"
+    append_group(file, groups[2])
+    # killed before its line
+    append_group(tmp_path / "other.jsonl", groups[2])
+    with arrays_file(file).open("ab") as arrays:
+        arrays.write(arrays_file(tmp_path / "other.jsonl").read_bytes()[:-1])
+    folder.cut(sizes)
+    assert {name: path.stat().st_size for name, path in folder.growing().items()} == sizes
+    append_group(file, groups[2])
+    assert list(read_groups(file)) == groups
+    # a checkpoint of 0.1 knows no arrays
+    folder.cut({"trajectories/train.jsonl": 0})
+    assert arrays_file(file).stat().st_size == 0
 
 
 def test_it_tells_whether_the_trainer_is_finishing(tmp_path: Path) -> None:

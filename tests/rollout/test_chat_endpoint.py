@@ -14,8 +14,9 @@ from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.connection import ServerUnreachableError
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.evaluate import open_runner, run_eval
+from agentfactory.rollout.group_files import read_groups
 from agentfactory.rollout.sampling import Sampling
-from agentfactory.rollout.trajectory import Outcome, Trajectory, read_groups
+from agentfactory.rollout.trajectory import Outcome, Trajectory
 from tests.chat_server import Answer, model_behind, said, serve_chat
 from tests.conftest import QUICKSTART
 

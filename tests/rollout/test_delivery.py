@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from agentfactory.rollout import workers
 from agentfactory.rollout.data import Place, Share
-from agentfactory.rollout.delivery import Lines, WorkerDiedError, WorkerProcess, encode, encode_group
+from agentfactory.rollout.delivery import Delivered, Messages, WorkerDiedError, WorkerProcess, encode, encode_delivered
+from agentfactory.rollout.group_files import encode_group
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Trajectory
 from agentfactory.rollout.workers import RolloutWorkers
 from agentfactory.tools.notices import Notice, notice_of
@@ -35,7 +37,7 @@ def connected(*ends: WorkerProcess) -> Iterator[list[socket.socket]]:
         theirs = []
         for end in ends:
             ours, other = (stack.enter_context(side) for side in socket.socketpair())
-            end.lines = Lines(ours)
+            end.messages = Messages(ours)
             theirs.append(other)
         yield theirs
 
@@ -44,6 +46,11 @@ def together(*ends: WorkerProcess) -> RolloutWorkers:
     all_of_them = RolloutWorkers.__new__(RolloutWorkers)
     all_of_them._workers, all_of_them._evaluates = list(ends), True
     return all_of_them
+
+
+def delivered(group: Group, *chains: str) -> bytes:
+    """The message of a group in which these chains count."""
+    return b"".join(encode_delivered(Delivered(encode_group(group), list(chains))))
 
 
 def names(batch: tuple[list[Group], dict[str, float]]) -> list[str]:
@@ -73,14 +80,14 @@ def test_a_batch_is_short_only_where_groups_are_dropped() -> None:
             end.take_batch(3)
 
 
-def test_groups_arrive_in_pieces_between_other_lines() -> None:
-    row = Row(list(range(300_000)), [1] * 300_000, [-0.1] * 300_000)
+def test_groups_arrive_in_pieces_between_other_messages() -> None:
+    row = Row(list(range(300_000)), [1] * 300_000, [-0.125] * 300_000)
     groups = [
-        Group("g\n1", {"question": "}\n"}, [Trajectory("g.0", [], [row], Outcome.COMPLETED)]),
+        Group("g\n1", {"question": "}\n"}, [Trajectory("g\n1.0", [], [row], Outcome.COMPLETED)]),
         Group("g2", {}, []),
     ]
     end = worker()
-    sent = encode("alive") + b"".join(map(encode_group, groups)) + encode("batch", figures={"x": 1.0})
+    sent = encode("alive") + delivered(groups[0], "g\n1.0") + delivered(groups[1]) + encode("batch", figures={"x": 1.0})
     with connected(end) as (theirs,):
         sending = threading.Thread(target=theirs.sendall, args=[sent])
         sending.start()
@@ -90,16 +97,37 @@ def test_groups_arrive_in_pieces_between_other_lines() -> None:
         sending.join()
 
 
+def test_only_the_chains_that_count_arrive() -> None:
+    rows = [Row([n, n], [0, 1], [0.0, -0.5]) for n in range(3)]
+    chains = [Trajectory(f"g.{n}", [], [row], Outcome.COMPLETED) for n, row in enumerate(rows)]
+    end = worker()
+    with connected(end) as (theirs,):
+        theirs.sendall(delivered(Group("g", {}, chains), "g.0", "g.2") + encode("batch", figures={}))
+        (group,) = together(end).next_batch(1)
+    assert group.trajectories == [chains[0], chains[2]]
+    assert isinstance(group.trajectories[1].rows[0].token_ids, np.ndarray)
+
+
+def test_what_is_no_message_is_refused_before_memory_is_taken_for_it() -> None:
+    end = worker()
+    for stray in (b"GET / HTTP/1.1\r\nHost: 127.0.0.1", bytes(24)):
+        with connected(end) as (theirs,):
+            theirs.sendall(stray)
+            with pytest.raises(WorkerDiedError, match="something else than our worker"):
+                end.hear()
+
+
 def test_a_batch_is_made_of_equal_shares_and_a_waiting_worker_is_answered() -> None:
     """The second worker's server came back without weights: its batch comes only after it was restored."""
     first, second = worker(), worker()
     with connected(first, second) as (one, other):
 
         def play() -> None:
-            one.sendall(encode_group(Group("g000000", {}, [])) + encode("batch", figures={"chains": 4.0, "a": 1.0}))
+            one.sendall(delivered(Group("g000000", {}, [])) + encode("batch", figures={"chains": 4.0, "a": 1.0}))
             other.sendall(encode("restore", url="http://a"))
-            assert other.makefile("rb").readline() == encode("restored", url="http://a", proven=True)
-            other.sendall(encode_group(Group("g000001", {}, [])) + encode("batch", figures={"chains": 2.0}))
+            expected = encode("restored", url="http://a", proven=True)
+            assert other.recv(len(expected), socket.MSG_WAITALL) == expected
+            other.sendall(delivered(Group("g000001", {}, [])) + encode("batch", figures={"chains": 2.0}))
 
         playing = threading.Thread(target=play)
         playing.start()

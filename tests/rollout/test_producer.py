@@ -16,13 +16,15 @@ from agentfactory.rollout.chain_runner import ChainRunner, RolloutStoppedError
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Place, TaskOrder
+from agentfactory.rollout.delivery import Delivered
 from agentfactory.rollout.filter import Worth, worth
+from agentfactory.rollout.group_files import read_groups
 from agentfactory.rollout.producer import GroupProducer
 from agentfactory.rollout.renderer import load_tokenizer, make_renderer
 from agentfactory.rollout.resume import Resumed
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.staleness import Admission
-from agentfactory.rollout.trajectory import Group, Outcome, Trajectory, read_groups
+from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.rollout.weight_versions import Published
 from agentfactory.tools.toolset import open_toolset
 from tests.scripted_server import ScriptedServer, serve_script
@@ -67,17 +69,17 @@ class Trainer:
 
     def __init__(self, producer: GroupProducer, server: ScriptedServer):
         self.producer, self.server = producer, server
-        self.batches: asyncio.Queue[tuple[list[Group], dict[str, float]]] = asyncio.Queue()
+        self.batches: asyncio.Queue[tuple[list[Delivered], dict[str, float]]] = asyncio.Queue()
         producer.deliver = self._take
 
-    async def _take(self, batch: list[Group], figures: dict[str, float]) -> None:
+    async def _take(self, batch: list[Delivered], figures: dict[str, float]) -> None:
         self.batches.put_nowait((batch, figures))
 
     async def next_batch(self) -> tuple[list[str], dict[str, float]]:
         """Ids of the next batch's chains, and what was counted meanwhile."""
         async with asyncio.timeout(30):
             batch, figures = await self.batches.get()
-        return [chain.id for group in batch for chain in group.trajectories], figures
+        return [chain for group in batch for chain in group.chains], figures
 
     def publish(self, version: int) -> None:
         self.producer.publish(Published(version, f"m{version}", f"m{version}"))
@@ -127,7 +129,7 @@ async def training(
         admission = Admission(batch, max_staleness, total=steps * batch, version=version, started=version * batch)
         path = folder / "train.jsonl"
 
-        async def unset(batch: list[Group], figures: dict[str, float]) -> None:
+        async def unset(batch: list[Delivered], figures: dict[str, float]) -> None:
             raise AssertionError
 
         published = Published(version, f"m{version}", f"m{version}")
@@ -469,7 +471,7 @@ async def test_however_often_a_run_is_stopped_no_place_is_trained_twice_or_forgo
                         version += 1
                         if version < steps:
                             trainer.publish(version)
-                        train_state.append([group.id for group in batch])
+                        train_state.append([one.chains[0].partition(".")[0] for one in batch])
                         # the moment of the checkpoint
                         size = path.stat().st_size
     assert len(train_state) == steps

@@ -1,15 +1,9 @@
-"""Rows and their JSONL."""
-
-import json
-import math
-from datetime import datetime
-from pathlib import Path
-from typing import Any
+"""Rows, and the turns in them."""
 
 import numpy as np
 import pytest
 
-from agentfactory.rollout.trajectory import Activity, Group, Outcome, Row, Span, Stretch, Trajectory, read_groups
+from agentfactory.rollout.trajectory import Activity, Group, Outcome, Row, Span, Stretch, Trajectory
 
 
 def example() -> Group:
@@ -32,22 +26,6 @@ def test_streams_stay_aligned() -> None:
     assert row.versions == [Span("3", 3, 4), Span("4", 4, 5), Span("4", 6, 7)]
     with pytest.raises(ValueError, match="2 sampled tokens came with 1"):
         row.append_sampled([1, 2], [0.0], [])
-
-
-def test_groups_survive_their_file(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(example().to_json() + "\n", encoding="utf-8")
-    (tmp_path / "b.jsonl").write_text(example().to_json() + "\n", encoding="utf-8")
-    assert list(read_groups(tmp_path)) == [example(), example()]
-
-
-def test_lines_from_before_there_were_turn_rewards_and_times_are_read(tmp_path: Path) -> None:
-    older = json.loads(example().to_json())
-    del older["trajectories"][0]["turn_rewards"], older["trajectories"][0]["timeline"]
-    (tmp_path / "a.jsonl").write_text(json.dumps(older) + "\n")
-    (group,) = read_groups(tmp_path / "a.jsonl")
-    assert group.trajectories[0].turn_rewards is None
-    assert group.trajectories[0].timeline == []
-    assert group.trajectories[0].rows == example().trajectories[0].rows
 
 
 def test_turns_are_found_in_the_rows() -> None:
@@ -88,28 +66,6 @@ def test_rows_that_do_not_hold_the_turns_are_refused(turns: int) -> None:
         chain.turn_spans()
 
 
-def test_a_broken_line_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(example().to_json() + "\n" + json.dumps({"id": 1}) + "\n")
-    with pytest.raises(ValueError, match=r"a\.jsonl:2 is not a saved group"):
-        list(read_groups(tmp_path))
-
-
-def test_a_group_keeps_what_datasets_and_models_write(tmp_path: Path) -> None:
-    task = {"n": 10**40, "where": {"x": (1, 2)}, "text": "\u2028\U0001f600", "when": datetime(2026, 1, 2)}
-    chain = Trajectory("g.0", [{"content": None}], [Row([1])], Outcome.COMPLETED, metrics={"m": np.float64(0.1)})
-    group = Group("g", task, [chain])
-    (tmp_path / "a.jsonl").write_text(group.to_json() + "\n", encoding="utf-8")
-    task |= {"where": {"x": [1, 2]}, "when": "2026-01-02T00:00:00"}
-    assert list(read_groups(tmp_path / "a.jsonl")) == [group]
-    assert Group.from_json(group.to_json()) == group
-
-
-def test_a_saved_task_with_nan_is_read(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"id": "g", "task": {"x": NaN}, "trajectories": []}\n')
-    (group,) = read_groups(tmp_path / "a.jsonl")
-    assert math.isnan(group.task["x"])
-
-
 def test_failures_are_typed() -> None:
     assert {o for o in Outcome if o.failed} == {
         Outcome.TOOL_INFRASTRUCTURE,
@@ -120,18 +76,18 @@ def test_failures_are_typed() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("wrong", "problem"),
-    [
-        ({"reward": float("nan")}, r"chain g\.0 has the reward nan, which is no finite number"),
-        ({"turn_rewards": [1.0, float("inf")]}, r"chain g\.0 has the reward inf, which is no finite number"),
-        ({"reward": "1"}, r"Expected `float \| null`, got `str` - at `\$\.trajectories\[0\]\.reward`"),
-    ],
-)
-def test_a_saved_reward_that_is_no_number_is_refused(tmp_path: Path, wrong: dict[str, Any], problem: str) -> None:
-    group = Group("g", {}, [Trajectory("g.0", [], [], Outcome.COMPLETED, 1.0)])
-    saved = json.loads(group.to_json())
-    saved["trajectories"][0] |= wrong
-    (tmp_path / "a.jsonl").write_text(group.to_json() + "\n" + json.dumps(saved) + "\n")
-    with pytest.raises(ValueError, match=rf"a\.jsonl:2 is not a saved group: .*{problem}"):
-        list(read_groups(tmp_path / "a.jsonl"))
+def test_the_turns_of_arrays_are_those_of_lists() -> None:
+    row = Row([1] * 6, [0, 1, 1, 0, 0, 1], [0.0] * 6)
+    for turn_ends, spans in ((None, [(1, 3), (5, 6)]), ([3, 5, 6], [(1, 3), (5, 5), (5, 6)])):
+        row.turn_ends = turn_ends
+        assert row.turn_spans() == spans
+        assert Row(row.token_ids, np.array(row.mask, dtype=bool), turn_ends=turn_ends).turn_spans() == spans
+
+
+def test_rows_are_equal_in_all_their_streams() -> None:
+    def row(**changed: object) -> Row:
+        return Row(**{"token_ids": np.array([1, 2]), "mask": [0, 1], "versions": [Span("1", 1, 2)], **changed})
+
+    assert row() == row(token_ids=[1, 2])
+    for changed in ({"token_ids": [1, 3]}, {"mask": [0]}, {"versions": []}, {"weights": [1.0, 1.0]}, {"roles": "a"}):
+        assert row() != row(**changed)

@@ -20,6 +20,7 @@ from agentfactory.trainers.accelerator import LaunchError, check_launch, make_ac
 from agentfactory.trainers.config import SyncConfig, TrainConfig, TrainRecipe
 from agentfactory.trainers.server_control import ServerControl
 from tests.forked import Forked
+from tests.saved_groups import write_groups
 
 pytestmark = [pytest.mark.processes, pytest.mark.numbers]
 
@@ -105,7 +106,7 @@ def train(
 ) -> Callable[..., Trained]:
     """`train(strategy, device)`: ragged groups, micro-batches that the processes share unevenly."""
     groups = tmp_path_factory.mktemp("launch") / "groups.jsonl"
-    groups.write_text("".join(group.to_json() + "\n" for group in make_groups(6, 3)))
+    write_groups(groups, make_groups(6, 3))
     made: dict[tuple[str, str], Trained] = {}
 
     def train(strategy: str, device: str = "cpu") -> Trained:

@@ -19,6 +19,7 @@ from agentfactory.trainers.learner import Learner
 from agentfactory.trainers.rl import train_rl
 from agentfactory.trainers.sft import train_sft
 from agentfactory.trainers.source import SavedGroups
+from tests.saved_groups import write_groups
 
 pytestmark = pytest.mark.numbers
 
@@ -105,7 +106,7 @@ def test_training_goes_on_bit_by_bit(
     settings = {"batch_size": 2, "learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 1, "checkpoint_every": 2}
     recipe = make_recipe(**{**settings, **RECORDED[case], "steps": 5})
     groups = make_groups(10, 4)
-    (tmp_path / "groups.jsonl").write_text("".join(group.to_json() + "\n" for group in groups))
+    write_groups(tmp_path / "groups.jsonl", groups)
     rows = [row for group in groups for chain in group.trajectories for row in chain.rows]
 
     def run(folder: Path, resume: Path | None) -> list[dict[str, Any]]:

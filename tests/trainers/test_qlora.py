@@ -21,6 +21,7 @@ from agentfactory.trainers.network import load_network
 from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.rl import train_rl
 from agentfactory.trainers.source import SavedGroups
+from tests.saved_groups import write_groups
 from tests.trainers.test_accelerator import TWO_PROCESSES, launch
 
 pytestmark = pytest.mark.numbers
@@ -115,7 +116,7 @@ def test_two_processes_equal_one(
     course = {"steps": 2, "batch_size": 3, "updates_per_batch": 2, "learning_rate": 1e-3, "token_budget": 70}
     one, two = (make_recipe(lora=NF4, **course, **how) for how in ({}, {"strategy": "ddp", "processes": 2}))
     groups = tmp_path / "groups.jsonl"
-    groups.write_text("".join(group.to_json() + "\n" for group in make_groups(6, 3)))
+    write_groups(groups, make_groups(6, 3))
     launch(TWO_PROCESSES["ddp"], [json.dumps([two.model_dump(mode="json")]), str(groups), str(tmp_path)], True)
     checkpoints = Checkpoints(tmp_path / "one", tokenizer, one.train)
     train_rl(one, Accelerator(cpu=True), checkpoints, source=SavedGroups(groups, 6), sync=None, log=lambda line: None)
@@ -138,7 +139,7 @@ def test_training_goes_on_bit_by_bit_and_its_adapter_is_anybody_s(
     course = {"batch_size": 2, "learning_rate": 1e-3, "checkpoint_every": 2, "steps": 4}
     distance = {"kl": {"coefficient": 0.1}}
     recipe = make_recipe(lora={**NF4, "dropout": 0.2}, algorithm="ppo", loss=distance, **course)
-    (tmp_path / "groups.jsonl").write_text("".join(group.to_json() + "\n" for group in make_groups(8, 4)))
+    write_groups(tmp_path / "groups.jsonl", make_groups(8, 4))
 
     def run(folder: Path, resume: Path | None) -> list[dict[str, float]]:
         logged: list[dict[str, float]] = []

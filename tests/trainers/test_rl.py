@@ -24,6 +24,7 @@ from agentfactory.trainers.source import SavedGroups
 from agentfactory.trainers.sync.canary import Canary, canary_rows
 from agentfactory.trainers.sync.file import FileSync
 from agentfactory.trainers.sync.lora import LoraSync
+from tests.saved_groups import write_groups
 
 pytestmark = pytest.mark.numbers
 
@@ -33,7 +34,7 @@ MakeGroups = Callable[..., list[Group]]
 
 def save(groups: list[Group], path: Path) -> Path:
     """A trajectories file."""
-    path.write_text("".join(group.to_json() + "\n" for group in groups))
+    write_groups(path, groups)
     return path
 
 

@@ -20,6 +20,7 @@ from agentfactory.trainers.checkpoints import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.metrics import METRICS
 from agentfactory.trainers.sft import _shuffled, conversation_rows, saved_rows, train_sft
+from tests.saved_groups import write_groups
 
 pytestmark = pytest.mark.numbers
 
@@ -87,9 +88,9 @@ def test_saved_rows_are_those_of_whole_chains(make_groups: Callable[..., list[Gr
     groups = make_groups(2, 2)
     groups[0].trajectories[1].outcome = Outcome.CANCELLED
     path = tmp_path / "groups.jsonl"
-    path.write_text("".join(group.to_json() + "\n" for group in groups))
+    write_groups(path, groups)
     rows = saved_rows(path)
-    assert [row.token_ids for row in rows] == [
+    assert [row.token_ids.tolist() for row in rows] == [
         chain.rows[0].token_ids for group in groups for chain in group.trajectories if not chain.outcome.failed
     ]
     with pytest.raises(ValueError, match=r"train\.from_trajectories: .* does not exist"):
@@ -103,9 +104,9 @@ def test_rejection_sampling_takes_the_chains_that_did_well(
     for chain, reward in zip(groups[0].trajectories, [0.2, 0.7, None, 0.9], strict=True):
         chain.reward = reward
     path = tmp_path / "groups.jsonl"
-    path.write_text("".join(group.to_json() + "\n" for group in groups))
+    write_groups(path, groups)
     chosen = [groups[0].trajectories[index].rows[0].token_ids for index in (1, 3)]
-    assert [row.token_ids for row in saved_rows(path, min_reward=0.7)] == chosen
+    assert [row.token_ids.tolist() for row in saved_rows(path, min_reward=0.7)] == chosen
     with pytest.raises(ValueError, match=r"train\.min_reward: no chain of .* has at least 1\.0; the best has 0\.9"):
         saved_rows(path, min_reward=1.0)
 

@@ -17,14 +17,17 @@ from urllib.parse import quote, urlsplit
 import pytest
 
 from agentfactory.launching.run_folder import RunFolder
-from agentfactory.rollout.trajectory import CREDIT_FILE, Group, read_groups
+from agentfactory.rollout.group_files import CREDIT_FILE, arrays_file, read_groups
+from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.best_checkpoint import find_best
 from agentfactory.trainers.metrics import METRICS
+from agentfactory.viewer import trajectory_page
 from agentfactory.viewer.__main__ import main
 from agentfactory.viewer.charts import charts
 from agentfactory.viewer.export import export
 from agentfactory.viewer.follower import Follower
 from agentfactory.viewer.growing_file import GrowingFile
+from tests.saved_groups import old_line
 from tests.viewer.browsing import api, ask, asking, opened, run_id, viewing
 from tests.viewer.viewer_runs import (
     BEST,
@@ -554,7 +557,7 @@ def test_a_fault_of_the_server_is_told_in_words(viewer: str, page: "Page") -> No
 def test_a_live_run_is_followed_without_reloading(page: "Page", tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "live", "name: live\n")
     saved = run.trajectories / "train.jsonl"
-    line = Group("g0", {}, [chain("g0.0", [{"role": "user", "content": "hello"}], [])]).to_json() + "\n"
+    line = old_line(Group("g0", {}, [chain("g0.0", [{"role": "user", "content": "hello"}], [])])) + "\n"
 
     def drawn(rewards: list[float]) -> None:
         found = """rewards => JSON.stringify(document.querySelector('[data-chart="reward"] .plot')?.data?.[0]?.y)
@@ -698,6 +701,37 @@ def test_odd_lines_and_files_are_told_and_nothing_else_is_lost(tmp_path: Path) -
     answer = client.get("/api/run", params={"run": state["id"]})
     assert answer.status_code == 404
     assert "its recipe cannot be read" in answer.json()["error"]
+
+
+def test_a_chain_whose_arrays_are_lost_is_shown_without_its_tokens(tmp_path: Path) -> None:
+    run = many_chains(tmp_path / "run", 2, members=2)
+    follower, client = asking(run.path)
+    row = client.get("/api/trajectories").json()["rows"][0]
+    where = {name: row[name] for name in ("run", "file", "byte", "place")}
+    arrays = arrays_file(run.trajectories / "train.jsonl")
+    content = arrays.read_bytes()
+
+    def page() -> dict[str, Any]:
+        trajectory_page._read_group.cache_clear()
+        answer = client.get("/api/trajectory", params=where)
+        assert answer.status_code == 200
+        return answer.json()
+
+    whole = page()
+    assert (len(whole["rows"][0]["token_ids"]), whole["rows_problem"]) == (240, None)
+    assert whole["rows"][0]["mask"] == [0] * 120 + [1] * 120
+    for harm, problem in (
+        (lambda: arrays.write_bytes(content[:-1]), "which has only"),
+        (lambda: arrays.write_bytes(content[:-1] + b"~"), "its arrays are damaged"),
+        (arrays.unlink, "its arrays cannot be read, train.arrays: No such file"),
+    ):
+        harm()
+        told = page()
+        assert (told["rows"], told["messages"]) == ([], whole["messages"])
+        assert problem in told["rows_problem"]
+        assert str(tmp_path) not in told["rows_problem"], "an exported page is shared with others"
+    assert follower.state()["runs"][0]["chains"] == 4
+    assert export([run.path], tmp_path / "page.html").startswith(str(tmp_path))
 
 
 def test_what_was_mended_is_told_no_longer(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import yaml
 from PIL import Image, ImageColor
 
 from agentfactory.launching.run_folder import RunFolder
+from agentfactory.rollout.group_files import arrays_file, encode_group, read_groups
 from agentfactory.rollout.trajectory import Activity, Group, Outcome, Stretch
 from agentfactory.viewer.app import page_file
 from agentfactory.viewer.export import export
@@ -22,6 +23,7 @@ from agentfactory.viewer.index import Index, rows_of
 from agentfactory.viewer.query import Query
 from agentfactory.viewer.recipe_difference import difference
 from agentfactory.viewer.series import series_of
+from tests.saved_groups import old_line, write_groups
 from tests.viewer.browsing import api, asking, opened, run_id, viewing
 from tests.viewer.viewer_runs import NASTY, called, chain, credit, many_chains, sampled_row, tokenizer
 from tests.waiting import wait_for
@@ -59,14 +61,14 @@ def staged_run(folder: Path) -> RunFolder:
         sft.log({"step": step, "loss": 600.0 / step, "tokens": 5000, "seconds/step": 0.5})
     grpo = RunFolder.create(folder / "grpo", yaml.safe_dump(RECIPE))
     ids = tokenizer()
-    lines, credits = [], []
+    groups, credits = [], []
     for step in range(1, STEPS + 1):
         grpo.log({"step": step, "loss": -0.01, "reward": step / STEPS, "tokens": 50, "seconds/step": 2.0})
         members = [_chain(ids, step, member) for member in range(4)]
         group = Group(f"g{step}", {"question": "Where?"}, members, step - 1)
-        lines.append(group.to_json() + "\n")
+        groups.append(group)
         credits.append(json.dumps({**credit(group), "step": step}))
-    (grpo.trajectories / "train.jsonl").write_text("".join(lines))
+    write_groups(grpo.trajectories / "train.jsonl", groups)
     grpo.note_credit(credits)
     return whole
 
@@ -100,13 +102,16 @@ def old_run(folder: Path) -> RunFolder:
     run = many_chains(folder, 3, members=2)
     run.recipe.write_text(yaml.safe_dump(recipe))
     saved = run.trajectories / "train.jsonl"
-    groups = [json.loads(line) for line in saved.read_text().replace("tool1", LONG_NAME).splitlines()]
+    groups = [json.loads(old_line(group).replace("tool1", LONG_NAME)) for group in read_groups(saved)]
     for group in groups:
         for one in group["trajectories"]:
             for name in ("timeline", "malformed_turns", "stop_reason"):
                 del one[name]
+            for row in one["rows"]:
+                del row["roles"], row["turn_ends"]
             one |= {"seconds": 8.0, "metrics": {**one["metrics"], "tool_seconds": 2.0}}
     saved.write_text("".join(json.dumps(group) + "\n" for group in groups))
+    arrays_file(saved).unlink()
     return run
 
 
@@ -246,7 +251,7 @@ def evaluated_run(folder: Path) -> RunFolder:
     )
     (found.trajectories / "eval").mkdir()
     held_out = Group("sampled-00000", {"question": "held out"}, [chain("final.0", [], [])])
-    (found.trajectories / "eval" / "final-sampled.jsonl").write_text(held_out.to_json() + "\n")
+    write_groups(found.trajectories / "eval" / "final-sampled.jsonl", [held_out])
     return whole
 
 
@@ -471,7 +476,7 @@ def test_a_histogram_shows_the_rewards_of_a_step(viewer: str, page: "Page") -> N
 def index_of(rewards: list[float | None]) -> Index:
     index = Index()
     group = Group("g", {}, [chain(f"c{number}", [], [], reward=reward) for number, reward in enumerate(rewards)])
-    index.add(rows_of("run", "train.jsonl", 0, group.to_json().encode()))
+    index.add(rows_of("run", "train.jsonl", 0, encode_group(group).line))
     return index
 
 

@@ -14,6 +14,7 @@ from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, StopReaso
 from agentfactory.tools.messages import Message, ToolCall, ToolResult
 from agentfactory.tools.results import content_of, result_of
 from agentfactory.trainers.checkpoint_folder import INFO, checkpoint_path
+from tests.saved_groups import old_line, write_groups
 
 NASTY = "<img src=x onerror='window.broken = 1'><script>window.broken = 1</script><b>bold</b>"
 """What a page must show and never run."""
@@ -99,16 +100,15 @@ def show_run(folder: Path) -> RunFolder:
         )
     run.log({"step": 40, "eval/sampled/reward": 0.9, "eval/greedy/reward": 1.0})
     groups = [_long(ids), _hostile(ids), credited(ids)]
-    lines = [group.to_json() + "\n" for group in groups]
-    (run.trajectories / "train.jsonl").write_text("".join(lines), encoding="utf-8")
+    write_groups(run.trajectories / "train.jsonl", groups)
     (run.trajectories / "eval").mkdir()
     held_out = Group("sampled-00000", {"question": "held out"}, [chain("000040-sampled-00000.0", _said("yes"), [])])
-    (run.trajectories / "eval" / "000040-sampled.jsonl").write_text(held_out.to_json() + "\n")
+    write_groups(run.trajectories / "eval" / "000040-sampled.jsonl", [held_out])
     # the line of the hostile chain is of another one
     stray = {"row": 0, "targets": [10**6], "advantage": [1.0], "proximal": [0.0]}
     credit_lines = [credit(groups[2]), {"group": NASTY, "step": 5, "chains": {NASTY: [stray]}}]
     (run.trajectories / "credit.jsonl").write_text("".join(json.dumps(line) + "\n" for line in credit_lines))
-    (run.trajectories / "odd.jsonl").write_text(json.dumps([NASTY]) + "\n" + held_out.to_json() + "\n")
+    (run.trajectories / "odd.jsonl").write_text(json.dumps([NASTY]) + "\n" + old_line(held_out) + "\n")
     return run
 
 
@@ -172,7 +172,8 @@ def credit(group: Group) -> dict:
 
 
 def many_chains(path: Path, groups: int, members: int = 8, tokens: int = 120) -> RunFolder:
-    """A run of many chains, of a new version every five groups; what tells them apart is put into one group's JSON."""
+    """A run of many chains, of a new version every five groups; what tells them apart is put into one group's JSON, and
+    all have its arrays."""
     run = RunFolder.create(path, "name: many\nmodel: {path: nowhere}\n")
     run.log({"step": 1, "reward": 0.0})
     trajectories = []
@@ -183,8 +184,10 @@ def many_chains(path: Path, groups: int, members: int = 8, tokens: int = 120) ->
         messages = [{"role": "user", "content": "task TASK"}, *called(0, f"tool{member}", {"x": 1}, "word TASK done")]
         metrics = {"success": float(member > 5), "tool_calls": 1, "sampled_tokens": tokens}
         trajectories.append(chain(f"g-TASK.{member}", messages, [row], reward=member / 8, metrics=metrics))
-    line = Group("g-TASK", {"question": "task TASK"}, trajectories, version=987654).to_json()
-    with (run.trajectories / "train.jsonl").open("w") as file:
+    saved = run.trajectories / "train.jsonl"
+    write_groups(saved, [Group("g-TASK", {"question": "task TASK"}, trajectories, version=987654)])
+    line = saved.read_text()
+    with saved.open("w") as file:
         for number in range(groups):
-            file.write(line.replace("TASK", f"{number:05d}").replace("987654", str(number // 5)) + "\n")
+            file.write(line.replace("TASK", f"{number:05d}").replace("987654", str(number // 5)))
     return run

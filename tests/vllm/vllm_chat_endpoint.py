@@ -13,7 +13,7 @@ from agentfactory.rollout.chat_endpoint import ChatEndpointError, look_at
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.evaluate import open_runner, run_eval
-from agentfactory.rollout.trajectory import read_groups
+from agentfactory.rollout.group_files import read_groups
 from tests.conftest import QUICKSTART
 from tests.server_process import VLLM_PYTHON, serve
 

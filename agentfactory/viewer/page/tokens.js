@@ -104,8 +104,9 @@ class TokenView {
     } } }, ...Object.entries(COLOURINGS).map(([name, { label }]) => make("option", { value: name, selected: name === this.colouring }, label)));
     const untold = data.tokenizer ? null : make("p", { class: "note" },
       "The run's tokenizer is not on this machine, so ids stand in place of texts.");
+    const lost = data.rows_problem ? make("p", { class: "note" }, `The tokens cannot be read: ${data.rows_problem}`) : null;
     this.element = make("div", { class: "token-view" },
-      make("div", { class: "bar" }, make("label", {}, "colour by ", choice), this.legend), untold,
+      make("div", { class: "bar" }, make("label", {}, "colour by ", choice), this.legend), untold, lost,
       ...data.rows.map((row, number) => this.row(row, number)));
     this.element.addEventListener("mouseover", (event) => this.tell(event));
     this.element.addEventListener("mouseleave", () => showTip(null));

@@ -1,0 +1,217 @@
+"""Files of groups: a line of JSON per group that a person can read, and a file beside it with the arrays of its rows.
+
+A line of `train.jsonl` has everything but the streams of the rows (STREAMS): in the place of each is the number of its
+values. The values are in `train.arrays`, which has one safetensors record per group, end to end. A record has an array
+per stream, with the values of all rows of the group in their order; names that a reader does not know are left alone.
+The line's `arrays` gives the `offset` and `length` of its record in bytes, and its `crc32`, so that a group is read
+alone. Lines of version 0.1, and lines written by hand, have the streams themselves, as lists; they are read as well.
+"""
+
+import math
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from pydantic_core import from_json
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from agentfactory.rollout.trajectory import Group
+from agentfactory.tools.disk import append
+
+STREAMS: dict[str, tuple[Any, np.dtype[Any]]] = {
+    "token_ids": (list[int], np.dtype(np.int32)),
+    "mask": (list[int], np.dtype(np.bool_)),
+    "logprobs": (list[float], np.dtype(np.float32)),
+    "weights": (list[float], np.dtype(np.float64)),
+    "roles": (str, np.dtype(np.uint8)),
+}
+"""Stream of a row -> its type where a line has it itself, and the type of its array. Roles are ASCII letters."""
+
+CREDIT_FILE = "credit.jsonl"
+"""File in a folder of trajectories with the trainer's values for their tokens. It contains no groups."""
+
+
+@dataclass(frozen=True)
+class EncodedGroup:
+    """The bytes of a group, in files and on the way to the trainer: its line, and the record of its arrays (empty if no
+    row has a value)."""
+
+    line: bytes
+    record: bytes
+
+
+def train_file(worker: int) -> str:
+    """Return the name of the file for the trained groups of a worker, counted from 0."""
+    return f"train-{worker}.jsonl" if worker else "train.jsonl"
+
+
+def train_files(folder: Path) -> list[Path]:
+    """Return the files of trained groups in a folder of trajectories."""
+    return sorted(folder.glob("train*.jsonl"))
+
+
+def arrays_file(path: Path) -> Path:
+    """Return the file with the arrays of the groups in the file `path`."""
+    return path.with_suffix(".arrays")
+
+
+def encode_group(group: Group, offset: int = 0) -> EncodedGroup:
+    """Encode a group whose record will begin at `offset` of its file."""
+    chains = []
+    streams: dict[str, list[np.ndarray]] = {name: [] for name in STREAMS}
+    for chain in group.trajectories:
+        rows = []
+        for row in chain.rows:
+            fields = dict(vars(row))
+            for name in STREAMS:
+                if fields[name] is not None:
+                    streams[name].append(_array(name, fields[name]))
+                    fields[name] = len(fields[name])
+            rows.append(fields)
+        chains.append({**vars(chain), "rows": rows})
+    line = {**vars(group), "trajectories": chains}
+    arrays = {name: np.concatenate(parts) for name, parts in streams.items() if any(map(len, parts))}
+    record = save(arrays) if arrays else b""
+    if record:
+        line["arrays"] = {"offset": offset, "length": len(record), "crc32": zlib.crc32(record)}
+    return EncodedGroup(msgspec.json.encode(line, enc_hook=_plain), record)
+
+
+def decode_group(line: bytes, record: bytes) -> Group:
+    """Return the group of a line and its record; the streams of its rows are arrays. Raises ValueError if the line is
+    not a group, or the record not the line's."""
+    saved = from_json(line)
+    restore_streams(saved, record)
+    return _group(saved)
+
+
+def append_group(path: Path, group: Group) -> EncodedGroup:
+    """Append a group to the file `path` and to the file of its arrays; return its bytes. Only one process may append to
+    a file. Raises DiskError."""
+    arrays = arrays_file(path)
+    encoded = encode_group(group, arrays.stat().st_size if arrays.exists() else 0)
+    # the line comes last: whoever reads it finds its arrays
+    if encoded.record:
+        append(arrays, encoded.record)
+    append(path, encoded.line + b"\n")
+    return encoded
+
+
+def delete_groups(path: Path) -> None:
+    """Delete the file `path` and the file of its arrays, if they exist."""
+    for file in (path, arrays_file(path)):
+        file.unlink(missing_ok=True)
+
+
+def read_groups(path: str | Path) -> Iterator[Group]:
+    """Yield the groups of a trajectories file, or of all `*.jsonl` files of a folder except CREDIT_FILE, in order. The
+    streams of their rows are arrays.
+
+    Raises ValueError with file and line if a line is not a group, or its arrays are missing or damaged.
+    """
+    path = Path(path)
+    files = [file for file in sorted(path.glob("*.jsonl")) if file.name != CREDIT_FILE] if path.is_dir() else [path]
+    for file in files:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    saved = from_json(line)
+                    restore_streams(saved, read_record(saved, file))
+                    group = _group(saved)
+                except ValueError as error:
+                    raise ValueError(f"{file}:{number} is not a saved group: {error}") from error
+                yield group
+
+
+def read_record(saved: Any, path: Path) -> bytes:
+    """Return the record of a parsed line of the file `path`; empty if the line has none. Raises ValueError with a fix
+    if the file of the arrays cannot be read or is too short."""
+    place = saved.get("arrays") if isinstance(saved, dict) else None
+    if place is None:
+        return b""
+    arrays = arrays_file(path)
+    try:
+        start, length = int(place["offset"]), int(place["length"])
+        with arrays.open("rb") as file:
+            file.seek(start)
+            record = file.read(length)
+    except OSError as error:
+        problem = f"its arrays cannot be read, {arrays.name}: {error.strerror}"
+        raise ValueError(f"{problem}; fix: have that file beside {path.name}") from error
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"no saved group: {error!r}") from error
+    if len(record) < length:
+        size = arrays.stat().st_size
+        problem = f"its arrays end at byte {start + length} of {arrays.name}, which has only {size}"
+        raise ValueError(f"{problem}; fix: copy the whole file, or leave out the line")
+    return record
+
+
+def restore_streams(saved: Any, record: bytes) -> None:
+    """Put arrays into the rows of a parsed line, in the place of their numbers of values or of lists. Raises ValueError
+    if the line is not a group, or `record` not the line's."""
+    try:
+        place = saved.pop("arrays", None)
+        if place is not None and zlib.crc32(record) != place["crc32"]:
+            raise ValueError("its arrays are damaged, or those of another file; fix: copy both files, unchanged")
+        arrays = load(record) if place is not None else {}
+        taken: Counter[str] = Counter()
+        for row in (row for chain in saved["trajectories"] for row in chain.get("rows", ())):
+            for name, (_, kind) in STREAMS.items():
+                value = row.get(name)
+                if type(value) is int:
+                    start, taken[name] = taken[name], taken[name] + value
+                    row[name] = arrays.get(name, np.empty(0, kind))[start : taken[name]]
+                elif value is not None:
+                    row[name] = _listed(name, value)
+            if "roles" in row:
+                row["roles"] = row["roles"].tobytes().decode("ascii")
+    except (AttributeError, LookupError, TypeError, SafetensorError) as error:
+        raise ValueError(f"no saved group: {error!r}") from error
+    for name, count in taken.items():
+        if count != (held := len(arrays.get(name, ()))):
+            problem = f"its rows have {count} {name}, and their array {held}"
+            raise ValueError(f"{problem}; fix: leave out whole lines, not chains of a line")
+
+
+def _array(name: str, values: Any) -> np.ndarray:
+    kind = STREAMS[name][1]
+    if isinstance(values, np.ndarray):
+        return values.astype(kind, copy=False)
+    if isinstance(values, str):
+        return np.frombuffer(values.encode("ascii"), kind)
+    # several times faster than numpy's conversion of a list
+    return np.frombuffer(struct.pack(f"{len(values)}{kind.char}", *values), kind)
+
+
+def _listed(name: str, values: Any) -> np.ndarray:
+    """Return the array of a stream that the line has itself."""
+    try:
+        return _array(name, msgspec.convert(values, STREAMS[name][0]))
+    except (msgspec.ValidationError, struct.error, OverflowError) as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _group(saved: Any) -> Group:
+    group = msgspec.convert(saved, Group)
+    for chain in group.trajectories:
+        for reward in (chain.reward, *(chain.turn_rewards or [])):
+            # JSON as Python writes it can hold others
+            if reward is not None and not math.isfinite(reward):
+                raise ValueError(f"chain {chain.id} has the reward {reward!r}, which is no finite number")
+    return group
+
+
+def _plain(value: Any) -> Any:
+    """Convert what is a number or a text of another class, such as numpy's."""
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"a saved group cannot hold {value!r}, a {type(value).__name__}")

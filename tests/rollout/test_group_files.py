@@ -1,0 +1,281 @@
+"""Groups in files: lines that a person reads, and their arrays beside them."""
+
+import json
+import math
+import shutil
+import struct
+import zlib
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load, save
+
+from agentfactory.rollout.group_files import append_group, arrays_file, decode_group, encode_group, read_groups
+from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
+from agentfactory.trainers.batch import training_row
+from tests.saved_groups import old_line, write_groups
+
+OLD = (
+    '{"id": "g000000", "task": {"question": "é\u2028", "x": NaN}, "trajectories": [{"id": "g000000.0", "messages": '
+    '[{"role": "user", "content": "é"}], "rows": [{"token_ids": [151644, 7, 5], "mask": [0, 1, 1], "logprobs": [0.0, '
+    '-0.1, -1e-07], "versions": [{"version": "grpo-v0", "start": 1, "end": 3, "mixed": false}], "weights": null, '
+    '"turn_ends": [3], "roles": ".ft"}], "outcome": "completed", "reward": 1.0, "metrics": {"success": 1.0}, "turns": '
+    '1, "seconds": 0.5, "error": null, "turn_rewards": null, "stop_reason": "answer", "malformed_turns": [], '
+    '"timeline": [{"activity": "model", "start": 0.0, "end": 0.5, "turn": 0, "name": ""}]}], "version": 0}\n'
+)
+"""A line of version 0.1."""
+
+
+def row(*ids: int, **fields: Any) -> Row:
+    """A row with the log-probabilities that a server's JSON has, which are no float32."""
+    made = Row(roles="." + "t" * len(ids), **fields)
+    made.append_context([99])
+    made.append_sampled(list(ids), [-1 / (i + 3) for i in ids], [Span("v1", 0, len(ids))])
+    if made.weights is not None:
+        made.weights += [0.0, *[0.1] * len(ids)]
+    return made
+
+
+def group(name: str = "g") -> Group:
+    """One chain without rows, one with two, one with weights, and one whose row is empty."""
+    rows: list[list[Row]] = [[], [row(150_000, 7), row(8)], [row(3, 4, 5, weights=[])], [Row()]]
+    chains = [
+        Trajectory(f"{name}.{n}", [{"role": "user", "content": "é"}], r, Outcome.COMPLETED) for n, r in enumerate(rows)
+    ]
+    return Group(name, {"question": "é"}, chains, version=3)
+
+
+def rows_of(groups: list[Group]) -> list[Row]:
+    return [row for group in groups for chain in group.trajectories for row in chain.rows]
+
+
+def same_as_float32(saved: Group, made: Group) -> bool:
+    """Whether everything is equal, where log-probabilities are rounded to float32."""
+    for one in rows_of([made]):
+        one.logprobs = np.array(one.logprobs, dtype=np.float32)
+    return saved == made
+
+
+def test_groups_survive_their_files_as_arrays(tmp_path: Path) -> None:
+    write_groups(tmp_path / "a.jsonl", [group("g0"), Group("empty", {}, []), group("g1")])
+    write_groups(tmp_path / "b.jsonl", [group("g2")])
+    (tmp_path / "credit.jsonl").write_text("{}\n")
+    saved = list(read_groups(str(tmp_path)))
+    assert [one.id for one in saved] == ["g0", "empty", "g1", "g2"]
+    assert all(same_as_float32(one, group(one.id)) for one in (saved[0], saved[2], saved[3]))
+    kinds = {"token_ids": np.int32, "mask": np.bool_, "logprobs": np.float32}
+    assert all(getattr(one, name).dtype == kind for one in rows_of(saved) for name, kind in kinds.items())
+
+
+def test_a_line_says_everything_but_the_streams_and_where_these_are(tmp_path: Path) -> None:
+    write_groups(tmp_path / "a.jsonl", [group("g0"), group("g1")])
+    lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    (two, _), places = lines[1]["trajectories"][1]["rows"], [line["arrays"] for line in lines]
+    streams = {"token_ids": 3, "mask": 3, "logprobs": 3, "roles": 3, "weights": None}
+    assert two == {**streams, "turn_ends": [3], "versions": [{"version": "v1", "start": 1, "end": 3, "mixed": False}]}
+    assert lines[1]["trajectories"][1]["messages"] == [{"role": "user", "content": "é"}]
+    assert [place["offset"] for place in places] == [0, places[0]["length"]]
+    assert arrays_file(tmp_path / "a.jsonl").stat().st_size == sum(place["length"] for place in places)
+    # anybody reads a record with safetensors
+    record = arrays_file(tmp_path / "a.jsonl").read_bytes()[places[1]["offset"] :]
+    assert load(record)["token_ids"].tolist() == [99, 150_000, 7, 99, 8, 99, 3, 4, 5]
+
+
+def test_the_trainer_gets_the_same_bits(tmp_path: Path) -> None:
+    """As from the worker's own lists, and as from a file of 0.1."""
+    made = group()
+    append_group(tmp_path / "new.jsonl", made)
+    (tmp_path / "old.jsonl").write_text(old_line(made) + "\n")
+    encoded = encode_group(made)
+    groups = [*read_groups(tmp_path / "new.jsonl"), *read_groups(tmp_path / "old.jsonl")]
+    groups += [decode_group(encoded.line, encoded.record)]
+    given = [training_row(one) for one in rows_of([made])]
+    for taken in groups:
+        for mine, theirs in zip(given, map(training_row, rows_of([taken])), strict=True):
+            if mine is None or theirs is None:
+                assert mine is theirs
+                continue
+            assert np.array_equal(mine.token_ids, theirs.token_ids)
+            assert mine.token_ids.dtype == theirs.token_ids.dtype == np.int64
+            assert np.array_equal(mine.targets, theirs.targets)
+            assert mine.streams.keys() == theirs.streams.keys()
+            for name, values in mine.streams.items():
+                # what micro-batches hold
+                assert values.astype(np.float32).tobytes() == theirs.streams[name].astype(np.float32).tobytes(), name
+
+
+def test_float32_is_rounded_as_numpy_rounds() -> None:
+    values = [-0.1, -1e-45, -3.4e38, 0.0, -0.0, 1 / 3, -math.inf, np.float64(-0.7), np.float32(-0.3), -2]
+    made = Group("g", {}, [Trajectory("g.0", [], [Row([1] * 10, [1] * 10, values)], Outcome.COMPLETED)])
+    encoded = encode_group(made)
+    (saved,) = rows_of([decode_group(encoded.line, encoded.record)])
+    assert saved.logprobs.tobytes() == np.array(values, dtype=np.float32).tobytes()
+
+
+def test_the_same_bytes_go_to_the_files_and_to_the_trainer(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    encoded = [append_group(path, group("g0")), append_group(path, group("g1"))]
+    assert path.read_bytes() == b"".join(one.line + b"\n" for one in encoded)
+    assert arrays_file(path).read_bytes() == b"".join(one.record for one in encoded)
+    assert same_as_float32(decode_group(encoded[1].line, encoded[1].record), group("g1"))
+
+
+def test_arrays_are_written_before_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"a\.jsonl cannot be written"):
+        append_group(path, group())
+    assert arrays_file(path).stat().st_size > 0
+    path.unlink()
+    append_group(path, group())
+    (saved,) = read_groups(path)
+    assert same_as_float32(saved, group()), "what a failed attempt left is passed over"
+
+
+def test_files_are_read_where_they_are_now(tmp_path: Path) -> None:
+    write_groups(tmp_path / "train.jsonl", [group()])
+    shutil.copytree(tmp_path, tmp_path.with_name("copy"))
+    shutil.rmtree(tmp_path)
+    (saved,) = read_groups(tmp_path.with_name("copy"))
+    assert same_as_float32(saved, group())
+
+
+def test_whole_lines_may_be_left_out_and_arrays_may_be_added(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    write_groups(path, [group("g0"), group("g1")])
+    line = path.read_bytes().splitlines()[1]
+    path.write_bytes(line)
+    (saved,) = read_groups(path)
+    assert same_as_float32(saved, group("g1"))
+    encoded = encode_group(group("g0"))
+    more = save({**load(encoded.record), "images/spans": np.zeros((2, 3), np.int64)})
+    told = json.loads(encoded.line)
+    told["arrays"] |= {"length": len(more), "crc32": zlib.crc32(more)}
+    assert same_as_float32(decode_group(json.dumps(told).encode(), more), group("g0"))
+
+
+def change(path: Path, at: int, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "problem"),
+    [
+        (lambda arrays: arrays.unlink(), r"its arrays cannot be read, a\.arrays: No such file .*; fix: have that file"),
+        (lambda arrays: arrays.write_bytes(arrays.read_bytes()[:-1]), r"end at byte \d+ of a\.arrays, which has only"),
+        (lambda arrays: change(arrays, arrays.stat().st_size - 1, b"~"), r"its arrays are damaged.*; fix: copy both"),
+        (lambda arrays: change(arrays, arrays.stat().st_size // 2, struct.pack("<Q", 2**60)), "its arrays are damaged"),
+    ],
+)
+def test_lost_arrays_are_told_with_their_line(tmp_path: Path, harm: Callable[[Path], None], problem: str) -> None:
+    path = tmp_path / "a.jsonl"
+    write_groups(path, [group("g0"), group("g1")])
+    harm(arrays_file(path))
+    with pytest.raises(ValueError, match=rf"a\.jsonl:\d is not a saved group: .*{problem}"):
+        list(read_groups(path))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"token_ids": 2}, r"its rows have 8 token_ids, and their array 9; fix: leave out whole lines"),
+        ({"token_ids": [1.5]}, r"token_ids: Expected `int`, got `float`"),
+        ({"token_ids": [2**40]}, r"token_ids: "),
+        ({"logprobs": [None]}, r"logprobs: Expected `float`, got `null`"),
+        ({"mask": "011"}, r"mask: Expected `array`, got `str`"),
+        ({"versions": 5}, r"Expected `array`, got `int`"),
+    ],
+)
+def test_a_row_that_is_none_is_refused(tmp_path: Path, wrong: dict[str, Any], problem: str) -> None:
+    path = tmp_path / "a.jsonl"
+    write_groups(path, [group()])
+    saved = json.loads(path.read_text())
+    saved["trajectories"][1]["rows"][0] |= wrong
+    path.write_text(json.dumps(saved) + "\n")
+    with pytest.raises(ValueError, match=rf"a\.jsonl:1 is not a saved group: .*{problem}"):
+        list(read_groups(path))
+
+
+# ---- version 0.1
+
+
+def test_a_file_of_0_1_is_read_and_continued(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(OLD, encoding="utf-8")
+    append_group(path, group("g1"))
+    old, new = read_groups(path)
+    assert same_as_float32(new, group("g1"))
+    assert math.isnan(old.task["x"])
+    (chain,) = old.trajectories
+    (saved,) = chain.rows
+    assert saved == Row(
+        [151644, 7, 5],
+        [0, 1, 1],
+        np.array([0.0, -0.1, -1e-7], dtype=np.float32),
+        [Span("grpo-v0", 1, 3)],
+        turn_ends=[3],
+        roles=".ft",
+    )
+    assert saved.token_ids.dtype == np.int32
+    assert chain.timeline[0].end == 0.5
+
+
+def test_lines_from_before_there_were_turn_rewards_and_times_are_read(tmp_path: Path) -> None:
+    older = json.loads(OLD)
+    for name in ("turn_rewards", "timeline", "malformed_turns", "stop_reason"):
+        del older["trajectories"][0][name]
+    for name in ("roles", "turn_ends", "weights"):
+        del older["trajectories"][0]["rows"][0][name]
+    (tmp_path / "a.jsonl").write_text(json.dumps(older) + "\n")
+    (saved,) = read_groups(tmp_path / "a.jsonl")
+    assert saved.trajectories[0].turn_rewards is None
+    assert saved.trajectories[0].timeline == []
+    assert saved.trajectories[0].rows[0].roles == ""
+
+
+# ---- what lines hold
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for broken in ('{"id": 1}', "[]", "5", '{"id": "g", "task": {}, "trajectories": [5]}', "{"):
+        write_groups(path, [group()])
+        with path.open("a") as lines:
+            lines.write(broken + "\n")
+        with pytest.raises(ValueError, match=r"a\.jsonl:2 is not a saved group"):
+            list(read_groups(tmp_path))
+
+
+def test_a_group_keeps_what_datasets_and_models_write(tmp_path: Path) -> None:
+    task = {"n": 10**40, "where": {"x": (1, 2)}, "text": "\u2028\U0001f600", "when": datetime(2026, 1, 2)}
+    chain = Trajectory("g.0", [{"content": None}], [Row([1], [0], [0.0])], Outcome.COMPLETED)
+    chain.metrics = {"m": np.float64(0.1)}
+    made = Group("g", task, [chain])
+    write_groups(tmp_path / "a.jsonl", [made])
+    task |= {"where": {"x": [1, 2]}, "when": "2026-01-02T00:00:00"}
+    assert list(read_groups(tmp_path / "a.jsonl")) == [made]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"reward": float("nan")}, r"chain g\.1 has the reward nan, which is no finite number"),
+        ({"turn_rewards": [1.0, float("inf")]}, r"chain g\.1 has the reward inf, which is no finite number"),
+        ({"reward": "1"}, r"Expected `float \| null`, got `str` - at `\$\.trajectories\[1\]\.reward`"),
+    ],
+)
+def test_a_saved_reward_that_is_no_number_is_refused(tmp_path: Path, wrong: dict[str, Any], problem: str) -> None:
+    path = tmp_path / "a.jsonl"
+    write_groups(path, [group()])
+    saved = json.loads(path.read_text())
+    saved["trajectories"][1] |= wrong
+    with path.open("a") as lines:
+        lines.write(json.dumps(saved) + "\n")
+    with pytest.raises(ValueError, match=rf"a\.jsonl:2 is not a saved group: .*{problem}"):
+        list(read_groups(path))
