@@ -72,7 +72,7 @@ def write_part(part: Part, folder: Path, group: dist.ProcessGroup | None) -> Non
         dcp.save(
             part,
             storage_writer=writer,
-            planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
+            planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
             no_dist=group is None,
         )
@@ -107,7 +107,7 @@ def load_state(checkpoint: Path, learner: Learner) -> None:
         elif key in (f"random/{rank}/cpu", f"random/{rank}/{device.type}"):
             wanted[key] = torch.empty(cast(TensorStorageMetadata, entry).size, dtype=torch.uint8)
     wanted[_SETTINGS] = None
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         dcp.load(wanted, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:
@@ -158,7 +158,10 @@ def _restore(
     # recompute the last step: train.steps may have changed, and the learning-rate schedule with it
     before = {"last_epoch": schedule["last_epoch"] - 1, "_step_count": schedule["_step_count"] - 1}
     learner.schedule.load_state_dict({**schedule, **before})
-    learner.schedule.step()
+    with warnings.catch_warnings():
+        # torch knows nothing of the optimiser's steps before this process
+        warnings.simplefilter("ignore", UserWarning)
+        learner.schedule.step()
     if random:
         _set_random_state(random, learner.accelerator.device)
 
