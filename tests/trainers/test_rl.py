@@ -295,7 +295,7 @@ def test_a_token_that_is_too_old_is_refused(
             recipe,
             accelerator,
             Checkpoints(tmp_path, tokenizer, recipe.train),
-            source=LateSource(server, temperature=1.0),
+            source=LateSource(server, temperature=1.0, checkpoints=tmp_path),
             sync=sync,
             log=logged.append,
         )
