@@ -197,6 +197,14 @@ def test_a_run_of_one_process_goes_on_with_two(
     for key, weight in first.items():
         if key.startswith("weights/"):
             torch.testing.assert_close(second[key], weight, atol=1e-4, rtol=0)
+    # resumed by as many ranks, it ends with the same bits
+    again = tmp_path / "again"
+    shutil.copytree(output, again)
+    arguments = ("--resume", str(again / "checkpoints" / "step-000039"), *arguments[2:])
+    ranks = start_ranks(TRAINER, str(recipe), f"output={again}", *arguments, log=log, strategy=strategy)
+    assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
+    assert steps(again) == steps(output)
+    assert same(second, training_state(again / "checkpoints" / "step-000040"))
     # and on with one again, for longer
     assert start(recipe, output, "--resume", "train.steps=42").wait() == 0, log.read_text()
     assert [line["step"] for line in steps(output)] == list(range(1, 43))
