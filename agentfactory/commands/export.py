@@ -16,7 +16,8 @@ from agentfactory.trainers.checkpoint_folder import (
 )
 
 _ADAPTER = (ADAPTER, "adapter_model.safetensors")
-_ONLY_FOR_TRAINING = (INFO, DIGESTS, "training_state.pt")
+# training_state.pt: of checkpoints of 0.1
+_ONLY_FOR_TRAINING = (INFO, DIGESTS, "training_state", "training_state.pt")
 
 
 class ExportError(Exception):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentfactory.tools.disk import DiskError, writing
+from agentfactory.tools.disk import writing
 
 INFO = "trainer_state.json"
 DIGESTS = "digests.json"
@@ -41,15 +41,22 @@ def read_info(path: Path) -> dict[str, Any]:
     return json.loads((path / INFO).read_text(encoding="utf-8"))
 
 
-@contextmanager
-def written_aside(path: Path) -> Iterator[Path]:
-    """Yields a temporary folder for a checkpoint; afterwards adds digests, makes it durable, and renames it to `path`.
+def partial_path(path: Path) -> Path:
+    """Returns the temporary name of the checkpoint `path` while it is written."""
+    return path.with_name(f".{path.name}.partial")
 
-    Raises FileExistsError if `path` already exists, and DiskError if the disk is full; nothing is left then.
+
+@contextmanager
+def written_aside(path: Path, digests: dict[str, str] | None = None) -> Iterator[Path]:
+    """Yields a temporary folder, `partial_path`, for a checkpoint; afterwards adds digests, makes it durable, and
+    renames it to `path`.
+
+    `digests` are known by then for some files, by their names within the folder; they are not computed again. Raises
+    FileExistsError if `path` already exists, and DiskError if the disk is full. After an error nothing is left.
     """
     if path.exists():
         raise FileExistsError(f"{path} is already there: a run never overwrites a checkpoint")
-    aside = path.with_name(f".{path.name}.partial")
+    aside = partial_path(path)
     if aside.exists():
         # left by a run that was killed while writing
         shutil.rmtree(aside)
@@ -57,17 +64,22 @@ def written_aside(path: Path) -> Iterator[Path]:
     try:
         with writing(path):
             yield aside
-            files = [file for file in sorted(aside.rglob("*")) if file.is_file()]
-            digests = {str(file.relative_to(aside)): _digest(file) for file in files}
-            (aside / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
+            known = digests or {}
+            found = {name: known.get(name) or digest(aside / name) for name in files_of(aside)}
+            (aside / DIGESTS).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
             set_usual_modes(aside)
             for entry in [*aside.rglob("*"), aside]:
                 flush(entry)
-    except DiskError:
+        aside.rename(path)
+    except BaseException:
         shutil.rmtree(aside)
         raise
-    aside.rename(path)
     flush(path.parent)
+
+
+def files_of(folder: Path) -> list[str]:
+    """Returns the files in `folder` and below, by their names within it."""
+    return [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
 
 
 def set_usual_modes(folder: Path) -> None:
@@ -84,10 +96,10 @@ def verify(path: Path) -> None:
         digests = json.loads((path / DIGESTS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {DIGESTS} cannot be read ({error})") from None
-    for name, digest in digests.items():
+    for name, expected in digests.items():
         if not (path / name).is_file():
             raise DamagedCheckpointError(f"{path} is damaged: {name} is gone")
-        if _digest(path / name) != digest:
+        if digest(path / name) != expected:
             raise DamagedCheckpointError(f"{path} is damaged: {name} is not what was written (sha256)")
 
 
@@ -118,7 +130,8 @@ def prune(folder: Path, keep_last: int | None, best: Path | None) -> None:
             shutil.rmtree(doomed)
 
 
-def _digest(file: Path) -> str:
+def digest(file: Path) -> str:
+    """Returns the SHA-256 of a file's content, in hexadecimal."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 

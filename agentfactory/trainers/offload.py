@@ -5,16 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import UInt8
 from torch import Tensor
 
+from agentfactory.trainers.host_memory import Bytes, lock, unlock
 from agentfactory.trainers.learner import Learner
-
-Bytes = UInt8[Tensor, "bytes"]
-
-_LEAST_LOCKED = 2**25 + 1
-"""Bytes from which host memory is page-locked: smaller pieces could share a page, which can be locked only once (glibc
-maps pieces beyond 32 MiB separately)."""
 
 
 @dataclass
@@ -53,7 +47,7 @@ class Offload:
         held = ((tensor, frozen) for tensor, frozen in _held(self._learner) if tensor.device.type == self._device.type)
         self._places = [self._copied(tensors, frozen, earlier) for tensors, frozen in _by_memory(held)]
         for orphan in earlier.values():
-            self._unlock(orphan.host)
+            unlock(orphan.host)
         self._wait()
         for place in self._places:
             _lay(place.tensors, place.host)
@@ -80,24 +74,13 @@ class Offload:
                 known.host.copy_(here, non_blocking=True)
             return _Place(tensors, frozen, known.host)
         host = torch.empty_like(here, device="cpu")
-        self._lock(host)
+        lock(host, self._device)
         host.copy_(here, non_blocking=True)
         return _Place(tensors, frozen, host)
 
     def _wait(self) -> None:
         if self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize(self._device)
-
-    def _lock(self, host: Bytes) -> None:
-        # torch's own page-locked memory is allocated in powers of two, up to twice the requested size
-        if self._device.type == "cuda" and host.numel() >= _LEAST_LOCKED:
-            status = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0))
-            # CUDA keeps a failure as its last error, which the next kernel would raise
-            torch.cuda.check_error(status)
-
-    def _unlock(self, host: Bytes) -> None:
-        if host.is_pinned():
-            torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
 
 def _held(learner: Learner) -> Iterator[tuple[Tensor, bool]]:

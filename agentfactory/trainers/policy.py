@@ -1,5 +1,6 @@
 """The policy: a module that computes log-probabilities of chosen tokens from token ids."""
 
+import copy
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -116,11 +117,11 @@ class Policy(Backbone):
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "adapter_model.safetensors"
         with writing(file):
-            config = self.model.peft_config[POLICY_ADAPTER]
+            # a copy: a checkpoint and a sync may be written at a time
+            config = copy.copy(self.model.peft_config[POLICY_ADAPTER])
             # the saved adapter is for inference, not for training; the flag is part of peft's format
             config.inference_mode = True
             config.save_pretrained(str(folder))
-            config.inference_mode = False
             save_file({name: value.cpu() for name, value in state.items()}, file, metadata={"format": "pt"})
         set_usual_modes(folder)
         return file

@@ -103,11 +103,12 @@ def train_rl(
         checkpoints.restore(learner)
         loop = _Loop(recipe, accelerator, checkpoints, learner, source, sync, log, note, canary, stop, turns)
         expected = loop.canary_scores()
-    loop.begin(expected)
-    for step in range(checkpoints.train_state.step + 1, recipe.train.steps + 1):
-        if not loop.step(step):
-            break
-    loop.save_what_is_left()
+    with checkpoints.ending():
+        loop.begin(expected)
+        for step in range(checkpoints.train_state.step + 1, recipe.train.steps + 1):
+            if not loop.step(step):
+                break
+        loop.save_what_is_left()
     return TrainResult.of(checkpoints, stop)
 
 
@@ -171,6 +172,8 @@ class _Loop:
         groups = self.collect()
         if self.stop.agreed(self.accelerator):
             return False
+        self.checkpoints.poll(self.accelerator)
+        self.acknowledge()
         waited = time.perf_counter() - started
         ages = self.check_ages(step, groups)
         credit = self.credit(step, groups)
@@ -313,12 +316,20 @@ class _Loop:
         return True
 
     def save(self, only_best: bool = False) -> None:
-        """Write a checkpoint; the worker may then forget the groups that it includes."""
+        """Begin a checkpoint, which is written while training goes on."""
         self.checkpoints.save(self.learner, only_best)
-        if self.source:
-            self.source.acknowledge(self.state.take_groups())
+        self.acknowledge()
+
+    def acknowledge(self) -> None:
+        """Tell the worker of the groups that a durable checkpoint includes: it may forget them."""
+        groups = self.checkpoints.take_groups()
+        if self.source and groups:
+            self.source.acknowledge(groups)
 
     def save_what_is_left(self) -> None:
-        """Save the steps since the last checkpoint, for example after a signal between two checkpoints."""
+        """Save the steps since the last checkpoint, for example after a signal between two checkpoints, and wait until
+        it is durable."""
         if self.state.step > self.checkpoints.saved_step:
             self.save()
+        self.checkpoints.wait()
+        self.acknowledge()

@@ -80,31 +80,33 @@ def train_sft(
     checkpoints.restore(learner)
     consumed = train_state.step * train.batch_size
     examples = itertools.islice(_shuffled(rows or [], recipe.seed), consumed, None) if main else iter(())
-    for step in range(train_state.step + 1, train.steps + 1):
-        if stop.agreed(accelerator):
-            break
-        started = time.perf_counter()
-        batch = learner.deal(list(itertools.islice(examples, train.batch_size)))
-        learning_rate = learner.learning_rate
-        update = learner.update(batch, _weighted_likelihood)
-        learner.end_step()
-        seconds = time.perf_counter() - started
-        train_state.finish(step, [], seconds)
-        if main:
-            train_state.metrics = {
-                "step": step,
-                "loss": update.loss,
-                "grad_norm": update.grad_norm,
-                "learning_rate": learning_rate,
-                "tokens": batch.tokens,
-                "tokens_per_second": batch.tokens / seconds,
-                "seconds/step": seconds,
-            }
-            log(train_state.metrics)
-        if checkpoints.due(step):
+    with checkpoints.ending():
+        for step in range(train_state.step + 1, train.steps + 1):
+            if stop.agreed(accelerator):
+                break
+            checkpoints.poll(accelerator)
+            started = time.perf_counter()
+            batch = learner.deal(list(itertools.islice(examples, train.batch_size)))
+            learning_rate = learner.learning_rate
+            update = learner.update(batch, _weighted_likelihood)
+            learner.end_step()
+            seconds = time.perf_counter() - started
+            train_state.finish(step, [], seconds)
+            if main:
+                train_state.metrics = {
+                    "step": step,
+                    "loss": update.loss,
+                    "grad_norm": update.grad_norm,
+                    "learning_rate": learning_rate,
+                    "tokens": batch.tokens,
+                    "tokens_per_second": batch.tokens / seconds,
+                    "seconds/step": seconds,
+                }
+                log(train_state.metrics)
+            if checkpoints.due(step):
+                checkpoints.save(learner)
+        if train_state.step > checkpoints.saved_step:
             checkpoints.save(learner)
-    if train_state.step > checkpoints.saved_step:
-        checkpoints.save(learner)
     return TrainResult.of(checkpoints, stop)
 
 

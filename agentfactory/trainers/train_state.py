@@ -49,7 +49,7 @@ class TrainState:
         self.metrics |= figures
 
     def take_groups(self) -> list[str]:
-        """Return the groups that a checkpoint has just made durable, once."""
+        """Return the groups that the next checkpoint need not include again, once."""
         groups, self.groups = self.groups, []
         return groups
 

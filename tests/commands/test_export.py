@@ -12,10 +12,10 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.commands.export import ExportError, export
-from agentfactory.trainers.checkpoints import save_checkpoint
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.learner import Learner
 from tests.project import Command
+from tests.saved_checkpoint import save_checkpoint
 from tests.trainers.conftest import accelerator, model_folder, tokenizer  # noqa: F401
 
 pytestmark = pytest.mark.processes
@@ -64,7 +64,7 @@ def test_an_adapter_is_merged_and_rounded_once(make_checkpoint: Make, tmp_path: 
     checkpoint, output = make_checkpoint(lora=True, dtype=dtype), tmp_path / "out" / "merged"
     output.parent.mkdir()
     export(checkpoint, output, adapter=False, push=None, say=print)
-    assert not names(output) & {"adapter_config.json", "adapter_model.safetensors", "training_state.pt", "digests.json"}
+    assert not names(output) & {"adapter_config.json", "adapter_model.safetensors", "training_state", "digests.json"}
     assert "trainer_state.json" not in names(output)
     merged = AutoModelForCausalLM.from_pretrained(output)
     assert merged.dtype == getattr(torch, dtype)
@@ -82,7 +82,7 @@ def test_the_adapter_alone(make_checkpoint: Make, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(lora=True)
     export(checkpoint, tmp_path / "adapter", adapter=True, push=None, say=print)
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names(tmp_path / "adapter")
-    assert not names(tmp_path / "adapter") & {"training_state.pt", "trainer_state.json", "digests.json"}
+    assert not names(tmp_path / "adapter") & {"training_state", "trainer_state.json", "digests.json"}
     weights = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").state_dict()
     for name, weight in AutoPeftModelForCausalLM.from_pretrained(checkpoint).state_dict().items():
         assert torch.equal(weights[name], weight), name
@@ -93,7 +93,7 @@ def test_a_full_model_by_the_command(make_checkpoint: Make, agentfactory: Comman
     result = agentfactory("export", str(checkpoint), "--output", str(output))
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"exported {checkpoint} to {output}\n"
-    assert names(output) == names(checkpoint) - {"training_state.pt", "trainer_state.json", "digests.json"}
+    assert names(output) == names(checkpoint) - {"training_state", "trainer_state.json", "digests.json"}
     assert (output / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
     result = agentfactory("export", str(checkpoint), "--output", str(output))
     assert result.returncode == 2

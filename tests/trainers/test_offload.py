@@ -17,12 +17,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedTokenizerFast
 
 from agentfactory.rollout.trajectory import Group
-from agentfactory.trainers.checkpoints import load_checkpoint, save_checkpoint
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.credit import Credit, needed_scores
+from agentfactory.trainers.host_memory import lock
 from agentfactory.trainers.learner import Learner
+from agentfactory.trainers.learner_state import load_state
 from agentfactory.trainers.offload import Offload
 from agentfactory.trainers.policy_update import update_policy
+from tests.saved_checkpoint import save_checkpoint
 
 Make = Callable[..., TrainRecipe]
 MakeGroups = Callable[..., list[Group]]
@@ -162,10 +164,11 @@ def test_an_offloaded_learner_can_be_saved(
     for name in ("model.safetensors", "config.json"):
         assert (here / name).read_bytes() == (there / name).read_bytes()
     # no file carries more than its tensors
-    assert (there / "training_state.pt").stat().st_size == (here / "training_state.pt").stat().st_size
+    shards = [path / "training_state" / "__0_0.distcp" for path in (here, there)]
+    assert shards[0].stat().st_size == shards[1].stat().st_size
     offload.to_device()
     resumed = Learner(recipe, accelerator)
-    load_checkpoint(there, resumed)
+    load_state(there, resumed)
     # what was loaded is offloaded like what was trained
     offload_too = Offload(resumed)
     offload_too.to_host()
@@ -183,6 +186,5 @@ def test_memory_that_cannot_be_page_locked_says_why(monkeypatch: pytest.MonkeyPa
     )
     monkeypatch.setattr(torch.cuda, "_cudart", cudart)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    learner: Any = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device("cuda")))
     with pytest.raises(torch.cuda.CudaError, match=r"memory_allocation \(2\)"):
-        Offload(learner)._lock(torch.empty(2**26, dtype=torch.uint8))
+        lock(torch.empty(2**26, dtype=torch.uint8), torch.device("cuda"))

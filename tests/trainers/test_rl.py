@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Span, Trajectory
 from agentfactory.rollout.weight_versions import Published
 from agentfactory.trainers.best_checkpoint import find_best
+from agentfactory.trainers.checkpoint_folder import checkpoints, read_info
 from agentfactory.trainers.checkpoints import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.metrics import METRICS
@@ -172,10 +173,12 @@ class LiveSource:
     Each is sampled from a seed of its own: now and then, four chains drawn at random have one reward and teach nothing.
     """
 
-    def __init__(self, server: ServerControl, temperature: float) -> None:
+    def __init__(self, server: ServerControl, temperature: float, checkpoints: Path) -> None:
         self.server = server
         self.temperature = temperature
+        self.checkpoints = checkpoints
         self.events: list[str] = []
+        self.acknowledged: list[str] = []
         self.version, self.model = -1, ""
 
     def next_batch(self, groups: int) -> list[Group]:
@@ -206,7 +209,9 @@ class LiveSource:
         return {"cancelled/groups": 0.0}
 
     def acknowledge(self, group_ids: list[str]) -> None:
-        self.events.append(f"acknowledged {','.join(group_ids)}")
+        durable = [group for path in checkpoints(self.checkpoints) for group in read_info(path)["groups"]]
+        assert set(group_ids) <= set(durable)
+        self.acknowledged += group_ids
 
     def evaluate(self) -> dict[str, float]:
         self.events.append("evaluated")
@@ -229,7 +234,7 @@ def test_live_tokens_are_scored_as_the_server_sampled_them(
     recipe = make_recipe(lora, steps=4, batch_size=2, learning_rate=1e-2, checkpoint_every=2)
     recipe.rollout.temperature = 0.8
     recipe.eval.every = 3
-    source = LiveSource(server, temperature=0.8)
+    source = LiveSource(server, temperature=0.8, checkpoints=tmp_path)
     sync = LoraSync([server], tmp_path / "lora", "live-1-v", keep=2) if lora else file_sync
     logged: list[dict[str, Any]] = []
     canary = Canary([server], canary_rows(range(64), longest=63), "float32")
@@ -253,10 +258,12 @@ def test_live_tokens_are_scored_as_the_server_sampled_them(
     assert source.events == [
         *(f"published {names[0]}", "evaluated"),
         *("batch", f"published {names[1]}", "noted 1 2 2"),
-        *("batch", f"published {names[2]}", "noted 2 2 2", "acknowledged v0-0,v0-1,v1-0,v1-1"),
+        *("batch", f"published {names[2]}", "noted 2 2 2"),
         *("batch", f"published {names[3]}", "noted 3 2 2", "evaluated"),
-        *("batch", f"published {names[4]}", "noted 4 2 2", "evaluated", "acknowledged v2-0,v2-1,v3-0,v3-1"),
+        *("batch", f"published {names[4]}", "noted 4 2 2", "evaluated"),
     ]
+    # while training goes on, and at the latest at its end
+    assert source.acknowledged == [f"v{version}-{number}" for version in range(4) for number in range(2)]
     assert (result.before, result.after) == ({"eval/version": 0.0}, {"eval/version": 4.0})
     if isinstance(sync, LoraSync):
         for name in ("live-1-v3", "live-1-v4"):
@@ -289,7 +296,7 @@ def test_a_token_that_is_too_old_is_refused(
             recipe,
             accelerator,
             Checkpoints(tmp_path, tokenizer, recipe.train),
-            source=LateSource(server, temperature=1.0),
+            source=LateSource(server, temperature=1.0, checkpoints=tmp_path),
             sync=sync,
             log=logged.append,
         )

@@ -205,7 +205,7 @@ def take_turns(
         recipe,
         accelerator,
         Checkpoints(folder / "checkpoints", AutoTokenizer.from_pretrained(recipe.model.path), recipe.train),
-        source=Chains(server, temperature=1.0),
+        source=Chains(server, 1.0, folder / "checkpoints"),
         sync=RetryingSync(turns.waking(sync), canary, retry_seconds=10.0),
         canary=canary,
         log=logged.append,

@@ -1,0 +1,40 @@
+"""A checkpoint of a learner, written at once, and the state in one, whoever wrote it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import PreTrainedTokenizerBase
+
+from agentfactory.trainers.checkpoint_writer import CheckpointWriter
+from agentfactory.trainers.learner import Learner
+
+
+def save_checkpoint(
+    folder: Path, step: int, learner: Learner, tokenizer: PreTrainedTokenizerBase, info: dict[str, Any]
+) -> Path:
+    """Write a checkpoint and wait until it is durable; return its path."""
+    writer = CheckpointWriter(folder, tokenizer)
+    writer.begin(step, learner, info)
+    path = writer.wait()
+    writer.close()
+    assert path is not None
+    return path
+
+
+def training_state(checkpoint: Path) -> dict[str, Any]:
+    """Whole tensors and settings by their keys; the random states are those of all ranks."""
+    reader = dcp.FileSystemReader(checkpoint / "training_state")
+    state: dict[str, Any] = {}
+    for key, entry in reader.read_metadata().state_dict_metadata.items():
+        is_tensor = isinstance(entry, TensorStorageMetadata)
+        state[key] = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
+    dcp.load(
+        state,
+        storage_reader=reader,
+        planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+        no_dist=True,
+    )
+    return state

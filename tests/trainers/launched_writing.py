@@ -1,0 +1,48 @@
+"""Run by test_checkpoint_writer.py, one process per rank: checkpoints on disks that take no more, and of 0.1.
+
+Arguments: a recipe as JSON, the folder of the checkpoints, a checkpoint of 0.1. Rank 0 has no room for the second
+checkpoint and rank 1 for the third; the fifth is what was loaded from that of 0.1. Each rank prints its errors.
+"""
+
+import json
+import resource
+import sys
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from agentfactory.tools.disk import DiskError
+from agentfactory.trainers.accelerator import make_accelerator
+from agentfactory.trainers.checkpoint_writer import CheckpointWriter
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.learner import Learner
+from agentfactory.trainers.learner_state import load_state
+
+ROOM = 1 << 13
+"""Bytes that a file may have on a full disk."""
+
+
+def main() -> int:
+    recipe = TrainRecipe.model_validate(json.loads(sys.argv[1]))
+    accelerator = make_accelerator(recipe)
+    learner, rank = Learner(recipe, accelerator), accelerator.process_index
+    writer = CheckpointWriter(Path(sys.argv[2]), AutoTokenizer.from_pretrained(recipe.model.path))
+    for step in (1, 2, 3, 4):
+        if step in (2, 3):
+            room = ROOM if rank == step - 2 else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+        try:
+            writer.begin(step, learner, {})
+            writer.wait()
+        except DiskError as error:
+            print(f"rank {rank}: {error}", flush=True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    load_state(Path(sys.argv[3]), learner)
+    writer.begin(5, learner, {})
+    writer.wait()
+    accelerator.end_training()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

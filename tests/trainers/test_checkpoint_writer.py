@@ -1,0 +1,265 @@
+"""A checkpoint is what the learner was when it was begun, on every rank, however late it is written; and nothing of one
+that cannot be written is left."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from transformers import PreTrainedTokenizerFast
+
+from agentfactory.rollout.trajectory import Group
+from agentfactory.tools.disk import DiskError
+from agentfactory.trainers import checkpoint_writer
+from agentfactory.trainers.checkpoint_folder import verify
+from agentfactory.trainers.checkpoint_writer import CheckpointWriter
+from agentfactory.trainers.checkpoints import Checkpoints
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.credit import Credit
+from agentfactory.trainers.learner import Learner
+from agentfactory.trainers.learner_state import load_state
+from agentfactory.trainers.policy_update import update_policy
+from tests.forked import start_ranks
+from tests.saved_checkpoint import save_checkpoint, training_state
+
+pytestmark = pytest.mark.numbers
+
+Make = Callable[..., TrainRecipe]
+MakeGroups = Callable[..., list[Group]]
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "adapter": {"lora": {"rank": 2}},
+    "critic": {"algorithm": "ppo"},
+    "without a state": {"optimizer": {"name": "sgd", "betas": [0.0, 0.9]}},
+}
+
+
+def take_step(learner: Learner, recipe: TrainRecipe, groups: list[Group]) -> None:
+    credit = Credit(groups, recipe)
+    rows = learner.score(credit.rows, {"value"}) if learner.has_critic else credit.rows
+    credited = credit.assign(rows)
+    update_policy(learner, learner.deal(credited.rows, credited.normaliser), recipe)
+    learner.end_step()
+
+
+def files(checkpoint: Path) -> dict[str, bytes]:
+    """All that is one file's bytes; the shards have names of their own in them."""
+    return {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.suffix in (".json", ".safetensors")}
+
+
+def same_state(one: Path, other: Path) -> bool:
+    first, second = training_state(one), training_state(other)
+    assert first.pop("settings") == second.pop("settings")
+    return first.keys() == second.keys() and all(torch.equal(second[key], value) for key, value in first.items())
+
+
+class Gate:
+    """Holds the writing of checkpoints until it is opened."""
+
+    def __init__(self, write: Callable[..., None]) -> None:
+        self.is_open = threading.Event()
+        self._write = write
+
+    def __call__(self, *arguments: Any) -> None:
+        self.is_open.wait()
+        self._write(*arguments)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """In front of every checkpoint of the test."""
+    gate = Gate(checkpoint_writer.write_part)
+    monkeypatch.setattr(checkpoint_writer, "write_part", gate)
+    yield gate
+    # a thread that waits would keep the test process
+    gate.is_open.set()
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_what_is_trained_meanwhile_is_not_in_it(
+    make_recipe: Make,
+    make_groups: MakeGroups,
+    accelerator: Accelerator,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    gate: Gate,
+    case: str,
+) -> None:
+    recipe = make_recipe(**{"steps": 9, "batch_size": 2, "learning_rate": 1e-2, **SETTINGS[case]})
+    learner = Learner(recipe, accelerator)
+    take_step(learner, recipe, make_groups(2, 3))
+    gate.is_open.set()
+    at_once = save_checkpoint(tmp_path / "at once", 1, learner, tokenizer, {"seed": 7})
+    gate.is_open.clear()
+    writer = CheckpointWriter(tmp_path / "meanwhile", tokenizer)
+    writer.begin(1, learner, {"seed": 7})
+    for seed in (1, 2):
+        take_step(learner, recipe, make_groups(2, 3, seed=seed))
+    torch.rand(3)
+    assert not writer.is_done
+    gate.is_open.set()
+    path = writer.wait()
+    assert path is not None
+    verify(path)
+    assert same_state(path, at_once)
+    expected = files(at_once)
+    del expected["digests.json"]
+    assert {name: content for name, content in files(path).items() if name != "digests.json"} == expected
+    # the memory of the copy is used again
+    later = save_checkpoint(tmp_path / "at once", 3, learner, tokenizer, {"seed": 7})
+    writer.begin(3, learner, {"seed": 7})
+    last = writer.wait()
+    assert last is not None
+    assert same_state(last, later)
+    assert files(last) != files(path)
+
+
+def test_it_counts_once_it_is_durable(
+    make_recipe: Make, accelerator: Accelerator, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, gate: Gate
+) -> None:
+    log = tmp_path / "metrics.jsonl"
+    log.write_text("one\n")
+    recipe = make_recipe(steps=9, checkpoint_every=2, keep_last=1)
+    folder, learner = tmp_path / "checkpoints", Learner(recipe, accelerator)
+    checkpoints = Checkpoints(folder, tokenizer, recipe.train, files=lambda: {"metrics": log})
+    with checkpoints.ending():
+        checkpoints.train_state.finish(2, ["a", "b"], seconds=1.0)
+        checkpoints.save(learner)
+        checkpoints.train_state.finish(3, ["c"], seconds=1.0)
+        log.write_text("one\ntwo\n")
+        checkpoints.poll(accelerator)
+        assert (checkpoints.saved_step, checkpoints.path, checkpoints.take_groups()) == (2, None, [])
+        gate.is_open.set()
+        checkpoints.wait()
+        assert (checkpoints.path, checkpoints.take_groups()) == (folder / "step-000002", ["a", "b"])
+        state = json.loads((folder / "step-000002" / "trainer_state.json").read_text())
+        assert (state["step"], state["groups"], state["files"]) == (2, ["a", "b"], {"metrics": 4})
+        checkpoints.train_state.finish(4, ["d"], seconds=1.0)
+        checkpoints.save(learner)
+    # whoever leaves the loop finds it written, and the one before it deleted
+    assert (checkpoints.path, checkpoints.take_groups()) == (folder / "step-000004", ["c", "d"])
+    assert [path.name for path in folder.iterdir()] == ["step-000004"]
+
+
+def test_an_error_in_the_loop_waits_for_what_is_being_written(
+    make_recipe: Make,
+    accelerator: Accelerator,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = make_recipe(steps=9)
+    checkpoints, wait = Checkpoints(tmp_path, tokenizer, recipe.train), CheckpointWriter.wait
+
+    def open_and_wait(writer: CheckpointWriter) -> Path | None:
+        gate.is_open.set()
+        return wait(writer)
+
+    def fail() -> None:
+        checkpoints.train_state.finish(1, [], seconds=1.0)
+        checkpoints.save(Learner(recipe, accelerator))
+        monkeypatch.setattr(CheckpointWriter, "wait", open_and_wait)
+        raise FloatingPointError("a gradient")
+
+    with pytest.raises(FloatingPointError, match="a gradient"), checkpoints.ending():
+        fail()
+    verify(tmp_path / "step-000001")
+
+
+def test_an_error_of_the_writing_ends_the_run(
+    make_recipe: Make,
+    accelerator: Accelerator,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_writer, "_write_model", refuse)
+    recipe = make_recipe(steps=9)
+    checkpoints = Checkpoints(tmp_path, tokenizer, recipe.train)
+    checkpoints.train_state.finish(1, ["a"], seconds=1.0)
+    checkpoints.save(Learner(recipe, accelerator))
+
+    def poll() -> None:
+        while True:
+            checkpoints.poll(accelerator)
+
+    with pytest.raises(DiskError, match=rf"{tmp_path}/step-000001 cannot be written: No space left.*; fix: make room"):
+        poll()
+    assert (checkpoints.path, checkpoints.take_groups(), list(tmp_path.iterdir())) == (None, [], [])
+
+
+def write_as_before(folder: Path, learner: Learner) -> Path:
+    """The state as 0.1 wrote it."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = {
+        "weights": {name: weight.detach() for name, weight in learner.model.named_parameters() if weight.requires_grad},
+        "optimizer": get_optimizer_state_dict(learner.model, learner.optimizer.optimizer, options=options),
+        "schedule": learner.schedule.state_dict(),
+        "random": [{"cpu": torch.get_rng_state()}],
+    }
+    folder.mkdir()
+    torch.save(state, folder / "training_state.pt")
+    return folder
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_one_of_0_1_goes_on_bit_by_bit(
+    make_recipe: Make, make_groups: MakeGroups, accelerator: Accelerator, tmp_path: Path, case: str
+) -> None:
+    course = {"steps": 9, "batch_size": 2, "learning_rate": 1e-2, "schedule": "cosine"}
+    recipe = make_recipe(**{**course, **SETTINGS[case]})
+    learner = Learner(recipe, accelerator)
+    for seed in (1, 2):
+        take_step(learner, recipe, make_groups(2, 3, seed=seed))
+    before = write_as_before(tmp_path / "before", learner)
+    random = torch.get_rng_state()
+    resumed = Learner(recipe, accelerator)
+    load_state(before, resumed)
+    assert torch.equal(torch.get_rng_state(), random)
+    for one in (learner, resumed):
+        take_step(one, recipe, make_groups(2, 3, seed=3))
+    assert resumed.learning_rate == learner.learning_rate
+    weights = dict(resumed.model.named_parameters())
+    assert all(torch.equal(weights[name], weight) for name, weight in learner.model.named_parameters())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_every_rank_writes_its_part_and_learns_of_a_full_disk(
+    make_recipe: Make, make_groups: MakeGroups, accelerator: Accelerator, tmp_path: Path, strategy: str
+) -> None:
+    course = {"steps": 9, "batch_size": 2, "learning_rate": 1e-2}
+    one, two = make_recipe(**course), make_recipe(**course, processes=2, strategy=strategy)
+    learner = Learner(one, accelerator)
+    take_step(learner, one, make_groups(2, 3))
+    before = write_as_before(tmp_path / "before", learner)
+    folder, log = tmp_path / "checkpoints", tmp_path / "log"
+    arguments = (two.model_dump_json(), str(folder), str(before))
+    ranks = start_ranks("tests.trainers.launched_writing", *arguments, log=log, strategy=strategy)
+    assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
+    said = sorted(line.partition(" (")[0] for line in log.read_text().splitlines() if line.startswith("rank "))
+    told = [f"{folder}/step-{step:06d} cannot be written: File too large" for step in (2, 3)]
+    assert said == [f"rank {rank}: {line}" for rank in (0, 1) for line in told]
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000001", "step-000004", "step-000005"]
+    for path in folder.iterdir():
+        verify(path)
+        shards = [path / "training_state" / f"__{rank}_0.distcp" for rank in (0, 1)]
+        digests = json.loads((path / "digests.json").read_text())
+        assert {str(shard.relative_to(path)) for shard in shards} <= digests.keys()
+        sizes = [shard.stat().st_size for shard in shards]
+        assert 0.8 < sizes[0] / sizes[1] < 1.25, "each rank writes its half"
+    loaded, expected = training_state(folder / "step-000005"), torch.load(before / "training_state.pt")
+    for name, weight in expected["weights"].items():
+        assert torch.equal(loaded[f"weights/{name}"], weight)
+        for slot, value in expected["optimizer"]["state"][name].items():
+            assert torch.equal(loaded[f"optimizer/{name}/{slot}"], value)
