@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agentfactory.trainers.checkpoint_writer import CheckpointWriter
 from agentfactory.trainers.learner import Learner
+from agentfactory.trainers.learner_state import TRAINING_STATE, StateReader, settings_in
 
 
 def save_checkpoint(
@@ -26,15 +27,15 @@ def save_checkpoint(
 
 def training_state(checkpoint: Path) -> dict[str, Any]:
     """Whole tensors and settings by their keys; the random states are those of all ranks."""
-    reader = dcp.FileSystemReader(checkpoint / "training_state")
+    reader = StateReader(checkpoint / TRAINING_STATE)
     state: dict[str, Any] = {}
     for key, entry in reader.read_metadata().state_dict_metadata.items():
-        is_tensor = isinstance(entry, TensorStorageMetadata)
-        state[key] = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
+        assert isinstance(entry, TensorStorageMetadata)
+        state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
     dcp.load(
         state,
         storage_reader=reader,
         planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         no_dist=True,
     )
-    return state
+    return {**state, "settings": settings_in(state)}

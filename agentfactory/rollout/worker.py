@@ -20,7 +20,7 @@ from agentfactory.rollout.data import Place, Share, TaskOrder, load_tasks
 from agentfactory.rollout.delivery import ALIVE_SECONDS, Delivered, connect, encode, encode_delivered, receive
 from agentfactory.rollout.evaluate import evaluate, open_runner
 from agentfactory.rollout.event_loop import event_loop
-from agentfactory.rollout.group_files import read_groups, train_file, train_files
+from agentfactory.rollout.group_files import arrays_file, read_groups, train_file, train_files
 from agentfactory.rollout.producer import GroupProducer
 from agentfactory.rollout.resume import Resumed
 from agentfactory.rollout.staleness import Admission
@@ -79,6 +79,8 @@ class Worker:
             published = _published(first)
             version = published.version
             saved = self.trajectories / train_file(self.share.number)
+            # before the first line: a checkpoint that takes the sizes of both files finds them
+            arrays_file(saved).touch()
             # batches that a version has consumed are gone: a resumed run continues after them
             admission = Admission(
                 self.batch_size, self.recipe.rollout.max_staleness, self.total, version, version * self.batch_size

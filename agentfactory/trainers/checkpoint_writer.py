@@ -100,11 +100,10 @@ class CheckpointWriter:
         part, weights = part_of(learner), learner.policy.gather()
         if self._rank != 0:
             weights = {}
-        tensors = {key: value for key, value in part.items() if isinstance(value, Tensor)}
-        own = [value.to_local() if isinstance(value, DTensor) else value for value in tensors.values()]
+        own = [value.to_local() if isinstance(value, DTensor) else value for value in part.values()]
         self._buffer = self._buffer or HostBuffer(learner.accelerator.device)
         copies = self._buffer.copy([*own, *weights.values()])
-        for (key, value), copied in zip(tensors.items(), copies[: len(own)], strict=True):
+        for (key, value), copied in zip(part.items(), copies[: len(own)], strict=True):
             part[key] = _resharded(copied, value) if isinstance(value, DTensor) else copied
         weights = dict(zip(weights, copies[len(own) :], strict=True))
         copy = _Copy(path, part, learner.policy, weights, {"step": step, **info}, list(files))

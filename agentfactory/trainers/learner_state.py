@@ -4,7 +4,8 @@ It is a folder of torch.distributed.checkpoint, to which every process writes it
 sharded, and of what all processes hold the share that is dealt to it. Any number of processes can load it.
 """
 
-import copy
+import io
+import pickle
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -27,13 +28,29 @@ FILE_BEFORE = "training_state.pt"
 """The file that had the whole state in checkpoints of 0.1."""
 
 _SETTINGS = "settings"
-"""Key of what is no tensor; the other keys are weights/NAME, optimizer/NAME/SLOT and random/RANK/DEVICE."""
+"""Key of what is no tensor, as the bytes of a file of torch.save; the other keys are weights/NAME, optimizer/NAME/SLOT
+and random/RANK/DEVICE."""
+_METADATA = {
+    "torch.distributed.checkpoint.metadata": (
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("Path", "PosixPath", "WindowsPath"),
+}
+"""Module -> names that the metadata of a state is made of, in addition to torch's dtypes and sizes."""
 
 # of one process alone, and of ranks that load without asking one another
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
-Part = dict[str, Any]
-"""A process's part of the state by key: tensors (sharded ones as DTensor), and the settings (rank 0)."""
+Part = dict[str, Tensor]
+"""A process's part of the state by key: tensors, sharded ones as DTensor."""
 
 
 def part_of(learner: Learner) -> Part:
@@ -59,7 +76,9 @@ def part_of(learner: Learner) -> Part:
     if rank == 0:
         groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         settings = {"optimizer": numbers, "groups": groups, "schedule": learner.schedule.state_dict()}
-        part[_SETTINGS] = copy.deepcopy(settings)
+        file = io.BytesIO()
+        torch.save(settings, file)
+        part[_SETTINGS] = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
     return part
 
 
@@ -80,6 +99,35 @@ def write_part(part: Part, folder: Path, group: dist.ProcessGroup | None) -> Non
         raise next(iter(error.failures.values()))[0] from error
 
 
+class StateReader(dcp.FileSystemReader):
+    """Reads a state that may come from somebody else. torch unpickles whatever a folder's metadata names, which may run
+    any code; this reader accepts only what describes tensors."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """See FileSystemReader. Raises ValueError if the metadata names anything else."""
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata: Metadata = _MetadataUnpickler(file).load()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _METADATA.get(module, ()):
+            return super().find_class(module, name)
+        found = getattr(torch, name, None) if module == "torch" else None
+        if found is torch.Size or isinstance(found, torch.dtype):
+            return found
+        raise ValueError(f"the metadata of a training state names {module}.{name}, which describes no tensor")
+
+
+def settings_in(state: Part) -> dict[str, Any]:
+    """Returns what a state has in addition to tensors."""
+    settings: dict[str, Any] = torch.load(io.BytesIO(state[_SETTINGS].numpy().tobytes()), weights_only=True)
+    return settings
+
+
 def prefix(rank: int) -> str:
     """Returns the beginning of the names of the files that a process writes."""
     return f"__{rank}_"
@@ -95,7 +143,7 @@ def load_state(checkpoint: Path, learner: Learner) -> None:
     if (checkpoint / FILE_BEFORE).exists():
         _load_file(checkpoint, learner)
         return
-    reader = dcp.FileSystemReader(checkpoint / TRAINING_STATE)
+    reader = StateReader(checkpoint / TRAINING_STATE)
     held, trained = reader.read_metadata().state_dict_metadata, _trained(learner)
     _check_names(checkpoint, (key.removeprefix("weights/") for key in held if key.startswith("weights/")), trained)
     device, rank = learner.accelerator.device, learner.accelerator.process_index
@@ -104,15 +152,14 @@ def load_state(checkpoint: Path, learner: Learner) -> None:
         kind, _, rest = key.partition("/")
         if kind == "optimizer":
             wanted[key] = _room(cast(TensorStorageMetadata, entry), trained[rest.rpartition("/")[0]])
-        elif key in (f"random/{rank}/cpu", f"random/{rank}/{device.type}"):
+        elif key in (_SETTINGS, f"random/{rank}/cpu", f"random/{rank}/{device.type}"):
             wanted[key] = torch.empty(cast(TensorStorageMetadata, entry).size, dtype=torch.uint8)
-    wanted[_SETTINGS] = None
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         dcp.load(wanted, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from error
-    settings = wanted[_SETTINGS]
+    settings = settings_in(wanted)
     states: dict[str, dict[str, Any]] = settings["optimizer"]
     for key, value in wanted.items():
         if key.startswith("optimizer/"):

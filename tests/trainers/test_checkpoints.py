@@ -1,7 +1,10 @@
 """Checkpoints are what transformers and peft load, are never half there, and training goes on from them bit by bit."""
 
+import io
 import json
 import math
+import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.checkpoints import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.learner import Learner
-from agentfactory.trainers.learner_state import load_state
+from agentfactory.trainers.learner_state import load_state, part_of, write_part
 from agentfactory.trainers.rl import train_rl
 from agentfactory.trainers.sft import train_sft
 from agentfactory.trainers.source import SavedGroups
@@ -146,3 +149,34 @@ def test_more_steps_stretch_the_course_of_the_learning_rate(
     load_state(path, longer)
     assert longer.learning_rate == pytest.approx(1e-3 * 0.5 * (1 + math.cos(math.pi * 4 / 12)))
     assert {group["lr"] for group in longer.optimizer.param_groups} == {longer.learning_rate}
+
+
+class Command:
+    """What unpickling turns into a command."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (f"touch {self.folder}/ran",)
+
+
+def test_a_checkpoint_of_somebody_else_runs_nothing(
+    make_recipe: Make, accelerator: Accelerator, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    learner = Learner(make_recipe(), accelerator)
+    path = save_checkpoint(tmp_path, 1, learner, tokenizer, {})
+    metadata = path / "training_state" / ".metadata"
+    usual = metadata.read_bytes()
+    metadata.write_bytes(pickle.dumps(Command(tmp_path)))
+    with pytest.raises(ValueError, match=r"names posix\.system, which describes no tensor"):
+        load_state(path, learner)
+    metadata.write_bytes(usual)
+    part = {key: value for key, value in part_of(learner).items() if key != "settings"}
+    (path / "training_state").rename(tmp_path / "before")
+    file = io.BytesIO()
+    torch.save(Command(tmp_path), file)
+    write_part({**part, "settings": torch.tensor([*file.getvalue()], dtype=torch.uint8)}, path / "training_state", None)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        load_state(path, learner)
+    assert not (tmp_path / "ran").exists()
