@@ -112,8 +112,14 @@ class CheckpointWriter:
     def wait(self) -> Path | None:
         """Wait until the checkpoint that was begun is durable; return its path, or None if there is none. Raises, in
         all processes, the error of writing it: DiskError if the disk is full; nothing of it is left then."""
-        writing, self._writing = self._writing, None
-        return writing.result() if writing else None
+        if self._writing is None:
+            return None
+        try:
+            return self._writing.result()
+        finally:
+            # Ctrl-C ends the wait, but not the writing
+            if self._writing.done():
+                self._writing = None
 
     def close(self) -> None:
         """Free the memory of the copy, once nothing is being written."""
