@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
+import numpy as np
 import pytest
 
 from agentfactory.launching.run_folder import RunFolder
@@ -383,7 +384,8 @@ def test_token_texts_and_colours_are_those_of_the_data(viewer: str, page: "Page"
         for position in range(span.start, span.end)
     }
     places = [(number, position) for number, row in enumerate(rows) for position in range(len(row.token_ids))]
-    behaviour = {(n, p): rows[n].logprobs[p] for n, p in streams["proximal"]}
+    # saved in float32
+    behaviour = {(n, p): float(np.float32(rows[n].logprobs[p])) for n, p in streams["proximal"]}
     difference = {place: streams["proximal"][place] - behaviour[place] for place in behaviour}
     blue, orange, pink = (46, 125, 216), (219, 98, 35), (198, 72, 120)
 
