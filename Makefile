@@ -47,7 +47,8 @@ test-numbers: $(VENV)/.installed-dev
 	$(AVX2) OMP_NUM_THREADS=2 $(PYTEST) -m 'numbers and unit' tests/trainers tests/rollout $(ARGS)
 	OMP_NUM_THREADS=2 $(PYTEST) -m 'numbers and unit' tests/trainers tests/rollout $(ARGS)
 
-# Tests that take too long for `make test`: every command of the pages, real third-party servers.
+# Tests that take too long for `make test`: every command of the pages, real third-party servers. Not part of CI, whose
+# 70 minutes it would exceed.
 test-long: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(PYTEST) -m long --ignore tests/test_benchmarks.py $(ARGS)
 
