@@ -1,10 +1,10 @@
 """How long a training step waits for a checkpoint: one process, and two ranks that shard the learner (FSDP2 over gloo).
 
-A random model in float32 has AdamW's state, and is saved round by round. Compared are the wait of a step, which is for
-the copy in host memory (of two ranks, also for the whole model, which rank 0 gathers); a plain copy of the same bytes,
-to memory that is there; and the synchronous way, which waits until the checkpoint is durable. Of two ranks, the slower
-counts. All results are the shortest of the rounds; the first
-round, which allocates the memory, is not counted.
+A random model in float32 with AdamW's state is saved round by round. The benchmark compares the wait of a step, which
+lasts until the copy is in host memory (with two ranks, also until rank 0 has gathered the model), with a plain copy of
+the same bytes to memory that is there, and with a synchronous save, which waits until the checkpoint is durable. With
+two ranks the slower one counts. All results are the shortest of the rounds; the first round, which allocates the
+memory, is not counted.
 
 The last line is JSON: `wait_vs_copy` and `wait_vs_synchronous` are the ratios for one process, `..._two` for two ranks.
 
@@ -26,7 +26,6 @@ from pathlib import Path
 import torch
 import transformers
 from tokenizers import Tokenizer, models
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -106,8 +105,7 @@ def measure(rank: int, ranks: int, port: int, folder: Path, rounds: int, pipe: C
 
 def bytes_copied(learner: Learner, rank: int) -> int:
     """Return the bytes of this rank's part of the state, and of the model on rank 0."""
-    values = [value for value in part_of(learner).values() if isinstance(value, Tensor)]
-    local = [value.to_local() if isinstance(value, DTensor) else value for value in values]
+    local = [value.to_local() if isinstance(value, DTensor) else value for value in part_of(learner).values()]
     model = learner.policy.gather().values()
     return sum(value.nbytes for value in [*local, *(model if rank == 0 else ())])
 

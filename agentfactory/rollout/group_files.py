@@ -1,7 +1,7 @@
 """Files of groups: a line of JSON per group that a person can read, and a file beside it with the arrays of its rows.
 
-A line of `train.jsonl` has everything but the streams of the rows (STREAMS): in the place of each is the number of its
-values. The values are in `train.arrays`, which has one safetensors record per group, end to end. A record has an array
+A line of `train.jsonl` has everything but the streams of the rows (STREAMS): it has the number of values in place of
+each. The values are in `train.arrays`, which has one safetensors record per group, end to end. A record has an array
 per stream, with the values of all rows of the group in their order; names that a reader does not know are left alone.
 The line's `arrays` gives the `offset` and `length` of its record in bytes, and its `crc32`, so that a group is read
 alone. Lines of version 0.1, and lines written by hand, have the streams themselves, as lists; they are read as well.

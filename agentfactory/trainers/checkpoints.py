@@ -108,7 +108,7 @@ class Checkpoints:
             return
         done = [self._writer.is_done]
         if accelerator.num_processes > 1:
-            # what one process finds too early would end it while the others go on
+            # all processes note it, or raise its error, at the same step
             dist.broadcast_object_list(done, src=0)
         if done[0]:
             self.wait()

@@ -123,8 +123,11 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def settings_in(state: Part) -> dict[str, Any]:
-    """Returns what a state has in addition to tensors."""
-    settings: dict[str, Any] = torch.load(io.BytesIO(state[_SETTINGS].numpy().tobytes()), weights_only=True)
+    """Returns what a state has in addition to tensors. Raises ValueError if unpickling it would run code."""
+    try:
+        settings: dict[str, Any] = torch.load(io.BytesIO(state[_SETTINGS].numpy().tobytes()), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"the settings of a training state hold more than numbers and texts: {error}") from None
     return settings
 
 
