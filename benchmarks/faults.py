@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from aiohttp import web
-from sabotage import Forward, Json, sabotaged
+from sabotage import Forward, Json, sabotaged, sent_file
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -67,7 +67,7 @@ class Fault:
     async def tamper(self, path: str, body: Json, forward: Forward) -> web.Response:
         """Answer a request of the trainer."""
         if path == "/update_weights":
-            self.paths.append(self.kept(Path(body["update_info"]["path"])))
+            self.paths.append(self.kept(sent_file(body)))
         elif path == "/v1/load_lora_adapter":
             self.paths.append(self.kept(Path(body["lora_path"]) / "adapter_model.safetensors"))
         return await (self.act if self.broken else self.forward)(path, body, forward)
@@ -112,7 +112,7 @@ class TornFile(Fault):
 
     async def act(self, path: str, body: Json, forward: Forward) -> web.Response:
         if path == "/update_weights":
-            file = Path(body["update_info"]["path"])
+            file = sent_file(body)
             new, old = file.read_bytes(), self.paths[-2].read_bytes()
             file.write_bytes(new[: len(new) // 2] + old[len(new) // 2 :])
         return await forward(None)
@@ -123,7 +123,7 @@ class CutFile(Fault):
 
     async def act(self, path: str, body: Json, forward: Forward) -> web.Response:
         if path == "/update_weights":
-            file = Path(body["update_info"]["path"])
+            file = sent_file(body)
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
         return await forward(None)
 

@@ -68,6 +68,12 @@ async def nothing(path: str, body: Json, forward: Forward) -> web.Response:
     return await forward(None)
 
 
+def sent_file(body: Json) -> Path:
+    """The file of weights in a folder that a server is told to read: there is one for a small model."""
+    [file] = Path(body["update_info"]["path"]).iterdir()
+    return file
+
+
 def stale_file(folder: Path) -> Tamper:
     """After the first version, the server is told to read a copy of the first file."""
     first = folder / "first.safetensors"
@@ -76,7 +82,7 @@ def stale_file(folder: Path) -> Tamper:
         if path != "/update_weights":
             return await forward(None)
         if not first.exists():
-            first.write_bytes(Path(body["update_info"]["path"]).read_bytes())
+            first.write_bytes(sent_file(body).read_bytes())
         return await forward({"update_info": {"path": str(first)}})
 
     return tamper

@@ -130,12 +130,19 @@ def reserved_port() -> int:
         return listening.getsockname()[1]
 
 
-def start_ranks(program: str, *arguments: str, log: Path, strategy: str) -> list[Forked]:
-    """Two processes of a command on the CPU, with what accelerate's launcher gives each of them."""
-    given = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"}
+def start_ranks(program: str, *arguments: str, log: Path, strategy: str, count: int = 2) -> list[Forked]:
+    """Processes of a command on the CPU, with what accelerate's launcher gives each of them."""
+    given = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "ACCELERATE_USE_CPU": "true",
+    }
     given |= {"MASTER_PORT": str(reserved_port())}
     given |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if strategy == "fsdp2" else {}
-    return [Forked(program, *arguments, log=log, RANK=rank, LOCAL_RANK=rank, **given) for rank in ("0", "1")]
+    return [
+        Forked(program, *arguments, log=log, RANK=rank, LOCAL_RANK=rank, **given) for rank in map(str, range(count))
+    ]
 
 
 def start_engine(model: Path, *flags: str, log: Path) -> tuple[Forked, str]:

@@ -27,6 +27,7 @@ from agentfactory.trainers.server_control import ServerControl
 from agentfactory.trainers.sync.backends import make_sync
 from agentfactory.trainers.sync.file import FileSync
 from agentfactory.trainers.sync.protocol import SyncReport, WeightSync
+from agentfactory.trainers.weights import Weights
 from tests.conftest import REPOSITORY, embedded_server
 
 pytestmark = pytest.mark.processes
@@ -126,7 +127,7 @@ class RecordingSync:
     def __init__(self, sync: WeightSync, played: Played):
         self.sync, self.played = sync, played
 
-    def push(self, version: int, policy: Policy, state: dict[str, Tensor]) -> SyncReport:
+    def push(self, version: int, policy: Policy, state: Weights) -> SyncReport:
         report = self.sync.push(version, policy, state)
         self.played.weights.append({name: value.clone() for name, value in state.items()})
         self.played.labels[report.label] = version

@@ -41,8 +41,8 @@ class Estimates:
         notes = [note] if note else []
         trainer: dict[str, int] = {}
         if self._purpose == "train" or recipe.placement.mode in ("split", "time_share"):
-            key = _key(f"trainer {device} {memory}", recipe.model, recipe.train, recipe.rollout)
-            trainer = self._once(key, lambda: trainer_memory(recipe, config, device, memory))
+            key = _key(f"trainer {device}", recipe.model, recipe.train, recipe.rollout)
+            trainer = self._once(key, lambda: trainer_memory(recipe, config, device))
             notes += _padding_note(recipe, config)
         server: ServerMemory | None = None
         if recipe.server.url is None and (self._purpose == "serve" or runs_chains(recipe, "train")):

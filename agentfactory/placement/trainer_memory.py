@@ -17,14 +17,13 @@ from agentfactory.trainers.config import OptimizerConfig, TrainConfig, TrainReci
 from agentfactory.trainers.critic import ActorCritic, Role, role_of
 from agentfactory.trainers.network import decoder_layers
 from agentfactory.trainers.optimizer import make_optimizer
-from agentfactory.trainers.policy import MOST_GATHERED, Policy
+from agentfactory.trainers.policy import Policy
+from agentfactory.trainers.sync.nccl import BUFFER_BYTES
 
 
-def trainer_memory(
-    recipe: TrainRecipe, config: PreTrainedConfig, device: str, device_memory: int | None = None
-) -> dict[str, int]:
+def trainer_memory(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> dict[str, int]:
     """Return the bytes by row that one process of the trainer takes at its peak; the sum is the peak, and rows of 0 are
-    left out. `config` is that of `model.path`, `device` is cuda or cpu, of `device_memory` bytes (None: enough).
+    left out. `config` is that of `model.path`, `device` is cuda or cpu.
 
     The peak is that of a later update with several micro-batches, each of `train.token_budget` tokens in rows of
     `rollout.max_total_tokens`: gradients, the optimiser's state and activations then exist at the same time.
@@ -65,8 +64,7 @@ def trainer_memory(
         layers, rest = _units(model, recipe)
         # when a backward pass ends, gradients outside layers are added up in float32, and activations are gone
         added = sum(4 * weight.numel() for weight in rest if weight.requires_grad)
-        whole = _whole(recipe, policy, device_memory)
-        later = max(added, whole - rows["gradients"] - _gathered(rest, recipe))
+        later = max(added, _sent(policy) - rows["gradients"] - _gathered(rest, recipe))
         rows["gathered"] = _gathered(rest, recipe) + max(layers, later - round(peak.total))
     if device == "cuda":
         rows["context"] = CUDA_CONTEXT + (NCCL_BUFFERS if train.processes > 1 else 0)
@@ -119,14 +117,13 @@ def _gathered(weights: Iterable[Tensor], recipe: TrainRecipe) -> int:
     )
 
 
-def _whole(recipe: TrainRecipe, policy: Policy, device_memory: int | None) -> int:
-    """Return the bytes of whole weights on rank 0's device when they go to the servers: see Policy.gather."""
+def _sent(policy: Policy) -> int:
+    """Return the bytes of whole weights on rank 0's device when they go to the servers: one that is being gathered
+    (twice its size), those of a buffer, and the buffer."""
     if policy.is_lora:
         return _bytes(weight for weight in policy.parameters() if weight.requires_grad)
     sizes = [weight.numel() * policy.dtype.itemsize for weight in policy.network.parameters()]
-    in_host_memory = device_memory is not None and sum(sizes) > MOST_GATHERED * device_memory
-    # gathering one takes up twice its size
-    return max(sizes) + (max(sizes) if in_host_memory else sum(sizes))
+    return 2 * max(sizes) + 2 * min(sum(sizes), BUFFER_BYTES + max(sizes))
 
 
 def optimizer_state(model: nn.Module, train: TrainConfig) -> int:

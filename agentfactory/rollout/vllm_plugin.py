@@ -1,4 +1,4 @@
-"""vLLM plugin: loads full weights from a safetensors file, and computes digests that prove them.
+"""vLLM plugin: loads full weights from safetensors files, and computes digests that prove them.
 
 vLLM loads it automatically in the environment in which this package is installed (entry point group
 `vllm.general_plugins`). A server accepts such weights if it is started with `--weight-transfer-config '{"backend":
@@ -6,6 +6,7 @@ vLLM loads it automatically in the environment in which this package is installe
 """
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
     """`update_info` of one /update_weights request."""
 
     path: str
-    """A safetensors file with weights under their checkpoint names, readable by every worker."""
+    """A safetensors file with weights under their checkpoint names, or a folder of such files, readable by every
+    worker."""
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -74,12 +76,13 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        """Load every tensor of the file. Weights that the file lacks are unchanged, which the trainer's proof
-        detects."""
-        if not Path(update_info.path).is_file():
-            raise ValueError(f"update_info.path: {update_info.path}: no such file on the server's machine")
-        with torch.device(self.device), safe_open(update_info.path, "pt") as file:
-            self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+        """Load every tensor of the files. Weights that they lack are unchanged, which the trainer's proof detects."""
+        path = Path(update_info.path)
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if not files or not files[0].is_file():
+            raise ValueError(f"update_info.path: {path}: no safetensors file on the server's machine")
+        with torch.device(self.device):
+            self.model.load_weights(_tensors_of(files))
 
     def finish_weight_update(self) -> None:
         """See WeightTransferEngine."""
@@ -92,6 +95,13 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
     def shutdown(self) -> None:
         """Do nothing: there are no resources to release."""
+
+
+def _tensors_of(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    for path in files:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name, file.get_tensor(name)
 
 
 def _pack_again(model: torch.nn.Module) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -98,15 +99,16 @@ class CheckpointWriter:
         if path.exists():
             raise FileExistsError(f"{path} is already there: a run never overwrites a checkpoint")
         part, weights = part_of(learner), learner.policy.gather()
-        if self._rank != 0:
-            weights = {}
         own = [value.to_local() if isinstance(value, DTensor) else value for value in part.values()]
+        named = weights.meta if self._rank == 0 else {}
         self._buffer = self._buffer or HostBuffer(learner.accelerator.device)
-        copies = self._buffer.copy([*own, *weights.values()])
+        gathered = (value for _, value in weights.stream())
+        copies = self._buffer.copy([*own, *named.values()], chain(own, gathered if self._rank == 0 else ()))
+        weights.finish()
         for (key, value), copied in zip(part.items(), copies[: len(own)], strict=True):
             part[key] = _resharded(copied, value) if isinstance(value, DTensor) else copied
-        weights = dict(zip(weights, copies[len(own) :], strict=True))
-        copy = _Copy(path, part, learner.policy, weights, {"step": step, **info}, list(files))
+        model = dict(zip(named, copies[len(own) :], strict=True))
+        copy = _Copy(path, part, learner.policy, model, {"step": step, **info}, list(files))
         self._writing = self._thread.submit(self._write, copy, after)
 
     def wait(self) -> Path | None:

@@ -1,7 +1,7 @@
 """Host memory that takes copies of a device's tensors. For a GPU it is page-locked, which makes copies several times as
 fast."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from jaxtyping import UInt8
@@ -39,11 +39,11 @@ class HostBuffer:
         self._memory: Bytes = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
-    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def copy(self, like: Sequence[Tensor], tensors: Iterable[Tensor]) -> list[Tensor]:
         """Returns copies of `tensors` in host memory, each with a storage of its own; they are valid until the next
-        call. Raises torch.cuda.CudaError if the memory cannot be page-locked."""
+        call. `like` has their shapes and dtypes. Raises torch.cuda.CudaError if the memory cannot be page-locked."""
         starts = [0]
-        for tensor in tensors:
+        for tensor in like:
             starts.append(starts[-1] + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT)
         if self._memory.numel() != starts[-1]:
             self.free()

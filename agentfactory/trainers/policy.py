@@ -1,7 +1,7 @@
 """The policy: a module that computes log-probabilities of chosen tokens from token ids."""
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,6 @@ from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
-from torch import distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -27,11 +25,10 @@ from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.layout import ids, resolve_batching
 from agentfactory.trainers.network import apply_options, load_network
 from agentfactory.trainers.sharding import decided_by_rank_0
+from agentfactory.trainers.weights import Weights
 
 # Logits computed at a time: 2**26 in float32 are 256 MiB, whatever the vocabulary's size.
 LOGITS_PER_CHUNK = 2**26
-MOST_GATHERED = 0.25
-"""Share of a GPU's memory that gathered weights may take; rank 0 collects larger models in host memory."""
 
 
 class Policy(Backbone):
@@ -99,18 +96,18 @@ class Policy(Backbone):
             entropy = total - ((logits - total[:, None]).exp() * logits).sum(-1)
         return logprob, entropy
 
-    def gather(self) -> dict[str, Float[Tensor, "..."]]:
+    def gather(self) -> Weights:
         """Returns the trained weights, unsharded: the network's under their transformers names (tied ones once, in the
-        policy's dtype), or the adapter's under their peft names. Sharded weights are gathered, so every process calls
-        this; then only rank 0 gets them, in host memory if they exceed MOST_GATHERED, the others an empty dictionary.
-        The tensors may share memory with the policy's: use them before the next update."""
+        policy's dtype), or the adapter's under their peft names. They are gathered when they are read, in all processes
+        at the same time: see Weights. Read them before the next update."""
         if isinstance(self.model, PeftModel):
-            trained = ((name, value) for name, value in self.model.named_parameters() if value.requires_grad)
-            state = _whole((name, value) for name, value in trained if f".{POLICY_ADAPTER}." in name)
-            return get_peft_model_state_dict(self.model, state_dict=state, save_embedding_layers=False)
-        return _whole(_untied(self.network), self.dtype)
+            trained = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
+            own = {name: value for name, value in trained.items() if f".{POLICY_ADAPTER}." in name}
+            state = get_peft_model_state_dict(self.model, state_dict=own, save_embedding_layers=False)
+            return Weights(state.items())
+        return Weights(_untied(self.network), self.dtype)
 
-    def save_adapter(self, folder: Path, state: dict[str, Tensor]) -> Path:
+    def save_adapter(self, folder: Path, state: Mapping[str, Tensor]) -> Path:
         """Writes a gathered adapter to `folder` in peft's format, and returns the file of its weights. Raises
         DiskError."""
         assert isinstance(self.model, PeftModel)
@@ -125,29 +122,6 @@ class Policy(Backbone):
             save_file({name: value.cpu() for name, value in state.items()}, file, metadata={"format": "pt"})
         set_usual_modes(folder)
         return file
-
-
-def _whole(entries: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Returns the tensors detached and whole, in `dtype` if they are floats. Sharded ones are gathered one by one, and
-    only rank 0 keeps them."""
-    tensors = dict(entries)
-    size = sum(value.numel() * (dtype or value.dtype).itemsize for value in tensors.values())
-    whole = {}
-    for name, value in tensors.items():
-        # before it travels, and one at a time: all shards together would take as much again as the network's own
-        served = value.detach().to(dtype if value.is_floating_point() else None)
-        if not isinstance(served, DTensor):
-            whole[name] = served.contiguous()
-            continue
-        full = served.full_tensor()
-        if dist.get_rank() == 0:
-            whole[name] = (full.cpu() if _exceeds_share(size, full.device) else full).contiguous()
-    return whole
-
-
-def _exceeds_share(size: int, device: torch.device) -> bool:
-    """Returns whether gathered weights of `size` bytes are too many for `device`."""
-    return device.type == "cuda" and size > MOST_GATHERED * torch.cuda.get_device_properties(device).total_memory
 
 
 def _untied(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -251,12 +251,15 @@ class _Loop:
         state = self.learner.policy.gather()
         sync, source = self.sync, self.source
         if sync is None or source is None:
+            state.finish()
             return {}
         started = time.perf_counter()
         pushed = self.stop.wait_for(
             lambda: push_proven(sync, self.canary, version, self.learner.policy, state, expected)
         )
         if pushed is None:
+            # the other processes wait until all is gathered
+            state.finish()
             return {}
         report, proof = pushed
         self.versions.note(report.published)

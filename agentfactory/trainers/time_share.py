@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from torch import Tensor
 
 from agentfactory.trainers.learner import Learner
 from agentfactory.trainers.offload import Offload
@@ -14,6 +13,7 @@ from agentfactory.trainers.server_control import ServerControl, SyncError
 from agentfactory.trainers.stopping import Stop
 from agentfactory.trainers.sync.protocol import SyncReport, WeightSync
 from agentfactory.trainers.sync.retrying import retry_until_answered
+from agentfactory.trainers.weights import Weights
 
 _LEAST_FREED = 2**20
 """Minimum number of bytes that a server frees when it goes to sleep."""
@@ -125,7 +125,7 @@ class _WakingSync:
         self._server = server
         self._timed = timed
 
-    def push(self, version: int, policy: Policy, state: dict[str, Tensor]) -> SyncReport:
+    def push(self, version: int, policy: Policy, state: Weights) -> SyncReport:
         """See WeightSync. Also raises SyncError if the server does not wake up."""
         if not self._server.asleep:
             # the same version again, after the canary had found no server

@@ -90,7 +90,7 @@ def exercise(recipe: TrainRecipe, accelerator: Accelerator) -> dict[str, Any]:
     set_model_state_dict(prepared, state if accelerator.is_main_process else {}, options=options)
     found["put back"] = scores()
     found["trained"] = [p.requires_grad for p in model.parameters()]
-    found["adapter"] = model.policy.gather()
+    found["adapter"] = dict(model.policy.gather())
     return found
 
 

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 
 import pytest
-from torch import Tensor
 
 from agentfactory.trainers import server_control
 from agentfactory.trainers.config import TrainRecipe
@@ -15,6 +14,7 @@ from agentfactory.trainers.sync.backends import backend_of
 from agentfactory.trainers.sync.canary import Canary
 from agentfactory.trainers.sync.protocol import SyncReport
 from agentfactory.trainers.sync.retrying import RetryingSync
+from agentfactory.trainers.weights import Weights
 
 NOWHERE = ServerControl("http://127.0.0.1:9")
 CANARY = Canary([NOWHERE], [], "float32")
@@ -45,7 +45,7 @@ class Sleeper:
         self.answers_from = answers_from
         self.asked = 0
 
-    def push(self, version: int, policy: Policy, state: dict[str, Tensor]) -> SyncReport:
+    def push(self, version: int, policy: Policy, state: Weights) -> SyncReport:
         return self.restore("any")
 
     def restore(self, url: str) -> SyncReport:

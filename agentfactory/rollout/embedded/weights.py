@@ -1,7 +1,8 @@
-"""Updates a model's full weights in place, from a safetensors file or shared memory, and computes their checksums."""
+"""Updates a model's full weights in place, from safetensors files or shared memory, and computes their checksums."""
 
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ class WeightsError(ValueError):
 
 
 class WeightUpdate:
-    """One update of all weights: from a file, or in parts through shared memory."""
+    """One update of all weights: from files, or in parts through shared memory."""
 
     def __init__(self, model: nn.Module, overwritten: bool = False) -> None:
         """`model` must stay on its device until the update ends; set `overwritten` if an earlier update was not
@@ -35,22 +36,23 @@ class WeightUpdate:
         self._buffers = SharedBuffers(next(model.parameters()).device)
 
     def load(self, info: Any) -> None:
-        """Load weights from {"path": FILE}, a safetensors file of all weights, or from one packed part as in vLLM's
-        `ipc` backend: lists `names`, `dtype_names`, `shapes` (of numbers) and `tensor_sizes` (in bytes), and
-        `ipc_handles_pickled`, the handle of the buffer that contains these tensors one after the other. Names are those
-        of `model.state_dict()`; one name of tied tensors is enough. Each tensor is converted to the model's dtype.
+        """Load all weights from {"path": PATH}, a safetensors file or a folder of such files, or some from one packed
+        part as in vLLM's `ipc` backend: lists `names`, `dtype_names`, `shapes` (of numbers) and `tensor_sizes` (in
+        bytes), and `ipc_handles_pickled`, the handle of the buffer that contains these tensors one after the other.
+        Names are those of `model.state_dict()`; one name of tied tensors is enough. Each tensor is converted to the
+        model's dtype.
 
-        A file or part is checked before any of it is copied into the model. Raises WeightsError.
+        The files or a part are checked before anything is copied into the model. Raises WeightsError.
         """
         match info:
             case {"path": str(path), **rest} if not rest:
-                self._load_file(path)
+                self._load_files(Path(path))
             case {"ipc_handles_pickled": str(), **lists} if lists.keys() == set(_PACKED):
                 self._load_packed(info)
             case _:
                 raise WeightsError(
-                    'update_info: the file backend takes {"path": "<safetensors file>"}, the ipc backend '
-                    f"{{{', '.join(_PACKED)}, ipc_handles_pickled}}"
+                    'update_info: the file backend takes {"path": "<safetensors file, or folder of such files>"}, the '
+                    f"ipc backend {{{', '.join(_PACKED)}, ipc_handles_pickled}}"
                 )
 
     def check_whole(self) -> None:
@@ -64,30 +66,37 @@ class WeightUpdate:
         """Release the sender's memory."""
         self._buffers.close()
 
-    def _load_file(self, path: str) -> None:
-        if not Path(path).is_file():
-            raise WeightsError(f"{path}: no such file")
+    def _load_files(self, path: Path) -> None:
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if not files or not files[0].is_file():
+            raise WeightsError(f"{path}: no such file" if files else f"{path}: has no *.safetensors")
         try:
-            with safe_open(path, "pt") as file:
-                given = set(file.keys())
-                if unknown := sorted(given - self._state.keys()):
-                    raise WeightsError(f"{path}: the model has no tensor {_some(unknown)}")
-                if missing := [names[0] for names in self._tied if not given.intersection(names)]:
-                    raise WeightsError(f"{path}: lacks the tensor {_some(missing)}")
-                for name in given:
-                    shape, needed = tuple(file.get_slice(name).get_shape()), self._state[name].shape
-                    if shape != needed:
-                        raise WeightsError(f"{path}: {name} has shape {shape}, the model needs {tuple(needed)}")
-                for names in self._tied:
-                    first, *others = given.intersection(names)
-                    if any(not torch.equal(file.get_tensor(first), file.get_tensor(other)) for other in others):
-                        raise WeightsError(f"{path}: {', '.join(sorted([first, *others]))} are tied but differ")
-                self.overwritten = True
-                with torch.no_grad():
-                    for name in given:
-                        self._state[name].copy_(file.get_tensor(name))
+            with ExitStack() as stack:
+                opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
+                self._load_opened(path, {name: file for file in opened for name in file.keys()})  # noqa: SIM118
         except SafetensorError as error:
             raise WeightsError(f"{path} is not a readable safetensors file: {error}") from error
+
+    def _load_opened(self, path: Path, holders: Mapping[str, Any]) -> None:
+        """Load from opened files; `holders` has the file of each tensor."""
+        given = set(holders)
+        if unknown := sorted(given - self._state.keys()):
+            raise WeightsError(f"{path}: the model has no tensor {_some(unknown)}")
+        if missing := [names[0] for names in self._tied if not given.intersection(names)]:
+            raise WeightsError(f"{path}: lacks the tensor {_some(missing)}")
+        for name, file in holders.items():
+            shape, needed = tuple(file.get_slice(name).get_shape()), self._state[name].shape
+            if shape != needed:
+                raise WeightsError(f"{path}: {name} has shape {shape}, the model needs {tuple(needed)}")
+        for names in self._tied:
+            first, *others = given.intersection(names)
+            read = holders[first].get_tensor(first)
+            if any(not torch.equal(read, holders[other].get_tensor(other)) for other in others):
+                raise WeightsError(f"{path}: {', '.join(sorted([first, *others]))} are tied but differ")
+        self.overwritten = True
+        with torch.no_grad():
+            for name, file in holders.items():
+                self._state[name].copy_(file.get_tensor(name))
         self._given = given
 
     def _load_packed(self, info: Mapping[str, Any]) -> None:

@@ -37,6 +37,7 @@ from agentfactory.trainers.sync.protocol import (
     on_each,
     served_models,
 )
+from agentfactory.trainers.weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +258,7 @@ def push_proven(
     canary: Canary | None,
     version: int,
     policy: Policy,
-    state: dict[str, Tensor],
+    state: Weights,
     scores: Scores | None,
 ) -> tuple[SyncReport, dict[str, float]]:
     """Pushes a version and proves it with the canary; also returns the canary's metrics. `scores` are the trainer's.

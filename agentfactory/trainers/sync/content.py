@@ -4,8 +4,11 @@ import hashlib
 import logging
 import math
 import threading
-from collections.abc import Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -19,6 +22,8 @@ from agentfactory.trainers.sync.layouts import Layout, Worker, is_experts, layou
 logger = logging.getLogger(__name__)
 
 _VOCABULARY_MULTIPLE = 64
+_MOST_PENDING = 2**29
+"""Bytes of weights that are held until their digests are computed."""
 
 
 def file_digest(file: Path) -> str:
@@ -27,23 +32,67 @@ def file_digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+Served = Mapping[str, Mapping[str, str]]
+"""The checksums of each server, by its URL."""
+
+
+def served_checksums(server: ServerControl) -> dict[str, str]:
+    """Returns the checksums of a server's weights, by worker and name. Raises SyncError."""
+    found: dict[str, str] = server.post("/weight_checker", {"action": "checksum"}).get("checksums", {})
+    return found
+
+
+@dataclass
+class _Expected:
+    """A digest that a server's checksum will be compared with, if it has the layout that it had before."""
+
+    name: str
+    """The server's name."""
+    checksum: str
+    worker: Worker
+    layout: tuple[object, ...]
+    """Its Layout.key."""
+    missing: set[str]
+    """The trainer's names of the weights that it needs and that have not been read yet."""
+    needs: tuple[str, ...]
+
+
 class Content:
     """The weights of one version, as the trainer has them. Each digest is computed once, for all servers and replicas,
     on the weight's own device."""
 
-    def __init__(self, state: dict[str, Tensor], served: Mapping[str, str] | None = None) -> None:
-        """`state` must not change before the last proof. With `served`, those of the version before, the digests
-        are computed in a thread for the same layouts, while the weights travel."""
-        self.state = state
+    def __init__(self, state: Mapping[str, Tensor], served: Served | None = None, keep: bool = True) -> None:
+        """`state` must not change before the last proof. With `served`, those of the version before, digests for the
+        same layouts are computed in a thread, while the weights travel.
+
+        `state` may be without values (device "meta"): `passing` brings them. Without `keep` none is held for longer
+        than its digest takes, and only the layouts in `served` can be proven.
+        """
+        self.state = dict(state)
+        self.served: dict[str, Mapping[str, str]] = {}
+        """The checksums of the servers that were proven."""
+        self._keep = keep
         self._digests: dict[object, str | None] = {}
         self._lock = threading.Lock()
-        self.served: Mapping[str, str] = {}
-        """The checksums of the server that was checked last."""
-        self._ahead: Future[None] | None = None
-        if served:
-            pool = ThreadPoolExecutor(1, "digests")
-            self._ahead = pool.submit(self._digest_ahead, served)
-            pool.shutdown(wait=False)
+        self._pool = ThreadPoolExecutor(1, "digests")  # starts with its first task
+        self._pending: deque[tuple[Future[None], int]] = deque()
+        self._waiting: defaultdict[str, list[_Expected]] = defaultdict(list)
+        self._uses: Counter[str] = Counter()
+        for expected in self._expect(served or {}):
+            for name in expected.needs:
+                self._waiting[name].append(expected)
+            self._uses.update(expected.needs)
+        for name, value in state.items():
+            if not value.is_meta:
+                self._arrived(name)
+
+    def passing(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the weights of `state` while they are read."""
+        for name, value in weights:
+            if self._keep or self._uses[name]:
+                self.state[name] = value
+            self._arrived(name)
+            yield name, value
 
     def prove(self, server: ServerControl, label: str) -> str:
         """Raises SyncError unless the server reports that it serves version `label` and its checksums match; returns
@@ -51,8 +100,10 @@ class Content:
         echoed = server.get("/weight_info").get("weight_version")
         if echoed != label:
             raise SyncError(f"{server.url} says that it serves version {echoed!r} after taking version {label!r}")
-        checksums = server.post("/weight_checker", {"action": "checksum"}).get("checksums", {})
-        return self.check(checksums, len(server.replicas()))
+        checksums = served_checksums(server)
+        digest = self.check(checksums, len(server.replicas()))
+        self.served[server.url] = checksums
+        return digest
 
     def check(self, checksums: dict[str, str], replicas: int = 1) -> str:
         """Raises SyncError unless the checksums of all `replicas` of a server match, weight by weight; returns the
@@ -63,10 +114,11 @@ class Content:
         projections, have a slice of them, list a tied head, and fill a vocabulary with zeros: see `layouts`. If a
         layout is not known, a notice says so, and only the canary proves these weights.
         """
-        if self._ahead is not None:
-            self._ahead.result()
         # several servers are proven at once, and mostly need the same digests
         with self._lock:
+            while self._pending:
+                self._pending.popleft()[0].result()
+            self._pool.shutdown()
             return self._check(checksums, replicas)
 
     def _check(self, checksums: dict[str, str], replicas: int) -> str:
@@ -97,42 +149,71 @@ class Content:
                 f"trainer's {len(self.state)} weights, only the canary proves {len(left)}",
                 see="docs/servers.md",
             )
-        self.served = checksums
         return hashlib.sha256(repr(sorted(checksums.items())).encode()).hexdigest()
 
-    def _digest_ahead(self, checksums: Mapping[str, str]) -> None:
-        workers = Worker.of_keys(list(checksums))
-        for key, checksum in checksums.items():
-            if (layout := next(layouts(key.rsplit(":", 1)[-1], self.state), None)) is not None:
-                self._matches(layout, workers[key], checksum)
+    def _expect(self, served: Served) -> Iterator[_Expected]:
+        for checksums in served.values():
+            workers = Worker.of_keys(list(checksums))
+            for key, checksum in checksums.items():
+                name = key.rsplit(":", 1)[-1]
+                # what is kept can still be digested in another layout when it is compared
+                for layout in islice(layouts(name, self.state), 1 if self._keep else None):
+                    yield _Expected(name, checksum, workers[key], layout.key, set(layout.names), layout.names)
+
+    def _arrived(self, name: str) -> None:
+        for expected in self._waiting.pop(name, []):
+            expected.missing.discard(name)
+            if not expected.missing:
+                size = sum(self.state[needed].nbytes for needed in expected.needs)
+                self._pending.append((self._pool.submit(self._digest_early, expected), size))
+        while not self._keep and sum(size for _, size in self._pending) > _MOST_PENDING:
+            self._pending.popleft()[0].result()
+
+    def _digest_early(self, expected: _Expected) -> None:
+        for layout in layouts(expected.name, self.state):
+            if layout.key == expected.layout:
+                self._matches(layout, expected.worker, expected.checksum)
+        for name in expected.needs:
+            self._uses[name] -= 1
+            if not self._keep and not self._uses[name]:
+                self.state[name] = self.state[name].to("meta")
 
     def _matches(self, layout: Layout, worker: Worker, checksum: str) -> bool:
-        _, _, rest = checksum.partition(":")
         if checksum.startswith(UNKNOWN):
             return False
+        _, _, rest = checksum.partition(":")
         if not rest:
-            filled = (checksum == self._sha256(layout, filled) for filled in (False, layout.vocabulary))
-            return any(filled)
-        dtype, shape, _ = rest.split(":")
-        key = (layout.names, len(layout.pieces), layout.pieces[0].data_ptr(), worker, dtype, shape)
-        if key not in self._digests:
+            # all, since each may be asked for later
+            filled = [self._sha256(layout, filled) for filled in {False, layout.vocabulary}]
+            return checksum in filled
+        dtype, shape, digest = rest.split(":")
+
+        def fold() -> str | None:
             sizes = [int(size) for size in shape.split("x")] if shape else []
             arranged = layout.arranged(sizes, worker)
             # a server keeps a few weights in another precision than they are sent in
             converted = arranged.to(getattr(torch, dtype)) if arranged is not None else None
-            self._digests[key] = weight_digest(converted).rpartition(":")[2] if converted is not None else None
-        return self._digests[key] == checksum.rpartition(":")[2]
+            return weight_digest(converted).rpartition(":")[2] if converted is not None else None
 
-    def _sha256(self, layout: Layout, filled: bool) -> str:
-        key = (layout.names, layout.pieces[0].data_ptr(), filled)
-        if (known := self._digests.get(key)) is None:
+        return self._digest(layout, (worker, dtype, shape), fold) == digest
+
+    def _sha256(self, layout: Layout, filled: bool) -> str | None:
+        def sha256() -> str:
             whole = layout.arranged(None, Worker())
             assert whole is not None
-            zeros = bytes(
-                -len(whole) % _VOCABULARY_MULTIPLE * math.prod(whole.shape[1:]) * whole.itemsize if filled else 0
-            )
-            known = self._digests[key] = hashlib.sha256(_bytes(whole) + zeros).hexdigest()
-        return known
+            zeros = -len(whole) % _VOCABULARY_MULTIPLE * math.prod(whole.shape[1:]) * whole.itemsize if filled else 0
+            return hashlib.sha256(_bytes(whole) + bytes(zeros)).hexdigest()
+
+        return self._digest(layout, ("sha256", filled), sha256)
+
+    def _digest(self, layout: Layout, form: tuple[object, ...], compute: Callable[[], str | None]) -> str | None:
+        key = (layout.key, form)
+        if key not in self._digests:
+            if any(piece.is_meta for piece in layout.pieces):
+                problem = f"the server has {_some(set(layout.names))} in another layout than before the update"
+                raise SyncError(f"{problem}: it was started again with other options; resume the run")
+            self._digests[key] = compute()
+        return self._digests[key]
 
 
 def _replica(key: str) -> str:

@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -12,72 +12,92 @@ from agentfactory.tools.disk import writing
 from agentfactory.trainers.checkpoint_folder import set_usual_modes
 from agentfactory.trainers.policy import Policy
 from agentfactory.trainers.server_control import ServerControl
-from agentfactory.trainers.sync.content import Content
+from agentfactory.trainers.sync.content import Content, Served, served_checksums
 from agentfactory.trainers.sync.full import holds_full_weights, update_full_weights
 from agentfactory.trainers.sync.protocol import SyncReport, base_model, find, lock_for_others, on_each
+from agentfactory.trainers.weights import Weights
+
+_FILE_BYTES = 2**30
+"""Size from which a file ends: at most this and one weight more are in memory for it."""
 
 
 class FileSync:
-    """Sends full weights as a safetensors file that every server reads: for a CPU, or servers that share a disk.
+    """Sends full weights as safetensors files that every server reads: for a CPU, or servers that share a disk.
 
-    Proof: a server echoes the version, and its checksum of every weight equals ours.
+    Weights are gathered while they are written. Proof: a server echoes the version, and its checksum of every weight
+    equals ours.
     """
 
     def __init__(self, servers: list[ServerControl], folder: Path, prefix: str = "", keep_caches: bool = False) -> None:
-        """`folder` contains the file of the last version; servers must be able to read it under the same path. Versions
-        are called {prefix}{version}. `keep_caches`: see update_full_weights."""
+        """`folder` contains the files of the last version; servers must be able to read them under the same path.
+        Versions are called {prefix}{version}. `keep_caches`: see update_full_weights."""
         self._servers = servers
         self._folder = folder
         self._prefix = prefix
         self._keep_caches = keep_caches
         self._model = base_model(servers)
         self._last: tuple[int, Path] | None = None
-        self._served: Mapping[str, str] = {}
+        self._written: tuple[Weights, Path, Content] | None = None
+        self._served: Served = {}
         self._digest = ""
         for server in servers:
             _init(server)
 
-    def push(self, version: int, policy: Policy, state: dict[str, Tensor]) -> SyncReport:
+    def push(self, version: int, policy: Policy, state: Weights) -> SyncReport:
         """See WeightSync."""
         started = time.perf_counter()
-        content = Content(state, self._served)
-        target = self._folder / str(version)
-        target.mkdir(parents=True, exist_ok=True)
-        file = (target / "model.safetensors").resolve()
-        with writing(file):
-            save_file({name: value.cpu() for name, value in state.items()}, file, metadata={"format": "pt"})
-        set_usual_modes(target)
-        lock_for_others(target)
-        on_each(self._servers, lambda server: self._update(server, version, file, content))
+        # a server that is gone interrupts a push; what was written is still good
+        if self._written is None or self._written[0] is not state:
+            self._written = state, *self._write(version, state)
+        _, target, content = self._written
+        on_each(self._servers, lambda server: self._update(server, version, target, content))
         self._served = content.served
-        if self._last is not None and self._last[1] != file:
-            shutil.rmtree(self._last[1].parent)
+        if self._last is not None and self._last[1] != target:
+            shutil.rmtree(self._last[1])
         # kept until the next version is proven: a restarted server needs it
-        self._last = version, file
+        self._last = version, target
         return self._report(started)
 
     def restore(self, url: str) -> SyncReport:
         """See WeightSync."""
         assert self._last is not None
         started = time.perf_counter()
-        version, file = self._last
-        server, content = find(self._servers, url), Content(load_file(file))
+        version, target = self._last
+        state = {name: value for file in sorted(target.iterdir()) for name, value in load_file(file).items()}
+        server, content = find(self._servers, url), Content(state)
         if not holds_full_weights(server, self._label(version), content):
-            self._update(server, version, file, content)
+            self._update(server, version, target, content)
         return self._report(started)
 
     def close(self) -> None:
         """See WeightSync."""
         if self._last is not None:
-            shutil.rmtree(self._last[1].parent)
-            self._last = None
+            shutil.rmtree(self._last[1])
+            self._last = self._written = None
 
-    def _update(self, server: ServerControl, version: int, file: Path, content: Content) -> None:
+    def _write(self, version: int, state: Weights) -> tuple[Path, Content]:
+        """Writes the weights to a folder of files."""
+        if not (self._served or state.resident):
+            found: dict[str, dict[str, str]] = {}
+            on_each(self._servers, lambda server: found.update({server.url: served_checksums(server)}))
+            self._served = found
+        content = Content(state.meta, self._served, keep=state.resident)
+        target = (self._folder / str(version)).resolve()
+        target.mkdir(parents=True, exist_ok=True)
+        for number, part in enumerate(_parts(content.passing(state.stream()))):
+            file = target / f"model-{number:05}.safetensors"
+            with writing(file):
+                save_file(part, file, metadata={"format": "pt"})
+        set_usual_modes(target)
+        lock_for_others(target)
+        return target, content
+
+    def _update(self, server: ServerControl, version: int, target: Path, content: Content) -> None:
         # every time: a server that was restarted since the last version is not initialised
         _init(server)
 
         def transfer() -> None:
-            server.post("/update_weights", {"update_info": {"path": str(file)}})
+            server.post("/update_weights", {"update_info": {"path": str(target)}})
 
         self._digest = update_full_weights([server], self._label(version), content, transfer, self._keep_caches)
 
@@ -86,11 +106,25 @@ class FileSync:
 
     def _report(self, started: float) -> SyncReport:
         assert self._last is not None
-        version, file = self._last
-        size, label = file.stat().st_size, self._label(version)
+        version, target = self._last
+        size, label = sum(file.stat().st_size for file in target.iterdir()), self._label(version)
         salt = label if self._keep_caches else None
         return SyncReport(version, label, self._model, size, time.perf_counter() - started, self._digest, salt)
 
 
 def _init(server: ServerControl) -> None:
     server.post("/init_weight_transfer_engine", {"init_info": {}})
+
+
+def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yields the weights of one file after the other, in host memory."""
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, value in weights:
+        part[name] = value.cpu()
+        size += value.nbytes
+        if size > _FILE_BYTES:
+            yield part
+            part, size = {}, 0
+    if part:
+        yield part

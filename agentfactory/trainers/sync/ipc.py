@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from agentfactory.rollout.embedded.shared_memory import CPU, memory_key
 from agentfactory.trainers.policy import Policy
 from agentfactory.trainers.server_control import ServerControl, SyncError
-from agentfactory.trainers.sync.content import Content
+from agentfactory.trainers.sync.content import Content, Served
 from agentfactory.trainers.sync.full import holds_full_weights, update_full_weights
 from agentfactory.trainers.sync.protocol import SyncReport, base_model, find, on_each
 
@@ -102,12 +102,12 @@ class IpcSync:
         self._version = 0
         # copy of the last pushed version for a server that is restarted; the policy's own weights keep changing
         self._copy: dict[str, Tensor] = {}
-        self._served: Mapping[str, str] = {}
+        self._served: Served = {}
         self._digest = ""
         for server in servers:
             self._init(server)
 
-    def push(self, version: int, policy: Policy, state: dict[str, Tensor]) -> SyncReport:
+    def push(self, version: int, policy: Policy, state: Mapping[str, Tensor]) -> SyncReport:
         """See WeightSync."""
         started = time.perf_counter()
         content = Content(state, self._served)
@@ -133,7 +133,7 @@ class IpcSync:
     def close(self) -> None:
         """See WeightSync. Nothing is shared between two pushes."""
 
-    def _keep(self, state: dict[str, Tensor]) -> None:
+    def _keep(self, state: Mapping[str, Tensor]) -> None:
         for name, value in state.items():
             self._copy[name].copy_(value)
 

@@ -62,6 +62,13 @@ class Layout:
     """The dimension along which the pieces are stacked."""
     vocabulary: bool = False
     """Whether the server may add rows of zeros."""
+    swapped: bool = False
+    """Whether the pieces are in the opposite order."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What tells the layouts of one state apart."""
+        return self.names, len(self.pieces), self.dim, self.swapped
 
     def arranged(self, shape: Sequence[int] | None, worker: Worker) -> Tensor | None:
         """Returns what a worker's parameter of this shape must contain, without zeros that are added at the end; None
@@ -162,4 +169,4 @@ def _experts(name: str, state: Mapping[str, Tensor]) -> Iterator[Layout]:
         halves = tuple(torch.stack([state[other] for other in listed]) for listed in each)
     yield Layout(names, tuple(halves), dim=1)
     if is_gate_up:
-        yield Layout(names, tuple(halves[::-1]), dim=1)
+        yield Layout(names, tuple(halves[::-1]), dim=1, swapped=True)

@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,7 @@ class LoraSync:
         self._last: tuple[int, str, str] | None = None
         self._unfinished: int | None = None
 
-    def push(self, version: int, policy: Policy, state: dict[str, Tensor]) -> SyncReport:
+    def push(self, version: int, policy: Policy, state: Mapping[str, Tensor]) -> SyncReport:
         """See WeightSync."""
         started = time.perf_counter()
         if self._unfinished != version:
@@ -58,7 +59,7 @@ class LoraSync:
         self._complete(find(self._servers, url))
         return self._report(started)
 
-    def _begin(self, version: int, policy: Policy, state: dict[str, Tensor]) -> None:
+    def _begin(self, version: int, policy: Policy, state: Mapping[str, Tensor]) -> None:
         """Makes room on the servers, and writes the adapter."""
         while len(self._loaded) >= self._keep:
             oldest, old_path = next(iter(self._loaded.items()))

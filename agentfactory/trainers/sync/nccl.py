@@ -8,7 +8,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -17,15 +17,17 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from agentfactory.trainers.policy import Policy
-from agentfactory.trainers.server_control import ServerControl, SyncError
-from agentfactory.trainers.sync.content import Content
+from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
+from agentfactory.trainers.sync.content import Content, Served, served_checksums
 from agentfactory.trainers.sync.full import update_full_weights
 from agentfactory.trainers.sync.protocol import SyncReport, base_model, find
+from agentfactory.trainers.weights import Weights
 
 BUFFER_BYTES = 2**28
 """Bytes per broadcast. Both sides cut the stream of weights at this size, which is sent in `init_info`."""
 BUFFERS = 2
 """Broadcasts that a server's worker may have in memory."""
+_GROUP_ENDED = "the NCCL group ended with it: resume the run from its last checkpoint"
 
 
 class BroadcastGroup(Protocol):
@@ -80,9 +82,8 @@ class NcclSync:
     """Sends full weights by packed broadcast, through vLLM's `nccl` weight transfer engine: servers are started with
     `--weight-transfer-config '{"backend": "nccl"}'`, on other devices than the trainer's. Untested on a GPU.
 
-    The policy is gathered from all ranks before anything is sent, in host memory if it is large (see Policy.gather):
-    sending while gathering hangs with more than two ranks. Proof: a server echoes the version, and its checksum of
-    every weight equals ours.
+    Weights are gathered from all ranks while they are sent, a buffer at a time: the group of the ranks and that of the
+    servers never work at once. Proof: a server echoes the version, and its checksum of every weight equals ours.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class NcclSync:
         self._buffer_bytes = buffer_bytes
         self._model = base_model(servers)
         self._last: SyncReport | None = None
-        self._served: Mapping[str, str] = {}
+        self._served: Served = {}
         workers = [int(server.get("/get_world_size")["world_size"]) for server in servers]
         address, port = _own_address(servers), _free_port()
         info = {
@@ -130,29 +131,35 @@ class NcclSync:
         )
         self._group = joined[0]
 
-    def push(self, version: int, policy: Policy, state: dict[str, Tensor]) -> SyncReport:
+    def push(self, version: int, policy: Policy, state: Weights) -> SyncReport:
         """See WeightSync."""
         started = time.perf_counter()
         label = f"{self._prefix}{version}"
-        content = Content(state, self._served)
+        if not self._served:
+            self._served = {server.url: served_checksums(server) for server in self._servers}
+        content = Content(state.meta, self._served, keep=False)
         info = {
-            "names": list(state),
-            "dtype_names": [str(value.dtype).removeprefix("torch.") for value in state.values()],
-            "shapes": [list(value.shape) for value in state.values()],
+            "names": list(state.meta),
+            "dtype_names": [str(value.dtype).removeprefix("torch.") for value in state.meta.values()],
+            "shapes": [list(value.shape) for value in state.meta.values()],
         }
 
         def broadcast() -> None:
-            for buffer in packed(state, self._buffer_bytes):
-                # a large model is gathered in host memory
+            for buffer in packed(content.passing(state.stream()), self._buffer_bytes):
+                # an offloaded policy is in host memory
                 self._group.broadcast(buffer.to(self._group.device))
 
         def transfer() -> None:
             # servers answer after they have received everything
             _together(broadcast, *(_post(s, "/update_weights", {"update_info": info}) for s in self._servers))
 
-        digest = update_full_weights(self._servers, label, content, transfer, self._keep_caches)
+        try:
+            self._check_joined()
+            digest = update_full_weights(self._servers, label, content, transfer, self._keep_caches)
+        except ServerGoneError as error:
+            raise SyncError(f"{error}; {_GROUP_ENDED}") from error
         self._served = content.served
-        size = sum(value.nbytes for value in state.values())
+        size = state.nbytes
         salt = label if self._keep_caches else None
         seconds = time.perf_counter() - started
         self._last = SyncReport(version, label, self._model, size, seconds, digest, salt)
@@ -161,25 +168,31 @@ class NcclSync:
     def restore(self, url: str) -> SyncReport:
         """See WeightSync. Raises SyncError: a restarted server has left the group, which cannot be repaired."""
         assert self._last is not None
-        echoed = find(self._servers, url).get("/weight_info").get("weight_version")
-        if echoed != self._last.label:
-            raise SyncError(
-                f"{url} was started again and serves version {echoed!r}: the NCCL group ended with it; resume the run "
-                "from its last checkpoint"
-            )
+        self._check_version(find(self._servers, url), self._last.label)
         return self._last
 
     def close(self) -> None:
         """See WeightSync."""
         self._group.close()
 
+    def _check_joined(self) -> None:
+        """Raises SyncError if a server was started again since the last push: a broadcast would wait for it forever."""
+        for server in self._servers:
+            if self._last is not None:
+                self._check_version(server, self._last.label)
 
-def packed(state: dict[str, Tensor], buffer_bytes: int) -> Iterator[UInt8[Tensor, "bytes"]]:
+    def _check_version(self, server: ServerControl, label: str) -> None:
+        echoed = server.get("/weight_info").get("weight_version")
+        if echoed != label:
+            raise SyncError(f"{server.url} was started again and serves version {echoed!r}; {_GROUP_ENDED}")
+
+
+def packed(weights: Iterable[tuple[str, Tensor]], buffer_bytes: int) -> Iterator[UInt8[Tensor, "bytes"]]:
     """Yields weights as a stream of buffers. A buffer ends with the weight that takes it beyond `buffer_bytes`: the
     receiver cuts by the same rule from names, dtypes and shapes alone."""
     parts: list[Tensor] = []
     size = 0
-    for value in state.values():
+    for _, value in weights:
         parts.append(value.contiguous().view(-1).view(torch.uint8))
         size += parts[-1].numel()
         if size > buffer_bytes:

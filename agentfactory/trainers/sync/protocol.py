@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from torch import Tensor
-
 from agentfactory.rollout.weight_versions import Published
 from agentfactory.trainers.policy import Policy
 from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
+from agentfactory.trainers.weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +61,10 @@ class ForeignWeightsError(SyncError):
 class WeightSync(Protocol):
     """Transfers weights to one or several servers."""
 
-    def push(self, version: int, policy: Policy, state: dict[str, Tensor]) -> SyncReport:
-        """Returns once the servers serve `state` (the policy's gathered weights) and have proven it; raises SyncError
-        otherwise. Servers that are gone are skipped, unless all are: they must be restored before they are used again.
-        Raises ServerGoneError if none is left; the version may then be pushed again.
+    def push(self, version: int, policy: Policy, state: Weights) -> SyncReport:
+        """Returns once the servers serve `state` (the policy's weights by name, gathered when they are read) and have
+        proven it; raises SyncError otherwise. Servers that are gone are skipped, unless all are: they must be restored
+        before they are used again. Raises ServerGoneError if none is left; the version may then be pushed again.
 
         Called in one process. A version may be pushed again: full weights are sent once more; an adapter gets a new
         name, which the report contains. If the first push did not end, this one continues it.

@@ -5,12 +5,11 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from torch import Tensor
-
 from agentfactory.trainers.policy import Policy
 from agentfactory.trainers.server_control import ServerGoneError
 from agentfactory.trainers.sync.canary import Canary
 from agentfactory.trainers.sync.protocol import SyncReport, WeightSync
+from agentfactory.trainers.weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ class RetryingSync:
         self._canary = canary
         self._retry_seconds = retry_seconds
 
-    def push(self, version: int, policy: Policy, state: dict[str, Tensor]) -> SyncReport:
+    def push(self, version: int, policy: Policy, state: Weights) -> SyncReport:
         """See WeightSync. Raises ServerGoneError when no server has answered for `retry_seconds`."""
         return retry_until_answered(
             lambda: self._sync.push(version, policy, state), f"version {version}", self._retry_seconds

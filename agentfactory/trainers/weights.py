@@ -1,0 +1,108 @@
+"""The trained weights of one version, gathered one after the other, so that no process needs room for all of them."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+
+
+class Weights(Mapping[str, Tensor]):
+    """Weights by name, as they are when they are read; they may share memory with the policy's.
+
+    `stream` yields one after the other. To read them as a mapping gathers all of them: sharded ones in host memory.
+    Where they are sharded, every process reads them once, and at the same time: only rank 0 gets them, and to the
+    others the mapping is empty.
+    """
+
+    def __init__(self, entries: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> None:
+        """Floats are converted to `dtype`, if given."""
+        self._tensors = dict(entries)
+        self._dtype = dtype
+        self.meta: dict[str, Tensor] = {
+            name: torch.empty(value.shape, dtype=self._dtype_of(value), device="meta")
+            for name, value in self._tensors.items()
+        }
+        """All names, with shape and dtype and without values."""
+        self.sharded = any(isinstance(value, DTensor) for value in self._tensors.values())
+        self._read: dict[str, Tensor] | None = None
+        self._rest: Iterator[tuple[str, Tensor]] | None = None
+        # starts with its first task, and ends with this object
+        self._thread = ThreadPoolExecutor(1, "gather", _use_device, (_device_in_use(),))
+
+    @property
+    def resident(self) -> bool:
+        """Whether the weights are the policy's own: to hold them takes no memory."""
+        return all(
+            not isinstance(value, DTensor) and value.dtype == self._dtype_of(value) and value.is_contiguous()
+            for value in self._tensors.values()
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all weights."""
+        return sum(value.nbytes for value in self.meta.values())
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, weight) in the order of `meta`; nothing in processes other than rank 0 if they are sharded.
+        Raises RuntimeError if sharded ones were read before."""
+        if self._read is not None:
+            yield from self._read.items()
+        elif not self.sharded:
+            yield from self._gather()
+        elif self._rest is not None:
+            raise RuntimeError("sharded weights can be gathered only once: read them as a mapping to use them again")
+        else:
+            self._rest = self._gather()
+            if dist.get_rank() == 0:
+                yield from iter(self._next, None)
+            self.finish()
+
+    def finish(self) -> None:
+        """Gathers what has not been read: the other processes take part until the last weight, also if rank 0 no longer
+        needs them."""
+        if self.sharded and self._read is None:
+            self._rest = self._rest or self._gather()
+            while self._next() is not None:
+                pass
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def _all(self) -> dict[str, Tensor]:
+        if self._read is None:
+            self._read = {name: value.cpu() if self.sharded else value for name, value in self.stream()}
+        return self._read
+
+    def _next(self) -> tuple[str, Tensor] | None:
+        # in a thread: a signal that ends the caller's wait must not end a collective call
+        assert self._rest is not None
+        return self._thread.submit(next, self._rest, None).result()
+
+    def _gather(self) -> Iterator[tuple[str, Tensor]]:
+        for name, value in self._tensors.items():
+            # converted before it travels, and one at a time
+            converted = value.detach().to(self._dtype_of(value))
+            whole = converted.full_tensor() if isinstance(converted, DTensor) else converted
+            yield name, whole.contiguous()
+
+    def _dtype_of(self, value: Tensor) -> torch.dtype:
+        return self._dtype if self._dtype is not None and value.is_floating_point() else value.dtype
+
+
+def _device_in_use() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
+def _use_device(index: int | None) -> None:
+    # a new thread would use the first GPU
+    if index is not None:
+        torch.cuda.set_device(index)
