@@ -9,6 +9,8 @@ cache. A chain has 30 turns and ends with 16 thousand tokens.
 - four workers share 1,024 chains (--quick: 512), for correctness and balance: each turn is requested and delivered
   once.
 - lag: by how much a sleep of 10 ms in the worker's event loop takes longer, from the first call to the last.
+- ms per turn by tokenizing: the same, divided by the time that the tokenizer takes for the new text of a turn, without
+  which no worker can do.
 - delivery: the time for which a group of 8 x 16 thousand tokens blocks the worker (save, send) and rank 0 (read), and
   the time that the viewer takes for the page of one of its chains (page).
 
@@ -312,6 +314,21 @@ def delivery() -> dict[str, float]:
     return {part: sorted(values)[len(values) // 2] for part, values in parts.items()}
 
 
+def tokenizing() -> float:
+    """Return the milliseconds that the tokenizer takes for the new text of a turn."""
+    import transformers
+
+    with tempfile.TemporaryDirectory() as made:
+        make_folder(Path(made), GROUP)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(Path(made) / "model").backend_tokenizer
+    draw, vocabulary = random.Random(4), words(0)
+    texts = [" ".join(draw.choices(vocabulary, k=ANSWER_WORDS)) for _ in range(2000)]
+    started = time.process_time()
+    for text in texts:
+        tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    return 1e3 * (time.process_time() - started) / len(texts)
+
+
 def measure(chains: int, code: Path, workers: int = 1) -> Run:
     """Run workers of the checkout `code`, with a stub of their own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(code)}
@@ -352,11 +369,14 @@ def compare(quick: bool, before: str | None) -> None:
     runs = {chains: measure(chains, here) for chains in sizes}
     measure(512 if quick else 1024, here, workers=4)
     parts = delivery()
+    alone = tokenizing()
+    print(f"the tokenizer alone: {alone:.2f} ms per turn")
     shown = ", ".join(f"{part} {ms:.1f} ms" for part, ms in parts.items())
     print(f"a group of {GROUP} x {1 << 14} tokens: {shown}")
     few, many = sizes[-2:]
     ratios = {
         "ms_per_turn": runs[many].ms_per_turn,
+        "ms_per_turn_vs_tokenizing": runs[many].ms_per_turn / alone,
         "lag_p99_ms": runs[many].lag_p99_ms,
         "delivery_ms_per_group": sum(ms for part, ms in parts.items() if part != "page"),
         f"chains_{many}_vs_{few}": runs[many].ms_per_turn / runs[few].ms_per_turn,
