@@ -8,6 +8,7 @@ alone. Lines of version 0.1, and lines written by hand, have the streams themsel
 """
 
 import math
+import os
 import struct
 import zlib
 from collections import Counter
@@ -139,19 +140,20 @@ def read_record(saved: Any, path: Path) -> bytes:
     arrays = arrays_file(path)
     try:
         start, length = int(place["offset"]), int(place["length"])
+        if min(start, length) < 0:
+            raise ValueError(f"its arrays begin at byte {start} and have {length} bytes")
         with arrays.open("rb") as file:
+            # a damaged line may ask for more than fits in memory
+            if start + length > (size := file.seek(0, os.SEEK_END)):
+                problem = f"its arrays end at byte {start + length} of {arrays.name}, which has only {size}"
+                raise ValueError(f"{problem}; fix: copy the whole file, or leave out the line")
             file.seek(start)
-            record = file.read(length)
+            return file.read(length)
     except OSError as error:
         problem = f"its arrays cannot be read, {arrays.name}: {error.strerror}"
         raise ValueError(f"{problem}; fix: have that file beside {path.name}") from error
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, OverflowError) as error:
         raise ValueError(f"no saved group: {error!r}") from error
-    if len(record) < length:
-        size = arrays.stat().st_size
-        problem = f"its arrays end at byte {start + length} of {arrays.name}, which has only {size}"
-        raise ValueError(f"{problem}; fix: copy the whole file, or leave out the line")
-    return record
 
 
 def restore_streams(saved: Any, record: bytes) -> None:

@@ -182,6 +182,25 @@ def test_lost_arrays_are_told_with_their_line(tmp_path: Path, harm: Callable[[Pa
 
 
 @pytest.mark.parametrize(
+    ("place", "problem"),
+    [
+        ({"length": 2**62}, r"its arrays end at byte \d+ of a\.arrays, which has only"),
+        ({"length": 2**70}, r"its arrays end at byte \d+ of a\.arrays, which has only"),
+        ({"offset": -1}, r"its arrays begin at byte -1"),
+        ({"offset": math.inf}, r"no saved group: OverflowError"),
+    ],
+)
+def test_a_line_that_asks_for_impossible_arrays_is_refused(tmp_path: Path, place: dict[str, Any], problem: str) -> None:
+    path = tmp_path / "a.jsonl"
+    write_groups(path, [group()])
+    saved = json.loads(path.read_text())
+    saved["arrays"] |= place
+    path.write_text(json.dumps(saved) + "\n")
+    with pytest.raises(ValueError, match=rf"a\.jsonl:1 is not a saved group: {problem}"):
+        list(read_groups(path))
+
+
+@pytest.mark.parametrize(
     ("wrong", "problem"),
     [
         ({"token_ids": 2}, r"its rows have 8 token_ids, and their array 9; fix: leave out whole lines"),
