@@ -1,6 +1,7 @@
 """The state that a stopped run left in its trajectories: places that are settled, and groups that wait to be
 trained."""
 
+import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from agentfactory.rollout.curriculum import successes
 from agentfactory.rollout.data import Place
 from agentfactory.rollout.filter import Worth, counted, worth
 from agentfactory.rollout.trajectory import Group, Outcome
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,12 @@ class Resumed:
         Args:
             saved: In the order of the file: each was written when it ended.
             trained: Ids of all groups that the checkpoint's weights were trained on.
-            versions: Label of a span -> number of the version, as in WeightVersions.
+            versions: Label of a span -> number of the version, as in WeightVersions. A group that was sampled with
+                other weights is due again.
             version: The checkpoint's version.
 
         Raises:
-            ValueError: a group's id is not a place, or a label is not in `versions`.
+            ValueError: a group's id is not a place.
         """
         done = {Place.of(group_id).position for group_id in trained}
         attempts: dict[int, int] = {}
@@ -68,13 +72,17 @@ class Resumed:
                 continue
             # if there is a second attempt, the first had been given up
             pending.pop(place.position, None)
+            left = Group(group.id, group.task, counting, group.version)
+            if unproven := _labels(left) - versions.keys():
+                # the run was stopped after a server had taken these weights and before it had proven them
+                logger.warning("group %s is run again: no checkpoint names %s", group.id, ", ".join(sorted(unproven)))
+                continue
             whole = all(chain.outcome is not Outcome.CANCELLED for chain in group.trajectories)
             found = worth(group.trajectories, config)
             if found is Worth.EQUAL and whole and config.equal_rewards is not EqualRewards.KEEP:
                 done.add(place.position)
             elif found is Worth.TEACHES or (found is Worth.EQUAL and whole):
-                left = Group(group.id, group.task, counting, group.version)
-                oldest = _oldest(left, versions)
+                oldest = min((versions[label] for label in _labels(left)), default=None)
                 if oldest is None or version - oldest <= config.max_staleness:
                     pending[place.position] = Pending(place, left, oldest)
         given_up = sorted(set(attempts) - done - set(pending))
@@ -86,9 +94,5 @@ class Resumed:
         )
 
 
-def _oldest(group: Group, versions: Mapping[str, int]) -> int | None:
-    labels = {span.version for chain in group.trajectories for row in chain.rows for span in row.versions}
-    for label in labels:
-        if label not in versions:
-            raise ValueError(f"group {group.id} was sampled with weights called {label!r}, which no checkpoint names")
-    return min((versions[label] for label in labels), default=None)
+def _labels(group: Group) -> set[str]:
+    return {span.version for chain in group.trajectories for row in chain.rows for span in row.versions}

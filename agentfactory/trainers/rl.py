@@ -257,9 +257,9 @@ class _Loop:
         pushed = self.stop.wait_for(
             lambda: push_proven(sync, self.canary, version, self.learner.policy, state, expected)
         )
+        # the other processes wait until all is gathered, whatever a backend has read
+        state.finish()
         if pushed is None:
-            # the other processes wait until all is gathered
-            state.finish()
             return {}
         report, proof = pushed
         self.versions.note(report.published)

@@ -1,6 +1,8 @@
 """Weight sync against the embedded engine, over HTTP: new weights arrive, and what did not arrive is found."""
 
+import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +10,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from agentfactory.rollout.weight_digest import weight_digest
+from agentfactory.tools.disk import DiskError
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
@@ -18,6 +22,7 @@ from agentfactory.trainers.sync.content import Content, file_digest
 from agentfactory.trainers.sync.file import FileSync
 from agentfactory.trainers.sync.lora import LoraSync
 from agentfactory.trainers.sync.protocol import WeightSync
+from agentfactory.trainers.weights import Weights
 from tests.conftest import embedded_server
 from tests.forked import reserved_port
 
@@ -141,6 +146,78 @@ def test_the_content_of_each_replica_is_proven() -> None:
     del other["dp1:pp0:pcp0:tp0:model.norm.weight"]
     with pytest.raises(SyncError, match=r"no checksum for model\.norm\.weight"):
         Content(state).check(right | other, replicas=2)
+
+
+def test_nothing_is_left_of_a_version_that_did_not_arrive(
+    make_recipe: Callable[..., TrainRecipe], server: ServerControl, tmp_path: Path
+) -> None:
+    policy = load_policy(make_recipe())
+    sync = FileSync([server], tmp_path)
+    full = OSError(errno.ENOSPC, "")
+    with (
+        patch("agentfactory.trainers.sync.file.save_file", side_effect=full),
+        pytest.raises(DiskError, match=r"model-00000\.safetensors cannot be written: No space left"),
+    ):
+        sync.push(0, policy, policy.gather())
+    assert list(tmp_path.iterdir()) == []
+    sync.push(0, policy, policy.gather())
+    # somebody makes room
+    shutil.rmtree(tmp_path / "0")
+    assert sync.push(1, policy, policy.gather()).version == 1
+    with patch.object(FileSync, "_update", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        sync.push(2, policy, policy.gather())
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "2"}
+    sync.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+class _Served(ServerControl):
+    """A server that reads weights from files and may stack their projections, as vLLM does."""
+
+    def __init__(self, url: str, stacks: bool) -> None:
+        super().__init__(url)
+        self._stacks = stacks
+        self._label = "default"
+        self._weights = {f"q.{part}_proj.weight": torch.zeros(4, 8, dtype=torch.bfloat16) for part in "qkv"}
+        self.gone = False
+
+    def get(self, path: str) -> dict[str, Any]:
+        return {"data": [{"id": "policy"}], "weight_version": self._label, "is_paused": False}
+
+    def post(self, path: str, body: dict[str, Any] | None = None, replica: int | None = None) -> dict[str, Any]:
+        if self.gone:
+            raise ServerGoneError(self.url)
+        if path == "/update_weights":
+            assert body is not None
+            self._weights = load_file(Path(body["update_info"]["path"], "model-00000.safetensors"))
+        self._label = (body or {}).get("weight_version", self._label)
+        stacked = (
+            {"q.qkv_proj.weight": torch.cat([self._weights[f"q.{part}_proj.weight"] for part in "qkv"])}
+            if self._stacks
+            else self._weights
+        )
+        return {"success": True, "checksums": {name: weight_digest(value) for name, value in stacked.items()}}
+
+    def replicas(self) -> list[int | None]:
+        return [None]
+
+
+def test_a_server_that_was_skipped_may_have_a_layout_of_its_own(tmp_path: Path) -> None:
+    servers = [_Served("http://127.0.0.1:1", stacks=False), _Served("http://127.0.0.1:2", stacks=True)]
+    sync = FileSync([*servers], tmp_path)
+    policy: Any = None
+
+    def push(version: int) -> None:
+        state = {f"q.{part}_proj.weight": torch.randn(4, 8) for part in "qkv"}
+        # in another precision than the policy's own: only digests are kept
+        sync.push(version, policy, Weights(state.items(), torch.bfloat16))
+
+    push(0)
+    servers[1].gone = True
+    push(1)
+    servers[1].gone = False
+    assert sync.restore(servers[1].url).version == 1
+    push(2)
 
 
 def test_a_server_that_refuses_or_is_gone_stops_the_run(server: ServerControl) -> None:

@@ -51,9 +51,10 @@ class FileSync:
             self._written = state, *self._write(version, state)
         _, target, content = self._written
         on_each(self._servers, lambda server: self._update(server, version, target, content))
-        self._served = content.served
+        # a server that was skipped comes back with the layout that it had
+        self._served = {**self._served, **content.served}
         if self._last is not None and self._last[1] != target:
-            shutil.rmtree(self._last[1])
+            _delete(self._last[1])
         # kept until the next version is proven: a restarted server needs it
         self._last = version, target
         return self._report(started)
@@ -72,8 +73,11 @@ class FileSync:
     def close(self) -> None:
         """See WeightSync."""
         if self._last is not None:
-            shutil.rmtree(self._last[1])
-            self._last = self._written = None
+            _delete(self._last[1])
+        if self._written is not None:
+            # another one, if a signal has cut its push short
+            _delete(self._written[1])
+        self._last = self._written = None
 
     def _write(self, version: int, state: Weights) -> tuple[Path, Content]:
         """Writes the weights to a folder of files."""
@@ -84,12 +88,16 @@ class FileSync:
         content = Content(state.meta, self._served, keep=state.resident)
         target = (self._folder / str(version)).resolve()
         target.mkdir(parents=True, exist_ok=True)
-        for number, part in enumerate(_parts(content.passing(state.stream()))):
-            file = target / f"model-{number:05}.safetensors"
-            with writing(file):
-                save_file(part, file, metadata={"format": "pt"})
-        set_usual_modes(target)
-        lock_for_others(target)
+        try:
+            for number, part in enumerate(_parts(content.passing(state.stream()))):
+                file = target / f"model-{number:05}.safetensors"
+                with writing(file):
+                    save_file(part, file, metadata={"format": "pt"})
+            set_usual_modes(target)
+            lock_for_others(target)
+        except BaseException:
+            _delete(target)
+            raise
         return target, content
 
     def _update(self, server: ServerControl, version: int, target: Path, content: Content) -> None:
@@ -110,6 +118,11 @@ class FileSync:
         size, label = sum(file.stat().st_size for file in target.iterdir()), self._label(version)
         salt = label if self._keep_caches else None
         return SyncReport(version, label, self._model, size, time.perf_counter() - started, self._digest, salt)
+
+
+def _delete(target: Path) -> None:
+    # somebody may have made room
+    shutil.rmtree(target, ignore_errors=True)
 
 
 def _init(server: ServerControl) -> None:
