@@ -31,9 +31,9 @@ _QUERY_TERMS = 64
 _UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
 """Scripts without spaces between words: each character is a term, as in Lucene's standard analysis of Han."""
 _LANGUAGES = (
-    "arabic danish dutch english finnish french german greek hungarian italian norwegian portuguese romanian russian "
-    "spanish swedish tamil turkish"
-).split()
+    *("arabic", "danish", "dutch", "english", "finnish", "french", "german", "greek", "hungarian", "italian"),
+    *("norwegian", "portuguese", "romanian", "russian", "spanish", "swedish", "tamil", "turkish"),
+)
 
 
 def build_index(
@@ -149,10 +149,9 @@ class LocalIndex:
         return sorted((term for term in terms if frequency[term]), key=frequency.__getitem__)[:_QUERY_TERMS]
 
     def _passage(self, address: tantivy.DocAddress, score: float | None = None) -> Passage:
-        stored = self._searcher.doc(address)
-        url = stored.get_first("url")
-        contents = bytes(stored.get_first("contents")).decode()
-        return Passage(stored.get_first("id"), contents, score, url)
+        stored: dict[str, list[Any]] = self._searcher.doc(address).to_dict()
+        url = stored.get("url", [None])[0]
+        return Passage(stored["id"][0], bytes(stored["contents"][0]).decode(), score, url)
 
 
 def check_language(language: str | None) -> None:
