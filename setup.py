@@ -59,6 +59,7 @@ setup(
         "agentfactory.rollout.rewards",
         "agentfactory.tools",
         "agentfactory.tools.sandbox",
+        "agentfactory.tools.web",
         "agentfactory.trainers",
         "agentfactory.trainers.sync",
         "agentfactory.viewer",
