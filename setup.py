@@ -60,6 +60,7 @@ setup(
         "agentfactory.tools",
         "agentfactory.tools.sandbox",
         "agentfactory.tools.search",
+        "agentfactory.tools.web",
         "agentfactory.trainers",
         "agentfactory.trainers.sync",
         "agentfactory.viewer",
