@@ -3,5 +3,6 @@
 PREBUILT = {
     "calculator": "agentfactory.tools.calculator:calculator",
     "code_interpreter": "agentfactory.tools.code_interpreter:CodeInterpreter",
+    "search": "agentfactory.tools.search.search:Search",
 }
 """Name -> `package.module:NAME`, loaded on first use."""
