@@ -11,8 +11,8 @@ from typing import Any
 from agentfactory.tools.disk import write_whole
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import is_installed
-from agentfactory.tools.search.local_index import VECTORS, LocalIndex, encodable
-from agentfactory.tools.search.passage import Passage
+from agentfactory.tools.search.local_index import VECTORS, LocalIndex
+from agentfactory.tools.search.passage import Passage, encodable
 
 _MODEL, _GRAPH = "model.json", "vectors.usearch"
 _PART = 10_000

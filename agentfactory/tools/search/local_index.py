@@ -14,7 +14,7 @@ import tantivy
 
 from agentfactory.tools.disk import write_whole, writing
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.search.passage import Passage
+from agentfactory.tools.search.passage import Passage, encodable
 
 MANIFEST = "index.json"
 _FORMAT = 1
@@ -218,11 +218,6 @@ def _searchable(text: str) -> str:
     if text.isascii():
         return text
     return _UNSPACED.sub(r" \g<0> ", unicodedata.normalize("NFKC", encodable(text)))
-
-
-def encodable(text: str) -> str:
-    """Return `text` with lone surrogates, which JSON can express and UTF-8 cannot, replaced."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _read_manifest(folder: Path) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ import aiohttp
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.retries import Retries
-from agentfactory.tools.search.passage import Passage
+from agentfactory.tools.search.passage import Passage, encodable
 
 _HEALS = frozenset({408, 429, 500, 502, 503, 504})
 """Refusals that pass, as a full or starting server's do."""
@@ -57,7 +57,7 @@ class RetrievalClient:
 
         Raises ToolInfrastructureError if the server is down, refuses, or answers with something else.
         """
-        request = {"queries": list(queries), "topk": count, "return_scores": True}
+        request = {"queries": [encodable(query) for query in queries], "topk": count, "return_scores": True}
         answer = await self._ask(json.dumps(request).encode())
         try:
             found = json.loads(answer)["result"]

@@ -1,7 +1,9 @@
 """The retrieval server: an index behind the protocol of Search-R1's retrieval servers."""
 
+import json
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Any
 
 import uvicorn
@@ -32,10 +34,12 @@ def make_app(index: Index, topk: int) -> Starlette:
 
     async def retrieve(request: Request) -> Response:
         try:
-            asked = Query.model_validate_json(await request.body())
+            asked = Query.model_validate_json(_encodable(await request.body()))
         except ValidationError as error:
             # the form of FastAPI, with which Search-R1's servers answer
-            return JSONResponse({"detail": error.errors(include_url=False, include_context=False)}, 422)
+            return JSONResponse(
+                {"detail": error.errors(include_url=False, include_context=False, include_input=False)}, 422
+            )
         count = asked.topk or topk
         found = await run_in_thread(lambda: [index.search(query, count) for query in asked.queries])
         return JSONResponse({"result": [[_item(each, asked.return_scores) for each in passages] for passages in found]})
@@ -44,6 +48,15 @@ def make_app(index: Index, topk: int) -> Starlette:
         return Response()
 
     return Starlette(routes=[Route("/retrieve", retrieve, methods=["POST"]), Route("/health", health)])
+
+
+def _encodable(body: bytes) -> bytes:
+    """Return JSON without lone surrogates, which pydantic refuses and which models write."""
+    if rb"\ud" not in body.lower():
+        return body
+    with suppress(ValueError):
+        return json.dumps(json.loads(body), ensure_ascii=False).encode("utf-8", "replace")
+    return body
 
 
 def _item(passage: Passage, with_score: bool) -> dict[str, Any]:
