@@ -1,14 +1,16 @@
 """Sources by their names in a recipe, each opened once per process and shared by its chains."""
 
+import asyncio
+import os
 import threading
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.search.passage import Passage, Source
 from agentfactory.tools.search.ranking import Index, open_index
 from agentfactory.tools.search.retrieval_client import RetrievalClient
-from agentfactory.tools.threads import run_in_thread
 from agentfactory.tools.user_code import load_object
 
 ENGINES: dict[str, str] = {}
@@ -19,22 +21,25 @@ _REMEMBERED = 10_000
 
 
 class IndexSource:
-    """An index of this machine as a Source; it is searched in threads."""
+    """An index of this machine as a Source; it is searched in as many threads as there are processors."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
+        # more threads would only make each search wait for the others
+        self._threads = ThreadPoolExecutor(os.cpu_count(), "search")
 
     async def search(self, query: str, count: int) -> list[Passage]:
         """See Source."""
-        return await run_in_thread(lambda: self._index.search(query, count))
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._index.search, query, count)
 
     async def open(self, id: str) -> str | None:
         """See Source."""
-        passage = await run_in_thread(lambda: self._index.open(id))
+        passage = await asyncio.get_running_loop().run_in_executor(self._threads, self._index.open, id)
         return None if passage is None else passage.contents
 
     async def close(self) -> None:
-        """Do nothing: the files are unmapped with the last reference."""
+        """Let the threads end."""
+        self._threads.shutdown(wait=False)
 
 
 class SharedSource:
