@@ -102,7 +102,10 @@ class DenseIndex:
 
         self._passages = passages
         self._encoder = _Encoder(model)
-        self._graph = Index.restore(str(passages.folder / VECTORS / _GRAPH), view=True)
+        graph = Index.restore(str(passages.folder / VECTORS / _GRAPH), view=True)
+        if graph is None:
+            raise SettingError("source", f"the vectors in {passages.folder} cannot be read", "build the index again")
+        self._graph = graph
 
     def search(self, query: str, count: int) -> list[Passage]:
         """Return at most `count` passages by their inner product with the query, the best first. Any text is a
