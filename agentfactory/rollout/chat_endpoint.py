@@ -18,10 +18,10 @@ from agentfactory.rollout.connection import (
     ServerUnreachableError,
     refusal,
 )
-from agentfactory.rollout.retries import Retries
 from agentfactory.rollout.server_keys import pinned
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message, ToolSpec, text_of
+from agentfactory.tools.retries import Retries
 
 logger = logging.getLogger(__name__)
 
