@@ -112,7 +112,7 @@ setup(
         # pages as markdown: HTML (parsed in Rust, so that a large page takes milliseconds), PDF; robots.txt
         "html-to-markdown>=3.21,<4",
         "pypdf>=6",
-        "protego>=0.5",
+        "protego>=0.7",
         # indexes of passages on disk
         "tantivy>=0.27,<0.28",
         # the code interpreter's sandbox, if the system has no bubblewrap
