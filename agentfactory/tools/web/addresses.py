@@ -15,6 +15,7 @@ from agentfactory.tools.web.documents import PageError
 
 _MOST_CHARACTERS = 2000
 _USUAL_PORTS = (80, 443)
+_ENTRY = re.compile(r"(?P<host>[\w.-]+|\[[0-9A-Fa-f:]+\])(:(?P<port>\d{1,5}))?")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(?!\d)")
 """The beginning of an address with a scheme; `host:8000` has none."""
 _NUMBER = re.compile(r"\d+|0[xX][0-9a-fA-F]*")
@@ -36,18 +37,12 @@ class AllowedHosts:
     def __init__(self, entries: Collection[str]) -> None:
         self._ports: dict[str, set[int]] = {}
         for entry in entries:
-            try:
-                url = URL(f"http://{entry}")
-                fits = url.raw_host is not None and url.raw_authority.lower() == entry.lower() and not url.user
-                port = url.explicit_port
-            except ValueError:
-                fits, port = False, None
-            if not fits:
-                raise SettingError(
-                    "allow_hosts", f"got {short(entry)}", "write HOST or HOST:PORT, as in localhost:8000"
-                )
-            ports = {*_USUAL_PORTS} if port is None else {port}
-            self._ports.setdefault(str(url.raw_host).lower(), set()).update(ports)
+            parts = _ENTRY.fullmatch(entry)
+            port = int(parts["port"] or 0) if parts else -1
+            if parts is None or not 0 <= port < 1 << 16:
+                raise SettingError("allow_hosts", f"got {short(entry)}", "write HOST or HOST:PORT: localhost:8000")
+            host = parts["host"].strip("[]").lower()
+            self._ports.setdefault(host, set()).update({port} if port else _USUAL_PORTS)
 
     def include(self, host: str, port: int) -> bool:
         """Return whether the recipe allows this host, as it is written in an address, on this port."""

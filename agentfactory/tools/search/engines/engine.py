@@ -87,14 +87,15 @@ class EngineOptions:
 class Engine(ABC):
     """An online engine as a Source. A subclass gives the requests, and reads the answers.
 
-    Class attributes: `name`; `key`, the environment variable with its key (""; it needs none); `page_size`, the most
-    results of a request; `per_second`, the requests that it allows every customer; `query_characters`, the longest
-    query.
+    Class attributes: `name`; `address`, where requests go; `key`, the environment variable with its key ("": it needs
+    none); `page_size`, the most results of a request; `per_second`, the requests that it allows every customer;
+    `query_characters`, the longest query.
 
     Raises SettingError if the variable is not set.
     """
 
     name: ClassVar[str]
+    address: ClassVar[str]
     key: ClassVar[str] = ""
     page_size: ClassVar[int]
     per_second: ClassVar[float]
@@ -224,10 +225,10 @@ class Engine(ABC):
         the key."""
         if status == 429 or status >= 500:
             return
-        told = f"{self.name}: it answered with status {status}"
-        if status in (401, 402, 403) and self.key:
-            told = f"{self.name}: it refuses the key in {self.key}, or what is left of its credit (status {status})"
-            tell(logger, f"key of {self.name}", f"{told}; fix: export {self.key} with a valid key")
+        told = f"{self.name}: it refused a request with status {status}"
+        if self.key:
+            told += f"; fix: export {self.key} with a valid key, whose credit is not used up"
+            tell(logger, f"refusals of {self.name}", told)
         raise ToolInfrastructureError(told)
 
 

@@ -22,14 +22,14 @@ class Searxng(Engine):
 
     def __init__(self, options: EngineOptions | None = None) -> None:
         super().__init__(options)
-        self._address = variable(self.name, _ADDRESS).rstrip("/")
-        if not self._address.startswith(("http://", "https://")):
-            problem = f"{_ADDRESS} is {short(self._address)}"
+        self._instance = variable(self.name, _ADDRESS).rstrip("/")
+        if not self._instance.startswith(("http://", "https://")):
+            problem = f"{_ADDRESS} is {short(self._instance)}"
             raise SettingError("source", problem, "write an address, such as http://127.0.0.1:8080")
 
     def request(self, query: str, count: int, page: int, secret: str) -> Request:
         """See Engine."""
-        return Request(f"{self._address}/search", {"q": query, "format": "json", "pageno": page + 1})
+        return Request(f"{self._instance}/search", {"q": query, "format": "json", "pageno": page + 1})
 
     def read(self, answer: Any) -> Results:
         """See Engine."""

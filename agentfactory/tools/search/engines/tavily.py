@@ -9,6 +9,7 @@ class Tavily(Engine):
     """The search of Tavily, which gives text for language models. It has one page of results."""
 
     name = "tavily"
+    address = "https://api.tavily.com/search"
     key = "TAVILY_API_KEY"
     page_size = 20
     per_second = 1.5
@@ -17,11 +18,9 @@ class Tavily(Engine):
     def request(self, query: str, count: int, page: int, secret: str) -> Request:
         """See Engine."""
         body = {"query": query, "max_results": count, "search_depth": "basic"}
-        return Request("https://api.tavily.com/search", body=body, headers={"Authorization": f"Bearer {secret}"})
+        return Request(self.address, body=body, headers={"Authorization": f"Bearer {secret}"})
 
     def read(self, answer: Any) -> Results:
         """See Engine."""
-        found = answer["results"]
-        return Results(
-            [passage(each["url"], each["title"], each["content"], each.get("score")) for each in found], False
-        )
+        found = [passage(each["url"], each["title"], each["content"], each.get("score")) for each in answer["results"]]
+        return Results(found, more=False)

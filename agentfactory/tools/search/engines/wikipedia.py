@@ -12,6 +12,7 @@ class Wikipedia(Engine):
     """The articles of the English Wikipedia."""
 
     name = "wikipedia"
+    address = "https://en.wikipedia.org/w/api.php"
     page_size = 20
     per_second = 5.0
     query_characters = 300
@@ -21,7 +22,7 @@ class Wikipedia(Engine):
         parameters: dict[str, str | int] = {"action": "query", "format": "json", "formatversion": 2, "redirects": 1}
         parameters |= {"generator": "search", "gsrsearch": query, "gsrlimit": count, "gsroffset": page * count}
         parameters |= {"prop": "extracts|info", "exintro": 1, "explaintext": 1, "exlimit": "max", "inprop": "url"}
-        return Request("https://en.wikipedia.org/w/api.php", parameters)
+        return Request(self.address, parameters)
 
     def read(self, answer: Any) -> Results:
         """See Engine. Pages come unsorted, with `index`; without results there is no `query`."""
