@@ -40,6 +40,12 @@ class Environment:
         """Return whether the instance can serve another chain; if not, it is closed and replaced."""
         return True
 
+    @classmethod
+    def gauges(cls) -> dict[str, float]:
+        """Return numbers of this process to be logged, by name, in addition to those of the pool of instances: counts
+        since the start, such as the hits of a cache. Workers' numbers are added up."""
+        return {}
+
     def close(self, *args: Any, **kwargs: Any) -> Any:
         """Release the instance's resources. Called once, when no further chain will get it."""
         return None

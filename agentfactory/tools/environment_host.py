@@ -181,9 +181,9 @@ class EnvironmentHost:
             await chain.lease.release(chain.broken)
 
     def gauges(self) -> dict[str, float]:
-        """Return the gauges of the pool."""
+        """Return the gauges of the class and of the pool."""
         assert self._pool is not None
-        return self._pool.gauges()
+        return {**self._environment.gauges(), **self._pool.gauges()}
 
     def _drop(self, key: str, chain: _Chain) -> None:
         if self._chains.get(key) is chain:

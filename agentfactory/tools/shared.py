@@ -38,3 +38,8 @@ class Shared(Generic[T]):
                 return None
             del self._uses[key]
             return use.value
+
+    def values(self) -> list[T]:
+        """Return all objects that are in use."""
+        with self._lock:
+            return [use.value for use in self._uses.values()]

@@ -68,11 +68,11 @@ async def site(routes: dict[str, Handler | str | Path], address: str = PUBLIC) -
 
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", answer)
-    runner = web.AppRunner(application, access_log=None)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     listener = socket.create_server((address, 0))
     served.port = listener.getsockname()[1]
-    await web.SockSite(runner, listener, shutdown_timeout=0.1).start()
+    await web.SockSite(runner, listener).start()
     try:
         yield served
     finally:

@@ -21,11 +21,11 @@ class Searxng(Engine):
     query_characters = 2000
 
     def __init__(self, options: EngineOptions | None = None) -> None:
-        super().__init__(options)
         self._instance = variable(self.name, _ADDRESS).rstrip("/")
         if not self._instance.startswith(("http://", "https://")):
             problem = f"{_ADDRESS} is {short(self._instance)}"
             raise SettingError("source", problem, "write an address, such as http://127.0.0.1:8080")
+        super().__init__(options)
 
     def request(self, query: str, count: int, page: int, secret: str) -> Request:
         """See Engine."""
