@@ -18,7 +18,7 @@ class Searxng(Engine):
     name = "searxng"
     page_size = 100
     per_second = 5.0
-    query_characters = 2000
+    query_characters = 500
 
     def __init__(self, options: EngineOptions | None = None) -> None:
         self._instance = variable(self.name, _ADDRESS).rstrip("/")
