@@ -12,14 +12,16 @@ from typing import Any
 import regex
 import tantivy
 
-from agentfactory.tools.disk import writing
+from agentfactory.tools.disk import write_whole, writing
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.search.passage import Passage
+from agentfactory.tools.search.passage import Passage, encodable
 
 MANIFEST = "index.json"
 _FORMAT = 1
 _TERMS = "bm25"
 """Folder of tantivy's files within an index."""
+VECTORS = "dense"
+"""Folder of a dense model's vectors within an index."""
 _ANALYZER = "passages"
 _COMMIT_PASSAGES = 100_000
 """Passages between commits: what a killed build has to do again."""
@@ -42,15 +44,16 @@ def build_index(
     corpus: str = "",
     language: str | None = "english",
     progress: Callable[[int], None] = lambda done: None,
-    finish: Callable[[Path], None] = lambda folder: None,
+    finish: Callable[[Path], None] | None = None,
 ) -> int:
     """Build an index of `passages` in `folder`, which must not exist; return the number of passages.
 
     It is written to `folder`.building, and renamed when it is whole. A build that was killed goes on after its last
-    commit if it is started again with the same `corpus` and `language`, which name what `passages` yields: the passages
-    before that are skipped. Memory does not grow with the number of passages.
+    commit if it is started again with the same `corpus` and `language`: the passages before that are skipped. Memory
+    does not grow with the number of passages.
 
     Args:
+        corpus: names what `passages` yields, to resume only with the same; "": a killed build starts anew.
         language: words are reduced to their stems in this language; None: they are not.
         progress: is told the number of passages read so far, also of those that are skipped.
         finish: adds to the folder before it is renamed.
@@ -60,17 +63,19 @@ def build_index(
         DiskError: the disk is full.
     """
     if folder.exists():
-        raise SettingError("output", f"{folder} exists", "choose another folder, or remove it")
+        raise SettingError("folder", f"{folder} exists", "choose another folder, or remove it")
     check_language(language)
     unfinished = folder.with_name(f"{folder.name}.building")
     made = {"format": _FORMAT, "corpus": corpus, "language": language}
-    if _read_manifest(unfinished) != made:
+    if not corpus or _read_manifest(unfinished) != made:
+        # another build's, or of passages that may differ
         shutil.rmtree(unfinished, ignore_errors=True)
     with writing(unfinished):
         (unfinished / _TERMS).mkdir(parents=True, exist_ok=True)
         _write_manifest(unfinished, made)
         total = _add_all(passages, _open_terms(unfinished, language), progress)
-        finish(unfinished)
+        if finish is not None:
+            finish(unfinished)
         _write_manifest(unfinished, {**made, "passages": total})
         os.rename(unfinished, folder)
         _sync_folder(folder.parent)
@@ -82,7 +87,10 @@ def _add_all(passages: Iterable[Passage], index: tantivy.Index, progress: Callab
     # every passage is one document, so the index itself knows how far its last commit was
     number = index.searcher().num_docs
     progress(number)
-    writer = index.writer(_HEAP_BYTES)
+    try:
+        writer = index.writer(_HEAP_BYTES)
+    except ValueError as error:
+        raise SettingError("folder", f"another process builds this index ({error})", "wait for it, or end it") from None
     for passage in islice(passages, number, None):
         writer.add_document(_document(number, passage))
         number += 1
@@ -113,6 +121,8 @@ class LocalIndex:
             raise SettingError("source", f"{folder} has format {manifest['format']}, not {_FORMAT}", "build it again")
         self.folder = folder
         self.passages: int = manifest["passages"]
+        self.has_vectors = (folder / VECTORS).is_dir()
+        """Whether it was built with a dense model."""
         self._index = _open_terms(folder, manifest["language"])
         self._analyzer = _analyzer(manifest["language"])
         self._searcher = self._index.searcher()
@@ -131,15 +141,18 @@ class LocalIndex:
 
     def open(self, id: str) -> Passage | None:
         """Return the passage with this id; None if there is none."""
-        return self._only(tantivy.Query.term_query(self._index.schema, "id", _encodable(id), "basic"))
+        return self._only(tantivy.Query.term_query(self._index.schema, "id", encodable(id), "basic"))
 
-    def at(self, number: int) -> Passage | None:
-        """Return the passage at this place of the corpus, from 0."""
-        return self._only(tantivy.Query.term_query(self._index.schema, "number", number))
+    def at(self, number: int, score: float | None = None) -> Passage:
+        """Return the passage at this place of the corpus, from 0, with a score of the caller's."""
+        found = self._only(tantivy.Query.term_query(self._index.schema, "number", number), score)
+        if found is None:
+            raise IndexError(f"{self.folder} has no passage {number}")
+        return found
 
-    def _only(self, query: tantivy.Query) -> Passage | None:
+    def _only(self, query: tantivy.Query, score: float | None = None) -> Passage | None:
         found = self._searcher.search(query, 1, count=False).hits
-        return self._passage(found[0][1]) if found else None
+        return self._passage(found[0][1], score) if found else None
 
     def _terms(self, query: str) -> list[str]:
         terms = list(dict.fromkeys(self._analyzer.analyze(_searchable(query[:_QUERY_CHARACTERS]))))
@@ -191,12 +204,12 @@ def _analyzer(language: str | None) -> tantivy.TextAnalyzer:
 
 def _document(number: int, passage: Passage) -> tantivy.Document:
     document = tantivy.Document()
-    document.add_text("id", _encodable(passage.id))
+    document.add_text("id", encodable(passage.id))
     document.add_unsigned("number", number)
     document.add_text("terms", _searchable(passage.contents))
     document.add_bytes("contents", passage.contents.encode("utf-8", "replace"))
     if passage.url is not None:
-        document.add_text("url", _encodable(passage.url))
+        document.add_text("url", encodable(passage.url))
     return document
 
 
@@ -204,12 +217,7 @@ def _searchable(text: str) -> str:
     """Return `text` as the analyzer takes it: composed characters, and spaces around those of unspaced scripts."""
     if text.isascii():
         return text
-    return _UNSPACED.sub(r" \g<0> ", unicodedata.normalize("NFKC", _encodable(text)))
-
-
-def _encodable(text: str) -> str:
-    """Return `text` with lone surrogates, which JSON can express and UTF-8 cannot, replaced."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+    return _UNSPACED.sub(r" \g<0> ", unicodedata.normalize("NFKC", encodable(text)))
 
 
 def _read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -220,12 +228,7 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    aside = folder / f"{MANIFEST}.new"
-    with aside.open("w") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(folder / MANIFEST)
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
 
 
 def _sync_folder(folder: Path) -> None:

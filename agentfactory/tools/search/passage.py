@@ -49,3 +49,8 @@ class Source(Protocol):
     async def close(self) -> None:
         """Release connections and files."""
         ...
+
+
+def encodable(text: str) -> str:
+    """Return `text` with lone surrogates, which JSON can express and UTF-8 cannot, replaced."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()

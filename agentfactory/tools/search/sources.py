@@ -1,0 +1,110 @@
+"""Sources by their names in a recipe, each opened once per process and shared by its chains."""
+
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.search.passage import Passage, Source
+from agentfactory.tools.search.ranking import Index, open_index
+from agentfactory.tools.search.retrieval_client import RetrievalClient
+from agentfactory.tools.threads import run_in_thread
+from agentfactory.tools.user_code import load_object
+
+ENGINES: dict[str, str] = {}
+"""Name of an online engine -> `package.module:CLASS`, loaded on first use; the class is a Source and takes no
+arguments."""
+_REMEMBERED = 10_000
+"""Searches whose results a process keeps: the chains of a group ask the same."""
+
+
+class IndexSource:
+    """An index of this machine as a Source; it is searched in threads."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+    async def search(self, query: str, count: int) -> list[Passage]:
+        """See Source."""
+        return await run_in_thread(lambda: self._index.search(query, count))
+
+    async def open(self, id: str) -> str | None:
+        """See Source."""
+        passage = await run_in_thread(lambda: self._index.open(id))
+        return None if passage is None else passage.contents
+
+    async def close(self) -> None:
+        """Do nothing: the files are unmapped with the last reference."""
+
+
+class SharedSource:
+    """A source with its last searches, for all who have acquired it."""
+
+    def __init__(self, key: tuple[str, str | None], source: Source) -> None:
+        self.key = key
+        self.users = 0
+        self.source = source
+        self._found: OrderedDict[tuple[str, int], list[Passage]] = OrderedDict()
+
+    async def search(self, query: str, count: int) -> list[Passage]:
+        """See Source. An equal search is answered from memory."""
+        asked = (query, count)
+        if asked in self._found:
+            self._found.move_to_end(asked)
+            return self._found[asked]
+        found = await self.source.search(query, count)
+        self._found[asked] = found
+        if len(self._found) > _REMEMBERED:
+            self._found.popitem(last=False)
+        return found
+
+    async def open(self, id: str) -> str | None:
+        """See Source."""
+        return await self.source.open(id)
+
+
+_shared: dict[tuple[str, str | None], SharedSource] = {}
+_lock = threading.Lock()
+
+
+def acquire(name: str, ranking: str | None = None) -> SharedSource:
+    """Return the source of this name, opened if nobody has it yet; give it back by `release`.
+
+    Args:
+        name: The folder of an index, the address of a retrieval server, or one of ENGINES.
+        ranking: See `open_index`.
+
+    Raises:
+        SettingError: there is no such source, or it cannot rank so.
+    """
+    key = (name, ranking)
+    with _lock:
+        if key not in _shared:
+            _shared[key] = SharedSource(key, _open(name, ranking))
+        _shared[key].users += 1
+        return _shared[key]
+
+
+async def release(shared: SharedSource) -> None:
+    """Give a source back; the last one to do so closes it."""
+    with _lock:
+        shared.users -= 1
+        if shared.users:
+            return
+        del _shared[shared.key]
+    await shared.source.close()
+
+
+def _open(name: str, ranking: str | None) -> Source:
+    is_address = name.startswith(("http://", "https://"))
+    if ranking is not None and (is_address or name in ENGINES):
+        raise SettingError("ranking", f"got {ranking!r}, but only an index on this machine can be ranked", "remove it")
+    if is_address:
+        return RetrievalClient(name)
+    if name in ENGINES:
+        return load_object(name, Path(), ENGINES)()
+    if not Path(name).is_dir() and "/" not in name:
+        engines = f", or an engine ({', '.join(ENGINES)})" if ENGINES else ""
+        fix = f"name the folder of an index, the address of a retrieval server{engines}"
+        raise SettingError("source", f"there is no {name!r}", fix)
+    return IndexSource(open_index(Path(name), ranking))
