@@ -40,10 +40,9 @@ class Environment:
         """Return whether the instance can serve another chain; if not, it is closed and replaced."""
         return True
 
-    @classmethod
-    def gauges(cls) -> dict[str, float]:
-        """Return numbers of this process to be logged, by name, in addition to those of the pool of instances: counts
-        since the start, such as the hits of a cache. Workers' numbers are added up."""
+    def gauges(self) -> dict[str, float]:
+        """Return numbers to be logged, by name, in addition to those of the pool: of what all instances of a process
+        share, such as the hits of a cache since the start. Any instance is asked. Numbers of workers are added up."""
         return {}
 
     def close(self, *args: Any, **kwargs: Any) -> Any:

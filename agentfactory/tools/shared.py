@@ -39,7 +39,5 @@ class Shared(Generic[T]):
             del self._uses[key]
             return use.value
 
-    def values(self) -> list[T]:
-        """Return all objects that are in use."""
-        with self._lock:
-            return [use.value for use in self._uses.values()]
+    def __len__(self) -> int:
+        return len(self._uses)

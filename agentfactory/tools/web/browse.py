@@ -1,6 +1,5 @@
 """`Browse`: the tools with which a model reads pages of the web as text."""
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -107,13 +106,9 @@ class Browse(Environment):
         del self._visited[-1]
         return shown
 
-    @classmethod
-    def gauges(cls) -> dict[str, float]:
-        """Return the counts since the start: pages that came from caches, and those that did not."""
-        counts: Counter[str] = Counter()
-        for pages in _shared.values():
-            counts.update(pages.gauges())  # type: ignore[arg-type]
-        return dict(counts)
+    def gauges(self) -> dict[str, float]:
+        """Return the counts since the start: pages that came from the cache, and those that did not."""
+        return self._pages.gauges()
 
     async def close(self) -> None:
         """Close what no other chain uses."""

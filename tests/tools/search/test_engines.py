@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.messages import ToolCall, ToolInfrastructureError
 from agentfactory.tools.search.budget import BudgetUsedUp
 from agentfactory.tools.search.engines import engine as engine_module
 from agentfactory.tools.search.engines.brave import Brave
@@ -24,6 +25,8 @@ from agentfactory.tools.search.engines.searxng import Searxng
 from agentfactory.tools.search.engines.serper import Serper
 from agentfactory.tools.search.engines.tavily import Tavily
 from agentfactory.tools.search.engines.wikipedia import Wikipedia
+from agentfactory.tools.search.search import Search
+from agentfactory.tools.toolset import open_toolset
 
 KEY = "test-key-5c1d90"
 ENGINES: dict[str, type[Engine]] = {e.name: e for e in (Brave, Searxng, Serper, Tavily, Wikipedia)}
@@ -423,3 +426,39 @@ async def test_no_key_is_written_anywhere(
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert files
     assert all(KEY.encode() not in path.read_bytes() for path in files)
+
+
+@pytest.mark.processes
+async def test_the_tool_search_asks_an_engine_within_its_budget(use: Use, tmp_path: Path) -> None:
+    async with service(RECORDED["brave"]) as (served, address):
+        await use(Brave, address).close()
+        options = {"source": "brave", "count": 2, "engine": {"cache": str(tmp_path), "calls": 1}}
+        servers = {"search": {"module": "search", "options": options}}
+        async with open_toolset(ToolsRecipe.model_validate({"mcp_servers": servers}), tmp_path) as toolset:
+            async with toolset.chain("a", {}) as one, toolset.chain("b", {}) as two:
+                for chain in (one, two):
+                    result = await chain.call(ToolCall("0", "search", {"query": "lighthouse of Karsund"}))
+                    assert str(result.content).startswith('Doc 1(Title: "The lighthouse of Karsund")')
+                    assert result.info["documents"][0] == "https://atlas.example/karsund"
+                for chain in (one, two):
+                    with pytest.raises(ToolInfrastructureError, match="the budget of 1 calls is used up"):
+                        await chain.call(ToolCall("1", "search", {"query": "another question"}))
+                gauges = await toolset.gauges()
+        assert len(served.requests) == 1
+    counts = {"searches": 4, "remembered": 1, "requests": 1, "cache_hits": 0, "cache_misses": 3}
+    assert {name: gauges[f"environments/search/{name}"] for name in counts} == counts
+
+
+@pytest.mark.parametrize(
+    ("source", "engine", "field"),
+    [
+        ("brave", {"cashe": "x"}, "engine.cashe"),
+        ("brave", {"calls": 5}, "engine.cache"),
+        ("brave", {"cache": "x", "calls": "many"}, "engine.calls"),
+        ("http://127.0.0.1:9/", {"calls_per_second": 1.0}, "engine"),
+    ],
+)
+def test_settings_of_an_engine_that_cannot_work(source: str, engine: dict[str, Any], field: str) -> None:
+    with pytest.raises(SettingError) as error:
+        Search(source, engine=engine)
+    assert error.value.field == field

@@ -126,7 +126,7 @@ async def test_pages_come_from_the_cache_of_another_run(tmp_path: Path) -> None:
         await first.close()
         second = Browse(allow_hosts=[f"127.0.0.1:{served.port}"], cache=cache)
         assert await second.browse(address) == shown
-        assert Browse.gauges() == {"cache_hits": 1.0, "cache_misses": 0.0}
+        assert second.gauges() == {"cache_hits": 1.0, "cache_misses": 0.0}
         assert served.requests.count("/karsund.html") == 1
         strict = Browse(cache=cache)  # of a recipe that does not allow this host
         with pytest.raises(Exception, match="not in the public internet"):

@@ -9,13 +9,13 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 import aiohttp
 
-from agentfactory.tools.errors import SettingError
+from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.limits import Rates
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.notices import tell
@@ -73,11 +73,23 @@ class EngineOptions:
     calls_per_second: float | None = None
     retry_seconds: float = 30.0
 
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> "EngineOptions":
+        """Create them from the recipe's mapping, whose `cache` is text. Raises SettingError."""
+        known = [each.name for each in fields(cls)]
+        if unknown := [name for name in given if name not in known]:
+            raise SettingError(f"engine.{unknown[0]}", "there is no such option", f"they are {', '.join(known)}")
+        try:
+            cache = given.get("cache")
+            return cls(**{**given, "cache": None if cache is None else Path(cache).resolve()})
+        except SettingError as error:
+            raise error.at(f"engine.{error.field}") from None
+
     def __post_init__(self) -> None:
         for name in ("calls", "cost", "calls_per_second"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise SettingError(name, f"got {value}; it has to be above 0")
+            if value is not None and not (isinstance(value, int | float) and value > 0):
+                raise SettingError(name, f"got {short(value)}; it has to be a number above 0")
         if self.cache is None and (self.calls is not None or self.cost is not None):
             raise SettingError("cache", "a budget is counted in its folder, and there is none", "name a folder")
         if self.cost is not None and not self.price > 0:
