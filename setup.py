@@ -115,6 +115,10 @@ setup(
         "docstring-parser>=0.17",
         # has a time limit, which `re` lacks: patterns of rewards run on model output
         "regex",
+        # pages as markdown: HTML (parsed in Rust, so that a large page takes milliseconds), PDF; robots.txt
+        "html-to-markdown>=3.21,<4",
+        "pypdf>=6",
+        "protego>=0.7",
         # indexes of passages on disk
         "tantivy>=0.27,<0.28",
         # the code interpreter's sandbox, if the system has no bubblewrap

@@ -1,6 +1,7 @@
 """The prebuilt tools, by their names in a recipe's `tools:` and `module:`."""
 
 PREBUILT = {
+    "browse": "agentfactory.tools.web.browse:Browse",
     "calculator": "agentfactory.tools.calculator:calculator",
     "code_interpreter": "agentfactory.tools.code_interpreter:CodeInterpreter",
     "search": "agentfactory.tools.search.search:Search",

@@ -1,9 +1,11 @@
 """`Search`: the tool with which a model searches an index, a retrieval server or the web, and reads what it found."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from agentfactory.tools.environment import Environment
 from agentfactory.tools.search import sources
+from agentfactory.tools.search.engines.engine import EngineOptions
 from agentfactory.tools.search.passage import Passage
 from agentfactory.tools.tool import tool
 from agentfactory.tools.web.window import Page
@@ -22,15 +24,19 @@ class Search(Environment):
             (http://...), or the name of an online engine.
         count: results of a search.
         ranking: bm25, dense or hybrid, of an index; default: hybrid if it was built with a dense model, else bm25.
+        engine: how an online engine is used: `cache`, a folder; `calls`, `cost` and `price`, a budget of requests or
+            dollars, and the dollars for one request; `calls_per_second`.
 
     Raises:
         SettingError: there is no such source, or an option is out of its range.
     """
 
-    def __init__(self, source: str, count: int = 3, ranking: str | None = None) -> None:
+    def __init__(
+        self, source: str, count: int = 3, ranking: str | None = None, engine: Mapping[str, Any] | None = None
+    ) -> None:
         if count < 1:
             raise ValueError(f"count: got {count}; it has to be at least 1")
-        self._source = sources.acquire(source, ranking)
+        self._source = sources.acquire(source, ranking, None if engine is None else EngineOptions.parse(engine))
         self._count = count
         self._found: list[Passage] = []
         self._page: Page | None = None
@@ -79,6 +85,10 @@ class Search(Environment):
         if self._page is None:
             raise ValueError("nothing is open: open a result first")
         return self._page.find(text)
+
+    def gauges(self) -> dict[str, float]:
+        """Return the counts since the start: searches, those answered from memory, and what an online engine counts."""
+        return self._source.gauges()
 
     async def close(self) -> None:
         """Give the source back."""

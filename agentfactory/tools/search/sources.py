@@ -2,20 +2,24 @@
 
 import asyncio
 import os
-import threading
 from collections import OrderedDict
+from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from agentfactory.tools.errors import SettingError
+from agentfactory.tools.errors import SettingError, short
+from agentfactory.tools.search.engines.engine import Engine, EngineOptions
 from agentfactory.tools.search.passage import Passage, Source
 from agentfactory.tools.search.ranking import Index, open_index
 from agentfactory.tools.search.retrieval_client import RetrievalClient
+from agentfactory.tools.shared import Shared
 from agentfactory.tools.user_code import load_object
 
-ENGINES: dict[str, str] = {}
-"""Name of an online engine -> `package.module:CLASS`, loaded on first use; the class is a Source and takes no
-arguments."""
+ENGINES = {
+    name: f"agentfactory.tools.search.engines.{name}:{name.title()}"
+    for name in ("brave", "searxng", "serper", "tavily", "wikipedia")
+}
+"""Name of an online engine -> `package.module:CLASS`, an Engine, loaded on first use."""
 _REMEMBERED = 10_000
 """Searches whose results a process keeps: the chains of a group ask the same."""
 
@@ -43,18 +47,20 @@ class IndexSource:
 
 
 class SharedSource:
-    """A source with its last searches, for all who have acquired it."""
+    """A source with its last searches, for all who have acquired it. `key` is what it was acquired by."""
 
-    def __init__(self, key: tuple[str, str | None], source: Source) -> None:
+    def __init__(self, key: Hashable, source: Source) -> None:
         self.key = key
-        self.users = 0
         self.source = source
         self._found: OrderedDict[tuple[str, int], list[Passage]] = OrderedDict()
+        self._searches = self._remembered = 0
 
     async def search(self, query: str, count: int) -> list[Passage]:
         """See Source. An equal search is answered from memory."""
         asked = (query, count)
+        self._searches += 1
         if asked in self._found:
+            self._remembered += 1
             self._found.move_to_end(asked)
             return self._found[asked]
         found = await self.source.search(query, count)
@@ -67,49 +73,47 @@ class SharedSource:
         """See Source."""
         return await self.source.open(id)
 
+    def gauges(self) -> dict[str, float]:
+        """Return the counts since the start: searches, those answered from memory, and what an online engine counts."""
+        counts = {"searches": float(self._searches), "remembered": float(self._remembered)}
+        return counts | (self.source.gauges() if isinstance(self.source, Engine) else {})
 
-_shared: dict[tuple[str, str | None], SharedSource] = {}
-_lock = threading.Lock()
+
+_shared: Shared[SharedSource] = Shared()
 
 
-def acquire(name: str, ranking: str | None = None) -> SharedSource:
+def acquire(name: str, ranking: str | None = None, engine: EngineOptions | None = None) -> SharedSource:
     """Return the source of this name, opened if nobody has it yet; give it back by `release`.
 
     Args:
         name: The folder of an index, the address of a retrieval server, or one of ENGINES.
         ranking: See `open_index`.
+        engine: How an online engine is used.
 
     Raises:
-        SettingError: there is no such source, or it cannot rank so.
+        SettingError: there is no such source, or it cannot rank so, or is no engine.
     """
-    key = (name, ranking)
-    with _lock:
-        if key not in _shared:
-            _shared[key] = SharedSource(key, _open(name, ranking))
-        _shared[key].users += 1
-        return _shared[key]
+    key = (name, ranking, engine)
+    return _shared.acquire(key, lambda: SharedSource(key, _open(name, ranking, engine)))
 
 
 async def release(shared: SharedSource) -> None:
     """Give a source back; the last one to do so closes it."""
-    with _lock:
-        shared.users -= 1
-        if shared.users:
-            return
-        del _shared[shared.key]
-    await shared.source.close()
+    if _shared.release(shared.key) is not None:
+        await shared.source.close()
 
 
-def _open(name: str, ranking: str | None) -> Source:
+def _open(name: str, ranking: str | None, engine: EngineOptions | None) -> Source:
     is_address = name.startswith(("http://", "https://"))
+    if engine is not None and name not in ENGINES:
+        raise SettingError("engine", f"source is {short(name)}, which is no online engine", "remove it")
     if ranking is not None and (is_address or name in ENGINES):
         raise SettingError("ranking", f"got {ranking!r}, but only an index on this machine can be ranked", "remove it")
     if is_address:
         return RetrievalClient(name)
     if name in ENGINES:
-        return load_object(name, Path(), ENGINES)()
+        return load_object(name, Path(), ENGINES)(engine)
     if not Path(name).is_dir() and "/" not in name:
-        engines = f", or an engine ({', '.join(ENGINES)})" if ENGINES else ""
-        fix = f"name the folder of an index, the address of a retrieval server{engines}"
+        fix = f"name the folder of an index, the address of a retrieval server, or an engine ({', '.join(ENGINES)})"
         raise SettingError("source", f"there is no {name!r}", fix)
     return IndexSource(open_index(Path(name), ranking))

@@ -59,7 +59,8 @@ class Page:
         shown = " ".join(words)
         shown = shown if len(shown) <= _QUOTED else f"{shown[:_QUOTED]}..."
         pattern = re.compile(r"\s++".join(map(re.escape, words)), re.IGNORECASE)
-        count, window, passages, seen = 0, 1, [], -1
+        passages: list[str] = []
+        count, window, seen = 0, 1, -1
         for match in pattern.finditer(self.text):
             count += 1
             while match.start() >= self._ends[window - 1] and window < self.count:

@@ -124,12 +124,15 @@ async def test_a_source_that_is_down_ends_the_chain(monkeypatch: pytest.MonkeyPa
 class Failing:
     """An engine that lacks its key."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: object) -> None:
         raise SettingError("source", "the variable ENGINE_KEY is not set", "export it")
 
 
 class Engine:
     """An engine that knows whole pages."""
+
+    def __init__(self, options: object) -> None:
+        assert options is None
 
     async def search(self, query: str, count: int) -> list[Passage]:
         return [Passage("http://a/", f"A page\na snippet on {query}", url="http://a/")]
