@@ -2,6 +2,7 @@
 
 from setuptools import setup
 
+DENSE = ["sentence-transformers>=6,<7", "usearch>=2.20"]
 EXTRAS = {
     "dev": [
         "pytest>=8",
@@ -30,8 +31,13 @@ EXTRAS = {
         "wandb",
         "tensorboard",
         "trackio",
+        # dense retrieval, and the peer of the benchmark of search
+        *DENSE,
+        "bm25s>=0.3",
+        "PyStemmer>=3",
     ],
     "vllm": ["vllm>=0.32,<0.33"],
+    "dense": DENSE,
     "liger": ["liger-kernel>=0.8"],
     "bitsandbytes": ["bitsandbytes>=0.46.1"],
     "wandb": ["wandb"],

@@ -65,7 +65,7 @@ def build_dense(
         np.save(written, np.concatenate(vectors).astype(np.float16))
         write_whole(part, written.getvalue())
         parts.append(part)
-    _write_graph(parts, encoder.dimensions, place / _GRAPH)
+    _write_graph(parts, len(encoder.query("")), place / _GRAPH)
     for part in parts:
         part.unlink()
 
@@ -102,7 +102,10 @@ class DenseIndex:
 
         self._passages = passages
         self._encoder = _Encoder(model)
-        self._graph = Index.restore(str(passages.folder / VECTORS / _GRAPH), view=True)
+        graph = Index.restore(str(passages.folder / VECTORS / _GRAPH), view=True)
+        if graph is None:
+            raise SettingError("source", f"the vectors in {passages.folder} cannot be read", "build the index again")
+        self._graph = graph
 
     def search(self, query: str, count: int) -> list[Passage]:
         """Return at most `count` passages by their inner product with the query, the best first. Any text is a
@@ -138,12 +141,6 @@ class _Encoder:
         self._before_query, self._before_passage = ("query: ", "passage: ") if is_e5 else ("", "")
         # a fast tokenizer fails if two threads use it at once
         self._lock = threading.Lock()
-
-    @property
-    def dimensions(self) -> int:
-        size = self._model.get_sentence_embedding_dimension()
-        assert size is not None
-        return size
 
     def passages(self, texts: list[str]) -> Any:
         """Return the vectors of passages: float32 [texts, dimensions]."""

@@ -30,6 +30,8 @@ _HEAP_BYTES = 256 << 20
 _LONGEST_TOKEN = 64
 _QUERY_CHARACTERS = 20_000
 _QUERY_TERMS = 64
+_COMMON_SHARE, _COMMON_PASSAGES = 0.1, 50_000
+"""A word in more than this share of the passages, and in more than this number of them, is common: "the", "of"."""
 _UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
 """Scripts without spaces between words: each character is a term, as in Lucene's standard analysis of Han."""
 _LANGUAGES = (
@@ -128,9 +130,12 @@ class LocalIndex:
         self._searcher = self._index.searcher()
 
     def search(self, query: str, count: int) -> list[Passage]:
-        """Return at most `count` passages by their BM25 score, the best first. Any text is a query: its words are
-        looked up, and nothing in it is an operator. Of a long one, the 64 rarest words of the first 20,000
-        characters count."""
+        """Return at most `count` passages by their BM25 score, the best first.
+
+        Any text is a query: its words are looked up, and nothing in it is an operator. Of a long one, the 64 rarest
+        words of the first 20,000 characters count. In a large index, words as common as "the" count only if the query
+        has no others.
+        """
         terms = self._terms(query)
         if not terms or count < 1:
             return []
@@ -155,11 +160,13 @@ class LocalIndex:
         return self._passage(found[0][1], score) if found else None
 
     def _terms(self, query: str) -> list[str]:
-        terms = list(dict.fromkeys(self._analyzer.analyze(_searchable(query[:_QUERY_CHARACTERS]))))
-        if len(terms) <= _QUERY_TERMS:
-            return terms
+        """Return the words to look up: the rarest, and common ones only if there are no others. Common words cost the
+        most time, and tell the least."""
+        terms = dict.fromkeys(self._analyzer.analyze(_searchable(query[:_QUERY_CHARACTERS])))
         frequency = {term: self._searcher.doc_freq("terms", term) for term in terms}
-        return sorted((term for term in terms if frequency[term]), key=frequency.__getitem__)[:_QUERY_TERMS]
+        found = sorted((term for term in terms if frequency[term]), key=frequency.__getitem__)[:_QUERY_TERMS]
+        most = max(_COMMON_PASSAGES, self.passages * _COMMON_SHARE)
+        return [term for term in found if frequency[term] <= most] or found
 
     def _passage(self, address: tantivy.DocAddress, score: float | None = None) -> Passage:
         stored: dict[str, list[Any]] = self._searcher.doc(address).to_dict()

@@ -1,7 +1,10 @@
 """Sources by their names in a recipe, each opened once per process and shared by its chains."""
 
+import asyncio
+import os
 from collections import OrderedDict
 from collections.abc import Hashable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from agentfactory.tools.errors import SettingError, short
@@ -10,7 +13,6 @@ from agentfactory.tools.search.passage import Passage, Source
 from agentfactory.tools.search.ranking import Index, open_index
 from agentfactory.tools.search.retrieval_client import RetrievalClient
 from agentfactory.tools.shared import Shared
-from agentfactory.tools.threads import run_in_thread
 from agentfactory.tools.user_code import load_object
 
 ENGINES = {
@@ -23,22 +25,25 @@ _REMEMBERED = 10_000
 
 
 class IndexSource:
-    """An index of this machine as a Source; it is searched in threads."""
+    """An index of this machine as a Source; it is searched in as many threads as there are processors."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
+        # more threads would only make each search wait for the others
+        self._threads = ThreadPoolExecutor(os.cpu_count(), "search")
 
     async def search(self, query: str, count: int) -> list[Passage]:
         """See Source."""
-        return await run_in_thread(lambda: self._index.search(query, count))
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._index.search, query, count)
 
     async def open(self, id: str) -> str | None:
         """See Source."""
-        passage = await run_in_thread(lambda: self._index.open(id))
+        passage = await asyncio.get_running_loop().run_in_executor(self._threads, self._index.open, id)
         return None if passage is None else passage.contents
 
     async def close(self) -> None:
-        """Do nothing: the files are unmapped with the last reference."""
+        """Let the threads end."""
+        self._threads.shutdown(wait=False)
 
 
 class SharedSource:
@@ -109,7 +114,6 @@ def _open(name: str, ranking: str | None, engine: EngineOptions | None) -> Sourc
     if name in ENGINES:
         return load_object(name, Path(), ENGINES)(engine)
     if not Path(name).is_dir() and "/" not in name:
-        engines = f", or an engine ({', '.join(ENGINES)})" if ENGINES else ""
-        fix = f"name the folder of an index, the address of a retrieval server{engines}"
+        fix = f"name the folder of an index, the address of a retrieval server, or an engine ({', '.join(ENGINES)})"
         raise SettingError("source", f"there is no {name!r}", fix)
     return IndexSource(open_index(Path(name), ranking))

@@ -87,6 +87,15 @@ def test_of_a_long_query_the_rarest_words_count(tmp_path: Path) -> None:
     assert _ids(index, f"{common} needle", 1) == ["rare"]
 
 
+def test_common_words_count_only_if_there_are_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passages = [Passage(str(number), f"\nto be or not {number}") for number in range(50)]
+    index = LocalIndex(index_of(tmp_path, [*passages, Passage("rare", "\na needle")]))
+    assert len(index.search("to find a needle", 50)) == 50
+    monkeypatch.setattr(local_index, "_COMMON_PASSAGES", 40)
+    assert _ids(index, "to find a needle", 50) == ["rare"]
+    assert len(index.search("to be or not", 50)) == 50
+
+
 def test_words_have_stems_only_in_their_language(tmp_path: Path) -> None:
     for language, found in (("english", 0), ("german", 1), (None, 0)):
         folder = tmp_path / str(language)
