@@ -66,6 +66,7 @@ setup(
         "agentfactory.tools",
         "agentfactory.tools.sandbox",
         "agentfactory.tools.search",
+        "agentfactory.tools.search.engines",
         "agentfactory.tools.web",
         "agentfactory.trainers",
         "agentfactory.trainers.sync",

@@ -96,8 +96,10 @@ class Search(Environment):
 
 
 def _result(number: int, passage: Passage) -> str:
-    """Return a passage in Search-R1's form, whose title is the first line as it stands in the corpus."""
+    """Return a passage in Search-R1's form, whose title is the first line as it stands in the corpus. One of an online
+    engine, whose id is its address, is shown with it, so that it can be browsed."""
     title, _, text = passage.contents.partition("\n")
     if len(text) > _SHOWN_CHARACTERS:
         text = f"{text[:_SHOWN_CHARACTERS]}... (open it to read on)"
-    return f"Doc {number}(Title: {title}) {text}"
+    where = f" ({passage.url})" if passage.url == passage.id else ""
+    return f"Doc {number}(Title: {title}) {text}{where}"

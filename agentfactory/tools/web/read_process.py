@@ -2,7 +2,7 @@
 
 It reads requests on stdin: a line of JSON (`url`, `type`, `charset`, `bytes`: how many follow, `seconds`) and the
 document. It answers each with a line of JSON: `title`, `text`, `links`, or `error`. The kernel's alarm ends a process
-that takes too long, and the end of stdin ends one whose parent is gone.
+that takes too long; one whose parent is gone ends by itself.
 """
 
 import json
@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 
+from agentfactory.tools import parent_watch
 from agentfactory.tools.web.documents import Document, PageError
 from agentfactory.tools.web.markdown import read_document
 
@@ -20,6 +21,7 @@ MEMORY_BYTES = 2 << 30
 
 def main() -> None:
     """Answer requests until stdin ends."""
+    parent_watch.follow_parent()
     logging.disable()  # what pypdf says of malformed files
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))

@@ -1,11 +1,13 @@
 """`Reader`: documents become text in processes of their own, which are ended if they take too long."""
 
 import json
+import os
 import subprocess
 import threading
 from contextlib import suppress
 from typing import Any
 
+from agentfactory.tools import parent_watch
 from agentfactory.tools.import_path import own_python
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.threads import run_in_thread
@@ -64,7 +66,13 @@ class _Process:
     def __init__(self) -> None:
         command = own_python("-m", "agentfactory.tools.web.read_process")
         # a separate session, so that Ctrl-C in a terminal does not reach it
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **parent_watch.environment()},
+            start_new_session=True,
+        )
         self.waits = self._answer() is not None
         if not self.waits:
             self.end()

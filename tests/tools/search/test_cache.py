@@ -143,7 +143,11 @@ def test_several_processes_share_cache_and_budget(tmp_path: Path) -> None:
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-    answers = [process.communicate("\n") for process in processes]
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    answers = [process.communicate() for process in processes]
     assert all(process.returncode == 0 for process in processes)
     spent, hits, misses = (sum(int(answer[0].split()[place]) for answer in answers) for place in range(3))
     assert spent == 100

@@ -434,16 +434,20 @@ async def test_the_tool_search_asks_an_engine_within_its_budget(use: Use, tmp_pa
         await use(Brave, address).close()
         options = {"source": "brave", "count": 2, "engine": {"cache": str(tmp_path), "calls": 1}}
         servers = {"search": {"module": "search", "options": options}}
-        async with open_toolset(ToolsRecipe.model_validate({"mcp_servers": servers}), tmp_path) as toolset:
-            async with toolset.chain("a", {}) as one, toolset.chain("b", {}) as two:
-                for chain in (one, two):
-                    result = await chain.call(ToolCall("0", "search", {"query": "lighthouse of Karsund"}))
-                    assert str(result.content).startswith('Doc 1(Title: "The lighthouse of Karsund")')
-                    assert result.info["documents"][0] == "https://atlas.example/karsund"
-                for chain in (one, two):
-                    with pytest.raises(ToolInfrastructureError, match="the budget of 1 calls is used up"):
-                        await chain.call(ToolCall("1", "search", {"query": "another question"}))
-                gauges = await toolset.gauges()
+        recipe = ToolsRecipe.model_validate({"mcp_servers": servers})
+        async with (
+            open_toolset(recipe, tmp_path) as toolset,
+            toolset.chain("a", {}) as one,
+            toolset.chain("b", {}) as two,
+        ):
+            for chain in (one, two):
+                result = await chain.call(ToolCall("0", "search", {"query": "lighthouse of Karsund"}))
+                assert str(result.content).startswith('Doc 1(Title: "The lighthouse of Karsund")')
+                assert result.info["documents"][0] == "https://atlas.example/karsund"
+            for chain in (one, two):
+                with pytest.raises(ToolInfrastructureError, match="the budget of 1 calls is used up"):
+                    await chain.call(ToolCall("1", "search", {"query": "another question"}))
+            gauges = await toolset.gauges()
         assert len(served.requests) == 1
     counts = {"searches": 4, "remembered": 1, "requests": 1, "cache_hits": 0, "cache_misses": 3}
     assert {name: gauges[f"environments/search/{name}"] for name in counts} == counts

@@ -149,7 +149,7 @@ async def test_an_engine_is_named_and_its_pages_are_opened(monkeypatch: pytest.M
     monkeypatch.setitem(sources.ENGINES, "failing", f"{__name__}:Failing")
     async with searching(source="engine") as toolset, toolset.chain("a", {}) as chain:
         found = await call(chain, "search", query="rain")
-        assert found.content == "Doc 1(Title: A page) a snippet on rain"
+        assert found.content == "Doc 1(Title: A page) a snippet on rain (http://a/)"
         assert (await call(chain, "open", doc=1)).content == "A page (page 1 of 1)\n\nall about http://a/"
     with pytest.raises(SettingError, match="the variable ENGINE_KEY is not set"):
         Search("failing")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.messages import CallError, ToolCall, ToolInfrastructureError, ToolResult
@@ -20,13 +21,20 @@ LONG = "".join(f"<p>Paragraph {number} of a long page.</p>" for number in range(
 LONG += "<p>The needle is <b>here</b>, and <a href='/karsund.html'>Karsund</a> is there.</p>"
 
 
+async def in_windows_1252(request: web.Request) -> web.Response:
+    text = (PAGES / "people/halvard.html").read_text(encoding="utf-8")
+    return web.Response(body=text.encode("cp1252"), content_type="text/html")
+
+
 @asynccontextmanager
 async def atlas(**further: Handler | str) -> AsyncIterator[Site]:
     """Serve the corpus of pages, and `further` ones."""
     routes: dict[str, Handler | str | Path] = {
         f"/{path.relative_to(PAGES)}": path for path in PAGES.rglob("*") if path.is_file()
     }
-    routes |= {"/long": LONG} | {f"/{name}": route for name, route in further.items()}
+    routes |= {"/long": LONG, "/people/halvard.html": in_windows_1252} | {
+        f"/{name}": route for name, route in further.items()
+    }
     async with site(routes, PRIVATE) as served:
         yield served
 

@@ -23,6 +23,7 @@ from agentfactory.tools.retries import Retries, seconds_asked
 from agentfactory.tools.search.budget import Budget
 from agentfactory.tools.search.cache import DiskCache
 from agentfactory.tools.search.passage import Passage
+from agentfactory.tools.threads import run_in_thread
 from agentfactory.tools.web.documents import PageError
 from agentfactory.tools.web.pages import Pages
 
@@ -197,7 +198,7 @@ class Engine(ABC):
         while True:
             await asyncio.sleep(self._rates.take(self.name, time.monotonic()))
             if self._budget is not None:
-                self._budget.spend()
+                await run_in_thread(self._budget.spend)
             self._requests += 1
             asked = 0.0
             try:
