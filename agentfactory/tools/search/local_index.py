@@ -69,7 +69,9 @@ def build_index(
     check_language(language)
     unfinished = folder.with_name(f"{folder.name}.building")
     made = {"format": _FORMAT, "corpus": corpus, "language": language}
-    if not corpus or _read_manifest(unfinished) != made:
+    # a build that was killed just before the renaming has the number of passages, too
+    found = _read_manifest(unfinished) or {}
+    if not corpus or {name: found.get(name) for name in made} != made:
         # another build's, or of passages that may differ
         shutil.rmtree(unfinished, ignore_errors=True)
     with writing(unfinished):

@@ -173,6 +173,22 @@ def test_a_build_that_was_killed_goes_on(tmp_path: Path) -> None:
     assert all(_ids(index, f"word{number}", 2) == [str(number)] for number in range(1000))
 
 
+def test_a_build_that_was_killed_before_the_renaming_is_only_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*paths: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(local_index.os, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            build_index(PLAYS, tmp_path / "index", "plays")
+    done: list[int] = []
+    assert build_index(PLAYS, tmp_path / "index", "plays", progress=done.append) == len(PLAYS)
+    assert done == [len(PLAYS)] * 2
+    assert LocalIndex(tmp_path / "index").search("hamlet", 1)
+
+
 def test_a_build_does_not_go_on_with_another_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_index, "_COMMIT_PASSAGES", 3)
 
