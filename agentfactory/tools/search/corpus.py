@@ -54,6 +54,7 @@ class Corpus:
         self.share = None
         for number, (place, row) in enumerate(self._read()):
             yield _passage(row, place, number)
+        self.share = 1.0
 
     def _lines(self) -> Iterator[tuple[str, Any]]:
         size = max(1, Path(self._path).stat().st_size)

@@ -91,5 +91,6 @@ def test_the_share_grows_to_one_and_the_name_follows_the_contents(tmp_path: Path
     shares: list[Any] = [corpus.share for _ in corpus]
     assert shares[0] is None
     assert 0 < shares[1500] < shares[2500] <= 1
+    assert corpus.share == 1
     write_jsonl(file, ROWS)
     assert Corpus(str(file)).name != corpus.name
