@@ -30,7 +30,7 @@ _HEAP_BYTES = 256 << 20
 _LONGEST_TOKEN = 64
 _QUERY_CHARACTERS = 20_000
 _QUERY_TERMS = 64
-_COMMON_SHARE, _COMMON_PASSAGES = 0.1, 50_000
+_COMMON_SHARE, _COMMON_PASSAGES = 0.4, 50_000
 """A word in more than this share of the passages, and in more than this number of them, is common: "the", "of"."""
 _UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
 """Scripts without spaces between words: each character is a term, as in Lucene's standard analysis of Han."""
