@@ -15,9 +15,9 @@ from agentfactory.tools.search.passage import Passage, encodable
 
 _HEALS = frozenset({408, 429, 500, 502, 503, 504})
 """Refusals that pass, as a full or starting server's do."""
-_REQUEST_SECONDS = 30.0
-_RETRY_SECONDS = 20.0
-"""How long a server may fail before a search does."""
+_REQUEST_SECONDS, _RETRY_SECONDS = 20.0, 20.0
+"""How long one try may take, and how long a server may fail before a search does: together less than a call may take
+(`timeout_seconds`, 60), so that a server that hangs is a failure of the infrastructure, and no time-out of the call."""
 
 
 class RetrievalClient:
