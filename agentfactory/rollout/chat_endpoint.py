@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,10 +17,10 @@ from agentfactory.rollout.connection import (
     ServerUnreachableError,
     refusal,
 )
-from agentfactory.rollout.retries import Retries
 from agentfactory.rollout.server_keys import pinned
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message, ToolSpec, text_of
+from agentfactory.tools.retries import Retries, seconds_asked
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +191,7 @@ class ChatEndpoint(InferenceClient):
                 if not _heals(status, text) or isinstance(refused, ContextOverflowError):
                     raise refused
                 problem = f"the endpoint answered {status}: {text[:500]}"
-                asked = _seconds(headers.get("Retry-After", ""))
+                asked = seconds_asked(headers.get("Retry-After", ""))
             await self._wait_to_retry(retries, url, problem, asked)
 
     def _body(
@@ -260,19 +259,6 @@ def _count(tokens: Any) -> int | None:
     if tokens is not None and type(tokens) is not int:
         raise TypeError(f"usage that counts {tokens!r} tokens")
     return tokens
-
-
-def _seconds(retry_after: str) -> float:
-    """Return the seconds to wait from a Retry-After header, which contains a number of seconds or a date (RFC 9110,
-    10.2.3); 0 without one."""
-    try:
-        return max(0.0, float(retry_after))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
-    except ValueError:
-        return 0.0
 
 
 def look_at(url: str, model: str | None, api_key_env: str | None) -> list[dict[str, Any]] | str:

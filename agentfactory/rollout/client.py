@@ -19,7 +19,6 @@ from agentfactory.rollout.connection import (
     refusal,
 )
 from agentfactory.rollout.recovery import Recovery
-from agentfactory.rollout.retries import Retries
 from agentfactory.rollout.routing import Router, ServerState
 from agentfactory.rollout.server_keys import pinned
 from agentfactory.rollout.server_metrics import Load, combined
@@ -27,6 +26,7 @@ from agentfactory.rollout.stalls import StallWatch
 from agentfactory.rollout.trajectory import Span
 from agentfactory.rollout.weight_versions import Published
 from agentfactory.tools.notices import tell
+from agentfactory.tools.retries import Retries
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from agentfactory.rollout.connection import Connection, LostError, ServerUnreachableError
-from agentfactory.rollout.retries import Retries
 from agentfactory.rollout.routing import Replica, Router, ServerState
 from agentfactory.rollout.trajectory import Span
 from agentfactory.rollout.weight_versions import Published
+from agentfactory.tools.retries import Retries
 
 logger = logging.getLogger(__name__)
 

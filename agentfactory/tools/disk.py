@@ -47,6 +47,18 @@ def append(path: Path, content: str | bytes) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file under a temporary name, and rename it once its bytes are on the disk: it is never half there. Raises
+    DiskError."""
+    aside = path.with_name(f"{path.name}.new")
+    with writing(path):
+        with aside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+
+
 def refusal(folder: Path) -> OSError | None:
     """Return the error of writing a small file in `folder`, an existing one; None if it can be written. Nothing is
     kept."""

@@ -40,6 +40,11 @@ class Environment:
         """Return whether the instance can serve another chain; if not, it is closed and replaced."""
         return True
 
+    def gauges(self) -> dict[str, float]:
+        """Return numbers to be logged, by name, in addition to those of the pool: of what all instances of a process
+        share, such as the hits of a cache since the start. Any instance is asked. Numbers of workers are added up."""
+        return {}
+
     def close(self, *args: Any, **kwargs: Any) -> Any:
         """Release the instance's resources. Called once, when no further chain will get it."""
         return None

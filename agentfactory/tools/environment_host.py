@@ -96,6 +96,7 @@ class EnvironmentHost:
         forgets = _overrides(environment, "reset") or _overrides(environment, "release")
         self._config = pool if forgets else pool.model_copy(update={"max_uses": 1})
         self._pool: Pool[_Instance] | None = None
+        self._last: Environment | None = None
         self._openings = 0
         self._chains: dict[str, _Chain] = {}
         self._farewells: set[asyncio.Task[None]] = set()
@@ -181,9 +182,10 @@ class EnvironmentHost:
             await chain.lease.release(chain.broken)
 
     def gauges(self) -> dict[str, float]:
-        """Return the gauges of the pool."""
+        """Return the gauges of the last instance and of the pool."""
         assert self._pool is not None
-        return self._pool.gauges()
+        own = {} if self._last is None else self._last.gauges()
+        return {**own, **self._pool.gauges()}
 
     def _drop(self, key: str, chain: _Chain) -> None:
         if self._chains.get(key) is chain:
@@ -202,7 +204,9 @@ class EnvironmentHost:
     async def _make(self) -> _Instance:
         making = run_in_thread(partial(self._environment, **self._options))
         try:
-            return _Instance(await asyncio.shield(making))
+            environment: Environment = await asyncio.shield(making)
+            self._last = environment
+            return _Instance(environment)
         except asyncio.CancelledError:
             making.add_done_callback(self._close_late)
             raise

@@ -1,7 +1,9 @@
 """The prebuilt tools, by their names in a recipe's `tools:` and `module:`."""
 
 PREBUILT = {
+    "browse": "agentfactory.tools.web.browse:Browse",
     "calculator": "agentfactory.tools.calculator:calculator",
     "code_interpreter": "agentfactory.tools.code_interpreter:CodeInterpreter",
+    "search": "agentfactory.tools.search.search:Search",
 }
 """Name -> `package.module:NAME`, loaded on first use."""

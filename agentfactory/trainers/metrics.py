@@ -48,6 +48,7 @@ METRICS = [
     Metric("filtered/<outcome>", "", "chains with this outcome that were dropped or run again (rollout.on_outcome)"),
     Metric("environments/<server>/<gauge>", "", "state of its pool at delivery of the batch: in_use, idle, waiting"),
     Metric("environments/<server>/<count>", "", "instances since the start: made, recycled, broken"),
+    Metric("environments/<server>/<name>", "", "what its gauges() returned, such as cache_hits and cache_misses"),
     Metric("curriculum/passed_over", "", "tasks that rollout.curriculum skipped while the batch was created"),
     Metric("curriculum/solved", "", "tasks that are now solved"),
     Metric("curriculum/hopeless", "", "tasks that are now hopeless"),

@@ -1,7 +1,9 @@
-"""Decides when to send a failed request again: a pure state machine, without clock or I/O."""
+"""Decides when to send a failed request again: a pure state machine, without I/O."""
 
 import random
+import time
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 
 FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
 """Seconds between tries: the first delay doubles up to the longest."""
@@ -31,3 +33,16 @@ class Retries:
         """Return the seconds before try `attempt` + 1: between half and all of the doubled delay."""
         longest = min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** min(attempt - 1, 30))
         return longest * (0.5 + 0.5 * (random.random() if draw is None else draw))
+
+
+def seconds_asked(retry_after: str) -> float:
+    """Return the seconds to wait from a Retry-After header, which contains a number of seconds or a date (RFC 9110,
+    10.2.3); 0 without one."""
+    try:
+        return max(0.0, float(retry_after))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except ValueError:
+        return 0.0

@@ -1,0 +1,88 @@
+"""The retrieval server: an index behind the protocol of Search-R1's retrieval servers."""
+
+import json
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Annotated, Any
+
+import uvicorn
+from pydantic import BaseModel, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from agentfactory.tools import parent_watch
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.search.passage import Passage
+from agentfactory.tools.search.ranking import Index
+from agentfactory.tools.threads import run_in_thread
+
+
+class Query(BaseModel):
+    """The body of `POST /retrieve`, as Search-R1's clients send it; other fields are ignored."""
+
+    queries: list[str]
+    topk: Annotated[int, Field(ge=0)] | None = None
+    """Passages per query; null or 0: the server's own number."""
+    return_scores: bool = False
+
+
+def make_app(index: Index, topk: int) -> Starlette:
+    """Return the server's application: `POST /retrieve`, and `GET /health`."""
+
+    async def retrieve(request: Request) -> Response:
+        try:
+            asked = Query.model_validate_json(_encodable(await request.body()))
+        except ValidationError as error:
+            # the form of FastAPI, with which Search-R1's servers answer
+            return JSONResponse(
+                {"detail": error.errors(include_url=False, include_context=False, include_input=False)}, 422
+            )
+        count = asked.topk or topk
+        found = await run_in_thread(lambda: [index.search(query, count) for query in asked.queries])
+        return JSONResponse({"result": [[_item(each, asked.return_scores) for each in passages] for passages in found]})
+
+    async def health(request: Request) -> Response:
+        return Response()
+
+    return Starlette(routes=[Route("/retrieve", retrieve, methods=["POST"]), Route("/health", health)])
+
+
+def _encodable(body: bytes) -> bytes:
+    """Return JSON without lone surrogates, which pydantic refuses and which models write."""
+    if rb"\ud" not in body.lower():
+        return body
+    with suppress(ValueError):
+        return json.dumps(json.loads(body), ensure_ascii=False).encode("utf-8", "replace")
+    return body
+
+
+def _item(passage: Passage, with_score: bool) -> dict[str, Any]:
+    document = {"id": passage.id, "contents": passage.contents}
+    if passage.url is not None:
+        document["url"] = passage.url
+    return {"document": document, "score": passage.score} if with_score else document
+
+
+def serve(index: Index, host: str, port: int, topk: int, say: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM; port 0 takes a free one. Says `ready http://HOST:PORT/retrieve` once it listens.
+
+    Raises SettingError if the address cannot be used.
+    """
+    parent_watch.follow_parent()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # name the protocol: asyncio turns off Nagle's algorithm, which costs 40 ms per call, only for sockets that name it
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        problem = f"{host}:{port} cannot be used: {error}"
+        raise SettingError("--port", problem, "choose another; 0 takes a free one") from None
+    listener.listen(1024)
+    shown = f"[{host}]" if ":" in host else host
+    config = uvicorn.Config(make_app(index, topk), log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+    say(f"ready http://{shown}:{listener.getsockname()[1]}/retrieve")
+    uvicorn.Server(config).run(sockets=[listener])

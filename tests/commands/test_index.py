@@ -1,0 +1,60 @@
+"""`agentfactory index build`: what it prints and makes, and which command lines it refuses."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentfactory.commands.main import main
+from agentfactory.tools.search.local_index import LocalIndex
+from tests.tools.search.corpora import write_jsonl
+from tests.waiting import wait_for
+
+ROWS = [{"id": number, "contents": f'"T{number}"\nword{number}'} for number in range(20)]
+
+
+def test_it_builds_an_index_that_the_tool_searches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus, folder = write_jsonl(tmp_path / "c.jsonl", ROWS), tmp_path / "deep" / "index"
+    assert main(["index", "build", str(corpus), "--output", str(folder)]) == 0
+    assert capsys.readouterr().out.startswith("indexed 20 passages in ")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"mcp_servers:\n  search:\n    module: search\n    options: {{source: {folder}}}\n")
+    assert main(["tools", "call", str(recipe), "search", "query=title: word7 AND"]) == 0
+    assert capsys.readouterr().out == 'Doc 1(Title: "T7") word7\ninfo: {"documents": ["7"]}\n'
+    assert main(["tools", "check", str(recipe)]) == 0
+    assert main(["tools", "list", str(recipe)]) == 0
+    assert "search: search(query: string)" in capsys.readouterr().out
+
+
+def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*arguments: str) -> str:
+        assert main(["index", *arguments]) == 2
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1
+        return told
+
+    corpus, folder = str(write_jsonl(tmp_path / "c.jsonl", [*ROWS, {"id": 1}])), str(tmp_path / "index")
+    assert f"{corpus}:21 has neither contents nor text but id; fix: " in refused("build", corpus, "--output", folder)
+    assert not Path(folder).exists()
+    assert "language: got 'klingon'" in refused("build", corpus, "--output", folder, "--language", "klingon")
+    assert f"--output: {tmp_path} exists" in refused("build", corpus, "--output", str(tmp_path))
+    assert "there is no index in" in refused("serve", folder)
+    assert "--topk: got 0; fix: use at least 1" in refused("serve", folder, "--topk", "0")
+
+
+@pytest.mark.processes
+def test_an_interrupted_build_says_how_to_go_on(tmp_path: Path) -> None:
+    corpus, folder = write_jsonl(tmp_path / "c.jsonl", ROWS * 20_000), tmp_path / "index"
+    command = [sys.executable, "-m", "agentfactory", "index", "build", str(corpus), "--output", str(folder)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: list(tmp_path.glob("index.building/bm25/*.store")))
+        os.kill(process.pid, signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    assert (process.returncode, told) == (130, "agentfactory: interrupted by Ctrl-C; the same command goes on\n")
+    assert not folder.exists()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert LocalIndex(folder).passages == 400_000

@@ -1,0 +1,170 @@
+"""The browsing recipe: chains that search, open pages and name their source, with scripted turns on local pages."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from agentfactory.placement.placement import place
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe
+from agentfactory.rollout.trajectory import Outcome, Trajectory
+from agentfactory.tools.search.engines.wikipedia import Wikipedia
+from tests.conftest import REPOSITORY
+from tests.scripted_chains import scripted_chains
+from tests.tools.web.site import PAGES, PRIVATE, Handler, site
+
+pytestmark = pytest.mark.processes
+
+RECIPES = REPOSITORY / "recipes" / "browsing"
+QUESTIONS = [json.loads(line) for line in (RECIPES / "questions.jsonl").read_text(encoding="utf-8").splitlines()]
+RIVER = QUESTIONS[1]
+
+
+@cache
+def recipe() -> Recipe:
+    loaded = load_recipe(RECIPES / "7b-qlora-24gb-timeshare.yaml", lacks=[])
+    assert isinstance(loaded, Recipe)
+    return loaded
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@pytest.fixture
+async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
+    """The address of the atlas, and of a Wikipedia whose articles are its pages."""
+
+    async def find(request: web.Request) -> web.Response:
+        titles = {"karsund.html": "Karsund", "people/halvard.html": "Halvard Øye"}
+        host = f"http://{request.host}"
+        pages = [
+            {"title": title, "fullurl": f"{host}/{path}", "extract": f"About {title}.", "index": index}
+            for index, (path, title) in enumerate(titles.items(), 1)
+            if title.lower() in request.query["gsrsearch"].lower()
+        ]
+        return web.json_response({"query": {"pages": pages}} if pages else {})
+
+    routes: dict[str, Handler | str | Path] = {
+        f"/{path.relative_to(PAGES)}": path for path in PAGES.rglob("*") if path.is_file()
+    }
+    async with site({**routes, "/w/api.php": find}, PRIVATE) as served:
+        monkeypatch.setattr(Wikipedia, "address", f"http://127.0.0.1:{served.port}/w/api.php")
+        yield f"http://127.0.0.1:{served.port}"
+
+
+@asynccontextmanager
+async def chains(folder: Path, address: str, texts: list[str]) -> AsyncIterator[Any]:
+    """Chains with the tools, rewards and turns of the recipe."""
+    taken = recipe()
+    servers = {name: server.model_dump() for name, server in taken.mcp_servers.items()}
+    servers["search"]["options"]["engine"] = {"cache": str(folder / "cache"), "calls_per_second": 1000.0}
+    servers["browse"]["options"] |= {
+        "cache": str(folder / "cache"),
+        "allow_hosts": [address.removeprefix("http://")],
+    }
+    fields = {
+        "tools": [],
+        "mcp_servers": servers,
+        "rewards": [entry.model_dump() for entry in taken.rewards],
+        "rollout": {"max_turns": taken.rollout.max_turns},
+    }
+    async with scripted_chains(folder, texts, **fields) as opened:
+        yield opened
+
+
+async def play(folder: Path, address: str, texts: list[str], row: dict[str, Any] = RIVER) -> Trajectory:
+    async with chains(folder, address, texts) as opened:
+        trajectory = await opened.run(**row)
+        opened.check(trajectory)
+        return trajectory
+
+
+async def test_a_chain_searches_reads_two_pages_and_names_its_source(tmp_path: Path, address: str) -> None:
+    texts = [
+        call("search", query="Halvard Øye engineer"),
+        call("browse", url=f"{address}/people/halvard.html"),
+        call("follow", link=1),
+        f"<answer>Tovla</answer> <source>{address}/veidnes.html</source>",
+    ]
+    trajectory = await play(tmp_path, address, texts)
+    assert trajectory.outcome is Outcome.COMPLETED
+    assert trajectory.reward == 1.0
+    results = [message for message in trajectory.messages if message["role"] == "tool"]
+    assert results[0]["content"] == f'Doc 1(Title: "Halvard Øye") About Halvard Øye. ({address}/people/halvard.html)'
+    assert "The river Tovla meets the sea here." in results[2]["content"]
+    wanted = {"success": 1.0, "source_opened": 1.0, "source_says_it": 1.0, "pages_opened": 2.0}
+    assert {name: trajectory.metrics[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("answer", "source", "reward", "opened", "says"),
+    [
+        ("the Tovla.", "veidnes.html", 1.0, 1, 1),
+        ("Tovla", "people/halvard.html", 0.7, 1, 0),  # opened, and does not say it
+        ("Tovla", "karsund.html", 0.7, 0, 0),  # not opened
+        ("Tovla", "", 0.7, 0, 0),
+        ("Glomma", "veidnes.html", 0.0, 1, 1),
+        ("", "veidnes.html", 0.0, 1, 1),
+    ],
+)
+async def test_rewards_by_hand(
+    tmp_path: Path, address: str, answer: str, source: str, reward: float, opened: int, says: int
+) -> None:
+    texts = [
+        call("browse", url=f"{address}/people/halvard.html"),
+        call("follow", link=1),
+        f"<answer>{answer}</answer><source>{address}/{source}</source>",
+    ]
+    trajectory = await play(tmp_path, address, texts)
+    assert trajectory.reward == pytest.approx(reward)
+    assert (trajectory.metrics["source_opened"], trajectory.metrics["source_says_it"]) == (opened, says)
+
+
+async def test_yes_and_no_need_an_opened_source_only(tmp_path: Path, address: str) -> None:
+    url = f"{address}/people/halvard.html"
+    texts = [call("browse", url=url), f"<answer>No</answer><source>{url}</source>"]
+    assert (await play(tmp_path, address, texts, QUESTIONS[5])).reward == 1.0
+
+
+async def test_a_page_that_a_model_invents_counts_for_nothing(tmp_path: Path, address: str) -> None:
+    url = f"{address}/invented.html"
+    texts = [call("browse", url=url), f"<answer>Tovla</answer><source>{url}</source>"]
+    trajectory = await play(tmp_path, address, texts)
+    assert trajectory.reward == pytest.approx(0.7)
+    assert trajectory.metrics["pages_opened"] == 0
+
+
+async def test_without_its_engine_a_chain_has_no_reward(
+    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Wikipedia, "address", f"{address}/nothing")
+    trajectory = await play(tmp_path, address, [call("search", query="Karsund"), "<answer>x</answer>"])
+    assert trajectory.outcome is Outcome.TOOL_INFRASTRUCTURE
+    assert trajectory.reward is None
+
+
+@pytest.mark.parametrize("row", QUESTIONS, ids=lambda row: row["answer"])
+async def test_every_question_of_our_file_can_be_answered_from_its_pages(
+    tmp_path: Path, address: str, row: dict[str, Any]
+) -> None:
+    pages = [f"{address}/{hop}" for hop in row["hops"]]
+    texts = [*(call("browse", url=page) for page in pages)]
+    texts.append(f"<answer>{row['answer']}</answer><source>{pages[-1]}</source>")
+    assert (await play(tmp_path, address, texts, row)).reward == 1.0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(path.name for path in RECIPES.glob("*.yaml")))
+def test_the_recipes_fit_their_gpus(name: str) -> None:
+    loaded = load_recipe(RECIPES / name, lacks=[])
+    assert isinstance(loaded, Recipe)
+    (placement,) = place([loaded], "train")
+    assert placement is not None
+    assert placement.refused is None

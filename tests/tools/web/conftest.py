@@ -1,0 +1,1 @@
+from tests.tools.web.site import public_address  # noqa: F401
