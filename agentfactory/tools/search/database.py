@@ -27,7 +27,7 @@ class Database:
         self._lock = threading.Lock()
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            # changing the mode of a new file does not wait for other processes that do the same
+            # one process after the other: SQLite may refuse to change a file's mode at once instead of waiting
             with path.with_suffix(".lock").open("w") as lock, self._told():
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 self._connection = sqlite3.connect(

@@ -109,9 +109,9 @@ from agentfactory.tools.search.budget import Budget, BudgetUsedUp
 from agentfactory.tools.search.cache import DiskCache
 
 async def main(folder, name):
-    cache, budget, spent = DiskCache(folder), Budget(folder, "engine", calls=100, price=0.01), 0
     print("ready", flush=True)
     sys.stdin.readline()
+    cache, budget, spent = DiskCache(folder), Budget(folder, "engine", calls=100, price=0.01), 0
     async def make():
         return name
     for number in range(200):

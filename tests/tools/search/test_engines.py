@@ -205,6 +205,7 @@ async def test_what_passes_is_tried_again(use: Use, name: str, failure: Any) -> 
         await engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", ["1", "date"])
 async def test_an_engine_is_left_alone_as_long_as_it_asks(use: Use, wait: str) -> None:
     header = formatdate(time.time() + 2, usegmt=True) if wait == "date" else wait
@@ -229,6 +230,7 @@ async def test_what_stays_is_a_failure_of_the_infrastructure(use: Use, name: str
         await engine.close()
 
 
+@pytest.mark.slow
 async def test_an_engine_that_does_not_answer(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "_ANSWER_SECONDS", 0.2)
 
@@ -319,6 +321,7 @@ async def test_a_redirect_does_not_take_the_key_elsewhere(use: Use) -> None:
         assert elsewhere.requests == []
 
 
+@pytest.mark.slow
 async def test_requests_keep_the_rate(use: Use) -> None:
     async with service(RECORDED["tavily"]) as (served, address):
         engine = use(Tavily, address, EngineOptions(calls_per_second=5.0))
