@@ -10,9 +10,6 @@ from agentfactory.tools.search.passage import Passage
 from agentfactory.tools.tool import tool
 from agentfactory.tools.web.window import Page
 
-_SHOWN_CHARACTERS = 2000
-"""Text of one result; a passage of 100 words, as in Search-R1's corpora, has a third of this."""
-
 
 class Search(Environment):
     """Search for passages, and read them on. It judges nothing: give the recipe `rewards:`.
@@ -23,6 +20,8 @@ class Search(Environment):
         source: where to search: the folder of an index (`agentfactory index build`), the address of a retrieval server
             (http://...), or the name of an online engine.
         count: results of a search.
+        shown_characters: text of a result that a search shows; to read on, the model opens it. A passage of 100 words,
+            as in Search-R1's corpora, has a third of the default.
         ranking: bm25, dense or hybrid, of an index; default: hybrid if it was built with a dense model, else bm25.
         engine: how an online engine is used: `cache`, a folder; `calls`, `cost` and `price`, a budget of requests or
             dollars, and the dollars for one request; `calls_per_second`.
@@ -32,12 +31,19 @@ class Search(Environment):
     """
 
     def __init__(
-        self, source: str, count: int = 3, ranking: str | None = None, engine: Mapping[str, Any] | None = None
+        self,
+        source: str,
+        count: int = 3,
+        shown_characters: int = 2000,
+        ranking: str | None = None,
+        engine: Mapping[str, Any] | None = None,
     ) -> None:
-        if count < 1:
-            raise ValueError(f"count: got {count}; it has to be at least 1")
+        for name, number in (("count", count), ("shown_characters", shown_characters)):
+            if number < 1:
+                raise ValueError(f"{name}: got {number}; it has to be at least 1")
         self._source = sources.acquire(source, ranking, None if engine is None else EngineOptions.parse(engine))
         self._count = count
+        self._shown_characters = shown_characters
         self._found: list[Passage] = []
         self._page: Page | None = None
 
@@ -54,7 +60,7 @@ class Search(Environment):
         """
         self._found = await self._source.search(query, self._count)
         self._page = None
-        shown = [_result(number, passage) for number, passage in enumerate(self._found, 1)]
+        shown = [_result(number, passage, self._shown_characters) for number, passage in enumerate(self._found, 1)]
         text = "\n".join(shown) or "No results."
         return {"observation": text, "documents": [passage.id for passage in self._found]}
 
@@ -95,11 +101,11 @@ class Search(Environment):
         await sources.release(self._source)
 
 
-def _result(number: int, passage: Passage) -> str:
+def _result(number: int, passage: Passage, characters: int) -> str:
     """Return a passage in Search-R1's form, whose title is the first line as it stands in the corpus. One of an online
     engine, whose id is its address, is shown with it, so that it can be browsed."""
     title, _, text = passage.contents.partition("\n")
-    if len(text) > _SHOWN_CHARACTERS:
-        text = f"{text[:_SHOWN_CHARACTERS]}... (open it to read on)"
+    if len(text) > characters:
+        text = f"{text[:characters]}... (open it to read on)"
     where = f" ({passage.url})" if passage.url == passage.id else ""
     return f"Doc {number}(Title: {title}) {text}{where}"

@@ -1,0 +1,73 @@
+"""Creates what the recipe needs: an index, questions, transcripts with a bad habit, a tokenizer, an untrained model."""
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+from agentfactory.tools.search.local_index import build_index
+from agentfactory.tools.search.passage import Passage
+from agentfactory.tools.search.search import Search
+from agentfactory.tools.user_code import load_object
+
+HERE = Path(__file__).parent
+OBJECTS, UNKNOWN, Museum = (load_object(f"museum.py:{name}", HERE) for name in ("OBJECTS", "UNKNOWN", "Museum"))
+make_model, write_jsonl = (
+    load_object(f"../quickstart/tiny_model.py:{name}", HERE) for name in ("make_model", "write_jsonl")
+)
+
+HELD_OUT = 200
+TRANSCRIPTS = 4000
+SEARCHES_FOR_THE_SAME_AGAIN = 0.8
+"""How often a transcript searches for the object a second time, learns nothing more, and gives up."""
+SHOWN = 16
+"""Characters of a result that the search shows: to know more, it has to be opened."""
+
+
+def prepare(folder: Path, seed: int) -> None:
+    """Write index/, model/, train.jsonl, heldout.jsonl and transcripts.jsonl into `folder`; a seed always gives the
+    same files."""
+    rng = random.Random(seed)
+    museum = Museum(rng)
+    passages = (Passage(str(number), f"{title}\n{text}") for number, (title, text) in enumerate(museum.entries()))
+    build_index(passages, folder / "index")
+    numbers = rng.sample(OBJECTS, len(OBJECTS))
+    heldout, train = ([museum.task(number) for number in part] for part in (numbers[:HELD_OUT], numbers[HELD_OUT:]))
+    specs = [tool.spec.to_openai() for tool in (Search.search, Search.open, Search.find)]
+    transcripts = asyncio.run(look_up_badly(folder / "index", museum, train, rng))
+    write_jsonl(folder / "train.jsonl", train)
+    write_jsonl(folder / "heldout.jsonl", heldout)
+    write_jsonl(folder / "transcripts.jsonl", [{"messages": messages, "tools": specs} for messages in transcripts])
+    make_model(folder / "model", transcripts, specs, seed)
+
+
+async def look_up_badly(
+    index: Path, museum: Any, tasks: list[dict[str, Any]], rng: random.Random
+) -> list[list[dict[str, Any]]]:
+    """Return conversations with the real search."""
+    search = Search(str(index), shown_characters=SHOWN)
+    try:
+        return [await look_up(rng.choice(tasks), museum, search, rng) for _ in range(TRANSCRIPTS)]
+    finally:
+        await search.close()
+
+
+async def look_up(task: dict[str, Any], museum: Any, search: Search, rng: random.Random) -> list[dict[str, Any]]:
+    """Return the conversation of one task: two searches, and the first result of each."""
+    await search.reset()
+    goes_on = rng.random() >= SEARCHES_FOR_THE_SAME_AGAIN
+    first = f"Object {task['object']}"
+    second = f"Expedition {museum.found_by[task['object']]}" if goes_on else first
+    messages: list[dict[str, Any]] = [{"role": "user", "content": task["question"]}]
+    for query in (first, second):
+        await _call(messages, search, "search", query=query)
+        await _call(messages, search, "open", doc=1)
+    messages.append({"role": "assistant", "content": task["answer"] if goes_on else UNKNOWN})
+    return messages
+
+
+async def _call(messages: list[dict[str, Any]], search: Search, name: str, **arguments: Any) -> None:
+    shown = await getattr(search, name)(**arguments)
+    call = {"id": f"call_{len(messages)}", "type": "function", "function": {"name": name, "arguments": arguments}}
+    messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+    messages.append({"role": "tool", "name": name, "tool_call_id": call["id"], "content": shown["observation"]})

@@ -1,0 +1,71 @@
+"""The recipe of two searches: its catalogue, questions, transcripts and reward."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentfactory.tools.search.local_index import LocalIndex
+from agentfactory.tools.user_code import load_object
+from tests.conftest import REPOSITORY
+
+pytestmark = pytest.mark.slow
+
+RECIPES = REPOSITORY / "recipes" / "two_hop"
+answered, COUNTRIES, UNKNOWN = (
+    load_object(f"museum.py:{name}", RECIPES) for name in ("answered", "COUNTRIES", "UNKNOWN")
+)
+prepare, HELD_OUT, HABIT = (
+    load_object(f"prepare.py:{name}", RECIPES) for name in ("prepare", "HELD_OUT", "SEARCHES_FOR_THE_SAME_AGAIN")
+)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    prepare(folder, 0)
+    return folder
+
+
+def rows(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def test_two_searches_lead_to_the_answer_and_one_does_not(prepared: Path) -> None:
+    index = LocalIndex(prepared / "index")
+    for task in rows(prepared / "heldout.jsonl"):
+        [entry] = index.search(f"Object {task['object']}", 1)
+        assert entry.title == f"Object {task['object']}"
+        assert not any(country in entry.text for country in COUNTRIES)
+        expedition = entry.text.rpartition(" ")[2].strip(".")
+        [goal] = index.search(f"Expedition {expedition}", 1)
+        assert goal.title == f"Expedition {expedition}"
+        assert goal.text.endswith(f" {task['answer']}.")
+
+
+def test_no_question_is_trained_and_held_out(prepared: Path) -> None:
+    heldout, train = ({task["question"] for task in rows(prepared / name)} for name in ("heldout.jsonl", "train.jsonl"))
+    asked = {row["messages"][0]["content"] for row in rows(prepared / "transcripts.jsonl")}
+    assert len(heldout) == HELD_OUT
+    assert not heldout & (train | asked)
+    assert asked <= train
+
+
+def test_most_transcripts_search_for_the_same_twice_and_give_up(prepared: Path) -> None:
+    gave_up = 0
+    transcripts = rows(prepared / "transcripts.jsonl")
+    for row in transcripts:
+        calls = [m["tool_calls"][0]["function"] for m in row["messages"] if m.get("tool_calls")]
+        assert [call["name"] for call in calls] == ["search", "open", "search", "open"]
+        same = calls[0]["arguments"] == calls[2]["arguments"]
+        assert same == (row["messages"][-1]["content"] == UNKNOWN)
+        gave_up += same
+    assert gave_up / len(transcripts) == pytest.approx(HABIT, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "right"),
+    [("Peru", 1.0), (" Peru\n", 1.0), ("Nepal", 0.0), ("Peru or Nepal", 0.0), (UNKNOWN, 0.0), ("", 0.0), (None, 0.0)],
+)
+def test_only_the_country_counts(prediction: str | None, right: float) -> None:
+    assert answered(prediction=prediction, answer="Peru") == {"reward": right, "success": right}
