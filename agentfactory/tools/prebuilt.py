@@ -3,5 +3,6 @@
 PREBUILT = {
     "calculator": "agentfactory.tools.calculator:calculator",
     "code_interpreter": "agentfactory.tools.code_interpreter:CodeInterpreter",
+    "webshop": "agentfactory.tools.webshop.environment:WebShop",
 }
 """Name -> `package.module:NAME`, loaded on first use."""
