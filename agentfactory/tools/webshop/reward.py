@@ -60,7 +60,7 @@ def type_score(goal: Goal, product: Product, nouns: Callable[[str], Sequence[str
     """Return 1 if the product is of the goal's kind by its query, two of its categories, or more than a fifth of the
     title's nouns; else 0.5. It is 0.1 at most if less than a tenth of the nouns occur, and 0 if none does."""
     wanted = nouns(goal.title)
-    # of a goal's nouns each occurrence counts below the fraction, but only once above it
+    # distinct nouns over all nouns, repeated ones too: as published
     shared = len(set(wanted) & set(nouns(product.title))) / len(wanted) if wanted else 0.2
     if shared == 0:
         return 0.0
