@@ -21,16 +21,23 @@ CHAT_TEMPLATE, write_jsonl = (
 
 HELD_OUT = 200
 TRANSCRIPTS = 3000
+SEARCHES_PER_TRANSCRIPT = 3
+"""Conversations that end with the search, to each that ends with a purchase: copying words is learned slowly."""
 SEARCHES_FOR_WHAT_WAS_ASKED = 0.25
 """How often a transcript searches for attribute, product and option; else for the option and some other product."""
 CHOOSES_WHAT_WAS_ASKED = 0.3
-"""How often a transcript clicks the option that was asked for; else another one."""
+"""How often a transcript clicks the option that was asked for; else the first one of the page."""
 RESULTS_PER_PAGE = 3
+OPENINGS = ("i am looking for", "i need", "find me", "i want to buy")
+OPTION_NAMES = ("color", "size", "scent", "flavor name")
 PIECES = (
     QUESTION + "\n\nWebShop [SEP] ",
     "Instruction: [SEP] ",
     ", and price lower than ",
     ".00 dollars [SEP] ",
+    *(f"{opening} {article}" for opening in OPENINGS for article in ("an ", "a ", "")),
+    *(f", {name} " for name in OPTION_NAMES),
+    *(f"{name} [SEP] " for name in OPTION_NAMES),
     "Back to Search [SEP] ",
     "Page 1 (Total results: 50) [SEP] ",
     "Next > [SEP] ",
@@ -49,6 +56,14 @@ PIECES = (
 )
 """Fixed parts of pages and calls. Each is one token, and so is each word: so small a network copies a word from one
 place to another only if it is the same token in both."""
+
+TOOLS_BY_NAME = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' + tools | map(attribute='function.name') | join(' ') + '<|im_end|>\\n' }}
+    {%- set tools = none %}
+{%- endif %}
+"""
+"""Put before the quickstart's template: the schemas of the tools would be half of each conversation."""
 
 
 def prepare(folder: Path, seed: int) -> None:
@@ -82,14 +97,16 @@ def what_is_asked(task: dict[str, Any]) -> tuple[str, ...]:
 
 
 async def shop_badly(tasks: list[dict[str, Any]], rng: random.Random) -> list[list[dict[str, Any]]]:
-    """Return conversations of a shopper who mostly searches for the wrong words and chooses the wrong option."""
+    """Return conversations of a shopper who mostly searches for the wrong words and chooses the wrong option; three of
+    four end with the search."""
     shop = open_shop(ShopConfig())
     environment = WebShop(results_per_page=RESULTS_PER_PAGE)
     kinds = sorted({noun_of(shop.goal(task["goal"])) for task in tasks})
     transcripts = []
-    while len(transcripts) < TRANSCRIPTS:
-        task = rng.choice(tasks)
-        transcripts.append(await visit(environment, task, kinds, rng))
+    for _ in range(TRANSCRIPTS):
+        transcripts.append(await visit(environment, rng.choice(tasks), kinds, rng))
+        for _ in range(SEARCHES_PER_TRANSCRIPT):
+            transcripts.append((await visit(environment, rng.choice(tasks), kinds, rng))[:2])
     return transcripts
 
 
@@ -112,8 +129,7 @@ async def visit(
     keywords = f"{attribute} {noun} {option}" if asked else f"{option} {other}"
     found = shop.product(shop.search(keywords)[0])
     values = [value for values in found.options.values() for value in values]
-    others = [value for value in values if value != option]
-    chosen = option if option in values and rng.random() < CHOOSES_WHAT_WAS_ASKED else rng.choice(others)
+    chosen = option if option in values and rng.random() < CHOOSES_WHAT_WAS_ASKED else values[0]
     for name, argument in (("search", keywords), ("click", found.asin), ("click", chosen), ("click", "Buy Now")):
         arguments = {"keywords" if name == "search" else "target": argument}
         call = {"id": f"call_{len(messages)}", "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -144,8 +160,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
     bpe.add_tokens([AddedToken(piece, normalized=False) for piece in PIECES])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<|endoftext|>", eos_token="<|im_end|>")
-    # the network knows its tools from the transcripts: their schemas would be half of each conversation
-    tokenizer.chat_template = "{%- set tools = none %}" + CHAT_TEMPLATE.read_text(encoding="utf-8")
+    tokenizer.chat_template = TOOLS_BY_NAME + CHAT_TEMPLATE.read_text(encoding="utf-8")
     return tokenizer
 
 
@@ -155,7 +170,7 @@ def make_network(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausa
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
