@@ -47,15 +47,14 @@ PIECES = (
     " [SEP] $",
     " [SEP] ",
     "Buy Now",
-    "<|im_end|>\n<|im_start|>assistant\n",
-    "<|im_start|>user\n<tool_response>\n",
+    "<tool_response>\n",
     "\n</tool_response>",
     '<tool_call>\n{"name": "search", "arguments": {"keywords": "',
     '<tool_call>\n{"name": "click", "arguments": {"target": "',
     '"}}\n</tool_call>',
 )
-"""Fixed parts of pages and calls. Each is one token, and so is each word: so small a network copies a word from one
-place to another only if it is the same token in both."""
+"""Fixed parts of pages and calls, none of them across two messages. Each is one token, and so is each word: so small a
+network copies a word from one place to another only if it is the same token in both."""
 
 TOOLS_BY_NAME = """\
 {%- if tools %}

@@ -273,3 +273,19 @@ def test_the_small_tagger_finds_nouns() -> None:
 
 def test_instances_share_products_and_index(catalogue: Path) -> None:
     assert WebShop(cache=str(catalogue))._shop is WebShop(cache=str(catalogue), results_per_page=5)._shop
+
+
+async def test_the_visit_on_the_page_is_what_the_shop_shows(catalogue: Path) -> None:
+    page = (REPOSITORY / "docs" / "webshop.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith(("| **", "| the shop |"))]
+    environment = WebShop(cache=str(catalogue))
+    shown = environment.reset(25)
+    shopper = Shopper(environment)
+    for speaker, text in rows:
+        if speaker != "the shop":
+            shown = await shopper.act(speaker.strip("*"), text)
+        elif text != "the same page":
+            *parts, last = text.split("...")
+            assert shown.endswith(last) or not last
+            assert all(part.strip() in shown for part in parts)
+    assert environment.reward()["reward"] == 1.0
