@@ -31,7 +31,8 @@ RESULTS_PER_PAGE = 3
 OPENINGS = ("i am looking for", "i need", "find me", "i want to buy")
 OPTION_NAMES = ("color", "size", "scent", "flavor name")
 PIECES = (
-    QUESTION + "\n\nWebShop [SEP] ",
+    QUESTION,
+    "WebShop [SEP] ",
     "Instruction: [SEP] ",
     ", and price lower than ",
     ".00 dollars [SEP] ",
@@ -105,7 +106,7 @@ async def shop_badly(tasks: list[dict[str, Any]], rng: random.Random) -> list[li
     for _ in range(TRANSCRIPTS):
         transcripts.append(await visit(environment, rng.choice(tasks), kinds, rng))
         for _ in range(SEARCHES_PER_TRANSCRIPT):
-            transcripts.append((await visit(environment, rng.choice(tasks), kinds, rng))[:2])
+            transcripts.append((await visit(environment, rng.choice(tasks), kinds, rng))[:3])
     return transcripts
 
 
@@ -120,7 +121,9 @@ async def visit(
     """Return the conversation of one visit: a search, the first product found, an option, the purchase."""
     shop = open_shop(ShopConfig())
     goal = shop.goal(task["goal"])
-    messages: list[dict[str, Any]] = [{"role": "user", "content": f"{task['question']}\n\n{environment.reset(**task)}"}]
+    # as in a chain: the task's question, and then what the shop shows
+    opening = (task["question"], environment.reset(**task))
+    messages: list[dict[str, Any]] = [{"role": "user", "content": text} for text in opening]
     [attribute], [option] = goal.attributes, goal.options
     noun = noun_of(goal)
     other = rng.choice([kind for kind in kinds if kind != noun])
@@ -155,7 +158,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
     shop = open_shop(ShopConfig())
     bpe.train_from_iterator(
-        [*texts, "user assistant", *(f"B{number:04d} " * 9 for number in range(shop.products))], trainer
+        [*texts, "system user assistant", *(f"B{number:04d} " * 9 for number in range(shop.products))], trainer
     )
     bpe.add_tokens([AddedToken(piece, normalized=False) for piece in PIECES])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<|endoftext|>", eos_token="<|im_end|>")
