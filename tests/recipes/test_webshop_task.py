@@ -110,7 +110,7 @@ def test_the_real_models_recipes_say_which_file_is_missing(
     assert isinstance(recipe, Recipe)
     assert recipe.data is not None
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SettingError, match=r"there is no file .*webshop-data/items_shuffle\.json; fix: download"):
+    with pytest.raises(SettingError, match=r"there is no folder /.*/webshop-data; fix: download"):
         load_tasks(recipe.data)
     recipe.data.options["data"] = None
     assert len(load_tasks(recipe.data)) == 2100

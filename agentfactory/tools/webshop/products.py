@@ -66,6 +66,8 @@ class DataFiles(NamedTuple):
 
         Raises SettingError if a file is missing, or if the folder has several such files.
         """
+        if not data.exists():
+            raise SettingError("data", f"there is no folder {data.resolve()}", DOWNLOAD)
         items = data
         if data.is_dir():
             found = sorted(data.glob("items_shuffle*.json"))

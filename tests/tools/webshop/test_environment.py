@@ -248,7 +248,7 @@ def test_tasks_are_rows_of_a_split(catalogue: Path) -> None:
         ({"split": "dev"}, "split: got 'dev'; fix: use one of test, eval, train"),
         ({"split": "test", "goals": "all"}, "goals: got 'all'; fix: use one of human, synthetic"),
         ({"split": "test", "products": 0}, "products: got 0; fix: give 1 or more"),
-        ({"split": "test", "data": "/nowhere"}, "data: there is no file /nowhere"),
+        ({"split": "test", "data": "/nowhere"}, "data: there is no folder /nowhere"),
         ({"split": "train", "products": 100}, "split: the shop has 300 human goals, all of them in the splits before"),
     ],
 )
