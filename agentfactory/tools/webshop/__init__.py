@@ -1,0 +1,1 @@
+"""WebShop (Yao et al., 2022, arXiv:2207.01206), anew from its published rules: search, pages, goals and reward."""

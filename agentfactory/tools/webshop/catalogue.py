@@ -1,0 +1,323 @@
+"""A catalogue of our own in the format of WebShop's data files: 1,200 products of 20 kinds with 3,600 instructions.
+
+Everything follows from a seed, on any machine. Titles and instructions are shorter than Amazon's; the rest has the form
+of the published files, and is read as they are.
+"""
+
+import itertools
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_SEED = 5
+_BRANDS = 8
+"""Per kind. A title's brand and attribute together are unique within a kind."""
+_PER_KIND = 60
+_BRAND_STARTS = "Al Bor Cal Dra El Fen Gar Hol Ist Jor Kel Lum Mar Nor Or Pel Quin Ras Sol Tav Ul Var Wel Yor Zan"
+_BRAND_ENDS = "aro bek cora dell eno fa gan hem ixa jun lio mond nex ova ria sten tika vik wyn zu"
+_OPENINGS = ("i am looking for", "i need", "find me", "i want to buy")
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of product."""
+
+    noun: str
+    query: str
+    category: str
+    path: str
+    attributes: tuple[str, ...]
+    """What products of the kind can be; each is three of them."""
+    price: float
+    """Lowest price in dollars; the highest is 9 dollars more."""
+    options: dict[str, tuple[str, ...]]
+    """Name of a choice -> values; a product has some of each."""
+
+
+_UNCOUNTED = ("sneakers", "headphones", "crackers", "shampoo", "lotion", "tea", "granola")
+_COLOURS = ("black", "white", "red", "blue", "green", "grey", "navy blue", "rose gold")
+_SIZES = ("small", "medium", "large", "x-large", "xx-large")
+_SHOES = ("6", "7", "8", "9", "10", "11")
+_PACKS = ("pack of 1", "pack of 2", "pack of 6", "pack of 12")
+
+
+def _kind(noun: str, query: str, path: str, price: float, attributes: str, **options: tuple[str, ...]) -> _Kind:
+    category = {"Home & Kitchen": "garden", "Clothing": "fashion", "Electronics": "electronics", "Beauty": "beauty"}
+    values = {name.replace("_", " "): choices for name, choices in options.items()}
+    made = category.get(path.split(" › ")[0], "grocery")
+    return _Kind(noun, query, made, path, tuple(attributes.split(", ")), price, values)
+
+
+_KINDS = (
+    _kind(
+        "mug",
+        "travel mugs",
+        "Home & Kitchen › Drinkware › Mugs",
+        11.0,
+        "insulated, leakproof, double walled, dishwasher safe, ceramic, handmade, spillproof, stackable",
+        color=_COLOURS,
+        size=("8 oz", "12 oz", "16 oz", "20 oz"),
+    ),
+    _kind(
+        "kettle",
+        "tea kettles",
+        "Home & Kitchen › Kitchen › Kettles",
+        32.0,
+        "whistling, gooseneck, cordless, quick boiling, enamel, copper plated, induction ready, temperature controlled",
+        color=_COLOURS,
+    ),
+    _kind(
+        "lamp",
+        "table lamps",
+        "Home & Kitchen › Lighting › Lamps",
+        41.0,
+        "dimmable, energy saving, touch controlled, bedside, swing arm, battery operated, flicker free, folding",
+        color=_COLOURS,
+    ),
+    _kind(
+        "pillow",
+        "bed pillows",
+        "Home & Kitchen › Bedding › Pillows",
+        21.0,
+        "memory foam, hypoallergenic, cooling, down filled, contoured, neck supporting, odor resistant, zippered",
+        color=_COLOURS,
+        size=("standard", "queen", "king"),
+    ),
+    _kind(
+        "blanket",
+        "throw blankets",
+        "Home & Kitchen › Bedding › Blankets",
+        31.0,
+        "machine washable, weighted, fleece, knitted, reversible, pet proof, quilted, fringed",
+        color=_COLOURS,
+        size=("throw", "twin", "queen", "king"),
+    ),
+    _kind(
+        "curtain",
+        "blackout curtains",
+        "Home & Kitchen › Window › Curtains",
+        22.0,
+        "noise reducing, thermal, sheer, grommet topped, flame retardant, embroidered, pleated, sun blocking",
+        color=_COLOURS,
+        size=("52x63", "52x84", "52x95"),
+    ),
+    _kind(
+        "rug",
+        "area rugs",
+        "Home & Kitchen › Floor › Rugs",
+        62.0,
+        "non slip, stain resistant, shaggy, braided, hand woven, fade resistant, jute, geometric",
+        color=_COLOURS,
+        size=("2x3", "4x6", "5x8", "8x10"),
+    ),
+    _kind(
+        "jacket",
+        "men's jackets",
+        "Clothing › Men › Jackets",
+        51.0,
+        "windproof, water repellent, fleece lined, hooded, packable, regular fit, sherpa collared, zip pocketed",
+        color=_COLOURS,
+        size=_SIZES,
+    ),
+    _kind(
+        "dress",
+        "women's dresses",
+        "Clothing › Women › Dresses",
+        33.0,
+        "long sleeve, floral printed, wrinkle free, high waist, pleated skirted, v neck, polyester, hand washable",
+        color=_COLOURS,
+        size=_SIZES,
+    ),
+    _kind(
+        "sneakers",
+        "running shoes",
+        "Clothing › Shoes › Sneakers",
+        61.0,
+        "arch supporting, memory insoled, rubber soled, slip resistant, lace up, mesh, shock absorbing, vegan leather",
+        color=_COLOURS,
+        size=_SHOES,
+    ),
+    _kind(
+        "backpack",
+        "laptop backpacks",
+        "Clothing › Luggage › Backpacks",
+        42.0,
+        "anti theft, carry on, padded, expandable, usb charging, tear resistant, rolltop, chest strapped",
+        color=_COLOURS,
+    ),
+    _kind(
+        "headphones",
+        "over ear headphones",
+        "Electronics › Audio › Headphones",
+        71.0,
+        "noise cancelling, bluetooth, over ear, low latency, hands free, bass boosted, sweatproof, studio tuned",
+        color=_COLOURS,
+    ),
+    _kind(
+        "speaker",
+        "bluetooth speakers",
+        "Electronics › Audio › Speakers",
+        52.0,
+        "stereo paired, shockproof, floating, voice controlled, karaoke, solar charged, party lit, clip on",
+        color=_COLOURS,
+    ),
+    _kind(
+        "charger",
+        "phone chargers",
+        "Electronics › Power › Chargers",
+        12.0,
+        "fast charging, magnetic, overvoltage protected, four port, folding, travel ready, gallium nitride, certified",
+        color=_COLOURS[:6],
+    ),
+    _kind(
+        "shampoo",
+        "shampoos",
+        "Beauty › Hair › Shampoo",
+        13.0,
+        "sulfate free, cruelty free, tea tree, volumizing, color safe, dandruff fighting, keratin, argan oiled",
+        scent=("coconut", "mango", "lavender", "unscented", "peppermint"),
+        size=("8 fl oz", "16 fl oz", "32 fl oz"),
+    ),
+    _kind(
+        "lipstick",
+        "lipsticks",
+        "Beauty › Makeup › Lipstick",
+        10.5,
+        "long lasting, matte, paraben free, moisturizing, smudge proof, hyaluronic, glossy, refillable",
+        color=("crimson", "nude pink", "coral", "plum", "ruby", "wine"),
+    ),
+    _kind(
+        "lotion",
+        "body lotions",
+        "Beauty › Skin › Lotion",
+        14.0,
+        "fragrance free, sun protective, shea buttered, dermatologist tested, firming, non greasy, oat based, retinol",
+        scent=("rose", "vanilla", "citrus", "unscented", "almond"),
+        size=("3 oz", "8 oz", "13 oz"),
+    ),
+    _kind(
+        "tea",
+        "herbal teas",
+        "Grocery › Beverages › Tea",
+        11.5,
+        "caffeine free, fair trade, loose leaf, individually wrapped, hand picked, rain forest certified, iced, spiced",
+        flavor_name=("ginger", "chamomile", "hibiscus", "jasmine", "earl grey"),
+        size=_PACKS,
+    ),
+    _kind(
+        "crackers",
+        "crackers",
+        "Grocery › Snacks › Crackers",
+        10.2,
+        "gluten free, plant based, low sodium, whole grain, oven baked, keto friendly, nut free, seeded",
+        flavor_name=("rosemary", "sea salt", "cheddar", "garlic", "sesame"),
+        size=_PACKS,
+    ),
+    _kind(
+        "granola",
+        "granolas",
+        "Grocery › Breakfast › Granola",
+        15.0,
+        "sugar free, protein rich, dairy free, honey sweetened, kosher, non gmo, clustered, soy free",
+        flavor_name=("maple", "blueberry", "peanut butter", "cinnamon", "cocoa"),
+        size=_PACKS,
+    ),
+)
+
+
+def write_catalogue(folder: Path) -> None:
+    """Write items_shuffle.json, items_ins_v2.json and items_human_ins.json into `folder`, which must not exist."""
+    rng = random.Random(_SEED)
+    brands = _brands(rng)
+    drafts = [draft for kind in _KINDS for draft in _drafts(kind, itertools.islice(brands, _BRANDS), rng)]
+    rng.shuffle(drafts)
+    items, attributes, instructions = [], {}, {}
+    for number, draft in enumerate(drafts):
+        asin = f"B{number:04d}"
+        items.append({"asin": asin, **draft["item"]})
+        attributes[asin] = draft["attributes"]
+        instructions[asin] = [{"asin": asin, **entry} for entry in draft["instructions"]]
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    written = {"items_shuffle": items, "items_ins_v2": attributes, "items_human_ins": instructions}
+    for name, content in written.items():
+        (unfinished / f"{name}.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    os.rename(unfinished, folder)
+
+
+def _brands(rng: random.Random) -> Iterator[str]:
+    """Yield made-up names without a repetition."""
+    names = [start + end for start in _BRAND_STARTS.split() for end in _BRAND_ENDS.split()]
+    rng.shuffle(names)
+    return iter(names)
+
+
+def _drafts(kind: _Kind, brands: Iterator[str], rng: random.Random) -> list[dict[str, Any]]:
+    """Return products of a kind, without asins."""
+    pairs = list(itertools.product(brands, kind.attributes))
+    rng.shuffle(pairs)
+    return [_draft(kind, brand, attribute, rng) for brand, attribute in pairs[:_PER_KIND]]
+
+
+def _draft(kind: _Kind, brand: str, attribute: str, rng: random.Random) -> dict[str, Any]:
+    others = rng.sample([other for other in kind.attributes if other != attribute], 2)
+    attributes = [attribute, *others]
+    options = {
+        # sizes and packs in their natural order
+        name: [value for value in values if value in chosen]
+        for name, values in kind.options.items()
+        for chosen in [rng.sample(values, rng.randint(3, 4) if len(values) > 3 else len(values))]
+    }
+    low = round(kind.price + rng.randint(0, 60) / 10, 2)
+    pricing = f"${low:.2f}" if rng.random() < 0.8 else f"${low:.2f} to ${low + 3:.2f}"
+    item = {
+        "name": f"{brand} {attribute.title()} {kind.noun.title()}",
+        "full_description": f"A {others[0]} {kind.noun} by {brand}, {others[1]} as well.",
+        "small_description": [f"{attribute} and {others[0]}", f"{others[1]}, as its buyers say", f"made by {brand}"],
+        "pricing": pricing,
+        "customization_options": {
+            name.title(): [{"value": value, "image": None} for value in values] for name, values in options.items()
+        },
+        "category": kind.category,
+        "query": kind.query,
+        "product_category": kind.path,
+        "images": [""],
+    }
+    asked = rng.sample(attributes, 2)
+    synthetic = {
+        "attributes": attributes,
+        "instruction": f"Find me {', '.join(asked)} {kind.query}",
+        "instruction_attributes": asked,
+    }
+    chosen = {name: rng.choice(values) for name, values in options.items()}
+    first = dict(list(chosen.items())[:1])
+    people = [
+        _instruction(kind, rng.sample(attributes, 1), first, rng),
+        _instruction(kind, rng.sample(attributes, 1), chosen, rng),
+        _instruction(kind, rng.sample(attributes, 2), chosen, rng),
+    ]
+    return {"item": item, "attributes": synthetic, "instructions": people}
+
+
+def _instruction(kind: _Kind, attributes: list[str], options: dict[str, str], rng: random.Random) -> dict[str, Any]:
+    words = " ".join([*attributes, kind.noun])
+    chosen = ", ".join(f"{name} {value}" for name, value in options.items())
+    return {
+        "instruction": f"{rng.choice(_OPENINGS)} {_article(kind.noun, words)}{words}, {chosen}.",
+        "attributes": attributes,
+        "options": [f"{name}: {value}" for name, value in options.items()],
+        "instruction_attributes": attributes,
+        "instruction_options": list(options.values()),
+    }
+
+
+def _article(noun: str, words: str) -> str:
+    if noun in _UNCOUNTED:
+        return ""
+    return "an " if words[0] in "aeio" else "a "

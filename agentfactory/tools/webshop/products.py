@@ -1,0 +1,174 @@
+"""WebShop's products: read from the published data files, product by product, with the fields that are derived."""
+
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ijson
+import msgspec
+
+from agentfactory.tools.errors import SettingError, short
+
+NO_ATTRIBUTES = ["DUMMY_ATTR"]
+"""The attributes of a product that the attributes file does not list."""
+NO_PRICE = 100.0
+"""Dollars, for a product without a price."""
+_LONGEST_ASIN = 10
+
+
+class Product(msgspec.Struct, frozen=True):
+    """A product of the shop, in the form in which pages, index and reward use it."""
+
+    asin: str
+    """Amazon's identifier, at most ten characters."""
+    title: str
+    description: str
+    bullets: list[str]
+    """The points of its features page."""
+    options: dict[str, list[str]]
+    """Name of a choice, such as `color` -> values; all in lower case, with ` | ` for a slash."""
+    attributes: list[str]
+    prices: list[float]
+    """One price in dollars, or the lower and the upper end of a range."""
+    category: str
+    query: str
+    """The words by which the product was once found; in lower case."""
+    product_category: str
+    """Path of categories, such as `Beauty › Skin Care › Face`."""
+
+    @property
+    def price_tag(self) -> str:
+        """The price as pages show it."""
+        return " to ".join(f"${price}" for price in self.prices)
+
+    @property
+    def index_text(self) -> str:
+        """The text by which a search finds the product: title, description, first point and options."""
+        options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in self.options.items())
+        return " ".join([self.title, self.description, *self.bullets[:1], options]).lower()
+
+
+class DataFiles(NamedTuple):
+    """The files of one WebShop data set, as its project publishes them."""
+
+    items: Path
+    """items_shuffle.json, or items_shuffle_1000.json: a list of products."""
+    attributes: Path
+    """items_ins_v2.json, or items_ins_v2_1000.json: asin -> attributes, and perhaps a synthetic instruction."""
+    instructions: Path
+    """items_human_ins.json: asin -> instructions that people wrote."""
+
+    @classmethod
+    def find(cls, data: Path) -> "DataFiles":
+        """Find the files of `data`, which is a folder or a file items_shuffle*.json in it.
+
+        Raises SettingError if a file is missing, or if the folder has several such files.
+        """
+        if not data.exists():
+            raise SettingError("data", f"there is no folder {data.resolve()}", DOWNLOAD)
+        items = data
+        if data.is_dir():
+            found = sorted(data.glob("items_shuffle*.json"))
+            if len(found) > 1:
+                problem = f"{data} has {' and '.join(path.name for path in found)}"
+                raise SettingError("data", problem, f"name one of the files, such as {found[0]}")
+            items = found[0] if found else data / "items_shuffle.json"
+        suffix = items.stem.removeprefix("items_shuffle")
+        files = cls(items, *(items.with_name(f"{name}.json") for name in (f"items_ins_v2{suffix}", "items_human_ins")))
+        for path in files:
+            if not path.is_file():
+                raise SettingError("data", f"there is no file {path}", DOWNLOAD)
+        return files
+
+
+DOWNLOAD = (
+    "download WebShop's data as setup.sh of https://github.com/princeton-nlp/WebShop does (items_shuffle, items_ins_v2 "
+    "and items_human_ins; with _1000 in the name for the small set) and set `data` to their folder; null: the "
+    "catalogue that comes with AgentFactory"
+)
+"""What to do if the data files are missing."""
+
+
+def read_products(
+    path: Path, attributes_of: Callable[[str], list[str] | None], limit: int | None = None
+) -> Iterator[Product]:
+    """Yield the products of an items file in its order, without keeping them; memory does not grow with the file.
+
+    A product is left out if its asin is `nan`, longer than ten characters or has occurred before. `attributes_of` maps
+    an asin to its attributes, or to None. `limit` counts products of the file, also those left out.
+
+    Raises SettingError with the number of a product that cannot be read.
+    """
+    seen: set[str] = set()
+    for number, item in enumerate(read_items(path)):
+        if number == limit:
+            return
+        try:
+            asin = item["asin"]
+            if asin != "nan" and len(asin) <= _LONGEST_ASIN and asin not in seen:
+                seen.add(asin)
+                attributes = attributes_of(asin)
+                yield product_of(item, NO_ATTRIBUTES if attributes is None else attributes)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:  # a file of another format
+            problem = f"product {number} of {path} cannot be read: {type(error).__name__}: {error}: {short(item)}"
+            raise SettingError("data", problem, "correct the file, or download it again") from error
+
+
+def read_items(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the members of a JSON list. Raises SettingError if the file is no such list."""
+    with path.open("rb") as file:
+        yield from _parsed(ijson.items(file, "item", use_float=True), path)
+
+
+def read_entries(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the keys and values of a JSON object. Raises SettingError if the file is no such object."""
+    with path.open("rb") as file:
+        yield from _parsed(ijson.kvitems(file, "", use_float=True), path)
+
+
+def _parsed(values: Iterator[Any], path: Path) -> Iterator[Any]:
+    try:
+        yield from values
+    except (ijson.JSONError, UnicodeDecodeError) as error:
+        raise SettingError("data", f"{path} is not JSON: {error}", "download it again") from error
+
+
+def product_of(item: dict[str, Any], attributes: list[str]) -> Product:
+    """Derive a product from an entry of an items file."""
+    points = item["small_description"]
+    return Product(
+        asin=item["asin"],
+        title=item["name"],
+        description=item["full_description"] or "",
+        bullets=[point or "" for point in (points if isinstance(points, list) else [points])],
+        options=_options(item["customization_options"] or {}),
+        attributes=list(attributes),
+        prices=_prices(item.get("pricing")),
+        category=item["category"],
+        query=item["query"].lower().strip(),
+        product_category=item["product_category"],
+    )
+
+
+def _options(customization: dict[str, Any]) -> dict[str, list[str]]:
+    return {
+        name.lower(): [choice["value"].strip().replace("/", " | ").lower() for choice in choices]
+        for name, choices in customization.items()
+        if choices is not None
+    }
+
+
+def _prices(pricing: str | None) -> list[float]:
+    """Return the first two prices of a text such as `$9.99 to $1,012.00`."""
+    if not pricing:
+        return [NO_PRICE]
+    return [float(re.sub(r"[^\d.]", "", part)) for part in pricing.split("$")[1:]][:2]
+
+
+def draw_price(product: Product, rng: random.Random) -> float:
+    """Return the product's price in dollars; of a range, one drawn uniformly."""
+    if not product.prices:
+        return NO_PRICE
+    return product.prices[0] if len(product.prices) == 1 else rng.uniform(*product.prices)

@@ -1,0 +1,116 @@
+"""WebShop's recipes: the tasks and transcripts of the small one, and the recipes for real models."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe
+from agentfactory.rollout.data import load_tasks
+from agentfactory.rollout.renderer import load_tokenizer
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.tool import Finish
+from agentfactory.tools.user_code import load_object
+from agentfactory.tools.webshop.environment import WebShop
+from tests.conftest import REPOSITORY
+
+RECIPES = REPOSITORY / "recipes" / "webshop"
+prepare, what_is_asked = (load_object(f"prepare.py:{name}", RECIPES) for name in ("prepare", "what_is_asked"))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def prepared(cache: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    prepare(folder, 0)
+    return folder
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.processes
+def test_what_heldout_tasks_ask_for_is_never_asked_in_training(prepared: Path) -> None:
+    heldout, train = read_rows(prepared / "heldout.jsonl"), read_rows(prepared / "train.jsonl")
+    assert len(heldout) == 200
+    assert len(train) > 500
+    assert {what_is_asked(task) for task in train}.isdisjoint(what_is_asked(task) for task in heldout)
+    opened = {row["messages"][1]["content"] for row in read_rows(prepared / "transcripts.jsonl")}
+    trained = {task["instruction"] for task in train}
+    assert {text.split(" [SEP] ")[2] for text in opened} <= trained
+
+
+@pytest.mark.processes
+def test_transcripts_are_what_the_shop_shows_and_seldom_end_well(prepared: Path) -> None:
+    rows = [row for row in read_rows(prepared / "transcripts.jsonl") if len(row["messages"]) > 3][:300]
+    tasks = {task["instruction"]: task for task in read_rows(prepared / "train.jsonl")}
+    environment = WebShop(results_per_page=3)
+
+    async def replay(messages: list[dict[str, Any]]) -> float:
+        question, opening, *rest = messages
+        task = tasks[opening["content"].split(" [SEP] ")[2]]
+        assert (question["content"], opening["content"]) == (task["question"], environment.reset(**task))
+        for message, shown in zip(rest[::2], [*rest[1::2], None], strict=True):
+            call = message["tool_calls"][0]["function"]
+            if call["name"] == "search":
+                page: Any = environment.search(**call["arguments"])
+            else:
+                page = await environment.click(**call["arguments"])
+            assert isinstance(page, Finish) if shown is None else page == shown["content"]
+        return environment.reward()["reward"]
+
+    rewards = [asyncio.run(replay(row["messages"])) for row in rows]
+    assert 0.1 < sum(rewards) / len(rewards) < 0.25
+
+
+@pytest.mark.processes
+def test_the_same_seed_prepares_the_same_files(prepared: Path, tmp_path: Path) -> None:
+    prepare(tmp_path, 0)
+    for file in (
+        "train.jsonl",
+        "heldout.jsonl",
+        "transcripts.jsonl",
+        "model/tokenizer.json",
+        "model/model.safetensors",
+    ):
+        assert (tmp_path / file).read_bytes() == (prepared / file).read_bytes(), file
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_conversations_are_short(prepared: Path) -> None:
+    tokenizer = load_tokenizer(str(prepared / "model"))
+    rows = read_rows(prepared / "transcripts.jsonl")[:100]
+    lengths = [len(tokenizer.apply_chat_template(row["messages"])["input_ids"]) for row in rows]
+    assert max(lengths) <= 320
+
+
+def test_the_recipes_are_valid() -> None:
+    sft, grpo = load_recipe(RECIPES / "small.yaml").stages
+    assert (sft.train.algorithm, grpo.train.algorithm) == ("sft", "grpo")
+    assert grpo.mcp_servers["webshop"].module == "webshop"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["3b-lora-24gb", "7b-full-8gpu"])
+def test_the_real_models_recipes_say_which_file_is_missing(
+    name: str, tmp_path: Path, cache: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(RECIPES / f"{name}.yaml", lacks=[])
+    assert isinstance(recipe, Recipe)
+    assert recipe.data is not None
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingError, match=r"there is no folder /.*/webshop-data; fix: download"):
+        load_tasks(recipe.data)
+    recipe.data.options["data"] = None
+    assert len(load_tasks(recipe.data)) == 2100
