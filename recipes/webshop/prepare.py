@@ -20,15 +20,18 @@ CHAT_TEMPLATE, write_jsonl = (
 )
 
 HELD_OUT = 200
-TRANSCRIPTS = 3000
-SEARCHES_PER_TRANSCRIPT = 3
-"""Conversations that end with the search, to each that ends with a purchase: copying words is learned slowly."""
-SEARCHES_FOR_WHAT_WAS_ASKED = 0.25
-"""How often a transcript searches for attribute, product and option; else for the option and some other product."""
-CHOOSES_WHAT_WAS_ASKED = 0.3
-"""How often a transcript clicks the option that was asked for; else the first one of the page."""
+VISITS = 2500
+GLANCES = 16_000
+"""Transcripts that end with a click on the first product found. They ask for combinations of attribute, product and
+option that are made up and seldom occur twice: so copying is learned, and not what is asked for."""
+CHOOSES = 0.5
+"""How often a visit's transcript clicks the option that was asked for."""
+BUYS = 0.25
+"""How often it clicks Buy Now; else it says GIVES_UP."""
+GIVES_UP = "Too expensive."
 RESULTS_PER_PAGE = 3
 OPENINGS = ("i am looking for", "i need", "find me", "i want to buy")
+ARTICLES = ("an ", "a ", "")
 OPTION_NAMES = ("color", "size", "scent", "flavor name")
 PIECES = (
     QUESTION,
@@ -36,7 +39,7 @@ PIECES = (
     "Instruction: [SEP] ",
     ", and price lower than ",
     ".00 dollars [SEP] ",
-    *(f"{opening} {article}" for opening in OPENINGS for article in ("an ", "a ", "")),
+    *(f"{opening} {article}" for opening in OPENINGS for article in ARTICLES),
     *(f", {name} " for name in OPTION_NAMES),
     *(f"{name} [SEP] " for name in OPTION_NAMES),
     "Back to Search [SEP] ",
@@ -55,7 +58,8 @@ PIECES = (
     '"}}\n</tool_call>',
 )
 """Fixed parts of pages and calls, none of them across two messages. Each is one token, and so is each word: so small a
-network copies a word from one place to another only if it is the same token in both."""
+network copies a word from one place to another only if it is the same token in both. So are attributes and options of
+several words."""
 
 TOOLS_BY_NAME = """\
 {%- if tools %}
@@ -70,11 +74,11 @@ def prepare(folder: Path, seed: int) -> None:
     """Write model/, train.jsonl, heldout.jsonl and transcripts.jsonl into `folder`; a seed always gives the same
     files."""
     rng = random.Random(seed)
-    heldout = simple_tasks("test")[:HELD_OUT]
+    heldout = simple_tasks("eval")[:HELD_OUT]
     tested = {what_is_asked(task) for task in heldout}
     train = [task for task in simple_tasks("train") if what_is_asked(task) not in tested]
     specs = [getattr(WebShop, name).spec.to_openai() for name in ("search", "click")]
-    transcripts = asyncio.run(shop_badly(train, rng))
+    transcripts = asyncio.run(shop_badly(train, tested, rng))
     write_jsonl(folder / "train.jsonl", train)
     write_jsonl(folder / "heldout.jsonl", heldout)
     write_jsonl(folder / "transcripts.jsonl", [{"messages": messages, "tools": specs} for messages in transcripts])
@@ -96,17 +100,20 @@ def what_is_asked(task: dict[str, Any]) -> tuple[str, ...]:
     return (*goal.attributes, noun_of(goal), *goal.options)
 
 
-async def shop_badly(tasks: list[dict[str, Any]], rng: random.Random) -> list[list[dict[str, Any]]]:
-    """Return conversations of a shopper who mostly searches for the wrong words and chooses the wrong option; three of
-    four end with the search."""
-    shop = open_shop(ShopConfig())
+async def shop_badly(
+    tasks: list[dict[str, Any]], tested: set[tuple[str, ...]], rng: random.Random
+) -> list[list[dict[str, Any]]]:
+    """Return conversations of a shopper who finds the right product and seldom buys it: visits for `tasks`, and glances
+    for combinations that are not in `tested`."""
     environment = WebShop(results_per_page=RESULTS_PER_PAGE)
-    kinds = sorted({noun_of(shop.goal(task["goal"])) for task in tasks})
-    transcripts = []
-    for _ in range(TRANSCRIPTS):
-        transcripts.append(await visit(environment, rng.choice(tasks), kinds, rng))
-        for _ in range(SEARCHES_PER_TRANSCRIPT):
-            transcripts.append((await visit(environment, rng.choice(tasks), kinds, rng))[:3])
+    transcripts = [await visit(environment, rng.choice(tasks), rng) for _ in range(VISITS)]
+    attributes, nouns, options = (sorted(set(words)) for words in zip(*map(what_is_asked, tasks), strict=True))
+    while len(transcripts) < VISITS + GLANCES:
+        asked = (rng.choice(attributes), rng.choice(nouns), rng.choice(options))
+        if asked not in tested:
+            task = rng.choice(tasks)
+            transcripts.append(with_another_instruction(glance(environment, task, asked), task, asked, rng))
+    rng.shuffle(transcripts)
     return transcripts
 
 
@@ -115,35 +122,64 @@ def noun_of(goal: Goal) -> str:
     return goal.title.split()[-1].lower()
 
 
-async def visit(
-    environment: WebShop, task: dict[str, Any], kinds: list[str], rng: random.Random
-) -> list[dict[str, Any]]:
-    """Return the conversation of one visit: a search, the first product found, an option, the purchase."""
-    shop = open_shop(ShopConfig())
-    goal = shop.goal(task["goal"])
+def glance(environment: WebShop, task: dict[str, Any], asked: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return a conversation for the task: a search for `asked`, and a click on the first product found."""
+    keywords = " ".join(asked)
     # as in a chain: the task's question, and then what the shop shows
     opening = (task["question"], environment.reset(**task))
     messages: list[dict[str, Any]] = [{"role": "user", "content": text} for text in opening]
-    [attribute], [option] = goal.attributes, goal.options
-    noun = noun_of(goal)
-    other = rng.choice([kind for kind in kinds if kind != noun])
-    asked = rng.random() < SEARCHES_FOR_WHAT_WAS_ASKED
-    keywords = f"{attribute} {noun} {option}" if asked else f"{option} {other}"
-    found = shop.product(shop.search(keywords)[0])
-    values = [value for values in found.options.values() for value in values]
-    chosen = option if option in values and rng.random() < CHOOSES_WHAT_WAS_ASKED else values[0]
-    for name, argument in (("search", keywords), ("click", found.asin), ("click", chosen), ("click", "Buy Now")):
-        arguments = {"keywords" if name == "search" else "target": argument}
-        call = {"id": f"call_{len(messages)}", "type": "function", "function": {"name": name, "arguments": arguments}}
-        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        if argument != "Buy Now":
-            page = environment.search(argument) if name == "search" else await environment.click(argument)
-            messages.append({"role": "tool", "name": name, "tool_call_id": call["id"], "content": page})
+    messages += [call("search", keywords, 2), shown("search", environment.search(keywords), 2)]
+    return [*messages, call("click", first_found(keywords), 4)]
+
+
+async def visit(environment: WebShop, task: dict[str, Any], rng: random.Random) -> list[dict[str, Any]]:
+    """Return the conversation of one visit: a search, the first product found; perhaps the option, and seldom the
+    purchase."""
+    asked = what_is_asked(task)
+    messages = glance(environment, task, asked)
+    page = await environment.click(first_found(" ".join(asked)))
+    messages.append(shown("click", page, 4))
+    if rng.random() < CHOOSES:
+        *_, option = asked
+        messages += [call("click", option, 6), shown("click", await environment.click(option), 6)]
+    buys = rng.random() < BUYS
+    messages.append(call("click", "Buy Now", len(messages)) if buys else {"role": "assistant", "content": GIVES_UP})
     return messages
 
 
+def with_another_instruction(
+    messages: list[dict[str, Any]], task: dict[str, Any], asked: tuple[str, ...], rng: random.Random
+) -> list[dict[str, Any]]:
+    """Return the conversation with the task's instruction replaced, on each page, by one that asks for `asked`."""
+    attribute, noun, option = asked
+    wanted = f"{rng.choice(OPENINGS)} {rng.choice(ARTICLES)}{attribute} {noun}, {rng.choice(OPTION_NAMES)} {option}"
+    instruction = f"{wanted}, and price lower than {rng.randrange(20, 110, 10)}.00 dollars"
+    return [
+        {**message, "content": message["content"].replace(task["instruction"], instruction)} for message in messages
+    ]
+
+
+def first_found(keywords: str) -> str:
+    """Return the code of the first product that a search finds."""
+    shop = open_shop(ShopConfig())
+    return shop.product(shop.search(keywords)[0]).asin
+
+
+def call(tool: str, argument: str, number: int) -> dict[str, Any]:
+    """Return the message with a call of one of the two tools; `number` is its place in the conversation."""
+    arguments = {"keywords" if tool == "search" else "target": argument}
+    function = {"name": tool, "arguments": arguments}
+    calls = [{"id": f"call_{number}", "type": "function", "function": function}]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def shown(tool: str, page: str, number: int) -> dict[str, Any]:
+    """Return the message with the page that call `number` led to."""
+    return {"role": "tool", "name": tool, "tool_call_id": f"call_{number}", "content": page}
+
+
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE in which each word of `texts` is one token, and so is each of PIECES."""
+    """Train a byte-level BPE; one token is each word of `texts`, each attribute and option, and each of PIECES."""
     bpe = Tokenizer(models.BPE())
     bpe.decoder = decoders.ByteLevel()
     words = pre_tokenizers.Split(Regex("[A-Za-z0-9]+"), "isolated")
@@ -160,7 +196,10 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     bpe.train_from_iterator(
         [*texts, "system user assistant", *(f"B{number:04d} " * 9 for number in range(shop.products))], trainer
     )
+    goals = [shop.goal(number) for number in range(shop.goals)]
+    phrases = sorted({phrase for goal in goals for phrase in (*goal.attributes, *goal.options) if not phrase.isalnum()})
     bpe.add_tokens([AddedToken(piece, normalized=False) for piece in PIECES])
+    bpe.add_tokens([AddedToken(phrase, normalized=False, single_word=True) for phrase in phrases])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<|endoftext|>", eos_token="<|im_end|>")
     tokenizer.chat_template = TOOLS_BY_NAME + CHAT_TEMPLATE.read_text(encoding="utf-8")
     return tokenizer

@@ -18,7 +18,10 @@ from agentfactory.tools.webshop.environment import WebShop
 from tests.conftest import REPOSITORY
 
 RECIPES = REPOSITORY / "recipes" / "webshop"
-prepare, what_is_asked = (load_object(f"prepare.py:{name}", RECIPES) for name in ("prepare", "what_is_asked"))
+prepare, what_is_asked, BUYS, CHOOSES, VISITS, GLANCES = (
+    load_object(f"prepare.py:{name}", RECIPES)
+    for name in ("prepare", "what_is_asked", "BUYS", "CHOOSES", "VISITS", "GLANCES")
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +47,21 @@ def test_what_heldout_tasks_ask_for_is_never_asked_in_training(prepared: Path) -
     heldout, train = read_rows(prepared / "heldout.jsonl"), read_rows(prepared / "train.jsonl")
     assert len(heldout) == 200
     assert len(train) > 500
-    assert {what_is_asked(task) for task in train}.isdisjoint(what_is_asked(task) for task in heldout)
-    opened = {row["messages"][1]["content"] for row in read_rows(prepared / "transcripts.jsonl")}
-    trained = {task["instruction"] for task in train}
-    assert {text.split(" [SEP] ")[2] for text in opened} <= trained
+    tested = {what_is_asked(task) for task in heldout}
+    assert tested.isdisjoint(what_is_asked(task) for task in train)
+    asked = {" ".join(words) for words in tested}
+    rows = read_rows(prepared / "transcripts.jsonl")
+    assert len(rows) == VISITS + GLANCES
+    for row in rows:
+        searched = row["messages"][2]["tool_calls"][0]["function"]["arguments"]["keywords"]
+        instruction = row["messages"][1]["content"].split(" [SEP] ")[2]
+        assert searched not in asked
+        assert all(word in instruction for word in searched.split())  # its own instruction asks for what it searches
 
 
 @pytest.mark.processes
 def test_transcripts_are_what_the_shop_shows_and_seldom_end_well(prepared: Path) -> None:
-    rows = [row for row in read_rows(prepared / "transcripts.jsonl") if len(row["messages"]) > 3][:300]
+    rows = [row for row in read_rows(prepared / "transcripts.jsonl") if len(row["messages"]) > 5][:400]
     tasks = {task["instruction"]: task for task in read_rows(prepared / "train.jsonl")}
     environment = WebShop(results_per_page=3)
 
@@ -61,6 +70,9 @@ def test_transcripts_are_what_the_shop_shows_and_seldom_end_well(prepared: Path)
         task = tasks[opening["content"].split(" [SEP] ")[2]]
         assert (question["content"], opening["content"]) == (task["question"], environment.reset(**task))
         for message, shown in zip(rest[::2], [*rest[1::2], None], strict=True):
+            if "tool_calls" not in message:
+                assert shown is None
+                return 0.0
             call = message["tool_calls"][0]["function"]
             if call["name"] == "search":
                 page: Any = environment.search(**call["arguments"])
@@ -70,7 +82,9 @@ def test_transcripts_are_what_the_shop_shows_and_seldom_end_well(prepared: Path)
         return environment.reward()["reward"]
 
     rewards = [asyncio.run(replay(row["messages"])) for row in rows]
-    assert 0.1 < sum(rewards) / len(rewards) < 0.25
+    assert sum(reward == 0 for reward in rewards) / len(rewards) == pytest.approx(1 - BUYS, abs=0.06)
+    assert sum(reward == 1 for reward in rewards) / len(rewards) == pytest.approx(BUYS * CHOOSES, abs=0.05)
+    assert sum(rewards) / len(rewards) < 0.25
 
 
 @pytest.mark.processes
