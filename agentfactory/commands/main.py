@@ -244,7 +244,7 @@ def _index(options: argparse.Namespace) -> int:
     except DiskError as error:
         return _end(f"failed: {error}", FAILED)
     except KeyboardInterrupt as error:
-        goes_on = "; the same command goes on" if options.action == "build" else ""
+        goes_on = "; the same command resumes it" if options.action == "build" else ""
         return _end(f"interrupted by {str(error) or 'Ctrl-C'}{goes_on}", INTERRUPTED)
     return OK
 

@@ -73,7 +73,7 @@ _TOOLS = {
     "serve": "serve FILE.py[:NAME] ... over MCP; its options: `agentfactory tools serve --help`",
 }
 _INDEX = {
-    "build": "build an index from passages; after an interruption, the same command goes on",
+    "build": "build an index from passages; the same command resumes an interrupted build",
     "serve": "serve an index with Search-R1's protocol: POST /retrieve",
 }
 _STATUSES = """\

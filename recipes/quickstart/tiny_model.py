@@ -52,8 +52,10 @@ def train_tokenizer(transcripts: list[list[dict[str, Any]]], specs: list[dict[st
     return wrap()
 
 
-def make_network(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """Return an untrained network with the Qwen3 architecture."""
+def make_network(
+    tokenizer: PreTrainedTokenizerFast, seed: int, rope_theta: float = 100.0, tied: bool = False
+) -> Qwen3ForCausalLM:
+    """Return an untrained network with the Qwen3 architecture. `tied` embeddings help to copy words."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -63,9 +65,9 @@ def make_network(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausa
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=1024,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
         initializer_range=0.06,  # the usual 0.02 is for wide networks: here useful attention would form late
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

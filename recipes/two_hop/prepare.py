@@ -18,7 +18,7 @@ make_model, write_jsonl = (
 
 HELD_OUT = 200
 TRANSCRIPTS = 4000
-SEARCHES_FOR_THE_SAME_AGAIN = 0.8
+SEARCHES_FOR_THE_SAME_AGAIN = 0.85
 """How often a transcript searches for the object a second time, learns nothing more, and gives up."""
 SHOWN = 16
 """Characters of a result that the search shows: to know more, it has to be opened."""

@@ -5,9 +5,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from agentfactory.tools.user_code import load_object
 from agentfactory.tools.webshop.environment import QUESTION, WebShop, webshop_tasks
@@ -15,8 +14,9 @@ from agentfactory.tools.webshop.goals import Goal
 from agentfactory.tools.webshop.shop import ShopConfig, open_shop
 
 HERE = Path(__file__).parent
-CHAT_TEMPLATE, write_jsonl = (
-    load_object(f"../quickstart/tiny_model.py:{name}", HERE) for name in ("CHAT_TEMPLATE", "write_jsonl")
+CHAT_TEMPLATE, make_network, write_jsonl = (
+    load_object(f"../quickstart/tiny_model.py:{name}", HERE)
+    for name in ("CHAT_TEMPLATE", "make_network", "write_jsonl")
 )
 
 HELD_OUT = 200
@@ -84,7 +84,7 @@ def prepare(folder: Path, seed: int) -> None:
     write_jsonl(folder / "transcripts.jsonl", [{"messages": messages, "tools": specs} for messages in transcripts])
     tokenizer = train_tokenizer([message["content"] for messages in transcripts for message in messages])
     tokenizer.save_pretrained(folder / "model")
-    make_network(tokenizer, seed).save_pretrained(folder / "model")
+    make_network(tokenizer, seed, rope_theta=1000.0, tied=True).save_pretrained(folder / "model")
 
 
 def simple_tasks(split: str) -> list[dict[str, Any]]:
@@ -203,27 +203,3 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<|endoftext|>", eos_token="<|im_end|>")
     tokenizer.chat_template = TOOLS_BY_NAME + CHAT_TEMPLATE.read_text(encoding="utf-8")
     return tokenizer
-
-
-def make_network(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """Return an untrained network with the Qwen3 architecture. Its embeddings are tied: what it reads it can write."""
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
-        initializer_range=0.06,  # the usual 0.02 is for wide networks: here useful attention would form late
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return Qwen3ForCausalLM(config)

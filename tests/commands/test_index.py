@@ -53,7 +53,7 @@ def test_an_interrupted_build_says_how_to_go_on(tmp_path: Path) -> None:
         wait_for(lambda: list(tmp_path.glob("index.building/bm25/*.store")))
         os.kill(process.pid, signal.SIGINT)
         _, told = process.communicate(timeout=60)
-    assert (process.returncode, told) == (130, "agentfactory: interrupted by Ctrl-C; the same command goes on\n")
+    assert (process.returncode, told) == (130, "agentfactory: interrupted by Ctrl-C; the same command resumes it\n")
     assert not folder.exists()
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -14,6 +14,5 @@ RECIPE = str(REPOSITORY / "recipes" / "two_hop" / "two_hop.yaml")
 def test_reinforcement_finds_the_second_search(tmp_path: Path, seed: int) -> None:
     overrides = [setting.replace("train.", "grpo.train.") for setting in shortened(steps=15)]
     summary = train(RECIPE, seed, tmp_path, *overrides)
-    # 0.23 with seed 0, give or take 0.03: one chain for each of 200 tasks
-    assert summary["success_before"] <= 0.3
+    assert summary["success_before"] <= 0.25
     assert_risen(summary, full=0.80)

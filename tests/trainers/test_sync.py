@@ -163,6 +163,8 @@ def test_nothing_is_left_of_a_version_that_did_not_arrive(
     sync.push(0, policy, policy.gather())
     # somebody makes room
     shutil.rmtree(tmp_path / "0")
+    with pytest.raises(SyncError, match=r"cannot get version 0: .* was removed"):
+        sync.restore(server.url)
     assert sync.push(1, policy, policy.gather()).version == 1
     with patch.object(FileSync, "_update", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         sync.push(2, policy, policy.gather())

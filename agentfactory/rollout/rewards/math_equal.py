@@ -1,9 +1,5 @@
 """Equality of mathematical answers, checked by math-verify in processes that can be killed."""
 
-import json
-import subprocess
-import threading
-from contextlib import suppress
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
@@ -12,7 +8,8 @@ from pydantic.dataclasses import dataclass
 from agentfactory.rollout.rewards.decorator import reward
 from agentfactory.rollout.rewards.reward_spec import RewardError
 from agentfactory.rollout.rewards.text import OPTIONS, Pattern, accepted_answers, extracted
-from agentfactory.tools.import_path import is_installed, own_python
+from agentfactory.tools.import_path import is_installed
+from agentfactory.tools.killable import KillableProcesses
 
 
 @reward
@@ -48,8 +45,7 @@ class MathEqual:
         return self
 
     def __post_init__(self) -> None:
-        self._places = threading.BoundedSemaphore(self.processes)
-        self._idle: list[_Process] = []
+        self._processes = KillableProcesses("agentfactory.rollout.rewards.math_process", self.processes)
 
     def check(self, row: dict[str, Any]) -> None:
         """Raise ValueError if the row has no answer."""
@@ -63,65 +59,27 @@ class MathEqual:
             "strict": self.strict,
             "seconds": self.seconds,
         }
-        # blocking, because it runs in a thread, independently of any event loop
-        with self._places:
-            process = self._idle.pop() if self._idle else _Process()
-            try:
-                equal = process.compare(request)
-            finally:
-                if process.waits:
-                    self._idle.append(process)
-                else:
-                    process.end()
+        equal = self._compare(request)
         return {"reward": float(equal or False), "success": float(equal or False), "math_timeout": float(equal is None)}
 
     def close(self) -> None:
         """End the processes; the next comparison starts new ones."""
-        while self._idle:
-            self._idle.pop().end()
+        self._processes.close()
 
-
-class _Process:
-    """One `math_process`; `waits` says whether it can take a request. Raises RewardError if it does not start."""
-
-    def __init__(self) -> None:
-        command = own_python("-m", "agentfactory.rollout.rewards.math_process")
-        # a separate session, so that Ctrl-C in a terminal does not reach it
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-        self.waits = self._read() is not None
-        if not self.waits:
-            self.end()
-            raise RewardError("the process that compares did not start; what it said is in the log")
-
-    def compare(self, request: dict[str, Any]) -> bool | None:
-        """Return whether they are equal; None if the prediction took too long. Raises RewardError if no answer can be
-        read, or if reading them takes too long."""
-        self.waits = False
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        known = self._read()
-        verdict = known and self._read()
-        self.waits = verdict is not None
+    def _compare(self, request: dict[str, Any]) -> bool | None:
+        """Return whether prediction and answers are equal; None if the prediction took too long. Blocks: it runs in a
+        thread. Raises RewardError if no answer can be read, or if reading them takes too long."""
+        try:
+            with self._processes.borrowed() as process:
+                process.send(request)
+                known = process.receive()
+                verdict = known and process.receive()
+                process.answered = verdict is not None
+        except ChildProcessError as error:
+            raise RewardError(str(error)) from error
         answers = str(request["answers"])[:300]
         if known is None:
             raise RewardError(f"the answers {answers} took longer than {request['seconds']:g} s to read")
         if not known["answers"]:
             raise RewardError(f"math-verify can read none of the answers {answers}")
         return None if verdict is None else verdict["equal"]
-
-    def _read(self) -> dict[str, Any] | None:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        return json.loads(line) if line else None
-
-    def end(self) -> None:
-        """Kill the process."""
-        self._process.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with suppress(BrokenPipeError):
-                pipe.close()
-        self._process.wait()

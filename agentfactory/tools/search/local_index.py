@@ -5,7 +5,7 @@ import os
 import shutil
 import unicodedata
 from collections.abc import Callable, Iterable
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def build_index(
 ) -> int:
     """Build an index of `passages` in `folder`, which must not exist; return the number of passages.
 
-    It is written to `folder`.building, and renamed when it is whole. A build that was killed goes on after its last
+    It is written to `folder`.building, and renamed when it is whole. A build that was killed is resumed after its last
     commit if it is started again with the same `corpus` and `language`: the passages before that are skipped. Memory
     does not grow with the number of passages.
 
@@ -67,6 +67,9 @@ def build_index(
     if folder.exists():
         raise SettingError("folder", f"{folder} exists", "choose another folder, or remove it")
     check_language(language)
+    # a corpus that cannot be read leaves nothing behind
+    passages = iter(passages)
+    passages = chain(list(islice(passages, 1)), passages)
     unfinished = folder.with_name(f"{folder.name}.building")
     made = {"format": _FORMAT, "corpus": corpus, "language": language}
     # a build that was killed just before the renaming has the number of passages, too

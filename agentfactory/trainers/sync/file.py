@@ -11,7 +11,7 @@ from torch import Tensor
 from agentfactory.tools.disk import writing
 from agentfactory.trainers.checkpoint_folder import set_usual_modes
 from agentfactory.trainers.policy import Policy
-from agentfactory.trainers.server_control import ServerControl
+from agentfactory.trainers.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.content import Content, Served, served_checksums
 from agentfactory.trainers.sync.full import holds_full_weights, update_full_weights
 from agentfactory.trainers.sync.protocol import SyncReport, base_model, find, lock_for_others, on_each
@@ -64,6 +64,8 @@ class FileSync:
         assert self._last is not None
         started = time.perf_counter()
         version, target = self._last
+        if not target.is_dir():
+            raise SyncError(f"{url} cannot get version {version}: {target} was removed; resume the run")
         state = {name: value for file in sorted(target.iterdir()) for name, value in load_file(file).items()}
         server, content = find(self._servers, url), Content(state)
         if not holds_full_weights(server, self._label(version), content):
