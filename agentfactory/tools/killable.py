@@ -1,4 +1,4 @@
-"""`KillableProcesses`: Python modules in processes of their own, for libraries that can hang or crash on hostile input."""
+"""Processes for libraries that can hang or crash on hostile input: they are killed and started again."""
 
 import json
 import os

@@ -215,7 +215,7 @@ async def test_a_group_with_too_little_is_queued_again_once_and_a_hopeless_task_
 
 async def test_a_chain_asks_for_the_newest_weights_at_each_turn(quickstart_run: Path, tmp_path: Path) -> None:
     tasks = [{"name": name, "seconds": [1.0, 1.0]} for name in "ab"]
-    async with training(quickstart_run, tmp_path, tasks, steps=2, max_staleness=1, size=2) as trainer:
+    async with training(quickstart_run, tmp_path, tasks, steps=1, max_staleness=1, size=2, batch=2) as trainer:
         while len(trainer.server.requests) < 4:  # noqa: ASYNC110 - the server has no event to wait for
             await asyncio.sleep(0.01)
         trainer.publish(1)

@@ -33,7 +33,7 @@ def check_model(model: str) -> None:
 def build_dense(
     passages: Iterable[Passage], folder: Path, model: str, progress: Callable[[int], None] = lambda done: None
 ) -> None:
-    """Add the vectors of `passages` to the index in `folder`. A build that was killed is resumed if it is started again.
+    """Add the vectors of `passages` to the index in `folder`. A killed build is resumed if it is started again.
 
     Raises SettingError if there is no such model, or its packages are not installed.
     """

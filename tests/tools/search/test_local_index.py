@@ -153,14 +153,14 @@ local_index.build_index(passages(corpus, int(sys.argv[3])), Path(sys.argv[2]), c
 """
 
 
-@pytest.mark.processes
 def test_a_corpus_that_cannot_be_read_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="nowhere"):
         build_index(Corpus(str(tmp_path / "nowhere.jsonl")), tmp_path / "index", corpus="nowhere")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_build_that_was_killed_goes_on(tmp_path: Path) -> None:
+@pytest.mark.processes
+def test_a_build_that_was_killed_is_resumed(tmp_path: Path) -> None:
     rows = [{"id": number, "contents": f'"t{number}"\nword{number} number{number % 7}'} for number in range(1000)]
     file, folder = write_jsonl(tmp_path / "corpus.jsonl", rows), tmp_path / "index"
     for most in (250, 780):
