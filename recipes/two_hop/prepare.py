@@ -18,8 +18,11 @@ make_model, write_jsonl = (
 
 HELD_OUT = 200
 TRANSCRIPTS = 4000
+ONE_STEP = 0.5
+"""How many transcripts ask something that one search answers: from them the network learns to search, and to copy what
+it reads."""
 SEARCHES_FOR_THE_SAME_AGAIN = 0.85
-"""How often a transcript searches for the object a second time, learns nothing more, and gives up."""
+"""How often one that takes two steps searches for the object a second time, learns nothing more, and gives up."""
 SHOWN = 16
 """Characters of a result that the search shows: to know more, it has to be opened."""
 
@@ -53,16 +56,24 @@ async def look_up_badly(
 
 
 async def look_up(task: dict[str, Any], museum: Any, search: Search, rng: random.Random) -> list[dict[str, Any]]:
-    """Return the conversation of one task: two searches, and the first result of each."""
+    """Return a conversation about a task's object, or about the expedition that found it: one or two searches, and the
+    first result of each."""
+    number, expedition = task["object"], museum.found_by[task["object"]]
+    name, finder = f"Object {number}", f"Expedition {expedition}"
+    if rng.random() < ONE_STEP:
+        about_object = (f"Which expedition found object {number}?", [name], f"{finder}.")
+        about_finder = (f"To which country went expedition {expedition}?", [finder], task["answer"])
+        question, queries, answer = rng.choice((about_object, about_finder))
+    elif rng.random() < SEARCHES_FOR_THE_SAME_AGAIN:
+        question, queries, answer = task["question"], [name, name], UNKNOWN
+    else:
+        question, queries, answer = task["question"], [name, finder], task["answer"]
     await search.reset()
-    goes_on = rng.random() >= SEARCHES_FOR_THE_SAME_AGAIN
-    first = f"Object {task['object']}"
-    second = f"Expedition {museum.found_by[task['object']]}" if goes_on else first
-    messages: list[dict[str, Any]] = [{"role": "user", "content": task["question"]}]
-    for query in (first, second):
+    messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
+    for query in queries:
         await _call(messages, search, "search", query=query)
         await _call(messages, search, "open", doc=1)
-    messages.append({"role": "assistant", "content": task["answer"] if goes_on else UNKNOWN})
+    messages.append({"role": "assistant", "content": answer})
     return messages
 
 

@@ -1,6 +1,7 @@
 """The recipe of two searches: its catalogue, questions, transcripts and reward."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ RECIPES = REPOSITORY / "recipes" / "two_hop"
 answered, COUNTRIES, UNKNOWN = (
     load_object(f"museum.py:{name}", RECIPES) for name in ("answered", "COUNTRIES", "UNKNOWN")
 )
-prepare, HELD_OUT, HABIT = (
-    load_object(f"prepare.py:{name}", RECIPES) for name in ("prepare", "HELD_OUT", "SEARCHES_FOR_THE_SAME_AGAIN")
+prepare, HELD_OUT, HABIT, ONE_STEP = (
+    load_object(f"prepare.py:{name}", RECIPES)
+    for name in ("prepare", "HELD_OUT", "SEARCHES_FOR_THE_SAME_AGAIN", "ONE_STEP")
 )
 
 
@@ -43,24 +45,31 @@ def test_two_searches_lead_to_the_answer_and_one_does_not(prepared: Path) -> Non
         assert goal.text.endswith(f" {task['answer']}.")
 
 
-def test_no_question_is_trained_and_held_out(prepared: Path) -> None:
-    heldout, train = ({task["question"] for task in rows(prepared / name)} for name in ("heldout.jsonl", "train.jsonl"))
-    asked = {row["messages"][0]["content"] for row in rows(prepared / "transcripts.jsonl")}
+def test_no_object_is_trained_and_held_out(prepared: Path) -> None:
+    heldout, train = ({task["object"] for task in rows(prepared / name)} for name in ("heldout.jsonl", "train.jsonl"))
     assert len(heldout) == HELD_OUT
-    assert not heldout & (train | asked)
-    assert asked <= train
+    assert not heldout & train
+    asked = " ".join(row["messages"][0]["content"] for row in rows(prepared / "transcripts.jsonl"))
+    assert {int(number) for number in re.findall(r"object (\d+)", asked)} <= train
 
 
-def test_most_transcripts_search_for_the_same_twice_and_give_up(prepared: Path) -> None:
-    gave_up = 0
+def test_most_questions_of_two_steps_are_searched_for_the_same_twice_and_given_up(prepared: Path) -> None:
     transcripts = rows(prepared / "transcripts.jsonl")
+    asked = {task["question"]: task["answer"] for task in rows(prepared / "train.jsonl")}
+    gave_up = []
     for row in transcripts:
         calls = [m["tool_calls"][0]["function"] for m in row["messages"] if m.get("tool_calls")]
+        question, answer = row["messages"][0]["content"], row["messages"][-1]["content"]
+        if question not in asked:
+            assert [call["name"] for call in calls] == ["search", "open"]
+            assert answer != UNKNOWN
+            continue
         assert [call["name"] for call in calls] == ["search", "open", "search", "open"]
         same = calls[0]["arguments"] == calls[2]["arguments"]
-        assert same == (row["messages"][-1]["content"] == UNKNOWN)
-        gave_up += same
-    assert gave_up / len(transcripts) == pytest.approx(HABIT, abs=0.03)
+        assert answer == (UNKNOWN if same else asked[question])
+        gave_up.append(same)
+    assert len(gave_up) / len(transcripts) == pytest.approx(1 - ONE_STEP, abs=0.03)
+    assert sum(gave_up) / len(gave_up) == pytest.approx(HABIT, abs=0.03)
 
 
 @pytest.mark.parametrize(
