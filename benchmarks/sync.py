@@ -23,6 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -41,6 +42,7 @@ from agentfactory.trainers.server_control import ServerControl
 from agentfactory.trainers.sync.content import Content
 from agentfactory.trainers.sync.file import FileSync
 from agentfactory.trainers.sync.ipc import Buffer, IpcSync, parts
+from agentfactory.trainers.weights import Weights
 
 LAYER_BYTES = 4 * (3 * 2048 * 1024 + 2 * 1024 * 1024 + 2 * 512 * 1024)
 SIZES = {True: (64, 256), False: (64, 256, 1024)}
@@ -167,8 +169,9 @@ def measure(model: Path, folder: Path, url: str, rounds: int) -> dict[str, float
             for value in state.values():
                 value.add_(1e-3)
             figures["copy"].append(seconds_of(lambda plain=plain: plain(state)))
+            push = partial(sync.push, version, None, Weights(state.items()))
             with patch.object(Content, "prove", timed), patch.object(ServerControl, "post", noted):
-                figures["push"].append(seconds_of(lambda sync=sync, version=version: sync.push(version, None, state)))
+                figures["push"].append(seconds_of(push))
             figures["proof"].append(proofs.pop())
             figures["paused"].append(times["/resume"] - times["/pause"])
         sync.close()
