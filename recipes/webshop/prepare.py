@@ -25,7 +25,10 @@ HELD_OUT = slice(200, 400)
 """The tasks of the split `eval` with which the figures are measured. The first 200 were looked at when this recipe was
 made."""
 VISITS = 2500
-GLANCES = 16_000
+ECHOES = 5000
+"""Transcripts that repeat ECHOED codes and words: copying is learned first, and in any network."""
+ECHOED = 16
+GLANCES = 12_000
 """Transcripts that end with a click on the first product found. They ask for combinations of attribute, product and
 option that are made up and seldom occur twice, and products have other codes: so copying is learned, and not what is
 asked for or found."""
@@ -110,12 +113,13 @@ def what_is_asked(task: dict[str, Any]) -> tuple[str, ...]:
 async def shop_badly(
     tasks: list[dict[str, Any]], tested: set[tuple[str, ...]], rng: random.Random
 ) -> list[list[dict[str, Any]]]:
-    """Return conversations of a shopper who finds the right product and seldom buys it: visits for `tasks`, and glances
-    for combinations that are not in `tested`."""
+    """Return conversations of a shopper who finds the right product and seldom buys it: visits for `tasks`, glances for
+    combinations that are not in `tested`, and echoes."""
     environment = WebShop(results_per_page=RESULTS_PER_PAGE)
     transcripts = [await visit(environment, rng.choice(tasks), rng) for _ in range(VISITS)]
     attributes, nouns, options = (sorted(set(words)) for words in zip(*map(what_is_asked, tasks), strict=True))
-    while len(transcripts) < VISITS + GLANCES:
+    transcripts += [echo([*attributes, *nouns, *options], rng) for _ in range(ECHOES)]
+    while len(transcripts) < VISITS + ECHOES + GLANCES:
         asked = (rng.choice(attributes), rng.choice(nouns), rng.choice(options))
         if asked not in tested:
             task = rng.choice(tasks)
@@ -128,6 +132,13 @@ async def shop_badly(
 def noun_of(goal: Goal) -> str:
     """Return the word for a kind of product, with which titles of our catalogue end."""
     return goal.title.split()[-1].lower()
+
+
+def echo(words: list[str], rng: random.Random) -> list[dict[str, Any]]:
+    """Return a conversation that repeats codes and `words`."""
+    products = open_shop(ShopConfig()).products
+    said = [rng.choice(words) if rng.random() < 0.5 else f"B{rng.randrange(products):04d}" for _ in range(ECHOED)]
+    return [{"role": role, "content": " ".join(said)} for role in ("user", "assistant")]
 
 
 def glance(environment: WebShop, task: dict[str, Any], asked: tuple[str, ...]) -> list[dict[str, Any]]:

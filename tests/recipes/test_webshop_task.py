@@ -18,9 +18,9 @@ from agentfactory.tools.webshop.environment import WebShop
 from tests.conftest import REPOSITORY
 
 RECIPES = REPOSITORY / "recipes" / "webshop"
-prepare, what_is_asked, BUYS, CHOOSES, VISITS, GLANCES = (
+prepare, what_is_asked, BUYS, CHOOSES, VISITS, ECHOES, GLANCES = (
     load_object(f"prepare.py:{name}", RECIPES)
-    for name in ("prepare", "what_is_asked", "BUYS", "CHOOSES", "VISITS", "GLANCES")
+    for name in ("prepare", "what_is_asked", "BUYS", "CHOOSES", "VISITS", "ECHOES", "GLANCES")
 )
 
 
@@ -51,8 +51,10 @@ def test_what_heldout_tasks_ask_for_is_never_asked_in_training(prepared: Path) -
     assert tested.isdisjoint(what_is_asked(task) for task in train)
     asked = {" ".join(words) for words in tested}
     rows = read_rows(prepared / "transcripts.jsonl")
-    assert len(rows) == VISITS + GLANCES
-    for row in rows:
+    assert len(rows) == VISITS + ECHOES + GLANCES
+    shopping = [row for row in rows if len(row["messages"]) > 2]
+    assert len(shopping) == VISITS + GLANCES
+    for row in shopping:
         searched = row["messages"][2]["tool_calls"][0]["function"]["arguments"]["keywords"]
         instruction = row["messages"][1]["content"].split(" [SEP] ")[2]
         assert searched not in asked
