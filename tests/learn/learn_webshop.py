@@ -1,0 +1,19 @@
+"""What `make learn` runs, too: in all of WebShop's environment an agent learns to choose and to buy."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.learn.runs import FULL, SEEDS, train
+
+RECIPE = str(REPOSITORY / "recipes" / "webshop" / "small.yaml")
+SHORT = ("sft.train.steps=275", "grpo.train.steps=10")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_reinforcement_finds_the_purchase(tmp_path: Path, seed: int) -> None:
+    summary = train(RECIPE, seed, tmp_path, *([] if FULL else SHORT))
+    assert summary["reward_before"] <= 0.25
+    assert summary["greedy_before"] <= 0.05
+    assert summary["reward_after"] >= (0.8 if FULL else summary["reward_before"] + 0.2)
