@@ -247,7 +247,7 @@ def test_an_algorithms_other_defaults_stay(files: Path, project: Path, algorithm
     assert load_recipe("recipe.yaml", ["train.advantage={estimator: grpo, options: null}"])
 
 
-@pytest.mark.processes
+@pytest.mark.long
 def test_a_run_by_the_pages_algorithm_on_rows_of_its_own(
     quickstart_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agentfactory: Command
 ) -> None:
