@@ -8,7 +8,7 @@ from tests.conftest import REPOSITORY
 from tests.learn.runs import FULL, SEEDS, train
 
 RECIPE = str(REPOSITORY / "recipes" / "webshop" / "small.yaml")
-SHORT = ("sft.train.steps=275", "grpo.train.steps=10")
+SHORT = ("sft.train.steps=300", "sft.train.schedule=constant", "grpo.train.steps=10")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
