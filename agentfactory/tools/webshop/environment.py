@@ -1,5 +1,6 @@
 """`WebShop`: an environment in which a model searches a shop and buys what an instruction asks for."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +134,9 @@ def webshop_tasks(
     seed: int = 0,
     products: int | None = None,
     cache: str | None = None,
-) -> list[dict[str, Any]]:
-    """Return the data rows of a split: `question`, `goal` (its number) and `instruction`. The other arguments are those
-    of the environment, and have to be the same.
+) -> Iterator[dict[str, Any]]:
+    """Return the data rows of a split, made as they are read: `question`, `goal` (its number) and `instruction`. The
+    other arguments are those of the environment, and have to be the same.
 
     Raises SettingError if there is no such split, or it has no goals.
     """
@@ -146,7 +147,7 @@ def webshop_tasks(
     if not numbers:
         problem = f"the shop has {shop.goals} {goals} goals, all of them in the splits before {split}"
         raise SettingError("split", problem, "use another split, synthetic goals or more products")
-    return [{"question": QUESTION, "goal": number, "instruction": shop.goal(number).instruction} for number in numbers]
+    return ({"question": QUESTION, "goal": number, "instruction": shop.goal(number).instruction} for number in numbers)
 
 
 def _shop(data: str | None, goals: str, seed: int, products: int | None, cache: str | None) -> Shop:

@@ -235,9 +235,9 @@ async def test_hostile_input_is_searched_or_does_nothing(catalogue: Path) -> Non
 
 
 def test_tasks_are_rows_of_a_split(catalogue: Path) -> None:
-    sizes = {split: len(webshop_tasks(split, cache=str(catalogue))) for split in ("test", "eval", "train")}
+    sizes = {split: len(list(webshop_tasks(split, cache=str(catalogue)))) for split in ("test", "eval", "train")}
     assert sizes == {"test": 500, "eval": 1000, "train": 2100}
-    row = webshop_tasks("train", cache=str(catalogue))[0]
+    row = next(webshop_tasks("train", cache=str(catalogue)))
     assert row["goal"] == 1500
     environment = WebShop(cache=str(catalogue))
     assert row["instruction"] in environment.reset(**row)
