@@ -101,13 +101,16 @@ class Visitor:
 
 
 def state_bytes(shop: Shop, cache: str) -> float:
-    """Return the bytes of what an instance holds, without what all instances share."""
-    environment = WebShop(cache=cache)
-    environment.reset(0)
-    environment.search(shop.goal(0).title)
-    assert environment._shop is shop
-    shared = {id(shop), id(shop.goal(0))}
-    return float(sum(sys.getsizeof(value) for value in held(environment, shared)))
+    """Return the bytes of what an instance holds, without what another one holds, too, and without its goal, which the
+    shop remembers."""
+    one, other = WebShop(cache=cache), WebShop(cache=cache)
+    for goal, environment in enumerate((one, other)):
+        environment.reset(goal)
+        environment.search(shop.goal(goal).title)
+    assert one._shop is other._shop is shop
+    shared = {id(shop), id(shop.goal(0)), id(shop.goal(1))}
+    list(held(one, shared))
+    return float(sum(sys.getsizeof(value) for value in held(other, shared)))
 
 
 def held(value: Any, shared: set[int]) -> Iterator[Any]:

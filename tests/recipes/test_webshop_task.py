@@ -130,3 +130,5 @@ def test_the_real_models_recipes_say_which_file_is_missing(
         load_tasks(recipe.data)
     recipe.data.options["data"] = None
     assert len(load_tasks(recipe.data)) == 2100
+    recipe.data.options["products"] = 600
+    assert len(load_tasks(recipe.data)) == 300

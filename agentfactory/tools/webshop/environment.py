@@ -1,5 +1,6 @@
 """`WebShop`: an environment in which a model searches a shop and buys what an instruction asks for."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,7 @@ class WebShop(Environment):
         show_attributes: bool = False,
         show_actions: bool = False,
     ) -> None:
-        if results_per_page < 1:
-            raise SettingError("results_per_page", f"got {results_per_page}", "give 1 or more")
+        _check_count("results_per_page", results_per_page)
         self._shop = _shop(data, goals, seed, products, cache)
         self._layout = Layout(results_per_page, show_attributes)
         self._show_actions = show_actions
@@ -64,8 +64,8 @@ class WebShop(Environment):
         Raises ValueError if there is no such goal.
         """
         self.release()
-        if not 0 <= goal < self._shop.goals:
-            raise ValueError(f"goal: got {goal}; the shop has the goals 0 to {self._shop.goals - 1}")
+        if type(goal) is not int or not 0 <= goal < self._shop.goals:
+            raise ValueError(f"goal: got {goal!r}; the shop has the goals 0 to {self._shop.goals - 1}")
         self._visit = Visit(self._shop.goal(goal))
         return self._page()
 
@@ -134,9 +134,9 @@ def webshop_tasks(
     seed: int = 0,
     products: int | None = None,
     cache: str | None = None,
-) -> list[dict[str, Any]]:
-    """Return the data rows of a split: `question`, `goal` (its number) and `instruction`. The other arguments are those
-    of the environment, and have to be the same.
+) -> Iterator[dict[str, Any]]:
+    """Return the data rows of a split, made as they are read: `question`, `goal` (its number) and `instruction`. The
+    other arguments are those of the environment, and have to be the same.
 
     Raises SettingError if there is no such split, or it has no goals.
     """
@@ -147,14 +147,19 @@ def webshop_tasks(
     if not numbers:
         problem = f"the shop has {shop.goals} {goals} goals, all of them in the splits before {split}"
         raise SettingError("split", problem, "use another split, synthetic goals or more products")
-    return [{"question": QUESTION, "goal": number, "instruction": shop.goal(number).instruction} for number in numbers]
+    return ({"question": QUESTION, "goal": number, "instruction": shop.goal(number).instruction} for number in numbers)
 
 
 def _shop(data: str | None, goals: str, seed: int, products: int | None, cache: str | None) -> Shop:
     if goals not in tuple(GoalKind):
         raise SettingError("goals", f"got {goals!r}", f"use one of {', '.join(GoalKind)}")
-    if products is not None and products < 1:
-        raise SettingError("products", f"got {products}", "give 1 or more, or null for all")
+    if products is not None:
+        _check_count("products", products)
     folders = (None if folder is None else Path(folder).expanduser() for folder in (data, cache))
     data_folder, cache_folder = folders
     return open_shop(ShopConfig(data_folder, GoalKind(goals), seed, products, cache_folder))
+
+
+def _check_count(name: str, count: Any) -> None:
+    if type(count) is not int or count < 1:
+        raise SettingError(name, f"got {count!r}", "give a whole number from 1")

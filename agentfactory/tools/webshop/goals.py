@@ -4,12 +4,11 @@ import itertools
 import random
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Any
 
 import msgspec
 
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.webshop.products import Product
+from agentfactory.tools.webshop.products import Instruction, Listing, Product
 
 NO_BOUND = 1_000_000.0
 """The bound of a goal whose product is too dear for one."""
@@ -57,26 +56,20 @@ class Goal(msgspec.Struct, frozen=True):
     """Dollars."""
 
 
-def human_goals(product: Product, price: float, instructions: list[Any], rng: random.Random) -> Iterator[Goal]:
+def human_goals(product: Product, price: float, instructions: list[Instruction], rng: random.Random) -> Iterator[Goal]:
     """Yield a goal for each instruction that people wrote for the product and that asks for an attribute."""
     for entry in instructions:
-        if entry["instruction_attributes"]:
+        if entry.instruction_attributes:
             bound, words = _draw_bound(price, rng)
-            yield _goal(
-                product,
-                entry["instruction"].strip(".") + words,
-                entry["instruction_attributes"],
-                entry["instruction_options"],
-                bound,
-            )
+            text = entry.instruction.strip(".") + words
+            yield _goal(product, text, entry.instruction_attributes, entry.instruction_options, bound)
 
 
-def synthetic_goals(product: Product, price: float, entry: dict[str, Any], rng: random.Random) -> Iterator[Goal]:
+def synthetic_goals(product: Product, price: float, listing: Listing, rng: random.Random) -> Iterator[Goal]:
     """Yield a goal for each combination of the product's options; all have the same price bound."""
-    instruction = entry.get("instruction")
-    if instruction is None:
+    if listing.instruction is None:
         return
-    attributes = entry["instruction_attributes"]
+    attributes = listing.instruction_attributes
     if not attributes:
         problem = f"the instruction of {product.asin} in items_ins_v2 asks for no attribute"
         raise SettingError("data", problem, "download it again")
@@ -85,7 +78,7 @@ def synthetic_goals(product: Product, price: float, entry: dict[str, Any], rng: 
     for values in itertools.product(*(product.options[name] for name in names)):
         options = dict(zip(names, values, strict=True))
         chosen = ", and ".join(f"{name}: {value}" for name, value in options.items())
-        text = f"{instruction} with {chosen}{words}" if chosen else f"{instruction}{words}"
+        text = f"{listing.instruction} with {chosen}{words}" if chosen else f"{listing.instruction}{words}"
         yield _goal(product, text, attributes, options, bound)
 
 

@@ -123,7 +123,7 @@ def _texts(visit: Visit, shop: Shop, layout: Layout) -> list[str]:
             products = [shop.product(asin) for asin in _asins(visit, shop, layout)]
             cells = [text for product in products for text in (product.asin, product.title, product.price_tag)]
             first, *others = _buttons(visit)
-            count = f"Page {visit.number} (Total results: {len(shop.search(visit.keywords))})"
+            count = f"Page {visit.number} (Total results: {shop.total(visit.keywords)})"
             return [*instruction, first, count, *others, *cells]
     product = shop.product(visit.asin)
     back = [*instruction, _BACK_TO_SEARCH, _PREVIOUS]
@@ -147,8 +147,7 @@ def _show_results(visit: Visit, keywords: str, number: int) -> None:
 
 
 def _asins(visit: Visit, shop: Shop, layout: Layout) -> tuple[str, ...]:
-    end = visit.number * layout.results_per_page
-    return shop.search(visit.keywords)[end - layout.results_per_page : end]
+    return shop.search(visit.keywords, (visit.number - 1) * layout.results_per_page, layout.results_per_page)
 
 
 def _buttons(visit: Visit) -> list[str]:

@@ -3,8 +3,9 @@
 import random
 import re
 from collections.abc import Callable, Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import ijson
 import msgspec
@@ -16,6 +17,8 @@ NO_ATTRIBUTES = ["DUMMY_ATTR"]
 NO_PRICE = 100.0
 """Dollars, for a product without a price."""
 _LONGEST_ASIN = 10
+
+T = TypeVar("T")
 
 
 class Product(msgspec.Struct, frozen=True):
@@ -91,6 +94,23 @@ DOWNLOAD = (
 """What to do if the data files are missing."""
 
 
+class Listing(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An entry of an attributes file."""
+
+    attributes: list[str] | None = None
+    instruction: str | None = None
+    """A synthetic one."""
+    instruction_attributes: list[str] | None = None
+
+
+class Instruction(msgspec.Struct, frozen=True):
+    """An instruction that a person wrote."""
+
+    instruction: str
+    instruction_attributes: list[str]
+    instruction_options: list[str]
+
+
 def read_products(
     path: Path, attributes_of: Callable[[str], list[str] | None], limit: int | None = None
 ) -> Iterator[Product]:
@@ -113,43 +133,56 @@ def read_products(
                 yield product_of(item, NO_ATTRIBUTES if attributes is None else attributes)
         except (KeyError, TypeError, ValueError, AttributeError) as error:  # a file of another format
             problem = f"product {number} of {path} cannot be read: {type(error).__name__}: {error}: {short(item)}"
-            raise SettingError("data", problem, "correct the file, or download it again") from error
+            raise SettingError("data", problem, _FIX) from error
 
 
 def read_items(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the members of a JSON list. Raises SettingError if the file is no such list."""
+    yield from _parsed(path, b"[", lambda file: ijson.items(file, "item", use_float=True))
+
+
+def read_entries(path: Path, kind: type[T]) -> Iterator[tuple[str, T]]:
+    """Yield the keys and values of a JSON object, whose values are of one kind. Raises SettingError if the file is no
+    such object, with the key of a value that is of another kind."""
+    for key, value in _parsed(path, b"{", lambda file: ijson.kvitems(file, "", use_float=True)):
+        try:
+            yield key, msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            raise SettingError("data", f"{short(key)} of {path} cannot be read: {error}", _FIX) from error
+
+
+def _parsed(path: Path, opening: bytes, parse: Callable[[BufferedReader], Iterator[Any]]) -> Iterator[Any]:
     with path.open("rb") as file:
-        yield from _parsed(ijson.items(file, "item", use_float=True), path)
+        start = file.peek().lstrip()
+        if start and not start.startswith(opening):
+            raise SettingError(
+                "data", f"{path} has to start with {opening.decode()}, and starts with {short(start[:20])}", _FIX
+            )
+        try:
+            yield from parse(file)
+        except (ijson.JSONError, UnicodeDecodeError) as error:
+            raise SettingError("data", f"{path} is not JSON: {error}", "download it again") from error
 
 
-def read_entries(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of a JSON object. Raises SettingError if the file is no such object."""
-    with path.open("rb") as file:
-        yield from _parsed(ijson.kvitems(file, "", use_float=True), path)
-
-
-def _parsed(values: Iterator[Any], path: Path) -> Iterator[Any]:
-    try:
-        yield from values
-    except (ijson.JSONError, UnicodeDecodeError) as error:
-        raise SettingError("data", f"{path} is not JSON: {error}", "download it again") from error
+_FIX = "correct the file, or download it again"
 
 
 def product_of(item: dict[str, Any], attributes: list[str]) -> Product:
-    """Derive a product from an entry of an items file."""
+    """Derive a product from an entry of an items file. Raises what a field of another type leads to."""
     points = item["small_description"]
-    return Product(
-        asin=item["asin"],
-        title=item["name"],
-        description=item["full_description"] or "",
-        bullets=[point or "" for point in (points if isinstance(points, list) else [points])],
-        options=_options(item["customization_options"] or {}),
-        attributes=list(attributes),
-        prices=_prices(item.get("pricing")),
-        category=item["category"],
-        query=item["query"].lower().strip(),
-        product_category=item["product_category"],
-    )
+    derived = {
+        "asin": item["asin"],
+        "title": item["name"],
+        "description": item["full_description"] or "",
+        "bullets": [point or "" for point in (points if isinstance(points, list) else [points])],
+        "options": _options(item["customization_options"] or {}),
+        "attributes": attributes,
+        "prices": _prices(item.get("pricing")),
+        "category": item["category"] or "",
+        "query": item["query"].lower().strip(),
+        "product_category": item["product_category"] or "",
+    }
+    return msgspec.convert(derived, Product)
 
 
 def _options(customization: dict[str, Any]) -> dict[str, list[str]]:

@@ -8,7 +8,7 @@ import os
 import random
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,12 +19,21 @@ import msgspec
 
 from agentfactory.tools.disk import writing
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.search.local_index import LocalIndex, build_index
-from agentfactory.tools.search.passage import Passage
+from agentfactory.tools.search.passage import Passage, encodable
 from agentfactory.tools.webshop.catalogue import write_catalogue
 from agentfactory.tools.webshop.goals import Goal, GoalKind, human_goals, shuffled, synthetic_goals
 from agentfactory.tools.webshop.nouns import load_tagger
-from agentfactory.tools.webshop.products import DataFiles, Product, draw_price, read_entries, read_products
+from agentfactory.tools.webshop.products import (
+    DataFiles,
+    Instruction,
+    Listing,
+    Product,
+    draw_price,
+    read_entries,
+    read_products,
+)
 
 HITS = 50
 """Products that a search finds at most."""
@@ -63,12 +72,16 @@ def open_shop(config: ShopConfig) -> "Shop":
     on where its index was; a second process waits for the first.
 
     Raises:
-        SettingError: a data file is missing or cannot be read.
+        SettingError: a data file is missing or cannot be read, or the cache cannot be written or read.
         DiskError: the disk is full.
     """
     with _opening:
         if config not in _shops:
-            _shops[config] = Shop(_built(config))
+            folder = _built(config)
+            try:
+                _shops[config] = Shop(folder)
+            except ToolInfrastructureError as error:
+                raise SettingError("cache", str(error)) from error
         return _shops[config]
 
 
@@ -76,16 +89,20 @@ class Shop:
     """Products, prices, goals and search, read from disk as they are needed. All methods are thread-safe."""
 
     def __init__(self, folder: Path) -> None:
-        # immutable: nothing writes it after the build, so sqlite needs no locks
-        address = f"{(folder / _DATABASE).absolute().as_uri()}?immutable=1"
-        self._database = sqlite3.connect(address, uri=True, check_same_thread=False)
+        self._folder = folder
         self._lock = threading.Lock()
-        self._index = LocalIndex(folder / _INDEX)
+        with self._reading():
+            # immutable: nothing writes it after the build, so sqlite needs no locks
+            address = f"{(folder / _DATABASE).absolute().as_uri()}?immutable=1"
+            self._database = sqlite3.connect(address, uri=True, check_same_thread=False)
+            self._index = LocalIndex(folder / _INDEX)
         self.nouns = load_tagger()
         self.products: int = self._select("SELECT COUNT(*) FROM products")[0][0]
         self.goals: int = self._select("SELECT COUNT(*) FROM places")[0][0]
         self.product = lru_cache(_REMEMBERED)(self._product)
         self.search = lru_cache(_REMEMBERED)(self._search)
+        self.total = lru_cache(_REMEMBERED)(self._total)
+        self._hits = lru_cache(_REMEMBERED)(self._find)
         self.goal = lru_cache(_REMEMBERED)(self._goal)
 
     def price(self, asin: str) -> float:
@@ -106,39 +123,65 @@ class Shop:
             raise IndexError(number)
         return msgspec.json.decode(found[0][0], type=Goal)
 
-    def _search(self, keywords: str) -> tuple[str, ...]:
-        """Return the asins of the products that `keywords` find, the best first, at most 50.
+    def _search(self, keywords: str, start: int = 0, count: int = HITS) -> tuple[str, ...]:
+        """Return the asins of `count` products that `keywords` find, from place `start`, the best first.
 
-        `<c> WORD`, `<q> WORDS` and `<a> WORDS` find all products of a category, a query or an attribute instead, in the
-        shop's order, and `<r>` 50 products at random.
+        `<c> WORD`, `<q> WORDS` and `<a> WORDS` find all products of a category, a query or an attribute, in the shop's
+        order, `<r>` 50 products at random, and other words the best 50.
         """
-        first, *others = keywords.split(" ")
-        words = " ".join(others).strip()
-        match first:
-            case "<r>":
-                numbers = random.Random(keywords).sample(range(self.products), min(HITS, self.products))
-                found = [self._select("SELECT asin FROM products WHERE number = ?", number)[0] for number in numbers]
-            case "<c>":
-                category = others[0].strip() if others else ""
-                found = self._select("SELECT asin FROM products WHERE category = ? ORDER BY number", category)
-            case "<q>":
-                found = self._select("SELECT asin FROM products WHERE query = ? ORDER BY number", words)
-            case "<a>":
-                joined = "attributes JOIN products USING (number)"
-                found = self._select(f"SELECT asin FROM {joined} WHERE attribute = ? ORDER BY number", words)
-            case _:
+        if (listed := _listed(keywords)) is None:
+            return self._hits(keywords)[start : start + count]
+        statement = f"SELECT asin FROM products WHERE {listed[0]} ORDER BY number LIMIT ? OFFSET ?"
+        return tuple(asin for (asin,) in self._select(statement, listed[1], count, start))
+
+    def _total(self, keywords: str) -> int:
+        """Return how many products `keywords` find."""
+        if (listed := _listed(keywords)) is None:
+            return len(self._hits(keywords))
+        return self._select(f"SELECT COUNT(*) FROM products WHERE {listed[0]}", listed[1])[0][0]
+
+    def _find(self, keywords: str) -> tuple[str, ...]:
+        if keywords.split(" ")[0] != "<r>":
+            with self._reading():
                 return tuple(passage.id for passage in self._index.search(keywords, HITS))
-        return tuple(asin for (asin,) in found)
+        numbers = random.Random(encodable(keywords)).sample(range(self.products), min(HITS, self.products))
+        select = "SELECT asin FROM products WHERE number = ?"
+        return tuple(self._select(select, number)[0][0] for number in numbers)
 
     def _select(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
-        with self._lock:
+        with self._lock, self._reading():
             return self._database.execute(statement, values).fetchall()
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Raise ToolInfrastructureError if the shop's files cannot be read."""
+        try:
+            yield
+        except (sqlite3.Error, ValueError, OSError) as error:
+            fix = "remove this folder, and the shop is built again"
+            told = error.told if isinstance(error, SettingError) else error
+            raise ToolInfrastructureError(f"the shop in {self._folder} cannot be read: {told}; fix: {fix}") from error
+
+
+_CONDITIONS = {
+    "<c>": "category = ?",
+    "<q>": "query = ?",
+    "<a>": "number IN (SELECT number FROM attributes WHERE attribute = ?)",
+}
+
+
+def _listed(keywords: str) -> tuple[str, str] | None:
+    """Return the condition of a search for all products of a kind, with its value; None for another search."""
+    first, *others = encodable(keywords).split(" ")
+    if first not in _CONDITIONS:
+        return None
+    return _CONDITIONS[first], " ".join(others[:1] if first == "<c>" else others).strip()
 
 
 def _built(config: ShopConfig) -> Path:
     """Return the folder of a shop, after building it if need be."""
     home = config.cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentfactory" / "webshop"
-    with writing(home):
+    with _making(home):
         home.mkdir(parents=True, exist_ok=True)
     files = DataFiles.find(config.data or _catalogue(home))
     made_of = {
@@ -162,15 +205,28 @@ def _catalogue(home: Path) -> Path:
     if not folder.exists():
         with _locked(home / "catalogue.lock"):
             if not folder.exists():
-                write_catalogue(folder)
+                with writing(folder):
+                    write_catalogue(folder)
     return folder
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
+    with _making(path):
+        file = path.open("w")
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def _making(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SettingError(
+            "cache", f"{path} cannot be made: {error.strerror}", "name a folder that can be written"
+        ) from error
 
 
 def _build(files: DataFiles, config: ShopConfig, folder: Path) -> None:
@@ -213,13 +269,13 @@ def _fill(connection: sqlite3.Connection, files: DataFiles, config: ShopConfig) 
     rng = random.Random(config.seed)
     encode = msgspec.json.encode
 
-    def entry(asin: str) -> dict[str, Any] | None:
+    def listing(asin: str) -> Listing:
         found = connection.execute("SELECT entry FROM entries WHERE asin = ?", (asin,)).fetchone()
-        return None if found is None else msgspec.json.decode(found[0])
+        return Listing() if found is None else msgspec.json.decode(found[0], type=Listing)
 
-    entries = ((asin, encode(value)) for asin, value in read_entries(files.attributes))
+    entries = ((asin, encode(value)) for asin, value in read_entries(files.attributes, Listing))
     connection.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?)", entries)
-    products = read_products(files.items, lambda asin: (entry(asin) or {}).get("attributes"), config.products)
+    products = read_products(files.items, lambda asin: listing(asin).attributes, config.products)
     for number, product in enumerate(products):
         price = draw_price(product, rng)
         row = (number, product.asin, product.category, product.query, price, encode(product))
@@ -227,7 +283,7 @@ def _fill(connection: sqlite3.Connection, files: DataFiles, config: ShopConfig) 
         named = ((attribute, number) for attribute in product.attributes)
         connection.executemany("INSERT INTO attributes VALUES (?, ?)", named)
     # bounds are drawn after all prices, in the order of products, as published
-    made = enumerate(_goals(connection, files, config, entry, rng))
+    made = enumerate(_goals(connection, files, config, listing, rng))
     connection.executemany("INSERT INTO goals VALUES (?, ?)", ((number, encode(goal)) for number, goal in made))
     count = connection.execute("SELECT COUNT(*) FROM goals").fetchone()[0]
     if count == 0:
@@ -238,7 +294,7 @@ def _fill(connection: sqlite3.Connection, files: DataFiles, config: ShopConfig) 
         DROP TABLE entries;
         CREATE INDEX by_category ON products (category);
         CREATE INDEX by_query ON products (query);
-        CREATE INDEX by_attribute ON attributes (attribute);
+        CREATE INDEX by_attribute ON attributes (attribute, number);
         """
     )
     connection.commit()
@@ -248,20 +304,20 @@ _FIX = "set `goals` to the other kind, human or synthetic, or take more products
 
 
 def _goals(
-    connection: sqlite3.Connection, files: DataFiles, config: ShopConfig, entry: Any, rng: random.Random
+    connection: sqlite3.Connection,
+    files: DataFiles,
+    config: ShopConfig,
+    listing: Callable[[str], Listing],
+    rng: random.Random,
 ) -> Iterator[Goal]:
-    instructions = dict(read_entries(files.instructions)) if config.goals is GoalKind.HUMAN else {}
+    human = config.goals is GoalKind.HUMAN
+    instructions = dict(read_entries(files.instructions, list[Instruction])) if human else {}
     for price, encoded in connection.execute("SELECT price, product FROM products ORDER BY number"):
         product = msgspec.json.decode(encoded, type=Product)
-        try:
-            if config.goals is GoalKind.HUMAN:
-                yield from human_goals(product, price, instructions.get(product.asin, []), rng)
-            else:
-                yield from synthetic_goals(product, price, entry(product.asin) or {}, rng)
-        except (KeyError, TypeError, AttributeError) as error:  # a file of another format
-            file = files.instructions if config.goals is GoalKind.HUMAN else files.attributes
-            problem = f"the instructions of {product.asin} in {file} cannot be read: {type(error).__name__}: {error}"
-            raise SettingError("data", problem, "correct the file, or download it again") from error
+        if human:
+            yield from human_goals(product, price, instructions.get(product.asin, []), rng)
+        else:
+            yield from synthetic_goals(product, price, listing(product.asin), rng)
 
 
 def _passages(connection: sqlite3.Connection) -> Iterator[Passage]:

@@ -215,6 +215,7 @@ HOSTILE = [
         "\ud800",
         "' OR 1=1 --",
     ),
+    *("<c> \ud800", "<r> \ud800", "<q> \x00", "<a> ' OR 1=1", "<c> " + "a" * 10_000),
     *("title:", "(a AND", '"', "NOT", "*", "^", "<c>", "<q>", "<a>", "<r> x", "<r>", "-1", "Next >", "buy  now", "％s"),
 ]
 
@@ -234,9 +235,9 @@ async def test_hostile_input_is_searched_or_does_nothing(catalogue: Path) -> Non
 
 
 def test_tasks_are_rows_of_a_split(catalogue: Path) -> None:
-    sizes = {split: len(webshop_tasks(split, cache=str(catalogue))) for split in ("test", "eval", "train")}
+    sizes = {split: len(list(webshop_tasks(split, cache=str(catalogue)))) for split in ("test", "eval", "train")}
     assert sizes == {"test": 500, "eval": 1000, "train": 2100}
-    row = webshop_tasks("train", cache=str(catalogue))[0]
+    row = next(webshop_tasks("train", cache=str(catalogue)))
     assert row["goal"] == 1500
     environment = WebShop(cache=str(catalogue))
     assert row["instruction"] in environment.reset(**row)
@@ -247,7 +248,7 @@ def test_tasks_are_rows_of_a_split(catalogue: Path) -> None:
     [
         ({"split": "dev"}, "split: got 'dev'; fix: use one of test, eval, train"),
         ({"split": "test", "goals": "all"}, "goals: got 'all'; fix: use one of human, synthetic"),
-        ({"split": "test", "products": 0}, "products: got 0; fix: give 1 or more"),
+        ({"split": "test", "products": 0}, "products: got 0; fix: give a whole number from 1"),
         ({"split": "test", "data": "/nowhere"}, "data: there is no folder /nowhere"),
         ({"split": "train", "products": 100}, "split: the shop has 300 human goals, all of them in the splits before"),
     ],
@@ -260,8 +261,17 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str, catalogu
 def test_a_goal_that_is_not_there_is_named(catalogue: Path) -> None:
     with pytest.raises(ValueError, match="goal: got 3600; the shop has the goals 0 to 3599"):
         WebShop(cache=str(catalogue)).reset(3600)
-    with pytest.raises(SettingError, match="results_per_page: got 0"):
-        WebShop(cache=str(catalogue), results_per_page=0)
+    goal: Any
+    for goal in ("3", 1.0, True, None, -1):
+        with pytest.raises(ValueError, match=f"goal: got {goal!r}; the shop has"):
+            WebShop(cache=str(catalogue)).reset(goal)
+
+
+@pytest.mark.parametrize("option", ["results_per_page", "products"])
+@pytest.mark.parametrize("value", [0, 1.5, "5", True])
+def test_a_count_has_to_be_a_whole_number(option: str, value: Any, catalogue: Path) -> None:
+    with pytest.raises(SettingError, match=f"{option}: got {value!r}; fix: give a whole number from 1"):
+        WebShop(**{"cache": str(catalogue), option: value})
 
 
 def test_the_small_tagger_finds_nouns() -> None:
