@@ -120,10 +120,6 @@ class DenseIndex:
             for key, distance in zip(found.keys, found.distances, strict=True)
         ]
 
-    def open(self, id: str) -> Passage | None:
-        """Return the passage with this id; None if there is none."""
-        return self._passages.open(id)
-
 
 class _Encoder:
     """A sentence-transformers model. Vectors have length 1."""

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from agentfactory.tools.errors import SettingError, short
+from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.search.engines.engine import Engine, EngineOptions
 from agentfactory.tools.search.passage import Passage, Source
 from agentfactory.tools.search.ranking import Index, open_index
@@ -34,16 +35,21 @@ class IndexSource:
 
     async def search(self, query: str, count: int) -> list[Passage]:
         """See Source."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._index.search, query, count)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._search, query, count)
 
     async def open(self, id: str) -> str | None:
-        """See Source."""
-        passage = await asyncio.get_running_loop().run_in_executor(self._threads, self._index.open, id)
-        return None if passage is None else passage.contents
+        """Return None: what a search finds is whole."""
+        return None
 
     async def close(self) -> None:
         """Let the threads end."""
         self._threads.shutdown(wait=False)
+
+    def _search(self, query: str, count: int) -> list[Passage]:
+        try:
+            return self._index.search(query, count)
+        except BaseException as error:  # boundary: on a damaged file, tantivy panics, which is no Exception
+            raise ToolInfrastructureError(f"the index cannot be searched: {type(error).__name__}: {error}") from error
 
 
 class SharedSource:

@@ -133,7 +133,7 @@ class Fetcher:
         kind = response.content_type if "Content-Type" in response.headers else "text/html"
         if not kind.startswith("text/") and kind not in _READABLE:
             raise PageError(f"{url} is of the type {kind}; only text, HTML and PDF can be read.")
-        content = await _content(response, self._most)
+        content = await content_of(response, self._most)
         if content is None:
             raise PageError(f"{url} is larger than {self._most >> 10:,} KiB, the most that is read.")
         return Document(str(url), kind, response.charset, content)
@@ -169,8 +169,8 @@ class Fetcher:
                         return f"cannot serve its robots.txt now ({response.status})"
                     if response.status != 200:
                         return Protego.parse("")
-                    content = await _content(response, _ROBOTS_BYTES, cut=True)
-                    return Protego.parse((content or b"").decode("utf-8", "replace"))
+                    content = await content_of(response, _ROBOTS_BYTES, cut=True)
+                    return Protego.parse((content or b"").decode("utf-8-sig", "replace"))
             url = following
         return Protego.parse("")
 
@@ -181,7 +181,7 @@ class Fetcher:
         return PageError(f"{url.host} {told}.")
 
 
-async def _content(response: aiohttp.ClientResponse, most: int, cut: bool = False) -> bytes | None:
+async def content_of(response: aiohttp.ClientResponse, most: int, cut: bool = False) -> bytes | None:
     """Return the decompressed body, of which no more than `most` bytes are kept in memory; None if it is larger, or
     its beginning with `cut`."""
     content = bytearray()

@@ -65,6 +65,27 @@ async def test_what_cannot_be_opened_is_told_to_the_model(tmp_path: Path) -> Non
         assert refused.error is CallError.TOOL_ERROR
 
 
+async def test_passages_with_one_id_are_opened_apart(tmp_path: Path) -> None:
+    index = index_of(tmp_path, [Passage("a", "First\nalpha"), Passage("a", "Second\nbeta")])
+    async with searching(source=str(index)) as toolset, toolset.chain("a", {}) as chain:
+        await call(chain, "search", query="beta")
+        assert (await call(chain, "open", doc=1)).content == "Second (page 1 of 1)\n\nbeta"
+
+
+async def test_an_index_that_breaks_ends_the_chain(tmp_path: Path) -> None:
+    class Panic(BaseException):
+        """As tantivy's are, it is no Exception."""
+
+    class Broken:
+        def search(self, query: str, count: int) -> list[Passage]:
+            raise Panic("index out of bounds")
+
+    source = sources.IndexSource(Broken())
+    with pytest.raises(ToolInfrastructureError, match="the index cannot be searched: Panic: index out of bounds"):
+        await source.search("a", 1)
+    await source.close()
+
+
 async def test_a_long_document_is_shown_in_part_and_opened_in_pages(tmp_path: Path) -> None:
     text = " ".join(f"word{number}" for number in range(2000))
     index = index_of(tmp_path, [Passage("long", f'"Long"\n{text}')])

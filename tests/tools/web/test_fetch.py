@@ -238,6 +238,11 @@ async def test_robots_txt_is_obeyed_and_asked_for_once(opened: Opener) -> None:
         assert "There is no page" in await refused(careless, f"{address}/private/x")
 
 
+async def test_a_robots_txt_may_begin_with_a_byte_order_mark(opened: Opener) -> None:
+    async with site({"/robots.txt": "\ufeffUser-agent: *\nDisallow: /", "/": "x"}) as served:
+        assert "robots.txt" in await refused(opened(), f"http://site.test:{served.port}/")
+
+
 @pytest.mark.parametrize("code", [500, 503, 429])
 async def test_a_site_that_cannot_give_its_robots_txt_is_not_read(opened: Opener, code: int) -> None:
     async with site({"/robots.txt": status(code), "/": "x"}) as served:
