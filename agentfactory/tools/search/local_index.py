@@ -139,7 +139,7 @@ class LocalIndex:
     def __init__(self, folder: Path) -> None:
         manifest = _read_manifest(folder)
         if manifest is None or "passages" not in manifest:
-            building = folder.with_name(f"{folder.name}.building").exists()
+            building = Path(f"{folder}.building").exists()
             fix = "run the same `agentfactory index build` again" if building else "agentfactory index build CORPUS"
             raise SettingError("source", f"there is no index in {folder}", f"{fix} --output {folder}")
         if manifest["format"] != _FORMAT:

@@ -86,6 +86,10 @@ class Fetcher:
                     url = following
         except TimeoutError:
             raise self._down(url, f"did not answer within {self._seconds:g} s") from None
+        except aiohttp.ClientConnectorSSLError as error:
+            if "WRONG_VERSION_NUMBER" not in str(error):
+                raise self._down(url, f"does not answer ({_told(error)})") from error
+            raise PageError(f"{url.host}:{url.port} does not speak https; open it with http://.") from None
         except (aiohttp.ClientError, OSError) as error:
             raise self._down(url, f"does not answer ({_told(error)})") from error
         raise PageError(f"{address} leads through more than {_MOST_REDIRECTS} redirects.")

@@ -110,7 +110,6 @@ async def test_a_broken_file_is_told(tmp_path: Path) -> None:
 PROCESS = """
 import asyncio, sys
 from pathlib import Path
-from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.search.budget import Budget, BudgetUsedUp
 from agentfactory.tools.search.cache import DiskCache
 

@@ -475,6 +475,10 @@ async def test_the_tool_search_asks_an_engine_within_its_budget(use: Use, tmp_pa
         ("brave", {"cashe": "x"}, "engine.cashe"),
         ("brave", {"calls": 5}, "engine.cache"),
         ("brave", {"cache": "x", "calls": "many"}, "engine.calls"),
+        ("brave", {"cache": "x", "calls": 5.5}, "engine.calls"),
+        ("brave", {"cache": 5}, "engine.cache"),
+        ("brave", {"cache": "x", "cost": 1, "price": "a cent"}, "engine.price"),
+        ("brave", {"retry_seconds": None}, "engine.retry_seconds"),
         ("http://127.0.0.1:9/", {"calls_per_second": 1.0}, "engine"),
     ],
 )

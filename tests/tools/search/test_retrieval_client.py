@@ -45,9 +45,8 @@ async def test_scores_may_lack_and_documents_may_be_bare() -> None:
         asked.append(body)
         scored = {"document": HAMLET, "score": 2.5}
         # the last one as Search-R1's proxies of online engines give it
-        return {
-            "result": [[scored, {"document": HAMLET}, HAMLET, {"document": {"id": None, "contents": "t\nx\ud800"}}]]
-        }
+        odd = {"document": {"id": None, "contents": "t\nx\ud800"}}
+        return {"result": [[scored, {"document": HAMLET}, HAMLET, odd]]}
 
     async with serving(answer) as client:
         found = await client.search('say: "hamlet', 4)

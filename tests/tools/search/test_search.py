@@ -182,8 +182,9 @@ def test_a_source_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     fix = "fix: name the folder of an index, the address of a retrieval server"
     with pytest.raises(SettingError, match=f"source: there is no 'nowhere'; {fix}"):
         Search("nowhere")
-    with pytest.raises(SettingError, match="there is no index in"):
-        Search(str(tmp_path))
+    for folder in (str(tmp_path), ".", ""):
+        with pytest.raises(SettingError, match="there is no index in"):
+            Search(folder)
     with pytest.raises(ValueError, match="count: got 0; it has to be at least 1"):
         Search("nowhere", count=0)
     index = str(index_of(tmp_path))

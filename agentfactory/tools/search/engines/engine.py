@@ -19,6 +19,7 @@ from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.limits import Rates
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.notices import tell
+from agentfactory.tools.option_types import check_types
 from agentfactory.tools.retries import Retries, seconds_asked
 from agentfactory.tools.search.budget import Budget
 from agentfactory.tools.search.cache import DiskCache
@@ -83,6 +84,7 @@ class EngineOptions:
         known = [each.name for each in fields(cls)]
         if unknown := [name for name in given if name not in known]:
             raise SettingError(f"engine.{unknown[0]}", "there is no such option", f"they are {', '.join(known)}")
+        check_types(given, cls, "engine")
         try:
             cache = given.get("cache")
             return cls(**{**given, "cache": None if cache is None else Path(cache).resolve()})
@@ -92,7 +94,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name in ("calls", "cost", "calls_per_second"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and value > 0):
+            if value is not None and not value > 0:
                 raise SettingError(name, f"got {short(value)}; it has to be a number above 0")
         if self.cache is None and (self.calls is not None or self.cost is not None):
             raise SettingError("cache", "a budget is counted in its folder, and there is none", "name a folder")
