@@ -65,7 +65,8 @@ def build_index(
         finish: adds to the folder before it is renamed.
 
     Raises:
-        SettingError: `folder` exists, another process builds it, there is no such language, or there is no passage.
+        SettingError: `folder` exists or cannot be made, another process builds it, there is no such language, or there
+            is no passage.
         DiskError: the disk is full.
     """
     if folder.exists():
@@ -99,8 +100,12 @@ def build_index(
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Make `folder`, and keep other builds out of it. Raises SettingError if there is one."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Make `folder`, and keep other builds out of it. Raises SettingError if there is one, or it cannot be
+    made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError("folder", f"{folder} cannot be made: {error}", "choose another folder") from error
     with (folder / _LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

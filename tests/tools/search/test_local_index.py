@@ -129,6 +129,9 @@ def test_a_folder_without_an_index_is_refused(tmp_path: Path) -> None:
         LocalIndex(folder)
     with pytest.raises(SettingError, match=r"folder: .*index exists; fix: choose another folder, or remove it"):
         build_index(PLAYS, folder)
+    for wrong in (folder / local_index.MANIFEST / "index", Path("/proc/none/index")):
+        with pytest.raises(SettingError, match=r"folder: .*index.building cannot be made: .*; fix: choose another"):
+            build_index(PLAYS, wrong)
 
 
 def test_damaged_files_are_told(tmp_path: Path) -> None:

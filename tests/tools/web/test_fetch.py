@@ -238,6 +238,19 @@ async def test_robots_txt_is_obeyed_and_asked_for_once(opened: Opener) -> None:
         assert "There is no page" in await refused(careless, f"{address}/private/x")
 
 
+async def test_the_recipes_own_hosts_serve_all_chains_at_once(opened: Opener) -> None:
+    together = asyncio.Barrier(64)
+
+    async def page(request: web.Request) -> web.Response:
+        await together.wait()
+        return web.Response(text="x")
+
+    async with site({"/": page}, PRIVATE) as served:
+        fetcher = opened(allow_hosts=(f"127.0.0.1:{served.port}",), robots=False)
+        address = f"http://127.0.0.1:{served.port}/"
+        assert len(await asyncio.gather(*(fetcher.fetch(address) for _ in range(64)))) == 64
+
+
 async def test_https_to_a_server_without_it_is_told_to_the_model(opened: Opener) -> None:
     async with site({"/": "x"}, PRIVATE) as served:
         fetcher = opened(allow_hosts=(f"127.0.0.1:{served.port}",))
