@@ -1,6 +1,7 @@
 """Dense retrieval and its fusion with BM25, with a model of random word vectors that is made on the spot."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -181,6 +182,27 @@ def test_without_the_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
         SettingError, match=r"m needs usearch, which is not installed; fix: pip install 'agentfactory\["
     ):
         dense.check_model("m")
+
+
+@needs_packages
+def test_an_index_finds_its_models_folder_from_anywhere(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(model).parent)
+    build_index(PLAYS, tmp_path / "index", finish=lambda place: dense.build_dense(PLAYS, place, Path(model).name))
+    monkeypatch.chdir(tmp_path)
+    assert len(open_index(tmp_path / "index", "dense").search("drama", 2)) == 2
+
+
+@needs_packages
+@pytest.mark.parametrize("file", ["model.json", "vectors.usearch"])
+def test_damaged_vectors_are_told(tmp_path: Path, index: Path, file: str) -> None:
+    damaged = shutil.copytree(index, tmp_path / "index") / "dense" / file
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    for _ in range(2):
+        with pytest.raises(SettingError, match=r"the vectors in .* are damaged: .*; fix: remove the index, and build"):
+            open_index(tmp_path / "index")
+        damaged.unlink(missing_ok=True)
 
 
 def test_fusion_adds_the_reciprocal_ranks() -> None:
