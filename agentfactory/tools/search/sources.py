@@ -119,7 +119,8 @@ def _open(name: str, ranking: str | None, engine: EngineOptions | None) -> Sourc
         return RetrievalClient(name)
     if name in ENGINES:
         return load_object(name, Path(), ENGINES)(engine)
-    if not Path(name).is_dir() and "/" not in name:
+    folder = Path(name).expanduser()
+    if not folder.is_dir() and "/" not in name:
         fix = f"name the folder of an index, the address of a retrieval server, or an engine ({', '.join(ENGINES)})"
         raise SettingError("source", f"there is no {name!r}", fix)
-    return IndexSource(open_index(Path(name), ranking))
+    return IndexSource(open_index(folder, ranking))

@@ -72,6 +72,14 @@ async def test_passages_with_one_id_are_opened_apart(tmp_path: Path) -> None:
         assert (await call(chain, "open", doc=1)).content == "Second (page 1 of 1)\n\nbeta"
 
 
+async def test_a_folder_may_begin_with_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    index_of(tmp_path)
+    search = Search("~/index")
+    assert (await search.search("wager"))["documents"] == ["f"]
+    await search.close()
+
+
 async def test_an_index_that_breaks_ends_the_chain(tmp_path: Path) -> None:
     class Panic(BaseException):
         """As tantivy's are, it is no Exception."""

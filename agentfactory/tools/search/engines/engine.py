@@ -87,7 +87,7 @@ class EngineOptions:
         check_types(given, cls, "engine")
         try:
             cache = given.get("cache")
-            return cls(**{**given, "cache": None if cache is None else Path(cache).resolve()})
+            return cls(**{**given, "cache": None if cache is None else Path(cache).expanduser().resolve()})
         except SettingError as error:
             raise error.at(f"engine.{error.field}") from None
 
