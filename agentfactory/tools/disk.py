@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PROBE = 1 << 16
 """Bytes that a disk must still take."""
 
@@ -24,18 +25,19 @@ def writing(path: Path) -> Iterator[None]:
     except DiskError:
         raise
     except Exception as error:  # boundary: each library reports a full disk in its own words, torch as a wrong position
-        told = _reason(error) or refusal(path.parent)
+        told = _reason(error) or (refusal(path.parent) if path.parent.is_dir() else None)
         if told is None:
             raise
         free = shutil.disk_usage(path.parent).free
+        fix = "make room" if told.errno in _FULL else "choose a folder that can be written"
         raise DiskError(
-            f"{path} cannot be written: {told.strerror} ({free >> 10:,} KiB are free there); fix: make room"
+            f"{path} cannot be written: {told.strerror} ({free >> 10:,} KiB are free there); fix: {fix}"
         ) from error
 
 
 def _reason(error: Exception) -> OSError | None:
     """Return the system's error that `error` is, or that it quotes as libraries in Rust do."""
-    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    for number in _FULL:
         if getattr(error, "errno", None) == number or f"(os error {number})" in str(error):
             return OSError(number, os.strerror(number))
     return None

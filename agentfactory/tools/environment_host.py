@@ -14,6 +14,7 @@ import anyio
 from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.environment import Environment
 from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.option_types import check_types
 from agentfactory.tools.pool import Lease, Pool
 from agentfactory.tools.threads import run_in_thread
 
@@ -77,7 +78,7 @@ class EnvironmentHost:
             chain keeps its instance until `release`.
 
     Raises:
-        TypeError: the options do not fit the constructor.
+        TypeError, SettingError: the options do not fit the constructor.
     """
 
     def __init__(
@@ -259,6 +260,7 @@ def _check_options(environment: type[Environment], options: dict[str, Any]) -> N
             f"options.{missing[0]}: {label} cannot be made without it; give it under `options:` (serve: --option), "
             "or let reset() take it, if it is a field of the task"
         )
+    check_types(options, environment.__init__, "options")
 
 
 def _now() -> float:

@@ -32,6 +32,7 @@ from pydantic import ValidationError
 from agentfactory.tools import parent_watch
 from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.environment import Environment
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.mcp_server import build_server
 from agentfactory.tools.prebuilt import PREBUILT
 from agentfactory.tools.tool import is_tool
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfac
             server = build_server(
                 objects, pool=pool, options=dict(map(_option, options.option)), idle_seconds=idle_seconds
             )
-    except (UserCodeError, TypeError) as error:
+    except (UserCodeError, TypeError, SettingError) as error:
         parser.error(str(error))
     if isinstance(server, MCPServer):
         server = server._lowlevel_server

@@ -32,7 +32,10 @@ def answer_with_source(
 
 
 def pages_read(messages: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the address of each page that was opened, with all text of it that tools showed."""
+    """Return the address of each page that was opened, with all text of it that tools showed.
+
+    The first line of a result is none of it: an error, the address or the text to find, which the model wrote.
+    """
     read: dict[str, str] = {}
     current = None
     for message in messages:
@@ -41,7 +44,8 @@ def pages_read(messages: list[dict[str, Any]]) -> dict[str, str]:
         if address := message.get("info", {}).get("opened"):
             current = address
         if current is not None and message["name"] in ("browse", "follow", "back", "page", "find_on_page"):
-            read[current] = read.get(current, "") + f"\n{message['content']}"
+            said = message["content"].partition("\n")[2]
+            read[current] = f"{read.get(current, '')}\n{said}"
     return read
 
 

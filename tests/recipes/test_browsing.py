@@ -141,6 +141,26 @@ async def test_a_page_that_a_model_invents_counts_for_nothing(tmp_path: Path, ad
     assert trajectory.metrics["pages_opened"] == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("find_on_page", {"text": "Tovla"}),
+        ("browse", {"url": "ftp://Tovla/"}),
+        ("browse", {"url": "{source}?Tovla"}),
+    ],
+)
+async def test_what_the_model_wrote_itself_is_not_said_by_the_page(
+    tmp_path: Path, address: str, name: str, arguments: dict[str, str]
+) -> None:
+    source = f"{address}/people/halvard.html"
+    arguments = {key: value.format(source=source) for key, value in arguments.items()}
+    last = arguments["url"] if arguments.get("url", "").startswith(source) else source
+    texts = [call("browse", url=source), call(name, **arguments), f"<answer>Tovla</answer><source>{last}</source>"]
+    trajectory = await play(tmp_path, address, texts)
+    assert trajectory.reward == pytest.approx(0.7)
+    assert (trajectory.metrics["source_opened"], trajectory.metrics["source_says_it"]) == (1, 0)
+
+
 async def test_without_its_engine_a_chain_has_no_reward(
     tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

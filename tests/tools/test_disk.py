@@ -23,9 +23,15 @@ def test_a_library_in_rust_only_quotes_the_system(tmp_path: Path) -> None:
 
 def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
     for error in (RuntimeError("a bug"), FileNotFoundError(errno.ENOENT, "No such file", "there")):
-        with pytest.raises(type(error)) as caught, writing(tmp_path / "a.bin"):
-            raise error
-        assert caught.value is error
+        for path in (tmp_path / "a.bin", tmp_path / "none" / "a.bin"):
+            with pytest.raises(type(error)) as caught, writing(path):
+                raise error
+            assert caught.value is error
+
+
+def test_a_folder_that_cannot_be_written_is_not_full() -> None:
+    with pytest.raises(DiskError, match=r"^/proc/a cannot be written: .*; fix: choose a folder that can be written"):
+        append(Path("/proc/a"), "a line")
 
 
 def test_a_place_to_write() -> None:

@@ -13,6 +13,7 @@ from mcp.server.mcpserver import MCPServer
 
 from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.environment import Environment
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.mcp_server import CHAIN_KEY, ROLE_KEY, OwnServer, build_server
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of
@@ -502,6 +503,8 @@ def test_options_that_do_not_fit() -> None:
         build_server([Room], options={"colour": "red", "name": "x"})
     with pytest.raises(TypeError, match=r"options\.size: Counter has no such argument; it takes none"):
         build_server([Counter], options={"size": 1})
+    with pytest.raises(SettingError, match=r"options\.name: got 5: Input should be a valid string"):
+        build_server([Room], options={"name": 5})
     for objects in ([add], [MCPServer("theirs")]):
         with pytest.raises(TypeError, match=r"options: server pad has no Environment class, .*; remove it"):
             build_server(objects, "pad", options={"size": 1})

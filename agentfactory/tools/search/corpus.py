@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.search.passage import Passage
 
 _LINES = (".jsonl", ".jsonl.gz")
+_KINDS = (*_LINES, ".parquet")
 
 
 class Corpus:
@@ -27,7 +29,7 @@ class Corpus:
         split: The data set's split.
 
     Raises:
-        SettingError: a file of another kind.
+        SettingError: no such file, or one of another kind.
     """
 
     def __init__(self, path: str, subset: str | None = None, split: str = "train") -> None:
@@ -35,16 +37,20 @@ class Corpus:
         """The part of the corpus that was read so far, from 0 to 1; None if unknown."""
         self._path, self._subset, self._split = path, subset, split
         file = Path(path)
+        if not file.exists() and path.endswith(_KINDS):
+            raise SettingError("corpus", f"there is no file {path}", "correct the path")
         if not file.is_file():
             self._read = self._data_set
-            self.name = f"{path} {subset or ''} {split}"
+            # files of a folder, which may change; none of a data set of the hub
+            files = sorted((str(each), each.stat().st_mtime_ns) for each in file.rglob("*"))
+            self.name = f"{path} {subset or ''} {split} {zlib.crc32(repr(files).encode())}"
             return
         if file.name.endswith(_LINES):
             self._read = self._lines
         elif file.suffix == ".parquet":
             self._read = self._parquet
         else:
-            fix = f"use a file {', '.join(_LINES)} or .parquet, or the name of a hub data set"
+            fix = f"use a file {', '.join(_KINDS)}, or the name of a hub data set"
             raise SettingError("corpus", f"{path} is of another kind", fix)
         about = file.stat()
         self.name = f"{file.resolve()} {about.st_size} {about.st_mtime_ns}"
@@ -67,7 +73,7 @@ class Corpus:
                     if not line.isspace():
                         place = f"{self._path}:{number}"
                         yield place, _parse(line, place)
-            except (EOFError, gzip.BadGzipFile) as error:
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 raise SettingError("corpus", f"{self._path} is cut off or damaged: {error}", "fetch it again") from None
 
     def _parquet(self) -> Iterator[tuple[str, Any]]:
@@ -83,7 +89,7 @@ class Corpus:
                         number += 1
                         yield f"{self._path}: row {number}", row
                     self.share = number / total
-        except pyarrow.ArrowException as error:
+        except (pyarrow.ArrowException, OSError) as error:
             raise SettingError("corpus", f"{self._path} cannot be read as parquet: {error}", "correct it") from None
 
     def _data_set(self) -> Iterator[tuple[str, Any]]:
@@ -92,17 +98,17 @@ class Corpus:
 
         try:
             rows = datasets.load_dataset(self._path, self._subset, split=self._split, streaming=True)
-        except (ValueError, OSError) as error:
+            for number, row in enumerate(rows, 1):
+                yield f"{self._path}: row {number}", row
+        except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
             problem = f"{self._path} is no file, and cannot be read as a hub data set: {error}"
             raise SettingError("corpus", problem, "name one that exists, with its --subset and --split") from None
-        for number, row in enumerate(rows, 1):
-            yield f"{self._path}: row {number}", row
 
 
 def _parse(line: bytes, place: str) -> Any:
     try:
         return msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
     # accepts lone surrogates too, and its error has the column
     try:
@@ -113,6 +119,8 @@ def _parse(line: bytes, place: str) -> Any:
         raise SettingError(
             "corpus", f"{place} is not JSON: {error.msg} at column {error.colno}", "correct it"
         ) from None
+    except RecursionError:
+        raise SettingError("corpus", f"{place} has too many brackets within each other", "correct it") from None
 
 
 def _passage(row: Any, place: str, number: int) -> Passage:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from agentfactory.tools.disk import writing
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolInfrastructureError
 
 _BUSY_SECONDS = 30.0
@@ -20,22 +21,33 @@ class Database:
     Args:
         path: On a disk of this machine, because SQLite's locks do not work over a network. Its folder is made.
         tables: SQL that makes the tables if they do not exist.
+
+    Raises:
+        SettingError: the file cannot be made, or is no such database.
+        DiskError: the disk is full.
     """
 
     def __init__(self, path: Path, tables: str) -> None:
         self.path = path
         self._lock = threading.Lock()
         with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # one process after the other: SQLite may refuse to change a file's mode at once instead of waiting
-            with path.with_suffix(".lock").open("w") as lock, self._told():
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                self._connection = sqlite3.connect(
-                    path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
-                )
-                self._connection.execute("PRAGMA journal_mode = WAL")
-                self._connection.execute("PRAGMA synchronous = NORMAL")
-                self._connection.executescript(tables)
+            try:
+                self._open(tables)
+            except (OSError, sqlite3.Error) as error:
+                problem = f"{path} cannot be used: {error}"
+                raise SettingError("cache", problem, "name another folder, or remove it") from error
+
+    def _open(self, tables: str) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # one process after the other: SQLite may refuse to change a file's mode at once instead of waiting
+        with self.path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._connection = sqlite3.connect(
+                self.path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+            )
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.execute("PRAGMA synchronous = NORMAL")
+            self._connection.executescript(tables)
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:

@@ -40,6 +40,9 @@ def build_dense(
     import numpy as np
 
     check_model(model)
+    if Path(model).is_dir():
+        # the index may be used from elsewhere
+        model = str(Path(model).resolve())
     place = folder / VECTORS
     if (place / _GRAPH).exists():
         return
@@ -96,16 +99,20 @@ class DenseIndex:
     """
 
     def __init__(self, passages: LocalIndex) -> None:
-        model = json.loads((passages.folder / VECTORS / _MODEL).read_bytes())["model"]
-        check_model(model)
+        check_model(f"the index {passages.folder}")
         from usearch.index import Index
 
         self._passages = passages
-        self._encoder = _Encoder(model)
-        graph = Index.restore(str(passages.folder / VECTORS / _GRAPH), view=True)
-        if graph is None:
-            raise SettingError("source", f"the vectors in {passages.folder} cannot be read", "build the index again")
+        try:
+            model = json.loads((passages.folder / VECTORS / _MODEL).read_bytes())["model"]
+            graph = Index.restore(str(passages.folder / VECTORS / _GRAPH), view=True)
+            if graph is None or len(graph) != passages.passages:
+                raise ValueError(f"{len(graph or ()):,} vectors for {passages.passages:,} passages")
+        except (OSError, ValueError, RuntimeError) as error:
+            problem = f"the vectors in {passages.folder} are damaged: {error}"
+            raise SettingError("source", problem, "remove the index, and build it again") from None
         self._graph = graph
+        self._encoder = _Encoder(model)
 
     def search(self, query: str, count: int) -> list[Passage]:
         """Return at most `count` passages by their inner product with the query, the best first. Any text is a
@@ -119,10 +126,6 @@ class DenseIndex:
             self._passages.at(int(key), score=1.0 - float(distance))
             for key, distance in zip(found.keys, found.distances, strict=True)
         ]
-
-    def open(self, id: str) -> Passage | None:
-        """Return the passage with this id; None if there is none."""
-        return self._passages.open(id)
 
 
 class _Encoder:

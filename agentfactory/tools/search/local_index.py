@@ -1,10 +1,12 @@
 """A BM25 index of passages on disk (tantivy): built from a stream, resumed after a kill, searched by any text."""
 
+import fcntl
 import json
 import os
 import shutil
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from agentfactory.tools.search.passage import Passage, encodable
 
 MANIFEST = "index.json"
 _FORMAT = 1
+_LOCK = "build.lock"
+"""File that a build keeps locked while it runs."""
 _TERMS = "bm25"
 """Folder of tantivy's files within an index."""
 VECTORS = "dense"
@@ -61,7 +65,8 @@ def build_index(
         finish: adds to the folder before it is renamed.
 
     Raises:
-        SettingError: `folder` exists, or there is no such language.
+        SettingError: `folder` exists or cannot be made, another process builds it, there is no such language, or there
+            is no passage.
         DiskError: the disk is full.
     """
     if folder.exists():
@@ -69,16 +74,20 @@ def build_index(
     check_language(language)
     # a corpus that cannot be read leaves nothing behind
     passages = iter(passages)
-    passages = chain(list(islice(passages, 1)), passages)
+    first = list(islice(passages, 1))
+    if not first:
+        raise SettingError("corpus", "there is no passage in it", "name another file, data set or split")
+    passages = chain(first, passages)
     unfinished = folder.with_name(f"{folder.name}.building")
     made = {"format": _FORMAT, "corpus": corpus, "language": language}
-    # a build that was killed just before the renaming has the number of passages, too
-    found = _read_manifest(unfinished) or {}
-    if not corpus or {name: found.get(name) for name in made} != made:
-        # another build's, or of passages that may differ
-        shutil.rmtree(unfinished, ignore_errors=True)
-    with writing(unfinished):
-        (unfinished / _TERMS).mkdir(parents=True, exist_ok=True)
+    with writing(unfinished), _alone(unfinished):
+        # a build that was killed just before the renaming has the number of passages, too
+        found = _read_manifest(unfinished) or {}
+        if not corpus or {name: found.get(name) for name in made} != made:
+            # another build's, or of passages that may differ
+            for part in (_TERMS, VECTORS):
+                shutil.rmtree(unfinished / part, ignore_errors=True)
+        (unfinished / _TERMS).mkdir(exist_ok=True)
         _write_manifest(unfinished, made)
         total = _add_all(passages, _open_terms(unfinished, language), progress)
         if finish is not None:
@@ -89,15 +98,29 @@ def build_index(
     return total
 
 
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Make `folder`, and keep other builds out of it. Raises SettingError if there is one, or it cannot be
+    made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError("folder", f"{folder} cannot be made: {error}", "choose another folder") from error
+    with (folder / _LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            problem = f"another process builds an index in {folder}"
+            raise SettingError("folder", problem, "wait for it, or end it") from None
+        yield
+
+
 def _add_all(passages: Iterable[Passage], index: tantivy.Index, progress: Callable[[int], None]) -> int:
     index.reload()
     # every passage is one document, so the index itself knows how far its last commit was
     number = index.searcher().num_docs
     progress(number)
-    try:
-        writer = index.writer(_HEAP_BYTES)
-    except ValueError as error:
-        raise SettingError("folder", f"another process builds this index ({error})", "wait for it, or end it") from None
+    writer = index.writer(_HEAP_BYTES)
     for passage in islice(passages, number, None):
         writer.add_document(_document(number, passage))
         number += 1
@@ -115,13 +138,13 @@ class LocalIndex:
     """An index that `build_index` has made. All methods can be called from several threads at once.
 
     Raises:
-        SettingError: there is no index in `folder`.
+        SettingError: there is no index in `folder`, or its files are damaged.
     """
 
     def __init__(self, folder: Path) -> None:
         manifest = _read_manifest(folder)
         if manifest is None or "passages" not in manifest:
-            building = folder.with_name(f"{folder.name}.building").exists()
+            building = Path(f"{folder}.building").exists()
             fix = "run the same `agentfactory index build` again" if building else "agentfactory index build CORPUS"
             raise SettingError("source", f"there is no index in {folder}", f"{fix} --output {folder}")
         if manifest["format"] != _FORMAT:
@@ -130,9 +153,15 @@ class LocalIndex:
         self.passages: int = manifest["passages"]
         self.has_vectors = (folder / VECTORS).is_dir()
         """Whether it was built with a dense model."""
-        self._index = _open_terms(folder, manifest["language"])
         self._analyzer = _analyzer(manifest["language"])
-        self._searcher = self._index.searcher()
+        try:
+            self._index = _open_terms(folder, manifest["language"])
+            self._searcher = self._index.searcher()
+            if self._searcher.num_docs != self.passages:
+                raise ValueError(f"{self._searcher.num_docs:,} of {self.passages:,} passages are there")
+        except ValueError as error:
+            problem = f"the index in {folder} is damaged: {error}"
+            raise SettingError("source", problem, "remove it, and build it again") from None
 
     def search(self, query: str, count: int) -> list[Passage]:
         """Return at most `count` passages by their BM25 score, the best first.
@@ -149,20 +178,13 @@ class LocalIndex:
         found = self._searcher.search(tantivy.Query.boolean_query(any_term), min(count, self.passages), count=False)
         return [self._passage(address, score) for score, address in found.hits]
 
-    def open(self, id: str) -> Passage | None:
-        """Return the passage with this id; None if there is none."""
-        return self._only(tantivy.Query.term_query(self._index.schema, "id", encodable(id), "basic"))
-
     def at(self, number: int, score: float | None = None) -> Passage:
         """Return the passage at this place of the corpus, from 0, with a score of the caller's."""
-        found = self._only(tantivy.Query.term_query(self._index.schema, "number", number), score)
-        if found is None:
-            raise IndexError(f"{self.folder} has no passage {number}")
-        return found
-
-    def _only(self, query: tantivy.Query, score: float | None = None) -> Passage | None:
+        query = tantivy.Query.term_query(self._index.schema, "number", number)
         found = self._searcher.search(query, 1, count=False).hits
-        return self._passage(found[0][1], score) if found else None
+        if not found:
+            raise IndexError(f"{self.folder} has no passage {number}")
+        return self._passage(found[0][1], score)
 
     def _terms(self, query: str) -> list[str]:
         """Return the words to look up: the rarest, and common ones only if there are no others. Common words cost the

@@ -40,7 +40,8 @@ class Source(Protocol):
         ...
 
     async def open(self, id: str) -> str | None:
-        """Return the whole document as text or markdown, its title on the first line; None if there is none.
+        """Return the whole document as text or markdown, its title on the first line; None if it cannot be had, or if
+        passages are whole.
 
         Raises ToolInfrastructureError if the source does not answer.
         """

@@ -31,10 +31,6 @@ class Index(Protocol):
         """Return at most `count` passages, the best first. Any text is a valid query."""
         ...
 
-    def open(self, id: str) -> Passage | None:
-        """Return the passage with this id; None if there is none."""
-        ...
-
 
 def open_index(folder: Path, ranking: str | None = None) -> Index:
     """Open the index in `folder`. `ranking` is one of Ranking; None: hybrid if the index was built with a dense model,
@@ -70,19 +66,15 @@ class HybridIndex:
         depth = max(count, _DEPTH)
         return reciprocal_rank([index.search(query, depth) for index in self._indexes])[: max(0, count)]
 
-    def open(self, id: str) -> Passage | None:
-        """See Index."""
-        return self._indexes[0].open(id)
-
 
 def reciprocal_rank(rankings: Sequence[Sequence[Passage]]) -> list[Passage]:
     """Fuse rankings: a passage's score is the sum of 1 / (60 + rank) over the rankings that have it, ranks from 1
     (Cormack et al., 2009, doi:10.1145/1571941.1572114)."""
-    scores: dict[str, float] = {}
-    passages: dict[str, Passage] = {}
+    scores: dict[Passage, float] = {}
     for ranking in rankings:
         for rank, passage in enumerate(ranking, 1):
-            passages.setdefault(passage.id, passage)
-            scores[passage.id] = scores.get(passage.id, 0.0) + 1 / (_CONSTANT + rank)
+            # a corpus may have an id twice
+            same = replace(passage, score=None)
+            scores[same] = scores.get(same, 0.0) + 1 / (_CONSTANT + rank)
     best = sorted(scores, key=scores.__getitem__, reverse=True)
-    return [replace(passages[id], score=scores[id]) for id in best]
+    return [replace(passage, score=scores[passage]) for passage in best]

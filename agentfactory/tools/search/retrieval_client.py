@@ -10,11 +10,13 @@ import aiohttp
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.retries import Retries
+from agentfactory.tools.retries import Retries, seconds_asked
 from agentfactory.tools.search.passage import Passage, encodable
+from agentfactory.tools.web.fetch import content_of
 
 _HEALS = frozenset({408, 429, 500, 502, 503, 504})
 """Refusals that pass, as a full or starting server's do."""
+_ANSWER_BYTES = 64 << 20
 _REQUEST_SECONDS, _RETRY_SECONDS = 20.0, 20.0
 """How long one try may take, and how long a server may fail before a search does: together less than a call may take
 (`timeout_seconds`, 60), so that a server that hangs is a failure of the infrastructure, and no time-out of the call."""
@@ -39,8 +41,12 @@ class RetrievalClient:
     def __init__(
         self, url: str, request_seconds: float = _REQUEST_SECONDS, retry_seconds: float = _RETRY_SECONDS
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
+        try:
+            parts = urlsplit(url)
+            is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port above 65,535
+            is_address = False
+        if not is_address:
             raise SettingError("source", f"{url!r} is no address", "write it as http://127.0.0.1:8000/retrieve")
         self.url = url if parts.path.strip("/") else f"{url.rstrip('/')}/retrieve"
         self._request_seconds, self._retry_seconds = request_seconds, retry_seconds
@@ -64,7 +70,7 @@ class RetrievalClient:
             if len(found) != len(queries):
                 raise ValueError(f"{len(found)} results for {len(queries)} queries")
             return [[_passage(item) for item in items[:count]] for items in found]
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             told = f"{type(error).__name__}: {error}"
             raise ToolInfrastructureError(
                 f"the retrieval server {self.url} answered with no passages ({told}): {answer[:300]}"
@@ -95,24 +101,23 @@ class RetrievalClient:
             asked = 0.0
             try:
                 async with self._session.post(self.url, data=body) as response:
-                    text = await response.text(errors="replace")
+                    content = await content_of(response, _ANSWER_BYTES)
+                    if content is None:
+                        mib = f"{_ANSWER_BYTES >> 20} MiB"
+                        raise ToolInfrastructureError(f"the retrieval server {self.url} answers with more than {mib}")
+                    text = content.decode("utf-8", "replace")
                     if response.status == 200:
                         return text
                     problem = f"status {response.status}: {text[:300]}"
                     if response.status not in _HEALS:
                         raise ToolInfrastructureError(f"the retrieval server {self.url} refuses: {problem}")
-                    asked = _retry_after(response.headers.get("Retry-After", ""))
+                    asked = seconds_asked(response.headers.get("Retry-After", ""))
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 problem = str(error) or repr(error)
             delay = retries.delay(loop.time(), asked=asked)
             if delay is None:
                 raise ToolInfrastructureError(f"the retrieval server {self.url} does not answer: {problem}")
             await asyncio.sleep(delay)
-
-
-def _retry_after(header: str) -> float:
-    """Return the seconds that a server asks for; 0 if it gives none, or a date."""
-    return float(header) if header.isdecimal() else 0.0
 
 
 def _passage(item: dict[str, Any]) -> Passage:
@@ -125,11 +130,10 @@ def _passage(item: dict[str, Any]) -> Passage:
     contents = document["contents"]
     if not isinstance(contents, str):
         raise TypeError(f"contents is a {type(contents).__name__}")
-    score = item.get("score")
-    url = document.get("url")
+    id, score, url = document.get("id"), item.get("score"), document.get("url")
     return Passage(
-        str(document.get("id", "")),
-        contents,
+        "" if id is None else encodable(str(id)),
+        encodable(contents),
         None if score is None else float(score),
         url if isinstance(url, str) else None,
     )

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from agentfactory.tools.errors import SettingError, short
+from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.search.engines.engine import Engine, EngineOptions
 from agentfactory.tools.search.passage import Passage, Source
 from agentfactory.tools.search.ranking import Index, open_index
@@ -34,16 +35,21 @@ class IndexSource:
 
     async def search(self, query: str, count: int) -> list[Passage]:
         """See Source."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._index.search, query, count)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._search, query, count)
 
     async def open(self, id: str) -> str | None:
-        """See Source."""
-        passage = await asyncio.get_running_loop().run_in_executor(self._threads, self._index.open, id)
-        return None if passage is None else passage.contents
+        """Return None: what a search finds is whole."""
+        return None
 
     async def close(self) -> None:
         """Let the threads end."""
         self._threads.shutdown(wait=False)
+
+    def _search(self, query: str, count: int) -> list[Passage]:
+        try:
+            return self._index.search(query, count)
+        except BaseException as error:  # boundary: on a damaged file, tantivy panics, which is no Exception
+            raise ToolInfrastructureError(f"the index cannot be searched: {type(error).__name__}: {error}") from error
 
 
 class SharedSource:
@@ -113,7 +119,8 @@ def _open(name: str, ranking: str | None, engine: EngineOptions | None) -> Sourc
         return RetrievalClient(name)
     if name in ENGINES:
         return load_object(name, Path(), ENGINES)(engine)
-    if not Path(name).is_dir() and "/" not in name:
+    folder = Path(name).expanduser()
+    if not folder.is_dir() and "/" not in name:
         fix = f"name the folder of an index, the address of a retrieval server, or an engine ({', '.join(ENGINES)})"
         raise SettingError("source", f"there is no {name!r}", fix)
-    return IndexSource(open_index(Path(name), ranking))
+    return IndexSource(open_index(folder, ranking))

@@ -138,6 +138,8 @@ class CheckedResolver(AbstractResolver):
             if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA) and not self._allowed.include(host, port):
                 raise PageError(f"There is no host {host}.") from None
             raise ToolInfrastructureError(f"{host} cannot be resolved: {error.strerror}") from error
+        except UnicodeError:  # a label that is empty or too long
+            raise PageError(f"{short(host)} is not the name of a host.") from None
         if not self._allowed.include(host, port):
             for result in found:
                 if not is_public(ipaddress.ip_address(result["host"].partition("%")[0])):

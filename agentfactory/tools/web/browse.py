@@ -39,7 +39,7 @@ class Browse(Environment):
     ) -> None:
         if window_characters < 1:
             raise ValueError(f"window_characters: got {window_characters}; it has to be at least 1")
-        folder = None if cache is None else Path(cache).resolve()
+        folder = None if cache is None else Path(cache).expanduser().resolve()
         self._key = (tuple(allow_hosts), robots, folder)
         self._pages = _shared.acquire(self._key, lambda: Pages(tuple(allow_hosts), robots, folder))
         self._size = window_characters

@@ -26,7 +26,7 @@ _READABLE = ("application/xhtml+xml", "application/xml", "application/json", "ap
 _REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_REDIRECTS = 5
 _CONNECT_SECONDS = 10.0
-_CONNECTIONS, _TO_ONE_HOST = 64, 8
+_CONNECTIONS, _TO_ONE_HOST, _TO_OWN_HOSTS = 64, 8, 512
 _ROBOTS_BYTES = 500 << 10
 """How much of a robots.txt is read: what RFC 9309, section 2.5, asks for."""
 _ROBOTS_SECONDS, _ROBOTS_DOWN_SECONDS = 3600.0, 60.0
@@ -64,7 +64,7 @@ class Fetcher:
         self._rules: OrderedDict[URL, tuple[float, Protego | str]] = OrderedDict()
         self._asking: dict[URL, asyncio.Lock] = {}
         self._resolver = resolver
-        self._opened: aiohttp.ClientSession | None = None
+        self._opened: dict[bool, aiohttp.ClientSession] = {}
 
     async def fetch(self, address: str) -> Document:
         """Return the document at `address`.
@@ -79,35 +79,41 @@ class Fetcher:
                 for _ in range(_MOST_REDIRECTS + 1):
                     if self._obeys:
                         await self._ask_robots(url)
-                    async with self._session.get(url, allow_redirects=False) as response:
+                    async with self._session(url).get(url, allow_redirects=False) as response:
                         following = self._redirect(response)
                         if following is None:
                             return await self._read(url, response)
                     url = following
         except TimeoutError:
             raise self._down(url, f"did not answer within {self._seconds:g} s") from None
+        except aiohttp.ClientConnectorSSLError as error:
+            if "WRONG_VERSION_NUMBER" not in str(error):
+                raise self._down(url, f"does not answer ({_told(error)})") from error
+            raise PageError(f"{url.host}:{url.port} does not speak https; open it with http://.") from None
         except (aiohttp.ClientError, OSError) as error:
             raise self._down(url, f"does not answer ({_told(error)})") from error
         raise PageError(f"{address} leads through more than {_MOST_REDIRECTS} redirects.")
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._opened is not None:
-            await self._opened.close()
+        for session in self._opened.values():
+            await session.close()
 
-    @property
-    def _session(self) -> aiohttp.ClientSession:
+    def _session(self, url: URL) -> aiohttp.ClientSession:
         # a session belongs to the event loop that runs when it is made
-        if self._opened is None:
+        own = self._is_own(url)
+        if own not in self._opened:
             resolver = CheckedResolver(self._allowed, self._resolver)
-            self._opened = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(resolver=resolver, limit=_CONNECTIONS, limit_per_host=_TO_ONE_HOST),
+            # the recipe's own hosts serve all chains at once: one that waited for the others would run out of time
+            most, to_one_host = (_TO_OWN_HOSTS, 0) if own else (_CONNECTIONS, _TO_ONE_HOST)
+            self._opened[own] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(resolver=resolver, limit=most, limit_per_host=to_one_host),
                 headers=_HEADERS,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
                 trust_env=False,
             )
-        return self._opened
+        return self._opened[own]
 
     def _redirect(self, response: aiohttp.ClientResponse) -> URL | None:
         """Return where a redirect leads; None if it is none."""
@@ -133,7 +139,7 @@ class Fetcher:
         kind = response.content_type if "Content-Type" in response.headers else "text/html"
         if not kind.startswith("text/") and kind not in _READABLE:
             raise PageError(f"{url} is of the type {kind}; only text, HTML and PDF can be read.")
-        content = await _content(response, self._most)
+        content = await content_of(response, self._most)
         if content is None:
             raise PageError(f"{url} is larger than {self._most >> 10:,} KiB, the most that is read.")
         return Document(str(url), kind, response.charset, content)
@@ -162,26 +168,30 @@ class Fetcher:
         site that cannot give it nothing, and the reason is returned."""
         url = origin / "robots.txt"
         for _ in range(_MOST_REDIRECTS + 1):
-            async with self._session.get(url, allow_redirects=False) as response:
+            async with self._session(url).get(url, allow_redirects=False) as response:
                 following = self._redirect(response)
                 if following is None:
                     if response.status == 429 or response.status >= 500:
                         return f"cannot serve its robots.txt now ({response.status})"
                     if response.status != 200:
                         return Protego.parse("")
-                    content = await _content(response, _ROBOTS_BYTES, cut=True)
-                    return Protego.parse((content or b"").decode("utf-8", "replace"))
+                    content = await content_of(response, _ROBOTS_BYTES, cut=True)
+                    return Protego.parse((content or b"").decode("utf-8-sig", "replace"))
             url = following
         return Protego.parse("")
 
+    def _is_own(self, url: URL) -> bool:
+        """Return whether `allow_hosts` names the host of `url`."""
+        return self._allowed.include(url.raw_host or "", url.port or 0)
+
     def _down(self, url: URL, told: str) -> Exception:
         """Return the error of a host that does not serve a page."""
-        if self._allowed.include(url.raw_host or "", url.port or 0):
+        if self._is_own(url):
             return ToolInfrastructureError(f"{url.host}:{url.port}, which allow_hosts names, {told}")
         return PageError(f"{url.host} {told}.")
 
 
-async def _content(response: aiohttp.ClientResponse, most: int, cut: bool = False) -> bytes | None:
+async def content_of(response: aiohttp.ClientResponse, most: int, cut: bool = False) -> bytes | None:
     """Return the decompressed body, of which no more than `most` bytes are kept in memory; None if it is larger, or
     its beginning with `cut`."""
     content = bytearray()

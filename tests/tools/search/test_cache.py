@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.search.budget import Budget, BudgetUsedUp, Spending
 from agentfactory.tools.search.cache import DiskCache
@@ -98,8 +99,12 @@ async def test_a_key_cannot_be_read_in_the_file(tmp_path: Path) -> None:
 
 async def test_a_broken_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "cache.sqlite").write_bytes(b"this is no database, but it is long enough to be read as one" * 50)
-    with pytest.raises(ToolInfrastructureError, match=r"cache\.sqlite: file is not a database"):
+    told = r"cache: .*cache\.sqlite cannot be used: file is not a database; fix: name another folder, or remove it"
+    with pytest.raises(SettingError, match=told):
         DiskCache(tmp_path)
+    for folder in (tmp_path / "cache.sqlite", tmp_path / "cache.sqlite" / "below", Path("/proc/none")):
+        with pytest.raises(SettingError, match=r"cannot be used: .*; fix: name another folder"):
+            DiskCache(folder)
 
 
 PROCESS = """

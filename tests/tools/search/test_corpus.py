@@ -79,10 +79,22 @@ def test_files_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     assert "is not UTF-8" in refused("latin.jsonl", b'{"id": 1, "contents": "caf\xe9"}\n')
     packed = gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in ROWS * 100))
     assert "is cut off or damaged" in refused("cut.jsonl.gz", packed[:-20])
+    assert "is cut off or damaged" in refused("flipped.jsonl.gz", packed[:40] + bytes(20) + packed[60:])
     assert "cannot be read as parquet" in refused("p.parquet", b"no parquet")
-    assert "is of another kind; fix: use a file .jsonl, .jsonl.gz or .parquet" in refused("c.csv", b"id,contents\n")
+    columns = {"text": [f"text {number}" for number in range(100)]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "whole.parquet")
+    whole = (tmp_path / "whole.parquet").read_bytes()
+    assert "cannot be read as parquet" in refused("flipped.parquet", whole[:40] + bytes(40) + whole[80:])
+    assert "deep.jsonl:1 has too many brackets" in refused("deep.jsonl", b"[" * 200_000)
+    assert "is of another kind; fix: use a file .jsonl, .jsonl.gz, .parquet, or" in refused("c.csv", b"id,contents\n")
     with pytest.raises(SettingError, match="is no file, and cannot be read as a hub data set"):
         list(Corpus(str(tmp_path / "nothing")))
+    with pytest.raises(SettingError, match=r"there is no file wiki\.jsonl\.gz; fix: correct the path"):
+        Corpus("wiki.jsonl.gz")
+    (tmp_path / "folder").mkdir()
+    write_jsonl(tmp_path / "folder" / "a.jsonl", ROWS).write_text('{"text": "a"}\n{"text": \n')
+    with pytest.raises(SettingError, match="cannot be read as a hub data set"):
+        list(Corpus(str(tmp_path / "folder")))
 
 
 def test_the_share_grows_to_one_and_the_name_follows_the_contents(tmp_path: Path) -> None:
@@ -94,3 +106,6 @@ def test_the_share_grows_to_one_and_the_name_follows_the_contents(tmp_path: Path
     assert corpus.share == 1
     write_jsonl(file, ROWS)
     assert Corpus(str(file)).name != corpus.name
+    folder = Corpus(str(tmp_path)).name
+    write_jsonl(tmp_path / "d.jsonl", ROWS)
+    assert Corpus(str(tmp_path)).name != folder

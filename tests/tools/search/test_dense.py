@@ -1,6 +1,7 @@
 """Dense retrieval and its fusion with BM25, with a model of random word vectors that is made on the spot."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -70,7 +71,6 @@ def test_meaning_finds_what_words_do_not(index: Path) -> None:
     assert scores == sorted(scores, reverse=True)
     assert scores[0] > 0.5
     assert open_index(index).search(query, 1)[0].id == "f"  # hybrid, because it has vectors
-    assert open_index(index, "dense").open("h") == open_index(index).open("h") == PLAYS[0]
 
 
 @needs_packages
@@ -184,8 +184,31 @@ def test_without_the_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
         dense.check_model("m")
 
 
+@needs_packages
+def test_an_index_finds_its_models_folder_from_anywhere(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(model).parent)
+    build_index(PLAYS, tmp_path / "index", finish=lambda place: dense.build_dense(PLAYS, place, Path(model).name))
+    monkeypatch.chdir(tmp_path)
+    assert len(open_index(tmp_path / "index", "dense").search("drama", 2)) == 2
+
+
+@needs_packages
+@pytest.mark.parametrize("file", ["model.json", "vectors.usearch"])
+def test_damaged_vectors_are_told(tmp_path: Path, index: Path, file: str) -> None:
+    damaged = shutil.copytree(index, tmp_path / "index") / "dense" / file
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    for _ in range(2):
+        with pytest.raises(SettingError, match=r"the vectors in .* are damaged: .*; fix: remove the index, and build"):
+            open_index(tmp_path / "index")
+        damaged.unlink(missing_ok=True)
+
+
 def test_fusion_adds_the_reciprocal_ranks() -> None:
     a, b, c = (Passage(name, name, score=9.0) for name in "abc")
     fused = reciprocal_rank([[a, b], [c, b]])
     assert [(passage.id, passage.score) for passage in fused] == [("b", 2 / 62), ("a", 1 / 61), ("c", 1 / 61)]
     assert reciprocal_rank([[], []]) == []
+    same_id = [Passage("a", "one"), Passage("a", "two")]
+    assert [passage.contents for passage in reciprocal_rank([same_id, same_id])] == ["one", "two"]

@@ -330,6 +330,19 @@ async def test_requests_keep_the_rate(use: Use) -> None:
     assert served.times[10] - served.times[0] >= 1.9
 
 
+async def test_a_search_does_not_wait_for_its_turn_longer_than_a_call_may(
+    use: Use, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with service(RECORDED["tavily"]) as (served, address):
+        engine = use(Tavily, address, EngineOptions(calls_per_second=0.02))
+        await engine.search("first", 2)
+        with pytest.raises(ToolInfrastructureError, match=r"tavily: at 0.02 requests .* would wait for (50|49) s"):
+            await engine.search("second", 2)
+        await engine.close()
+    assert len(served.requests) == 1
+    assert "fix: raise engine.calls_per_second" in caplog.text
+
+
 async def test_the_cache_is_shared_by_objects_and_runs(use: Use, tmp_path: Path) -> None:
     options = replace(FAST, cache=tmp_path)
     async with service(RECORDED["brave"]) as (served, address):
@@ -462,6 +475,10 @@ async def test_the_tool_search_asks_an_engine_within_its_budget(use: Use, tmp_pa
         ("brave", {"cashe": "x"}, "engine.cashe"),
         ("brave", {"calls": 5}, "engine.cache"),
         ("brave", {"cache": "x", "calls": "many"}, "engine.calls"),
+        ("brave", {"cache": "x", "calls": 5.5}, "engine.calls"),
+        ("brave", {"cache": 5}, "engine.cache"),
+        ("brave", {"cache": "x", "cost": 1, "price": "a cent"}, "engine.price"),
+        ("brave", {"retry_seconds": None}, "engine.retry_seconds"),
         ("http://127.0.0.1:9/", {"calls_per_second": 1.0}, "engine"),
     ],
 )

@@ -72,12 +72,9 @@ def test_the_best_comes_first_with_all_that_was_stored(plays: LocalIndex) -> Non
     assert len(plays.search("tragedy", 10**12)) == 3
 
 
-def test_passages_are_opened_by_id_and_by_place(plays: LocalIndex) -> None:
+def test_passages_are_found_by_their_place(plays: LocalIndex) -> None:
     assert plays.passages == len(PLAYS)
-    assert [plays.open(passage.id) for passage in PLAYS] == PLAYS
     assert [plays.at(number) for number in range(len(PLAYS))] == PLAYS
-    assert plays.open("H") is None
-    assert plays.open("\ud800") is None
 
 
 def test_of_a_long_query_the_rarest_words_count(tmp_path: Path) -> None:
@@ -132,6 +129,21 @@ def test_a_folder_without_an_index_is_refused(tmp_path: Path) -> None:
         LocalIndex(folder)
     with pytest.raises(SettingError, match=r"folder: .*index exists; fix: choose another folder, or remove it"):
         build_index(PLAYS, folder)
+    for wrong in (folder / local_index.MANIFEST / "index", Path("/proc/none/index")):
+        with pytest.raises(SettingError, match=r"folder: .*index.building cannot be made: .*; fix: choose another"):
+            build_index(PLAYS, wrong)
+
+
+def test_damaged_files_are_told(tmp_path: Path) -> None:
+    files = index_of(tmp_path) / "bm25"
+    store = next(files.glob("*.store"))
+    store.write_bytes(store.read_bytes()[:-20])
+    with pytest.raises(SettingError, match=r"the index in .* is damaged: .*; fix: remove it, and build it again"):
+        LocalIndex(tmp_path / "index")
+    # tantivy makes an empty index in a folder without this one
+    (files / "meta.json").unlink()
+    with pytest.raises(SettingError, match="is damaged: 0 of 5 passages are there"):
+        LocalIndex(tmp_path / "index")
 
 
 # builds an index of a file, and is killed when it has read so many of its passages
@@ -153,9 +165,11 @@ local_index.build_index(passages(corpus, int(sys.argv[3])), Path(sys.argv[2]), c
 """
 
 
-def test_a_corpus_that_cannot_be_read_leaves_nothing(tmp_path: Path) -> None:
+def test_a_corpus_without_a_passage_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="nowhere"):
-        build_index(Corpus(str(tmp_path / "nowhere.jsonl")), tmp_path / "index", corpus="nowhere")
+        build_index(Corpus(str(tmp_path / "nowhere")), tmp_path / "index", corpus="nowhere")
+    with pytest.raises(SettingError, match="corpus: there is no passage in it; fix: name another"):
+        build_index([], tmp_path / "index")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -219,8 +233,9 @@ def test_two_builds_of_one_index_are_refused(tmp_path: Path) -> None:
 
     def passages() -> Iterator[Passage]:
         yield PLAYS[0]
-        with pytest.raises(SettingError, match="another process builds this index"):
-            build_index(PLAYS, folder, "plays")
+        for corpus in ("plays", "others", ""):
+            with pytest.raises(SettingError, match=r"another process builds an index in .*index.building; fix: wait"):
+                build_index(PLAYS, folder, corpus)
         yield PLAYS[1]
 
     assert build_index(passages(), folder, "plays") == 2

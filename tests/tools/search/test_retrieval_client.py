@@ -45,13 +45,14 @@ async def test_scores_may_lack_and_documents_may_be_bare() -> None:
         asked.append(body)
         scored = {"document": HAMLET, "score": 2.5}
         # the last one as Search-R1's proxies of online engines give it
-        return {"result": [[scored, {"document": HAMLET}, HAMLET, {"document": {"contents": "t\nx"}}]]}
+        odd = {"document": {"id": None, "contents": "t\nx\ud800"}}
+        return {"result": [[scored, {"document": HAMLET}, HAMLET, odd]]}
 
     async with serving(answer) as client:
         found = await client.search('say: "hamlet', 4)
     assert asked == [{"queries": ['say: "hamlet'], "topk": 4, "return_scores": True}]
     passage = Passage("1", '"Hamlet"\nA play.')
-    assert found == [Passage("1", '"Hamlet"\nA play.', 2.5), passage, passage, Passage("", "t\nx")]
+    assert found == [Passage("1", '"Hamlet"\nA play.', 2.5), passage, passage, Passage("", "t\nx?")]
 
 
 async def test_several_queries_are_one_request_and_more_results_than_asked_for_are_cut() -> None:
@@ -83,6 +84,9 @@ async def test_a_failure_that_passes_is_tried_again() -> None:
         ({"result": [["text"]]}, "answered with no passages"),
         ({"result": [[{"contents": None}]]}, "answered with no passages .TypeError: contents is a NoneType"),
         ({"result": [None]}, "answered with no passages"),
+        ({"result": [[{"document": HAMLET, "score": 10**400}]]}, "answered with no passages .OverflowError"),
+        (web.Response(text="[" * 200_000), "answered with no passages .RecursionError"),
+        (web.Response(body=bytes((64 << 20) + 1)), "answers with more than 64 MiB"),
     ],
 )
 async def test_an_answer_without_passages_is_an_infrastructure_failure(answer: Any, told: str) -> None:
@@ -107,7 +111,8 @@ async def test_a_server_that_is_down_or_hangs_is_an_infrastructure_failure() -> 
 
 
 def test_an_address_needs_a_host_and_its_path_is_kept() -> None:
-    with pytest.raises(SettingError, match="is no address; fix: write it as"):
-        RetrievalClient("http:///retrieve")
+    for wrong in ("http:///retrieve", "http://:8000", "http://a:99999", "http://a:b"):
+        with pytest.raises(SettingError, match="is no address; fix: write it as"):
+            RetrievalClient(wrong)
     assert RetrievalClient("http://a:1").url == RetrievalClient("http://a:1/").url == "http://a:1/retrieve"
     assert RetrievalClient("http://a:1/x/retrieve").url == "http://a:1/x/retrieve"

@@ -19,17 +19,21 @@ from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.limits import Rates
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.notices import tell
+from agentfactory.tools.option_types import check_types
 from agentfactory.tools.retries import Retries, seconds_asked
 from agentfactory.tools.search.budget import Budget
 from agentfactory.tools.search.cache import DiskCache
-from agentfactory.tools.search.passage import Passage
+from agentfactory.tools.search.passage import Passage, encodable
 from agentfactory.tools.threads import run_in_thread
 from agentfactory.tools.web.documents import PageError
+from agentfactory.tools.web.fetch import content_of
 from agentfactory.tools.web.pages import Pages
 
 logger = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 15.0
+_MOST_WAIT_SECONDS = 40.0
+"""Together with an answer's time less than a call may take (`timeout_seconds`, 60)."""
 _ANSWER_BYTES = 8 << 20
 _MOST_PAGES = 10
 _TAGS = re.compile(r"</?[A-Za-z][^<>]*>")
@@ -80,16 +84,17 @@ class EngineOptions:
         known = [each.name for each in fields(cls)]
         if unknown := [name for name in given if name not in known]:
             raise SettingError(f"engine.{unknown[0]}", "there is no such option", f"they are {', '.join(known)}")
+        check_types(given, cls, "engine")
         try:
             cache = given.get("cache")
-            return cls(**{**given, "cache": None if cache is None else Path(cache).resolve()})
+            return cls(**{**given, "cache": None if cache is None else Path(cache).expanduser().resolve()})
         except SettingError as error:
             raise error.at(f"engine.{error.field}") from None
 
     def __post_init__(self) -> None:
         for name in ("calls", "cost", "calls_per_second"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and value > 0):
+            if value is not None and not value > 0:
                 raise SettingError(name, f"got {short(value)}; it has to be a number above 0")
         if self.cache is None and (self.calls is not None or self.cost is not None):
             raise SettingError("cache", "a budget is counted in its folder, and there is none", "name a folder")
@@ -196,7 +201,7 @@ class Engine(ABC):
         request = self.request(query, size, page, self._secret)
         retries = Retries(self.options.retry_seconds)
         while True:
-            await asyncio.sleep(self._rates.take(self.name, time.monotonic()))
+            await self._wait()
             if self._budget is not None:
                 await run_in_thread(self._budget.spend)
             self._requests += 1
@@ -204,7 +209,9 @@ class Engine(ABC):
             try:
                 async with self._send(request) as response:
                     if response.status == 200:
-                        return json.loads(await _content(response))
+                        if (content := await content_of(response, _ANSWER_BYTES)) is None:
+                            raise ValueError("too large")
+                        return json.loads(content)
                     self._check(response.status)
                     told = f"it answered with status {response.status}"
                     asked = seconds_asked(response.headers.get("Retry-After", ""))
@@ -212,12 +219,23 @@ class Engine(ABC):
                 told = f"no answer within {_ANSWER_SECONDS:g} s"
             except (aiohttp.ClientError, OSError) as error:
                 told = f"no answer ({type(error).__name__})"
-            except ValueError:  # JSON, or its charset
+            except (ValueError, RecursionError):  # JSON, or its charset
                 told = "its answer is not JSON"
             delay = retries.delay(time.monotonic(), asked=asked)
             if delay is None:
                 raise ToolInfrastructureError(f"{self.name}: {told}, for {self.options.retry_seconds:g} s")
             await asyncio.sleep(delay)
+
+    async def _wait(self) -> None:
+        """Wait until the rate allows a request. Raises ToolInfrastructureError if this takes too long."""
+        now = time.monotonic()
+        if (seconds := self._rates.wait(self.name, now)) > _MOST_WAIT_SECONDS:
+            rate = self.options.calls_per_second or self.per_second
+            told = f"{self.name}: at {rate:g} requests per second, a search would wait for {seconds:.0f} s"
+            fix = "raise engine.calls_per_second if your plan allows it, name a cache, or lower rollout.concurrency"
+            tell(logger, f"rate of {self.name}", f"{told}; fix: {fix}")
+            raise ToolInfrastructureError(told)
+        await asyncio.sleep(self._rates.take(self.name, now))
 
     def _send(self, request: Request) -> Any:
         if self._session is None:
@@ -260,18 +278,10 @@ def passage(url: str, title: Any, text: Any, score: Any = None) -> Passage:
     for part in (title, text):
         if not isinstance(part, str | None):
             raise TypeError(f"a result that contains {type(part).__name__} instead of text")
-    contents = f'"{_plain(title or url)}"\n{_plain(text or "")}'
+    url = encodable(url)
+    contents = encodable(f'"{_plain(title or url)}"\n{_plain(text or "")}')
     return Passage(url, contents, None if score is None else float(score), url)
 
 
 def _plain(text: str) -> str:
     return " ".join(html.unescape(_TAGS.sub("", text)).split())
-
-
-async def _content(response: aiohttp.ClientResponse) -> bytes:
-    content = bytearray()
-    async for chunk in response.content.iter_any():
-        content += chunk
-        if len(content) > _ANSWER_BYTES:
-            raise ValueError("too large")
-    return bytes(content)
