@@ -58,26 +58,41 @@ class SharedSource:
     def __init__(self, key: Hashable, source: Source) -> None:
         self.key = key
         self.source = source
-        self._found: OrderedDict[tuple[str, int], list[Passage]] = OrderedDict()
+        self._found: OrderedDict[tuple[str, int], asyncio.Task[list[Passage]]] = OrderedDict()
         self._searches = self._remembered = 0
 
     async def search(self, query: str, count: int) -> list[Passage]:
-        """See Source. An equal search is answered from memory."""
+        """See Source. An equal search is answered from memory, or by one that is under way; one that fails is
+        forgotten."""
         asked = (query, count)
         self._searches += 1
         if asked in self._found:
             self._remembered += 1
             self._found.move_to_end(asked)
-            return self._found[asked]
-        found = await self.source.search(query, count)
-        self._found[asked] = found
-        if len(self._found) > _REMEMBERED:
-            self._found.popitem(last=False)
-        return found
+        else:
+            # a task of its own, because a chain that ends must not end the search of the others
+            task = self._found[asked] = asyncio.create_task(self.source.search(query, count), name="search")
+            task.add_done_callback(lambda task: self._ended(asked, task))
+            if len(self._found) > _REMEMBERED:
+                self._found.popitem(last=False)
+        return await asyncio.shield(self._found[asked])
+
+    def _ended(self, asked: tuple[str, int], task: "asyncio.Task[list[Passage]]") -> None:
+        failed = task.cancelled() or task.exception() is not None
+        if failed and self._found.get(asked) is task:
+            del self._found[asked]
 
     async def open(self, id: str) -> str | None:
         """See Source."""
         return await self.source.open(id)
+
+    async def close(self) -> None:
+        """Give up the searches that are under way, and close the source."""
+        searches = list(self._found.values())
+        for search in searches:
+            search.cancel()
+        await asyncio.gather(*searches, return_exceptions=True)
+        await self.source.close()
 
     def gauges(self) -> dict[str, float]:
         """Return the counts since the start: searches, those answered from memory, and what an online engine counts."""
@@ -106,7 +121,7 @@ def acquire(name: str, ranking: str | None = None, engine: EngineOptions | None 
 async def release(shared: SharedSource) -> None:
     """Give a source back; the last one to do so closes it."""
     if _shared.release(shared.key) is not None:
-        await shared.source.close()
+        await shared.close()
 
 
 def _open(name: str, ranking: str | None, engine: EngineOptions | None) -> Source:

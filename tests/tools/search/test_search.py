@@ -201,3 +201,48 @@ def test_a_source_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"ranking: got dense, and .* has no vectors; fix: build it with --dense"):
         Search(index, ranking="dense")
     assert not sources._shared
+
+
+class Slow:
+    """A source that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[asyncio.Future[list[Passage]]] = []
+
+    async def search(self, query: str, count: int) -> list[Passage]:
+        self.asked.append(asyncio.get_running_loop().create_future())
+        return await self.asked[-1]
+
+    async def open(self, id: str) -> str | None:
+        return None
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_equal_searches_at_once_are_one() -> None:
+    slow = Slow()
+    shared = sources.SharedSource("slow", slow)
+
+    async def begin(*queries: str) -> list[asyncio.Task[list[Passage]]]:
+        begun = [asyncio.create_task(shared.search(query, 3)) for query in queries]
+        # a turn of the loop for the chains, and one for the source
+        for _ in range(2):
+            await asyncio.sleep(0)
+        return begun
+
+    first, second, other, third = await begin("a", "a", "b", "a")
+    assert len(slow.asked) == 2
+    first.cancel()  # a chain that ends
+    slow.asked[0].set_result([Passage("1", "one")])
+    assert await second == await third == [Passage("1", "one")]
+    assert await shared.search("a", 3) == [Passage("1", "one")]
+    slow.asked[1].set_exception(ToolInfrastructureError("down"))
+    with pytest.raises(ToolInfrastructureError, match="down"):
+        await other
+    [again] = await begin("b")
+    assert len(slow.asked) == 3  # what failed is asked again
+    assert shared.gauges() == {"searches": 6, "remembered": 3}
+    await shared.close()
+    with pytest.raises(asyncio.CancelledError):
+        await again
