@@ -8,6 +8,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Iterable
+from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any, cast
 
@@ -114,12 +115,22 @@ class StateReader(dcp.FileSystemReader):
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            # Python 3.11.0 to 3.11.3 pickles the member of an enumeration so
+            return _member
+        module = module.removesuffix("._local")  # of Python 3.13's pathlib
         if name in _METADATA.get(module, ()):
             return super().find_class(module, name)
         found = getattr(torch, name, None) if module == "torch" else None
         if found is torch.Size or isinstance(found, torch.dtype):
             return found
         raise ValueError(f"the metadata of a training state names {module}.{name}, which describes no tensor")
+
+
+def _member(kind: Any, name: str) -> Enum:
+    if not (isinstance(kind, EnumMeta) and name in kind.__members__):
+        raise ValueError(f"the metadata of a training state names {name} of {kind!r}, which describes no tensor")
+    return cast(Enum, kind[name])
 
 
 def settings_in(state: Part) -> dict[str, Any]:

@@ -4,7 +4,9 @@ import io
 import json
 import math
 import os
+import pathlib
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import AutoPeftModelForCausalLM
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from agentfactory.rollout.trajectory import Group
@@ -151,6 +154,30 @@ def test_more_steps_stretch_the_course_of_the_learning_rate(
     assert {group["lr"] for group in longer.optimizer.param_groups} == {longer.learning_rate}
 
 
+def test_checkpoints_of_other_pythons_are_read(
+    make_recipe: Make, accelerator: Accelerator, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    learner = Learner(make_recipe(), accelerator)
+    with pytest.MonkeyPatch.context() as patch:
+        # Python 3.11.2
+        patch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda member, _: (getattr, (type(member), member.name)))
+        # Python 3.13
+        patch.setattr(type(tmp_path), "__module__", "pathlib._local")
+        patch.setitem(sys.modules, "pathlib._local", pathlib)
+        path = save_checkpoint(tmp_path, 1, learner, tokenizer, {})
+    metadata = (path / "training_state" / ".metadata").read_bytes()
+    assert b"getattr" in metadata
+    assert b"pathlib._local" in metadata
+    load_state(path, Learner(make_recipe(), accelerator))
+
+
+class Attribute:
+    """What unpickling turns into an attribute."""
+
+    def __reduce__(self) -> tuple[Any, tuple[type, str]]:
+        return getattr, (Metadata, "__init__")
+
+
 class Command:
     """What unpickling turns into a command."""
 
@@ -170,6 +197,9 @@ def test_a_checkpoint_of_somebody_else_runs_nothing(
     usual = metadata.read_bytes()
     metadata.write_bytes(pickle.dumps(Command(tmp_path)))
     with pytest.raises(ValueError, match=r"names posix\.system, which describes no tensor"):
+        load_state(path, learner)
+    metadata.write_bytes(pickle.dumps(Attribute()))
+    with pytest.raises(ValueError, match=r"names __init__ of .*, which describes no tensor"):
         load_state(path, learner)
     metadata.write_bytes(usual)
     part = {key: value for key, value in part_of(learner).items() if key != "settings"}
