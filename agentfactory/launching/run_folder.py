@@ -1,4 +1,4 @@
-"""The files of a run: recipe.yaml, metrics.jsonl, trajectories/, checkpoints/, logs/, summary.json."""
+"""The files of a run: recipe.yaml, metrics.jsonl, trajectories/, images/, checkpoints/, logs/, summary.json."""
 
 import fcntl
 import json
@@ -38,6 +38,8 @@ class RunFolder:
         """The launcher's `Assignment` for the trainer's processes."""
         self.metrics = path / "metrics.jsonl"
         self.trajectories = path / "trajectories"
+        self.images = path / "images"
+        """The images of all chains, each once: see agentfactory.rollout.images.store. Only chains that see write it."""
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.parts = (self.trajectories, self.checkpoints, self.logs)

@@ -166,7 +166,7 @@ def _open_display(
     tracking = None
     if recipe.track.trackers:
         told, step = yaml.safe_load(recipe.to_yaml()), step_of(checkpoint) if checkpoint else 0
-        tracking = stack.enter_context(Tracking(recipe.track, folder.title, folder.path, told, step))
+        tracking = stack.enter_context(Tracking(recipe.track, folder.title, folder.path, told, step, folder.images))
     return _Display(recipe, folder, stop, progress, notices, tracking)
 
 
