@@ -258,7 +258,9 @@ def test_tables_hold_chains_and_their_images(tracked: Tracked, trackio_storage: 
     assert Image.open(media / image).convert("RGB").getpixel((0, 0)) == (255, 0, 0)
 
 
-def test_images_that_the_run_has_stored_are_shown(trackio_storage: Any, tmp_path: Path) -> None:
+def test_images_that_the_run_has_stored_are_shown(
+    accelerator: Accelerator, trackio_storage: Any, tmp_path: Path
+) -> None:
     chain = Trajectory("c", [], [], Outcome.COMPLETED, reward=1.0)
     digest = ImageStore(tmp_path / "images").put(Image.new("RGB", (20, 10), "blue"))
     chain.messages.append({"role": "tool", "content": [{"type": "image_url", "image_url": {"url": url_of(digest)}}]})
