@@ -38,6 +38,8 @@ class RunFolder:
         """The launcher's `Assignment` for the trainer's processes."""
         self.metrics = path / "metrics.jsonl"
         self.trajectories = path / "trajectories"
+        self.images = path / "images"
+        """The images that chains saw, named by their digests; checkpoints do not copy them."""
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.parts = (self.trajectories, self.checkpoints, self.logs)
