@@ -27,7 +27,7 @@ from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.templates import split_reasoning
 from agentfactory.rollout.trajectory import Activity, Row, Trajectory
 from agentfactory.rollout.transcript import transcript
-from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
+from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec, text_of
 from agentfactory.tools.toolset import Toolset, open_toolset
 
 
@@ -72,9 +72,11 @@ class ChatEpisode(Episode):
         return {call["id"] for message in self.trajectory.messages for call in message.get("tool_calls") or []}
 
     async def _shown(self) -> list[Message]:
-        """Return the conversation with the images themselves, if the policy would see them."""
+        """Return the conversation with the images themselves, or with text in their place if the policy sees none."""
         sight, messages = self.words.sight, self.context.messages
-        return messages if sight is None else await sight.with_data(show_in_user_turns(messages))
+        if sight is not None:
+            return await sight.with_data(show_in_user_turns(messages))
+        return [{**message, "content": text_of(message.get("content") or "")} for message in messages]
 
     def _opened(self, messages: list[Message]) -> Piece:
         return Piece([])

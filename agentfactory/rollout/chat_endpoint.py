@@ -220,9 +220,9 @@ def _denied(url: str, status: int, text: str) -> ChatEndpointError:
 
 def _to_openai(message: Message) -> Message:
     """Convert a message for OpenAI's API: arguments as JSON text, without internal fields or the reasoning of earlier
-    turns, and images only in users' messages, as data; elsewhere they are text."""
+    turns, and images only in users' messages."""
     content: Content = message.get("content") or ""
-    if message["role"] != "user" or not _has_data(content):
+    if message["role"] != "user":
         content = text_of(content)
     sent: Message = {"role": message["role"], "content": content}
     if message["role"] == "tool":
@@ -234,12 +234,6 @@ def _to_openai(message: Message) -> Message:
         ]
         sent["content"] = content or None
     return sent
-
-
-def _has_data(content: Content) -> bool:
-    """Return whether a content has images that were put into it as data: the policy sees, too."""
-    images = [] if isinstance(content, str) else [part for part in content if part["type"] == "image_url"]
-    return any(part["image_url"]["url"].startswith("data:") for part in images)
 
 
 def _as_text(arguments: Any) -> str:

@@ -170,7 +170,11 @@ class InferenceClient:
         ContextOverflowError or InferenceError for a refused request, ServerUnreachableError if no server has answered
         for `retry_seconds`. A server that gives no token for as long counts as lost.
         """
-        request = {"token_ids": token_ids, "model": model, "sampling_params": {"logprobs": 0, **sampling}}
+        request: dict[str, Any] = {
+            "token_ids": token_ids,
+            "model": model,
+            "sampling_params": {"logprobs": 0, **sampling},
+        }
         if cache_salt is not None:
             request["cache_salt"] = cache_salt
         if images is not None:
@@ -205,7 +209,7 @@ class InferenceClient:
                 completion = _completion(text)
                 if images is not None:
                     self._sent_to(url, replica.rank).note(images.spans)
-                    if completion is not None and (fault := images.fault(json.loads(text).get("prompt_token_ids"))):
+                    if completion and (fault := images.fault(json.loads(text).get("prompt_token_ids"))):
                         raise InferenceError(fault)
             if (status == 503 or (status == 200 and completion is None)) and await self._recovery.held_back(url):
                 # waiting is not a failure, however long it took

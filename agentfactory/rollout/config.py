@@ -47,9 +47,9 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """Tasks: rows with `question` or `messages`. Any other fields are passed to tools and rewards by name. `images` of a
-    row (paths relative to the file, bytes, base64) stand where its text says `<image>`, or else come first in its first
-    user message; messages in the OpenAI format may have image parts too."""
+    """Tasks: rows with `question` or `messages`. Any other fields are passed to tools and rewards by name. The `images`
+    of a row (paths relative to the file, bytes, base64) stand where its text says `<image>`, or else come first in its
+    first user message; messages in the OpenAI format may have image parts too."""
 
     path: str | None = None
     """A JSON, JSONL or parquet file, or the hub name of a dataset."""
@@ -148,8 +148,8 @@ class ContextConfig(Section):
     keep_turns: int = Field(default=2, ge=0)
     """Number of last turns, with their tool results, to keep in the new row."""
     keep_images: PositiveInt | None = None
-    """Most images in a row, under any policy: when a tool's result exceeds it, a new row begins without the oldest turns
-    that have images. The opening messages and the last turn always stay. Null: no limit."""
+    """Most images in a row, under any policy: when a tool's result exceeds it, a new row begins without the oldest
+    turns that have images. The opening messages and the last turn always stay. Null: no limit."""
     prompt: str = "Summarize what was done and found so far, and what is left to do. You will go on from this summary."
     """Prompt that asks the model for a summary."""
 

@@ -239,8 +239,8 @@ class TemplateRenderer:
         return self.parser.complaint(text)
 
     def encode(self, prefix: str) -> list[int]:
-        """See Renderer. Raises RenderError (a ValueError) for a prefix that opens the reasoning a second time, or with a
-        token that stands for an image."""
+        """See Renderer. Raises RenderError (a ValueError) for a prefix that opens the reasoning a second time, or that
+        has a token that stands for an image."""
         if self.behaviour.opens_reasoning and prefix.lstrip().startswith("<think>"):
             raise RenderError(
                 f"rollout.assistant_prefix: got {prefix!r}, but the chat template's generation prompt ends with "
@@ -443,8 +443,8 @@ def make_renderer(
 
     `parser` is the tool-call format, as in `rollout.parser`; a custom parser's file is looked up in `base`. `tools`:
     the chains call tools; without them the template need not render any. `eos_token_ids` end a turn in addition to the
-    template's and the tokenizer's own tokens. `log` gets one record, `{"renderer": info}`. `sight` is how the model sees;
-    None: it gets images as text. Raises RenderError (a ValueError) if the template cannot be used.
+    template's and the tokenizer's own tokens. `log` gets one record, `{"renderer": info}`. `sight` is how the model
+    sees; None: it gets images as text. Raises RenderError (a ValueError) if the template cannot be used.
     """
     acting = load_parser(parser, base)
     origin = "tokenizer" if chat_template is None else "model.chat_template"

@@ -1,4 +1,5 @@
-"""The images of a request to an inference server: sent once to each server, and checked against what it made of them."""
+"""The images of a request to an inference server: sent once to each server, and checked against what it made of
+them."""
 
 import asyncio
 from collections import OrderedDict

@@ -189,7 +189,7 @@ class Sight:
         expanded.images = images
         return expanded
 
-    def collapse(self, row: Row) -> Sequence[int]:
+    def collapse(self, row: Row) -> list[int]:
         """Return the ids of a row with one token for each image, as the chat template writes them."""
         return collapse(row.token_ids, row.images) if row.images else row.token_ids
 
