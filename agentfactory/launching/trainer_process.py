@@ -69,7 +69,8 @@ def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Sy
         checkpoint = _open_folder(recipe, folder, asked, accelerator, stack)
         display = _open_display(recipe, folder, checkpoint, stop, stack) if accelerator.is_main_process else None
         stop.listen(accelerator, folder.note_stopping)
-        renderer = load_renderer(recipe.model, recipe.rollout.parser, tools=bool(recipe.tools or recipe.mcp_servers))
+        tools = bool(recipe.tools or recipe.mcp_servers)
+        renderer = load_renderer(recipe.model, recipe.rollout.parser, tools=tools, images=folder.images)
         checkpoints = _checkpoints(recipe, renderer, folder, checkpoint)
         if recipe.train.algorithm == "sft":
             rows = _sft_rows(recipe, renderer) if accelerator.is_main_process else None
@@ -154,7 +155,12 @@ def _checkpoints(recipe: Recipe, renderer: TemplateRenderer, folder: RunFolder, 
 def _sft_rows(recipe: Recipe, renderer: TemplateRenderer) -> list[Row] | None:
     if recipe.train.from_trajectories:
         return saved_rows(Path(recipe.train.from_trajectories), recipe.train.min_reward)
-    return conversation_rows(load_tasks(recipe.data), renderer) if recipe.data else None
+    if recipe.data is None:
+        return None
+    tasks = load_tasks(recipe.data)
+    if renderer.sight is not None and renderer.sight.shows:
+        tasks = renderer.sight.take_tasks(tasks, "data")
+    return conversation_rows(tasks, renderer)
 
 
 def _open_display(
@@ -270,6 +276,7 @@ def _rollouts(
         base=folder.path,
         urls=[server.url for server in servers],
         trajectories=folder.trajectories,
+        images=folder.images,
         batch_size=train.batch_size,
         total=total,
         trained=train_state.trained,

@@ -50,6 +50,7 @@ class StopReason(StrEnum):
     SECONDS_PER_CALL = "seconds_per_call"
     RESULT_BYTES = "result_bytes"
     RESULT_TOKENS = "result_tokens"
+    IMAGES = "images"
 
 
 _FAILURES = frozenset(

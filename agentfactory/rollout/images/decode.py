@@ -19,7 +19,7 @@ def decode(source: Any, base: Path = Path()) -> Image.Image:
     with `bytes` or `path`, as data sets have it. Raises ValueError if it is none of these or cannot be decoded;
     addresses on the web are not fetched.
     """
-    image = source if isinstance(source, Image.Image) else _open(_bytes(source, base))
+    image = source if isinstance(source, Image.Image) else _open(content_of(source, base))
     try:
         image = ImageOps.exif_transpose(image)
         if image.has_transparency_data:
@@ -29,6 +29,11 @@ def decode(source: Any, base: Path = Path()) -> Image.Image:
         return image.convert("RGB")
     except (OSError, SyntaxError, ValueError) as error:  # Pillow's decoders raise these for damaged files
         raise ValueError(f"the image cannot be decoded: {error}") from error
+
+
+def size_of(source: Any) -> tuple[int, int]:
+    """Return the width and height of an image without decoding it; see `decode`. Raises ValueError."""
+    return source.size if isinstance(source, Image.Image) else _open(content_of(source)).size
 
 
 def _open(content: bytes) -> Image.Image:
@@ -41,12 +46,13 @@ def _open(content: bytes) -> Image.Image:
     return image
 
 
-def _bytes(source: Any, base: Path) -> bytes:
+def content_of(source: Any, base: Path = Path()) -> bytes:
+    """Return the bytes of an image's file; see `decode`. Raises ValueError."""
     if isinstance(source, bytes | bytearray):
         return bytes(source)
     if isinstance(source, dict):
         if source.get("bytes") is not None:
-            return _bytes(source["bytes"], base)
+            return content_of(source["bytes"], base)
         if source.get("path") is not None:
             return _read(base / source["path"])
     if isinstance(source, Path):

@@ -6,6 +6,7 @@ import os
 import re
 from io import BytesIO
 from pathlib import Path
+from typing import BinaryIO
 
 from PIL import Image
 
@@ -42,11 +43,15 @@ class ImageStore:
 
     def png(self, digest: str) -> bytes:
         """Return the bytes of an image's file. Raises ValueError if it is not stored."""
+        with self.open(digest) as file:
+            return file.read()
+
+    def open(self, digest: str) -> BinaryIO:
+        """Open an image's file. Raises ValueError if it is not stored."""
         try:
-            return self.path(digest).read_bytes()
+            return self.path(digest).open("rb")
         except OSError as error:
-            problem = f"the image {digest} cannot be read: {error.strerror}"
-            raise ValueError(f"{problem}; fix: keep the folder {self.folder} with the run") from error
+            raise self._lost(digest, error) from error
 
     def load(self, digest: str) -> Image.Image:
         """Return an image. Raises ValueError if it is not stored, or its file is damaged."""
@@ -58,6 +63,10 @@ class ImageStore:
         if digest_of(image) != digest:
             raise ValueError(f"{self.path(digest)} is damaged: its pixels are not those that were stored")
         return image
+
+    def _lost(self, digest: str, error: OSError) -> ValueError:
+        problem = f"the image {digest} cannot be read: {error.strerror}"
+        return ValueError(f"{problem}; fix: keep the folder {self.folder} with the run")
 
 
 def digest_of(image: Image.Image) -> str:

@@ -20,6 +20,8 @@ Grid = tuple[int, int, int]
 
 QWEN = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
 """Values of model_type whose images are resized and placed as in Qwen2-VL (arXiv:2409.12191, section 2.1)."""
+BANNED_BIAS = -100.0
+"""Added to the logits of `Vision.banned_token_ids`, by servers and trainer alike."""
 MOST_ASPECT = 200
 """Largest ratio of an image's sides."""
 
