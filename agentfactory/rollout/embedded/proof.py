@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from PIL import Image
 
 from agentfactory.rollout.embedded.request import Request, UnsupportedModel
 
@@ -44,6 +43,8 @@ def _request_with_image(
     engine: "Engine", encoder: "ImageEncoder", text: np.ndarray
 ) -> tuple[Request, dict[str, torch.Tensor]]:
     """Return a request with a small image, and the arguments by which the model itself sees it."""
+    from PIL import Image  # not for models that read only text
+
     images, vision = encoder.images, encoder.images.vision
     noise = np.random.default_rng(0).integers(0, 255, (64, 32, 3), dtype=np.uint8)
     held = images.hold(vision.fit(Image.fromarray(noise)))
