@@ -1,5 +1,8 @@
 """Images in the embedded engine: the same numbers as transformers' own forward pass, whatever the cache held before."""
 
+import asyncio
+import base64
+import io
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +19,11 @@ from agentfactory.rollout.embedded import engine as engine_module
 from agentfactory.rollout.embedded.byte_cache import ByteCache
 from agentfactory.rollout.embedded.engine import Engine
 from agentfactory.rollout.embedded.image_encoder import ImageEncoder, load_encoder
-from agentfactory.rollout.embedded.images import HeldImage
+from agentfactory.rollout.embedded.images import HeldImage, ImageCache
 from agentfactory.rollout.embedded.lora import AdapterError
 from agentfactory.rollout.embedded.request import Request, UnsupportedModel
 from agentfactory.rollout.images import features
+from agentfactory.rollout.images.vision import load_vision
 from tests.vision_models import KINDS, make_vision_model
 
 pytestmark = pytest.mark.numbers
@@ -247,7 +251,67 @@ def test_caches_are_bounded_and_what_they_dropped_is_computed_again(
     assert sum(counts) == 13  # the first was dropped
 
 
-def test_held_images_are_bounded_by_their_bytes() -> None:
+def image_cache(model: Path, **options: Any) -> ImageCache:
+    vision = load_vision(str(model))
+    assert vision is not None
+    return ImageCache(vision, **options)
+
+
+def part(image: Image.Image, uuid: str | None = None) -> dict[str, Any]:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return {"type": "image_url", "url": url, "uuid": uuid}
+
+
+async def test_images_are_held_by_uuid_up_to_a_number_of_bytes(model: Path) -> None:
+    images = image_cache(model, limit=200_000)
+    [first] = await images.receive([part(picture(0), "0")])
+    # the same uuid is the same image, whatever comes with it; so are equal pixels without one
+    assert await images.receive([part(picture(1), "0"), {"type": "image_url", "url": None, "uuid": "0"}]) == [first] * 2
+    one, two = await asyncio.gather(*[images.receive([part(picture(5))]) for _ in range(2)])
+    assert one == two != [first]
+    last = [(await images.receive([part(picture(seed), str(seed))]))[0] for seed in range(20)]
+    assert images._held.nbytes <= 200_000
+    named = {"type": "image_url", "url": None}
+    assert await images.receive([{**named, "uuid": "19"}]) == [last[19]]
+    with pytest.raises(ValueError, match="Cache miss for image at index 0 but data is not provided"):
+        await images.receive([{**named, "uuid": "0"}])
+    # no two images share ids
+    ids = [i for image in {first, *one, *last} for i in range(image.first_id, image.first_id - image.tokens, -1)]
+    assert len(ids) == len(set(ids))
+    assert max(ids) < 0
+
+
+async def test_parts_that_cannot_be_used(model: Path, tmp_path: Path) -> None:
+    images = image_cache(model)
+    stored = tmp_path / "image.png"
+    picture(0).save(stored)
+    image = {"type": "image_url", "url": "data:image/png;base64,AAAA"}
+    cases: list[tuple[Any, str]] = [
+        ("x", "must be a list"),
+        (["x"], r"content_parts\[0\]: only"),
+        ([{**image, "type": "video_url"}], "only"),
+        ([{**image, "uuid": 5}], "uuid: 5 is not"),
+        ([{**image, "url": None}], "Cache miss for image at index 0"),
+        ([{**image, "url": "https://example.org/a.png"}], "must be a data: address"),
+        ([{**image, "url": str(stored)}], "must be a data: address"),
+        ([{**image, "url": "data:image/png;base64,!"}], "is not base64"),
+        ([image], "cannot be decoded"),
+    ]
+    for parts, problem in cases:
+        with pytest.raises(ValueError, match=problem):
+            await images.receive(parts)
+    with pytest.raises(ValueError, match="at most 200 times the other"):
+        await images.receive([part(Image.new("RGB", (1, 300)))])
+    pad = images.vision.image_token_id
+    held = await images.receive([part(picture(0))])
+    for ids in ([20, 30], [20, pad, 30, pad]):
+        with pytest.raises(ValueError, match=r"places for [02] images, and there are 1"):
+            images.place(ids, held)
+
+
+def test_what_was_used_last_is_kept() -> None:
     cache: ByteCache[str, int] = ByteCache(limit=10)
     for number, name in enumerate("abc"):
         cache.put(name, number, 4)
