@@ -143,6 +143,10 @@ def test_prompts_with_and_without_images_come_in_chunks_that_cut_images(
     ]
     run(engine, *requests)
     check(network, engine, *requests)
+    # of which only its last token is not in the cache
+    again = make_request(engine, [*text(7, 5), pad], [a])
+    run(engine, again)
+    check(network, engine, again)
 
 
 def test_equal_ids_with_different_images_share_nothing_but_what_precedes_them(model: Path) -> None:
@@ -172,6 +176,7 @@ def test_a_sampled_image_token_is_no_image(model: Path) -> None:
     pad = vision.image_token_id
     [held] = hold(engine, picture(1))
     forced = make_request(engine, [*text(1), pad, *text(2)], [held], max_tokens=9, logit_bias={pad: 100.0})
+    forced.candidates = [40, 50]
     engine.add(forced)
     for _ in range(4):
         engine.step()
@@ -198,8 +203,8 @@ def test_a_sampled_image_token_is_no_image(model: Path) -> None:
         )[0]
         logits = network.lm_head(states)[0, len(forced.prompt) - 1 : -1]
     logits[:, pad] += 100.0
-    wanted = torch.log_softmax(logits, -1)[:, pad]
-    torch.testing.assert_close(torch.tensor(forced.logprobs), wanted, atol=1e-4, rtol=0)
+    wanted = torch.log_softmax(logits, -1)[:, [40, 50]]
+    torch.testing.assert_close(torch.tensor(forced.candidate_logprobs), wanted, atol=1e-4, rtol=0)
 
 
 def count_images(monkeypatch: pytest.MonkeyPatch) -> list[int]:
