@@ -34,6 +34,7 @@ from agentfactory.trainers.best_checkpoint import find_best
 from agentfactory.trainers.checkpoint_folder import checkpoints as found_checkpoints
 from agentfactory.trainers.checkpoint_folder import step_of
 from agentfactory.trainers.checkpoints import Checkpoints
+from agentfactory.trainers.images import images_beside
 from agentfactory.trainers.health import Finding, Health, Symptom
 from agentfactory.trainers.rl import TrainResult, train_rl
 from agentfactory.trainers.server_control import SLEEP_ROUTES, ServerControl
@@ -71,9 +72,12 @@ def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Sy
         stop.listen(accelerator, folder.note_stopping)
         renderer = load_renderer(recipe.model, recipe.rollout.parser, tools=bool(recipe.tools or recipe.mcp_servers))
         checkpoints = _checkpoints(recipe, renderer, folder, checkpoint)
+        saved = recipe.train.from_trajectories
+        # saved groups have their images beside them
+        images = images_beside(Path(saved)) if saved else folder.images
         if recipe.train.algorithm == "sft":
             rows = _sft_rows(recipe, renderer) if accelerator.is_main_process else None
-            result = train_sft(recipe, accelerator, checkpoints, rows=rows, log=folder.log, stop=stop)
+            result = train_sft(recipe, accelerator, checkpoints, rows=rows, log=folder.log, stop=stop, images=images)
         else:
             rollouts = _rollouts(recipe, folder, renderer.tokenizer, checkpoints.train_state, accelerator, stop, stack)
             result = train_rl(
@@ -87,6 +91,7 @@ def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Sy
                 note=display.note_groups if display else None,
                 stop=stop,
                 turns=rollouts.turns,
+                images=images,
             )
         # a symptom or signal that arrived during the last evaluation has cut it short
         stop.agreed(accelerator)
