@@ -25,6 +25,8 @@ from agentfactory.launching.run_folder import Hold, RunFolder
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.delivery import Job
+from agentfactory.rollout.images.store import ImageStore
+from agentfactory.rollout.images.vision import load_vision
 from agentfactory.rollout.renderer import TemplateRenderer, load_renderer
 from agentfactory.rollout.trajectory import Group, Row
 from agentfactory.rollout.workers import RolloutWorkers
@@ -34,15 +36,15 @@ from agentfactory.trainers.best_checkpoint import find_best
 from agentfactory.trainers.checkpoint_folder import checkpoints as found_checkpoints
 from agentfactory.trainers.checkpoint_folder import step_of
 from agentfactory.trainers.checkpoints import Checkpoints
-from agentfactory.trainers.images import images_beside
 from agentfactory.trainers.health import Finding, Health, Symptom
+from agentfactory.trainers.images import images_beside
 from agentfactory.trainers.rl import TrainResult, train_rl
 from agentfactory.trainers.server_control import SLEEP_ROUTES, ServerControl
 from agentfactory.trainers.sft import conversation_rows, saved_rows, train_sft
 from agentfactory.trainers.source import GroupSource, SavedGroups
 from agentfactory.trainers.stopping import Stop
 from agentfactory.trainers.sync.backends import backend_of, make_sync
-from agentfactory.trainers.sync.canary import Canary, CanaryRow, canary_rows
+from agentfactory.trainers.sync.canary import Canary, CanaryRow, canary_rows, with_eyes
 from agentfactory.trainers.sync.protocol import WeightSync
 from agentfactory.trainers.sync.retrying import RetryingSync
 from agentfactory.trainers.time_share import TimeShare
@@ -257,7 +259,8 @@ def _rollouts(
         return _Rollouts(SavedGroups(saved, total, skip=taken) if main else None)
     # every rank computes the trainer's scores, because the policy may be sharded
     servers: list[ServerControl] = []
-    canary = Canary(servers, _probes(recipe, tokenizer), recipe.model.dtype, rounded=bool(recipe.rounding))
+    probes = _probes(recipe, tokenizer, folder)
+    canary = Canary(servers, probes, recipe.model.dtype, rounded=bool(recipe.rounding))
     if not main:
         return _Rollouts(canary=canary)
     servers += [ServerControl(url, recipe.server.api_key_env) for url in recipe.server.urls]
@@ -285,11 +288,16 @@ def _rollouts(
     return _Rollouts(workers, sync, canary, turns)
 
 
-def _probes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[CanaryRow]:
+def _probes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> list[CanaryRow]:
     longest = min(recipe.server.max_model_len, recipe.rollout.max_total_tokens) - 1
     special = set(tokenizer.all_special_ids)
     vocabulary = [token for token in range(len(tokenizer)) if token not in special]
-    return canary_rows(vocabulary, longest, recipe.seed)
+    rows = canary_rows(vocabulary, longest, recipe.seed)
+    vision = load_vision(recipe.model.path)
+    if vision is None:
+        return rows
+    # a frozen tower stays what the server has loaded
+    return with_eyes(rows, vision, ImageStore(folder.images) if recipe.train.vision == "trained" else None, recipe.seed)
 
 
 def _summary(

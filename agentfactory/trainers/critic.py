@@ -86,9 +86,7 @@ class ActorCritic(nn.Module):
         A backward pass raises RuntimeError if a forward pass of the other role has switched the adapter in between.
         """
         if role == Role.POLICY:
-            logprob, entropy = self.policy(
-                ids, sources, labels, positions, ends, images, temperature, entropy_gradient
-            )
+            logprob, entropy = self.policy(ids, sources, labels, positions, ends, images, temperature, entropy_gradient)
             return self._guarded(logprob), self._guarded(entropy)
         base = self.critic.backbone or self.policy
         if isinstance(base.model, PeftModel):

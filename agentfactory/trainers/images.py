@@ -52,6 +52,12 @@ class ImageLoader:
                 raise ValueError(f"the image {digest} has {picture.size} pixels, which are not its {grid} patches")
         return self._images(pictures, tuple(numbers[span.digest] for span in spans), rotary, device)
 
+    def load_block(self, length: int, rows: Sequence[Sequence[ImageSpan]], device: torch.device) -> Images | None:
+        """Return the images of rows of `length` tokens each, one below the other; None if they have none."""
+        spans = [span for row in rows for span in row]
+        rotary = np.stack([self._vision.positions(length, row) for row in rows], axis=1)
+        return self.load(spans, torch.from_numpy(rotary), device) if spans else None
+
     def blank(self, device: torch.device) -> Images:
         """Return an image of one token that is nowhere in the input: the vision tower's collective calls are made on
         processes without images, too."""

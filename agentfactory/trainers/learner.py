@@ -78,7 +78,7 @@ class Learner:
         self.policy: Policy = load_policy(recipe, accelerator.device)
         self.batching = self.policy.batching
         self.vision = load_vision(recipe.model.path) if sees(self.policy.network.config) else None
-        self._images = ImageLoader(recipe.model.path, self.vision, images) if self.vision else None
+        self.images = ImageLoader(recipe.model.path, self.vision, images) if self.vision else None
         model = make_actor_critic(recipe, self.policy, accelerator.device) if train.has_critic else self.policy
         optimizer = make_optimizer(model, train)
         with weights_of_rank_0(model) if accelerator.is_fsdp2 else contextlib.nullcontext():
@@ -187,14 +187,14 @@ class Learner:
         return part.ids, part.sources, part.labels, part.positions, part.ends, self._images_of(part)
 
     def _images_of(self, part: MicroBatch) -> Images | None:
-        if self._images is None:
+        if self.images is None:
             return None
         device = self.accelerator.device
         if part.images:
-            return self._images.load(part.images, part.rotary, device)
+            return self.images.load(part.images, part.rotary, device)
         # collective calls must match: fsdp2's for the weights of each layer, ddp's for the gradients of all
         together = part.in_step_with_images or tower_is_trained(self.policy.network)
-        return self._images.blank(device) if self.accelerator.num_processes > 1 and together else None
+        return self.images.blank(device) if self.accelerator.num_processes > 1 and together else None
 
     def policy_forward(self, *inputs: Any) -> tuple[Targets, Targets]:
         """Run the policy's forward pass through the model that accelerate prepared; see Policy.forward."""

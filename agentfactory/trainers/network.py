@@ -12,7 +12,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+)
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import is_installed
@@ -98,6 +104,9 @@ def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.de
         # above the limit torch would run layers uncompiled, and FlexAttention with scores of length x length
         torch._dynamo.config.recompile_limit = 32
     tower = tower_of(network)
+    if tower is None and train.vision == "trained":
+        problem = f"got trained, but {type(network).__name__} has no vision tower that can be trained"
+        raise SettingError("train.vision", problem, "remove it, or train a model that sees")
     untrained: set[nn.Module] = set()
     if tower is not None and train.vision == "frozen":
         tower.requires_grad_(False)

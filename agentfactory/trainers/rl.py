@@ -244,7 +244,10 @@ class _Loop:
 
     def canary_scores(self) -> Scores | None:
         """Return the scores of the canary's contexts with the present weights; every process calls it."""
-        return self.canary.trainer_scores(self.learner.policy, self.learner.policy_forward) if self.canary else None
+        learner = self.learner
+        return (
+            self.canary.trainer_scores(learner.policy, learner.policy_forward, learner.images) if self.canary else None
+        )
 
     def publish(self, version: int, expected: Scores | None) -> dict[str, float]:
         """Push the weights to the servers. Return metrics of the sync; empty if it was not done. Every process calls

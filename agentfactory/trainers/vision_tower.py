@@ -25,6 +25,11 @@ def tower_is_trained(network: Any) -> bool:
     return tower is not None and any(weight.requires_grad for weight in tower.parameters())
 
 
+def is_of_tower(name: str) -> bool:
+    """Return whether a weight of this name is one of a vision tower."""
+    return name.startswith(("visual.", "model.visual."))
+
+
 def banned_token_ids(network: Any) -> list[int]:
     """Return the tokens that stand for images and videos, which servers never sample: see Vision.banned_token_ids."""
     if not sees(network.config):

@@ -1,6 +1,6 @@
 """Training with images: in trees, packed and padded lines as in single rows, and as transformers computes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +10,18 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from agentfactory.rollout.images.features import load_processor, pixels_of
+from agentfactory.rollout.images.vision import copy_processor
+from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batch import Batch, TrainingRow, make_batches, training_row
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.learner import Learner, Terms
+from agentfactory.trainers.network import load_network
+from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.vision_tower import tower_of
+from tests.saved_checkpoint import save_checkpoint
 from tests.trainers.float64 import in_float64, never_through_float32
 from tests.vision_models import KINDS, make_vision_model
 from tests.vision_rows import Album
@@ -178,3 +183,119 @@ def test_equals_transformers_own_forward(model: Path, album: Album) -> None:
         expected = (logits / 0.7).log_softmax(-1)[torch.as_tensor(row.targets) - 1]
         labels = ids[0, torch.as_tensor(row.targets)]
         torch.testing.assert_close(logprobs[number], expected.gather(-1, labels[:, None])[:, 0], atol=1e-7, rtol=1e-7)
+
+
+def test_critic_reference_and_sft_see_images(model: Path, album: Album) -> None:
+    """Scores of a critic that has learned, and of a reference, in trees and alone."""
+    recipe = recipe_of(model, algorithm="ppo", loss={"kl": {"coefficient": 0.1}}, token_budget=10_000)
+    learner = learner_of(recipe, album)
+    in_float64(learner._reference.network)
+    with torch.no_grad():
+        learner._actor_critic.critic.head.normal_()
+        learner.policy.network.lm_head.weight.mul_(1.1)
+    rows = rows_of(album)
+    found = learner.score(rows, ["proximal", "reference", "value"])
+    learner.batching, learner.token_budget = "padded", 1
+    expected = learner.score(rows, ["proximal", "reference", "value"])
+    for given, wanted in zip(found, expected, strict=True):
+        for name in ("proximal", "reference", "value"):
+            # scores are kept in float32
+            torch.testing.assert_close(given.streams[name], wanted.streams[name], atol=2e-6, rtol=2e-6)
+        assert not torch.allclose(*(torch.as_tensor(given.streams[name]) for name in ("proximal", "reference")))
+    row = album.row(album.text(4), album.image(80, 80, 5), album.text(4), 3)
+    row.weights = [float(kept) for kept in row.mask]
+    example = training_row(row)
+    assert example is not None
+    (image,) = example.images
+    assert (image.length, image.offset) == (row.images[0].length, 4)
+
+
+def test_images_behind_the_last_target_are_not_encoded(model: Path, album: Album) -> None:
+    row = training_row(album.row(album.text(4), 3, album.image(80, 80, 5), album.text(4)))
+    assert row is not None
+    assert not row.images
+
+
+def test_rows_that_cannot_be_seen_are_refused(model: Path, album: Album, tmp_path: Path) -> None:
+    rows = [row for row in (training_row(album.row(album.image(80, 80, 5), 3)),) if row is not None]
+    with pytest.raises(ValueError, match="reads only text"):
+        make_batches(rows, "tree", 100)
+    learner = learner_of(recipe_of(model), album)
+    (image,) = rows[0].images
+    other = album.image(200, 90, 6)[0]
+    for images, problem in (
+        ((replace(image, digest="0" * 32),), "cannot be read"),
+        ((replace(image, digest=other),), "which are not its"),
+    ):
+        (batch,) = make_batches([replace(rows[0], images=images)], "tree", 100, vision=learner.vision)
+        with pytest.raises(ValueError, match=problem):
+            learner._policy_pass(batch.micro_batches[0])
+    learner = Learner(recipe_of(model), Accelerator(cpu=True))
+    (batch,) = make_batches(rows, "tree", 100, vision=learner.vision)
+    with pytest.raises(ValueError, match="no folder of images"):
+        learner._policy_pass(batch.micro_batches[0])
+
+
+def test_a_checkpoint_is_a_model_that_sees(model: Path, album: Album, tmp_path: Path) -> None:
+    learner = Learner(recipe_of(model, vision="trained"), Accelerator(cpu=True), images=album.store.folder)
+    with torch.no_grad():
+        for weight in learner.policy.parameters():
+            weight.add_(0.01 * torch.randn_like(weight))
+    folder = save_checkpoint(tmp_path, 1, learner, AutoTokenizer.from_pretrained(model), {})
+    (batch,) = make_batches(rows_of(album), "tree", 10_000, vision=learner.vision)
+    again = Learner(recipe_of(folder), Accelerator(cpu=True), images=album.store.folder)
+    with torch.no_grad():
+        for part in batch.micro_batches:
+            assert_same(again._policy_pass(part)[0], learner._policy_pass(part)[0])
+
+
+def test_the_tower_has_its_own_learning_rate(model: Path) -> None:
+    learner = Learner(
+        recipe_of(model, vision="trained", vision_learning_rate=1e-6, learning_rate=1e-4), Accelerator(cpu=True)
+    )
+    rates = {id(weight): group["lr"] for group in learner.optimizer.param_groups for weight in group["params"]}
+    for name, weight in learner.policy.named_parameters():
+        assert rates[id(weight)] == (1e-6 if ".visual." in name else 1e-4)
+    frozen = Learner(recipe_of(model), Accelerator(cpu=True)).optimizer.param_groups
+    assert sum(len(group["params"]) for group in frozen) == sum(".visual." not in n for n in learner.policy.gather())
+
+
+def adapted(policy: Policy) -> set[str]:
+    """What has an adapter: parts of the network, and of their layers."""
+    return {f"{name.split('.')[3]} {name.split('.')[-3]}" for name in policy.gather()}
+
+
+LANGUAGE = {f"language_model {name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+
+
+def test_adapters_are_in_the_language_model(model: Path) -> None:
+    assert adapted(load_policy(recipe_of(model, lora={"rank": 2}))) == LANGUAGE
+    everywhere = adapted(load_policy(recipe_of(model, lora={"rank": 2}, vision="trained")))
+    assert everywhere > LANGUAGE
+    assert any(name.startswith("visual") for name in everywhere)
+    names = ["q_proj", "gate_proj", "linear_fc1"]
+    with pytest.raises(SettingError, match=r"model.visual.*use all-linear, or the pattern") as refused:
+        load_policy(recipe_of(model, lora={"rank": 2, "target_modules": names}))
+    pattern = str(refused.value).rpartition("pattern ")[2].strip("'").replace("\\\\", "\\")
+    found = adapted(load_policy(recipe_of(model, lora={"rank": 2, "target_modules": pattern})))
+    assert found == {"language_model q_proj", "language_model gate_proj"}
+
+
+def test_qlora_equals_an_adapter_on_its_dequantised_base(model: Path, album: Album, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    quantised = recipe_of(model, lora={"rank": 2, "quantization": "nf4"})
+    load_network(quantised).dequantize().save_pretrained(tmp_path / "base")
+    copy_processor(str(model), tmp_path / "base")
+    rows = rows_of(album)
+    found = []
+    for recipe in (quantised, recipe_of(tmp_path / "base", lora={"rank": 2})):
+        learner = Learner(recipe, Accelerator(cpu=True), images=album.store.folder)
+        torch.manual_seed(3)
+        with torch.no_grad():
+            for name, weight in learner.policy.named_parameters():
+                if "lora_B" in name:
+                    weight.normal_(std=0.1)
+        (batch,) = make_batches(rows, "tree", 10_000, vision=learner.vision)
+        found.append(computed(learner, batch))
+    for given, expected in zip(*found, strict=True):
+        torch.testing.assert_close(given, expected, atol=1e-4, rtol=1e-3)
