@@ -95,7 +95,8 @@ def train_rl(
     Every process calls it. `source`, `sync`, `log` and `note` are used on rank 0 only; `source` is None elsewhere.
     `sync` is None if no server is to be updated. `canary` proves what `sync` has pushed, and is passed to all
     processes. `checkpoints` contains the state to continue from. `stop` ends the run after the present step. `turns`
-    gives the trainer's device to a server between turns. `images` is the folder of the chains' images. Version 0 is the initial weights; step k ends with version k.
+    gives the trainer's device to a server between turns. `images` is the folder of the chains' images.
+    Version 0 is the initial weights; step k ends with version k.
     """
     stop, turns = stop or Stop(), turns or Turns()
     with turns.training():

@@ -16,8 +16,9 @@ Decision = TypeVar("Decision")
 
 
 def load_on_rank_0(load: Callable[[], PreTrainedModel], kind: Any, path: str, dtype: torch.dtype) -> Any:
-    """Returns the network that `load` loads from `path`, as transformers' class `kind`; on all ranks except 0, the same network on the CPU with
-    arbitrary weights and buffers, of which only those that are later written to take up memory. Every process calls it.
+    """Returns the network that `load` loads from `path`, by transformers' class `kind`; on all ranks except 0,
+    the same network on the CPU with arbitrary weights and buffers, of which only those that are later written to take
+    up memory. Every process calls it.
 
     transformers' own option for this (FSDP_CPU_RAM_EFFICIENT_LOADING) reads the weights on every rank, and then
     replaces them by as many zeros.
