@@ -15,7 +15,8 @@ if not _has_ops():
 """
 
 spec = find_spec("torchvision")
-assert spec is not None and spec.origin is not None, "torchvision is not installed"
+assert spec is not None
+assert spec.origin is not None, "torchvision is not installed"
 file = Path(spec.origin).with_name("extension.py")
 if ADDED not in (source := file.read_text(encoding="utf-8")):
     file.write_text(source + ADDED, encoding="utf-8")

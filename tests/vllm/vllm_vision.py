@@ -104,9 +104,8 @@ def check_logprobs(served: Served, row: Row) -> None:
 
 def extend(served: Served, row: Row, messages: list[Message], new: list[Message]) -> None:
     collapsed = served.sight.collapse(row)
-    added = (
-        served.renderer.extend(collapsed, messages, new, []) if row.token_ids else served.renderer.open(messages, [])
-    )
+    renderer = served.renderer
+    added = renderer.extend(collapsed, messages, new, []) if row.token_ids else renderer.open(messages, [])
     assert added is not None
     row.append_context(*served.sight.expand(added, new))
 
@@ -131,7 +130,7 @@ async def test_vllm_samples_two_turns_with_two_images_each(served: Served, tmp_p
     first = [file_of(clear), file_of(picture(1, (260, 130)), "JPEG", exif=turned.tobytes())]
     second = [picture(2, (5, 990)), picture(3, (1400, 1000))]
     async with InferenceClient(served.url) as client:
-        for attempt in range(2):  # the second time, the prefixes are cached
+        for _ in range(2):  # the second time, the prefixes are cached
             messages = await take(served, first)
             row = Row()
             extend(served, row, messages, messages)
@@ -160,8 +159,6 @@ async def test_vllm_is_sent_images_again_that_it_does_not_know(served: Served) -
         messages = await take(served, [picture(50, (128, 128)), picture(51, (128, 96))])
         row = Row()
         extend(served, row, messages, messages)
-        for replica in client._router.replicas if hasattr(client._router, "replicas") else ():
-            client._sent_to(replica.url, replica.rank).note(row.images)
         client._sent_to(served.url, None).note(row.images)
         await sample(served, client, row, 0)
         check_logprobs(served, row)
@@ -177,9 +174,8 @@ async def test_vllm_applies_the_bias_without_images(served: Served) -> None:
 
 
 async def test_vllm_reads_images_of_tools(served: Served) -> None:
-    result = ToolResult(
-        [{"type": "text", "text": "a crop:"}, *(await take(served, [picture(6, (90, 60))]))[0]["content"]]
-    )
+    [crop] = await take(served, [picture(6, (90, 60))], "a crop")
+    result = ToolResult(crop["content"])
     call = ToolCall("call_0", "zoom", {})
     async with InferenceClient(served.url) as client:
         messages = await take(served, [picture(5, (64, 64))])
