@@ -184,7 +184,8 @@ class ChainAccount:
         self._images += len(places)
         if len(places) <= room:
             return content
-        text = f"Image not shown: the limit of {self.config.images} images in this conversation is reached."
+        most = "1 image" if self.config.images == 1 else f"{self.config.images} images"
+        text = f"Image not shown: the limit of {most} in this conversation is reached."
         told = {"type": "text", "text": self._breach(Limit.IMAGES, text, "Go on without it.")}
         left_out = places[max(0, int(room)) :]
         return [told if place in left_out else part for place, part in enumerate(content)]
