@@ -21,6 +21,7 @@ from agentfactory.rollout.embedded.engine import Engine
 from agentfactory.rollout.embedded.image_encoder import ImageEncoder, load_encoder
 from agentfactory.rollout.embedded.images import HeldImage, ImageCache
 from agentfactory.rollout.embedded.lora import AdapterError
+from agentfactory.rollout.embedded.quantization import quantize
 from agentfactory.rollout.embedded.request import Request, UnsupportedModel
 from agentfactory.rollout.images import features
 from agentfactory.rollout.images.vision import load_vision
@@ -362,6 +363,15 @@ def test_adapters_on_language_layers_and_none_on_the_tower(model: Path, tmp_path
     check(adapted, engine, with_adapter)
     with pytest.raises(AdapterError, match=r"visual.*language model's layers only"):
         engine.adapters.load("tower", str(tmp_path / "tower"))
+
+
+def test_rounding_leaves_the_tower_as_it_is(model: Path) -> None:
+    plain, rounded = load(model).state_dict(), load(model)
+    quantize(rounded, "int8")
+    changed = {name for name, weight in rounded.state_dict().items() if not torch.equal(weight, plain[name])}
+    assert changed == {
+        name for name in plain if "language_model" in name and name.endswith("_proj.weight") and plain[name].ndim > 1
+    }
 
 
 def test_the_proof_at_start_sees_wrong_positions(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -628,8 +628,6 @@ async def test_images_that_cannot_be_used_are_refused(seeing: Seeing) -> None:
     await seeing.generate(ids, [broken], status=400)
     narrow = Image.new("RGB", (5, 1100))
     await seeing.generate(ids, [part(narrow)], status=400)
-    # an image without a place
-    await seeing.generate([*some_ids(9, 9), 30], [part(seeing.picture(97))], status=400)
 
 
 async def test_a_bias_bans_and_forces_tokens(seeing: Seeing) -> None:

@@ -70,7 +70,7 @@ def make_request(
     images = None
     if engine.encoder is not None:
         try:
-            prompt, images = engine.encoder.images.place(prompt, held)
+            prompt, images = engine.encoder.images.place(prompt.tolist(), held)
         except ValueError as error:
             raise ApiError(400, f"content_parts: {error}") from error
     if len(prompt) >= limit:

@@ -71,8 +71,9 @@ class ImageEncoder:
         places = ids == self._image_token_id
         order = places.cumsum() - 1
         # a sampled image token is no image, and keeps its own embedding
-        weight = self._model.get_input_embeddings().weight
-        own = weight[self._image_token_id].expand(int(places.sum()), -1)
+        embedding = self._model.get_input_embeddings()
+        own: Tensor = embedding(torch.tensor(self._image_token_id, device=self._model.device))
+        own = own.expand(int(places.sum()), -1)
         step = Features(own.clone(), tuple(torch.zeros_like(own) for _ in next(iter(features.values())).deep))
         for image, place, within in parts:
             rows = slice(int(order[place.start]), int(order[place.stop - 1]) + 1)
