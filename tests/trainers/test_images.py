@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -20,6 +21,7 @@ from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.learner import Learner, Terms
 from agentfactory.trainers.network import load_network
 from agentfactory.trainers.policy import Policy, load_policy
+from agentfactory.trainers.sync.canary import canary_rows, trainer_scores, with_eyes
 from agentfactory.trainers.vision_tower import tower_of
 from tests.saved_checkpoint import save_checkpoint
 from tests.trainers.float64 import in_float64, never_through_float32
@@ -299,3 +301,37 @@ def test_qlora_equals_an_adapter_on_its_dequantised_base(model: Path, album: Alb
         found.append(computed(learner, batch))
     for given, expected in zip(*found, strict=True):
         torch.testing.assert_close(given, expected, atol=1e-4, rtol=1e-3)
+
+
+def test_a_network_without_a_tower_trains_none(model_folder: Path) -> None:
+    with pytest.raises(SettingError, match=r"train.vision: got trained, but Qwen3ForCausalLM has no vision tower"):
+        load_policy(recipe_of(model_folder, vision="trained"))
+
+
+def test_the_canary_sees_what_the_tower_learns(model: Path, album: Album) -> None:
+    learner = Learner(recipe_of(model, vision="trained"), Accelerator(cpu=True), images=album.store.folder)
+    blind = canary_rows(range(20, 300), longest=144)
+    rows = with_eyes(blind, album.vision, album.store)
+    assert [len(row.context) for row in rows] == [len(row.context) for row in blind]
+    assert [len(row.images) for row in rows] == [1, 0] * (len(rows) // 2)
+
+    def scores() -> np.ndarray:
+        return trainer_scores(learner.policy, rows, learner.policy_forward, learner.images).reshape(len(rows), -1)
+
+    before = scores()
+    # as of the row alone, without the tokens that are never sampled
+    context, spans = rows[0].context, rows[0].images
+    row = album.row(context[: spans[0].offset], (spans[0].digest, spans[0].grid))
+    row.append_context(context[spans[0].offset + spans[0].length :])
+    row.append_sampled([rows[0].candidates[0]], [0.0], [])
+    (alone,) = [made for made in (training_row(row),) if made is not None]
+    learner.temperature = 1.0
+    (part,) = make_batches([alone], "padded", 1000, vision=learner.vision)[0].micro_batches
+    torch.testing.assert_close(float(learner._policy_pass(part)[0]), float(before[0, 0]), atol=1e-5, rtol=0)
+    with torch.no_grad():
+        for name, weight in learner.policy.named_parameters():
+            if ".visual." in name:
+                weight.add_(0.1 * torch.randn_like(weight))
+    moved = np.abs(scores() - before).max(1)
+    assert (moved[::2] > 1e-3).all()
+    assert (moved[1::2] == 0).all()
