@@ -4,6 +4,8 @@ The tower is not run on fake tensors, as the language model is: its shapes depen
 those that were measured on towers of Qwen2.5-VL and Qwen3-VL, within a fifth (tests/placement/test_image_memory.py).
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -23,7 +25,7 @@ def image_memory(recipe: TrainRecipe, policy: Policy) -> int:
     return patches * patch_memory(tower, policy.dtype, tower_is_trained(policy.network), recipe)
 
 
-def patch_memory(tower: nn.Module, dtype: torch.dtype, trained: bool, recipe: TrainRecipe) -> int:
+def patch_memory(tower: Any, dtype: torch.dtype, trained: bool, recipe: TrainRecipe) -> int:
     """Return the bytes per patch of an image."""
     first = tower.patch_embed.proj.weight
     width, values = first.shape[0], first[0].numel()
