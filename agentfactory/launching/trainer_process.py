@@ -15,7 +15,7 @@ import transformers
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from agentfactory.launching.conclusion import chains_dropped, check_dropped
 from agentfactory.launching.plan import Assignment, resume_stages
@@ -50,6 +50,7 @@ from agentfactory.trainers.sync.retrying import RetryingSync
 from agentfactory.trainers.time_share import TimeShare
 from agentfactory.trainers.tracking import Tracking
 from agentfactory.trainers.train_state import TrainState
+from agentfactory.trainers.vision_tower import sees
 
 # named as the module: the launcher's terminal shows its messages
 logger = logging.getLogger("agentfactory.train")
@@ -300,7 +301,8 @@ def _probes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, folder: RunFolde
     special = set(tokenizer.all_special_ids)
     vocabulary = [token for token in range(len(tokenizer)) if token not in special]
     rows = canary_rows(vocabulary, longest, recipe.seed)
-    vision = load_vision(recipe.model.path)
+    path = recipe.model.path
+    vision = load_vision(path) if sees(AutoConfig.from_pretrained(path)) else None
     if vision is None:
         return rows
     # a frozen tower stays what the server has loaded

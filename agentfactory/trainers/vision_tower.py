@@ -14,7 +14,7 @@ def sees(config: Any) -> bool:
     return getattr(config, "vision_config", None) is not None and config.model_type in QWEN
 
 
-def tower_of(network: Any) -> nn.Module | None:
+def tower_of(network: Any) -> Any:
     """Return the vision tower of a transformers network, with or without its head; None if it reads only text."""
     return getattr(network.base_model, "visual", None) if sees(network.config) else None
 
