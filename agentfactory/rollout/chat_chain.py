@@ -7,10 +7,11 @@ endpoint's `usage`.
 """
 
 import json
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentfactory.rollout.chain_runner import ChainRunner
 from agentfactory.rollout.chat_endpoint import ChatEndpoint, ChatEndpointError
@@ -29,6 +30,11 @@ from agentfactory.rollout.trajectory import Activity, Row, Trajectory
 from agentfactory.rollout.transcript import transcript
 from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec, text_of
 from agentfactory.tools.toolset import Toolset, open_toolset
+
+if TYPE_CHECKING:
+    from agentfactory.rollout.images.sight import Sight
+
+logger = logging.getLogger(__name__)
 
 
 class ChatEpisode(Episode):
@@ -100,7 +106,7 @@ class ChatWords:
     def __init__(self, parser: Parser, recipe: RolloutRecipe, base: Path, images: Path | None = None):
         self.parser = parser
         # the endpoint gets images in the size that the policy would see
-        self.sight = None if images is None else load_sight(recipe.model, images)
+        self.sight = None if images is None else _load_sight(recipe, images)
         self.stop_token_ids: list[int] = []
         self.info: dict[str, Any] = {"choice": "chat endpoint"}
         self._tokens = None
@@ -179,6 +185,14 @@ class ChatWords:
         if self._tokens is None:
             raise TypeError("only limits.result_tokens cuts results")
         return self._tokens.cut(text, max_tokens)
+
+
+def _load_sight(recipe: RolloutRecipe, images: Path) -> "Sight | None":
+    try:
+        return load_sight(recipe.model, images)
+    except OSError as error:  # the policy's files are on the hub, and a baseline of text needs none of them
+        logger.info("%s cannot be looked up: images become text: %s", recipe.model.path, error)
+        return None
 
 
 def _said(message: dict[str, Any]) -> str:

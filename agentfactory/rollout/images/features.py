@@ -27,7 +27,8 @@ def pixels_of(
     processor: Any, images: Sequence[Image.Image]
 ) -> tuple[Float[Tensor, "patches values"], Int[Tensor, "images 3"]]:
     """Return the patches of images that were resized by `Vision.fit`, and their numbers in time, height and width."""
-    found = processor(images=list(images), return_tensors="pt")
+    # the model's own limits may be others than the recipe's (model.max_image_pixels)
+    found = processor(images=list(images), do_resize=False, return_tensors="pt")
     return found["pixel_values"], found["image_grid_thw"]
 
 

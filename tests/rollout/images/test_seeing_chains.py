@@ -26,7 +26,7 @@ from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.toolset import open_toolset
 from tests.seeing_server import SeeingServer, serve_seeing
-from tests.vision_models import KINDS, make_vision_model
+from tests.vision_models import KINDS, make_vision_model, vision_template
 
 TOOLS = '''
 import numpy as np
@@ -109,7 +109,7 @@ class Seeing:
 
 @asynccontextmanager
 async def seeing(
-    model: str,
+    path: str,
     folder: Path,
     texts: Callable[[int], str] | list[str],
     servers: int = 1,
@@ -120,7 +120,7 @@ async def seeing(
     from contextlib import AsyncExitStack
 
     (folder / "looking.py").write_text(TOOLS)
-    sections: dict[str, Any] = {"model": {"path": model}, "tools": ["looking.py:look", "looking.py:broken"]}
+    sections: dict[str, Any] = {"model": {"path": path}, "tools": ["looking.py:look", "looking.py:broken"]}
     recipe = RolloutRecipe.model_validate({**sections, **fields})
     renderer = load_renderer(recipe.model, recipe.rollout.parser, images=folder / "images")
     count = iter(range(1_000_000))
@@ -331,3 +331,20 @@ def test_supervised_rows_have_the_images_as_context(model, tmp_path):
     # the same ids as a chain that sampled the text
     ids, _ = renderer.sight.expand(renderer.open(task["messages"][:1], []), task["messages"][:1])
     assert row.token_ids[: len(ids)] == ids
+
+
+async def test_a_template_without_images_of_tools_shows_them_in_a_user_turn(tmp_path):
+    path = make_vision_model(tmp_path / "model", "qwen3_vl")
+    template = vision_template("qwen3_vl")
+    start = template.index('elif message.role == "tool"')
+    at = template.index("{{- message.content }}", start)
+    kept = template.index("<|vision_start|>", at)
+    without = template[:kept] + template[kept:].replace("<|vision_start|><|image_pad|><|vision_end|>", "", 1)
+    (tmp_path / "own.jinja").write_text(without)
+    model = {"path": str(path), "chat_template": str(tmp_path / "own.jinja")}
+    async with seeing(str(path), tmp_path, [look(80, 80), "done"], model=model) as chains:
+        chain = await chains.run(images=[picture(1)])
+        chains.check(chain)
+    assert "has no images in tool messages: they follow in a user message" in chains.renderer.info["reasons"]
+    assert [m["role"] for m in chain.messages] == ["user", "assistant", "tool", "user", "assistant"]
+    assert len(chain.rows[0].images) == 2

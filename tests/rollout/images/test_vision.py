@@ -62,6 +62,8 @@ def test_the_processor_leaves_an_image_as_it_was_resized(model, size):
     fitted = vision.fit(picture(*size))
     processor = load_processor(model)
     pixels, grids = pixels_of(processor, [fitted])
+    again = processor(images=[fitted], return_tensors="pt")
+    assert torch.equal(again["pixel_values"], pixels)
     assert tuple(grids[0].tolist()) == vision.grid(fitted)
     assert len(pixels) == vision.tokens(vision.grid(fitted)) * vision.merge_size**2
     # and resizes the original to the same
