@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.rollout.connection import authorization
-from agentfactory.rollout.embedded.engine import UnsupportedModel
 from agentfactory.rollout.embedded.quantization import FULL_WEIGHTS, quantize
+from agentfactory.rollout.embedded.request import UnsupportedModel
 from tests.conftest import embedded_server
 
 pytestmark = [pytest.mark.processes, pytest.mark.numbers]

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from agentfactory.rollout.embedded.engine import UnsupportedModel
+from agentfactory.rollout.embedded.request import UnsupportedModel
 
 Quantization = Literal["int8", "int4"]
 
