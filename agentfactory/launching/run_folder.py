@@ -45,6 +45,7 @@ class RunFolder:
         self.parts = (self.trajectories, self.checkpoints, self.logs)
         """Folders that every run folder has."""
         self.sync = path / "sync"
+        self.images = path / "images"
         self.summary = path / "summary.json"
         self.credit = self.trajectories / CREDIT_FILE
         self._stopping = path / ".stopping"

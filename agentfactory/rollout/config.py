@@ -21,8 +21,9 @@ class LoraConfig(Section):
     """The adapter is scaled by alpha / rank; the default is 2 x rank."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Dropout on the adapter's input during training; for train.algorithm=sft only."""
-    target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    """Names of the linear modules that get an adapter."""
+    target_modules: str | list[str] = "all-linear"
+    """Linear modules that get an adapter: all-linear, a list of names, or a regular expression that matches their whole
+    names. For a model that sees, all-linear is those of its language model, unless train.vision is trained."""
     quantization: Literal["nf4"] | None = None
     """QLoRA (arXiv:2305.14314): store the base at four bits per weight during training. Needs bitsandbytes, and either
     a single process or ddp."""

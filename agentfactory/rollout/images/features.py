@@ -19,8 +19,8 @@ class Features(NamedTuple):
 
 
 def load_processor(path: str) -> Any:
-    """Return the image processor of a model: Pillow's kind, which needs no torchvision."""
-    return AutoImageProcessor.from_pretrained(path, backend="pil")
+    """Return the image processor of a model: Pillow's kind, which needs no torchvision. It does not resize."""
+    return AutoImageProcessor.from_pretrained(path, backend="pil", do_resize=False)
 
 
 def pixels_of(

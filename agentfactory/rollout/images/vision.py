@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -162,6 +163,13 @@ def load_vision(path: str, min_pixels: int | None = None, max_pixels: int | None
         min_pixels=least,
         max_pixels=most,
     )
+
+
+def copy_processor(path: str, folder: Path) -> None:
+    """Copy the files that say how the model at `path` gets images and videos, if it has them."""
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"):
+        if file := cached_file(path, name, _raise_exceptions_for_missing_entries=False):
+            shutil.copyfile(file, folder / name)
 
 
 def _read(path: str, name: str) -> dict[str, Any]:
