@@ -132,18 +132,15 @@ def shifted(spans: Sequence[ImageSpan], by: int) -> list[ImageSpan]:
 
 
 def load_vision(path: str, min_pixels: int | None = None, max_pixels: int | None = None) -> Vision | None:
-    """Return how the model at `path`, a folder or hub name, sees; None if it reads only text.
+    """Return how the model at `path`, a folder or hub name, sees; None if it reads only text, or sees in a way that is
+    not supported: its chains are of text, then.
 
-    `min_pixels` and `max_pixels` replace those of the model's own processor. Raises SettingError for a model whose
-    images are not supported.
+    `min_pixels` and `max_pixels` replace those of the model's own processor. Raises SettingError if that is missing, or
+    the limits cannot be kept.
     """
     config = _read(path, "config.json")
-    if "vision_config" not in config:
+    if "vision_config" not in config or config.get("model_type") not in QWEN:
         return None
-    kind = config.get("model_type")
-    if kind not in QWEN:
-        problem = f"{path} is of type {kind}, whose images are not supported"
-        raise SettingError("model.path", problem, f"use one of {', '.join(sorted(QWEN))}")
     processor = _read(path, "preprocessor_config.json")
     if not processor:
         problem = f"{path} has no preprocessor_config.json, which says how images are resized"
