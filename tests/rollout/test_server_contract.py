@@ -587,7 +587,6 @@ async def seeing(seeing_server: Served) -> AsyncIterator[Seeing]:
         yield Seeing(client, vision, load_processor(path), seeing_network(seeing_server.model))
 
 
-@pytest.mark.processes
 async def test_two_turns_with_two_images_each(seeing: Seeing) -> None:
     pad = seeing.vision.image_token_id
     a, b, c = seeing.picture(1), seeing.picture(2, 60, 300), seeing.picture(3, 300, 80)

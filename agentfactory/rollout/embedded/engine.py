@@ -7,6 +7,7 @@ request has ended: the next request that begins with them computes only the rest
 """
 
 import itertools
+import logging
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from agentfactory.rollout.embedded.graphs import StaticDecoder
 from agentfactory.rollout.embedded.linear import drop_packed, use_onednn
 from agentfactory.rollout.embedded.lora import AdapterLayers, Segment, segments
 from agentfactory.rollout.embedded.plan import Plan, Planner
-from agentfactory.rollout.embedded.proof import prove, prove_static
+from agentfactory.rollout.embedded.proof import proofs
 from agentfactory.rollout.embedded.request import Request, UnsupportedModel
 from agentfactory.rollout.embedded.sampling import sample
 
@@ -35,6 +36,7 @@ PREFILL_TOKENS = 2048  # new prompt tokens per step: bounds how long decoding re
 MASK_ELEMENTS = 2**23  # queries x keys of one prefill chunk: bounds the memory of its attention mask
 SHARE_TOKENS = 16  # a request waits a step for a prompt being computed when that spares it more tokens than this
 _engines = itertools.count()
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -101,15 +103,15 @@ class Engine:
         self._evicted: list[Evictable] = []
         self.cache: Tensor | None = None
         self.allocate_cache()
-        self.attention_name = f"agentfactory_embedded_{next(_engines)}"
-        ALL_ATTENTION_FUNCTIONS.register(self.attention_name, self._attention)
+        self._attention_name = f"agentfactory_embedded_{next(_engines)}"
+        ALL_ATTENTION_FUNCTIONS.register(self._attention_name, self._attention)
         use_onednn(model)
         self.static: StaticDecoder | None = None
-        prove(self)
+        self._prove()
         cuda = self.device.type == "cuda"
         if cuda if static_decode is None else static_decode:
             self.static = StaticDecoder(self._forward, self._planner, max_num_seqs, capture=cuda)
-            prove_static(self)
+            self._prove_static()
 
     # ---- requests
 
@@ -440,3 +442,32 @@ class Engine:
                 request.on_finish(request)
         if finished:
             self.running = [r for r in self.running if not r.finish_reason]
+
+    # ---- proof
+
+    def _prove(self) -> None:
+        """Decode a few tokens and compare with the model's own attention, to reject unknown model features."""
+        language = self.model.get_decoder()
+        for proof in proofs(self.encoder, self.vocab_size, self.max_model_len):
+            language.set_attn_implementation(self._attention_name)
+            self.add(proof.request)
+            while self.busy:
+                self.step()
+            self.reset_prefix_cache()
+            language.set_attn_implementation("sdpa")
+            proof.check(self.model)
+        language.set_attn_implementation(self._attention_name)
+
+    def _prove_static(self) -> None:
+        """Make the same comparison with static steps. If they cannot be captured, warn and decode without them."""
+        try:
+            self._prove()
+        except (RuntimeError, UnsupportedModel) as error:
+            if self.device.type != "cuda":
+                raise
+            self.static = None
+            for request in self.requests():
+                self.abort(request)
+            self.model.get_decoder().set_attn_implementation(self._attention_name)
+            self.reset_prefix_cache()
+            logger.warning("decoding goes without CUDA graphs, which makes it slower: %s", error)
