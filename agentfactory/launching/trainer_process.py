@@ -15,7 +15,7 @@ import transformers
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from agentfactory.launching.conclusion import chains_dropped, check_dropped
 from agentfactory.launching.plan import Assignment, resume_stages
@@ -50,7 +50,6 @@ from agentfactory.trainers.sync.retrying import RetryingSync
 from agentfactory.trainers.time_share import TimeShare
 from agentfactory.trainers.tracking import Tracking
 from agentfactory.trainers.train_state import TrainState
-from agentfactory.trainers.vision_tower import sees
 
 # named as the module: the launcher's terminal shows its messages
 logger = logging.getLogger("agentfactory.train")
@@ -298,11 +297,11 @@ def _rollouts(
 
 def _probes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> list[CanaryRow]:
     longest = min(recipe.server.max_model_len, recipe.rollout.max_total_tokens) - 1
-    special = set(tokenizer.all_special_ids)
-    vocabulary = [token for token in range(len(tokenizer)) if token not in special]
+    vision = load_vision(recipe.model.path)
+    # not every tokenizer lists the tokens of images as special
+    left_out = {*tokenizer.all_special_ids, *(vision.banned_token_ids if vision is not None else ())}
+    vocabulary = [token for token in range(len(tokenizer)) if token not in left_out]
     rows = canary_rows(vocabulary, longest, recipe.seed)
-    path = recipe.model.path
-    vision = load_vision(path) if sees(AutoConfig.from_pretrained(path)) else None
     if vision is None:
         return rows
     # a frozen tower stays what the server has loaded

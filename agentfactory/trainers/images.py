@@ -10,9 +10,10 @@ from jaxtyping import Float, Int
 from PIL import Image
 from torch import Tensor
 
+from agentfactory.rollout.byte_cache import ByteCache
 from agentfactory.rollout.images.features import load_processor, pixels_of
 from agentfactory.rollout.images.store import ImageStore
-from agentfactory.rollout.images.vision import Vision
+from agentfactory.rollout.images.vision import Grid, Vision
 from agentfactory.rollout.trajectory import ImageSpan
 
 
@@ -30,6 +31,10 @@ class Images:
     """Rotary positions of the input's tokens; None if nothing is seen."""
 
 
+KEPT_BYTES = 256 * 2**20
+"""Maximum size of the pixels that a process keeps: passes of a step, and rows of a task, have the same images."""
+
+
 class ImageLoader:
     """Makes the images of micro-batches from the files of a run's store."""
 
@@ -38,19 +43,15 @@ class ImageLoader:
         self._processor = load_processor(model)
         self._vision = vision
         self._store = ImageStore(folder) if folder is not None else None
+        self._kept: ByteCache[str, tuple[Tensor, Tensor]] = ByteCache(KEPT_BYTES)
 
     def load(self, spans: Sequence[ImageSpan], rotary: Tensor | None, device: torch.device) -> Images:
         """Return the images of `spans`, in the order in which a micro-batch's lines have them. Raises ValueError if one
         is not stored, or has another size than its tokens say."""
         grids = {span.digest: span.grid for span in spans}
         numbers = {digest: number for number, digest in enumerate(grids)}
-        if self._store is None:
-            raise ValueError(f"the rows have {len(grids)} images, and the run has no folder of images")
-        pictures = [self._store.load(digest) for digest in grids]
-        for picture, (digest, grid) in zip(pictures, grids.items(), strict=True):
-            if self._vision.grid(picture) != grid:
-                raise ValueError(f"the image {digest} has {picture.size} pixels, which are not its {grid} patches")
-        return self._images(pictures, tuple(numbers[span.digest] for span in spans), rotary, device)
+        read = [self._read(digest, grid) for digest, grid in grids.items()]
+        return _images(read, tuple(numbers[span.digest] for span in spans), rotary, device)
 
     def load_block(self, length: int, rows: Sequence[Sequence[ImageSpan]], device: torch.device) -> Images | None:
         """Return the images of rows of `length` tokens each, one below the other; None if they have none."""
@@ -62,13 +63,29 @@ class ImageLoader:
         """Return an image of one token that is nowhere in the input: the vision tower's collective calls are made on
         processes without images, too."""
         side = self._vision.patch_size * self._vision.merge_size
-        return self._images([Image.new("RGB", (side, side))], (), None, device)
+        picture = Image.new("RGB", (side, side))
+        return _images([pixels_of(self._processor, [picture])], (), None, device)
 
-    def _images(
-        self, pictures: list[Image.Image], places: tuple[int, ...], rotary: Tensor | None, device: torch.device
-    ) -> Images:
-        pixels, grids = pixels_of(self._processor, pictures)
-        return Images(pixels.to(device), grids.to(device), places, None if rotary is None else rotary.to(device))
+    def _read(self, digest: str, grid: Grid) -> tuple[Tensor, Tensor]:
+        """Return the patches of one image, and their numbers, as pixels_of does."""
+        kept = self._kept.get(digest)
+        if kept is not None:
+            return kept
+        if self._store is None:
+            raise ValueError(f"the rows have the image {digest}, and the run has no folder of images")
+        picture = self._store.load(digest)
+        if self._vision.grid(picture) != grid:
+            raise ValueError(f"the image {digest} has {picture.size} pixels, which are not its {grid} patches")
+        made = pixels_of(self._processor, [picture])
+        self._kept.put(digest, made, made[0].nbytes)
+        return made
+
+
+def _images(
+    read: Sequence[tuple[Tensor, Tensor]], places: tuple[int, ...], rotary: Tensor | None, device: torch.device
+) -> Images:
+    pixels, grids = (torch.cat(parts) for parts in zip(*read, strict=True))
+    return Images(pixels.to(device), grids.to(device), places, None if rotary is None else rotary.to(device))
 
 
 def images_beside(saved: Path) -> Path:

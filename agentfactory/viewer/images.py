@@ -19,7 +19,7 @@ SHOWN_KINDS = ("image/png", "image/jpeg", "image/webp", "image/gif")
 """Kinds of images that are shown. Other kinds, and images elsewhere on the web, are named and never loaded."""
 _BOXES = ("bbox_2d", "bbox", "box")
 """Arguments of tools that are a box: left, top, right and bottom."""
-_NUMBERS = ("img_idx", "image_index", "image")
+_NUMBERS = ("img_idx", "image_index")
 """Arguments of tools that are the number of an image in the chain, counted from 0."""
 
 Box = tuple[float, float, float, float]

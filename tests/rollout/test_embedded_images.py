@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
+from agentfactory.rollout.byte_cache import ByteCache
 from agentfactory.rollout.embedded import engine as engine_module
-from agentfactory.rollout.embedded.byte_cache import ByteCache
 from agentfactory.rollout.embedded.engine import Engine
 from agentfactory.rollout.embedded.image_encoder import ImageEncoder, load_encoder
 from agentfactory.rollout.embedded.images import HeldImage, ImageCache

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentfactory.rollout.embedded.byte_cache import ByteCache
+from agentfactory.rollout.byte_cache import ByteCache
 from agentfactory.rollout.embedded.images import HeldImage, ImageCache
 from agentfactory.rollout.embedded.request import Request
 from agentfactory.rollout.images.features import Features, compute_features, encoder_outputs, load_processor, pixels_of

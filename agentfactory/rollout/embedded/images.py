@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 from PIL import Image
 
-from agentfactory.rollout.embedded.byte_cache import ByteCache
+from agentfactory.rollout.byte_cache import ByteCache
 from agentfactory.rollout.images.decode import decode
 from agentfactory.rollout.images.store import digest_of
 from agentfactory.rollout.images.vision import Grid, Vision
