@@ -1,6 +1,6 @@
 """Limits on a chain's use of tools: checked before each call, while it runs, and on its result.
 
-The checks are made in the order of `config.Limit`, and the first limit that is reached counts:
+The checks are made in the order of `config.Limit`, and the first limit that is reached counts; images count apart:
 
 1. `calls_per_turn`: the call's place among those of its turn.
 2. `calls`: calls that the chain has made.
