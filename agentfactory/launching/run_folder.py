@@ -39,7 +39,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.trajectories = path / "trajectories"
         self.images = path / "images"
-        """The images that chains saw, each once (rollout.images.store); checkpoints do not copy them."""
+        """The images that chains saw, each stored once; checkpoints do not copy them."""
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.parts = (self.trajectories, self.checkpoints, self.logs)

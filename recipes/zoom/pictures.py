@@ -2,9 +2,10 @@
 
 import random
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int, UInt8
 from PIL import Image
 
 from agentfactory import reward
@@ -17,6 +18,7 @@ REDUCTION = 4
 """How many times smaller a network sees the whole picture. A pattern of this period vanishes then: every weighted sum
 that makes a pixel of the smaller picture has each place of the square with the same weight."""
 SIDE = CELLS * CELL
+GROUNDS = range(100, 150, 10)
 COLOURS = {"red": (190, 70, 70), "blue": (70, 70, 190)}
 _CONTRAST = 40
 _FADING = 16
@@ -67,20 +69,17 @@ class Picture:
             cells=dict(zip(COLOURS, rng.sample(places, len(COLOURS)), strict=True)),
             patterns=dict(zip(COLOURS, rng.sample(list(PATTERNS), len(COLOURS)), strict=True)),
             shifts=dict(zip(COLOURS, shifts, strict=True)),
-            ground=tuple(rng.randint(100, 149) for _ in places),
+            ground=tuple(rng.choice(GROUNDS) for _ in places),
         )
 
     def paint(self) -> Image.Image:
-        """Return the picture, SIDE x SIDE pixels."""
-        ground = np.array(self.ground, dtype=float).reshape(CELLS, CELLS)
+        """Return the picture, SIDE x SIDE pixels. Reduced, its pixels are the same whatever the patterns are."""
+        ground = np.array(self.ground, dtype=np.uint8).reshape(CELLS, CELLS)
         pixels = np.repeat(ground.repeat(CELL, 0).repeat(CELL, 1)[..., None], 3, axis=2)
         for colour, (row, column) in self.cells.items():
-            down, right = self.shifts[colour]
-            top, left = (index * CELL + (CELL - BOX) // 2 for index in (row, column))
-            pattern = np.tile(PATTERNS[self.patterns[colour]], (BOX // PERIOD, BOX // PERIOD)) * _FADE
-            box = np.array(COLOURS[colour]) + _CONTRAST * pattern[..., None]
-            pixels[top + down : top + down + BOX, left + right : left + right + BOX] = box
-        return Image.fromarray(pixels.round().astype(np.uint8))
+            cell = _cell(colour, self.patterns[colour], self.shifts[colour], self.ground[row * CELLS + column])
+            pixels[row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL] = cell
+        return Image.fromarray(pixels)
 
     def where(self, colour: str) -> list[int]:
         """Return the place of a box, as `zoom` takes it: the middle of its cell, without the shift."""
@@ -89,14 +88,30 @@ class Picture:
         return [round(edge * 1000 / SIDE) for edge in (*edges, *(edge + BOX for edge in edges))]
 
 
-def _fade() -> Float[np.ndarray, "side side"]:
-    """Return how much of a pattern is seen at each pixel of a box: 1 but near the edges."""
+@cache
+def _cell(colour: str, pattern: str, shift: tuple[int, int], ground: int) -> UInt8[np.ndarray, "side side 3"]:
+    """Return a cell with its box. Reduced, it is the same with any pattern."""
+    top, left = ((CELL - BOX) // 2 + by for by in shift)
+    box = slice(top, top + BOX), slice(left, left + BOX)
     place = np.arange(BOX) + 0.5
-    seen = np.minimum(1, np.minimum(place, BOX - place) / _FADING)
-    return np.outer(seen, seen)
+    fade = np.minimum(1, np.minimum(place, BOX - place) / _FADING)
+    seen = np.tile(PATTERNS[pattern], (BOX // PERIOD, BOX // PERIOD)) * np.outer(fade, fade)
+    plain = np.full((CELL, CELL, 3), ground)
+    plain[box] = COLOURS[colour]
+    pixels = plain.copy()
+    pixels[box] += np.round(_CONTRAST * seen[..., None]).astype(int)
+    # what is left of the pattern is below the rounding of a pixel: every second pixel is corrected for it
+    second = np.indices((CELL, CELL, 1)).sum(0) % 2
+    while (difference := _reduced(plain) - _reduced(pixels)).any():
+        pixels += second * difference.repeat(REDUCTION, 0).repeat(REDUCTION, 1)
+    return pixels.astype(np.uint8)
 
 
-_FADE = _fade()
+def _reduced(pixels: Int[np.ndarray, "side side 3"]) -> Int[np.ndarray, "reduced reduced 3"]:
+    """Return how a network sees a cell in the whole picture."""
+    image = Image.fromarray(pixels.astype(np.uint8))
+    size = CELL // REDUCTION, CELL // REDUCTION
+    return np.asarray(image.resize(size, Image.Resampling.BICUBIC)).astype(int)
 
 
 @reward

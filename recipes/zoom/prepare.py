@@ -24,10 +24,10 @@ TOOLS_BY_NAME = load_object("../webshop/prepare.py:TOOLS_BY_NAME", HERE)
 
 HELD_OUT = 200
 TRAINED = 1500
-TRANSCRIPTS = 4000
-ZOOMS_RIGHT = 0.25
-"""How often a transcript zooms to the box that is asked for; else it zooms to the other one, and names that pattern."""
 ASKED, OTHER = "red", "blue"
+LOOKS = (ASKED, OTHER, OTHER, OTHER)
+"""The box that each of a picture's transcripts zooms to, and whose pattern it names. All are of the same picture: which
+box it is cannot be learned by heart."""
 QUESTION = f"What pattern has the {ASKED} box?"
 PATCH, MERGED = 16, 2
 TOKEN = PATCH * MERGED
@@ -66,7 +66,8 @@ def prepare(folder: Path, seed: int) -> None:
     heldout = [paint(Picture.draw(rng), folder, f"heldout-{number}")[0] for number in range(HELD_OUT)]
     train = [paint(Picture.draw(rng), folder, f"train-{number}") for number in range(TRAINED)]
     specs = [Zoom.zoom.spec.to_openai()]
-    transcripts = [look(*rng.choice(train), folder, rng) for _ in range(TRANSCRIPTS)]
+    transcripts = [look(task, picture, colour, folder) for task, picture in train for colour in LOOKS]
+    rng.shuffle(transcripts)
     write_jsonl(folder / "heldout.jsonl", heldout)
     write_jsonl(folder / "train.jsonl", [task for task, _ in train])
     write_jsonl(folder / "transcripts.jsonl", [{"messages": messages, "tools": specs} for messages in transcripts])
@@ -83,9 +84,8 @@ def paint(picture: Any, folder: Path, name: str) -> tuple[dict[str, Any], Any]:
     return {"question": QUESTION, "images": [file], "answer": picture.patterns[ASKED]}, picture
 
 
-def look(task: dict[str, Any], picture: Any, folder: Path, rng: random.Random) -> list[dict[str, Any]]:
-    """Return a conversation about a task: a zoom to one of the boxes with the real tool, and the pattern seen there."""
-    colour = ASKED if rng.random() < ZOOMS_RIGHT else OTHER
+def look(task: dict[str, Any], picture: Any, colour: str, folder: Path) -> list[dict[str, Any]]:
+    """Return a conversation about a task: a zoom to the box of a colour with the real tool, and the pattern there."""
     [file] = task["images"]
     part = Path(file).with_suffix(f".{colour}.png")
     if not (folder / part).exists():
