@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,10 +74,12 @@ def trackio_storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         patch.setenv("WANDB_DATA_DIR", str(tmp_path_factory.mktemp("wandb")))
         folder = tmp_path_factory.mktemp("trackio")
         patch.setenv("TRACKIO_DIR", str(folder))
-        # it looks at the variable when it is imported, which another test may have had it
+        # its modules copy the variable when they are imported, and another test may have imported them
         storage = importlib.import_module("trackio.sqlite_storage")
-        patch.setattr(storage, "TRACKIO_DIR", folder)
-        patch.setattr("trackio.utils.MEDIA_DIR", folder / "media")
+        for module in [module for name, module in sys.modules.items() if name.split(".")[0] == "trackio"]:
+            for name, value in {"TRACKIO_DIR": folder, "MEDIA_DIR": folder / "media"}.items():
+                if name in vars(module):
+                    patch.setattr(module, name, value)
         yield storage.SQLiteStorage
 
 
