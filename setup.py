@@ -79,6 +79,8 @@ setup(
         "agentfactory.commands": ["templates/*", "templates/tiny/*"],
         # model configurations for planning memory when the hub cannot be reached
         "agentfactory.placement": ["shapes/*.json"],
+        # chat templates of ours
+        "agentfactory.rollout": ["chat_templates/*.jinja"],
         "agentfactory.viewer": ["page/*"],
     },
     install_requires=[

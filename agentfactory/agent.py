@@ -21,6 +21,7 @@ from agentfactory.rollout.config import RewardConfig, RolloutRecipe
 from agentfactory.rollout.connection import ServerUnreachableError
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.evaluate import open_runner
+from agentfactory.rollout.images.parts import clean_row
 from agentfactory.rollout.renderer import load_tokenizer
 from agentfactory.rollout.rewards import Rewards, prediction_of
 from agentfactory.rollout.sampling import Sampling
@@ -146,7 +147,8 @@ class Agent(AgentHooks):
             messages: The question, or the messages that open the chain.
             max_turns: Maximum assistant turns per chain; by default `rollout.max_turns`.
             num_chains: Number of chains. They are sampled independently, and a group-level reward compares them.
-            **fields: The task's other fields, which are passed to tools and rewards by name.
+            **fields: The task's other fields, which are passed to tools and rewards by name. `images` (paths, bytes or
+                Pillow images) stand where the text says `<image>`, or else come first.
 
         A chain that fails does not raise: its outcome and `error` describe the problem. Raises ServerUnreachableError
         or ChildFailed if the server is gone, RunFolderError if the checkpoint is an adapter and its base model is
@@ -155,10 +157,11 @@ class Agent(AgentHooks):
         if min(num_chains, 1 if max_turns is None else max_turns) < 1:
             raise ValueError(f"got max_turns={max_turns} and num_chains={num_chains}; use at least 1")
         opening: Task = {"question": messages} if isinstance(messages, str) else {"messages": messages}
-        task = {**opening, **fields}
+        task = clean_row({**opening, **fields}, Path.cwd())
         self._rewards.check(task)
         engine = await self._open()
         runner = engine.runner if max_turns is None else engine.runner.with_max_turns(max_turns)
+        task = await runner.take(task, "fields")
         scored = ENDINGS if self._judged or runner.toolset.judges else frozenset()
         name, temperature = f"run{next(self._numbers)}", self._recipe.rollout.temperature
         ids = [f"{name}.{number}" for number in range(num_chains)]

@@ -230,7 +230,7 @@ def run_workers(folder: Path, url: str, chains: int, workers: int) -> Run:
         from agentfactory.rollout.delivery import Job
         from agentfactory.rollout.workers import RolloutWorkers
 
-        source: Any = RolloutWorkers(Job(recipe, folder, [url], trajectories, *counts), folder, lambda _: True)
+        source: Any = RolloutWorkers(Job(recipe, folder, [url], trajectories, folder, *counts), folder, lambda _: True)
     except ImportError:  # --before: a commit without several workers
         from agentfactory.rollout.delivery import WorkerProcess
 

@@ -25,6 +25,9 @@ The last line is JSON:
   completions of 64.
 - `merged_turns_speedup`: the same for chains of 8 turns that were stored as one row per turn (a prompt of 256, each
   turn 48 sampled tokens and a result of 48); each row has the whole history and that turn.
+- `images_speedup`: the same for groups of 8 chains that see, on a generated Qwen3-VL (a frozen tower of 4 blocks): a
+  prompt of 304 tokens with an image of 448 x 448 (196 tokens), 48 sampled tokens, a crop of 128 x 128 of their own (16
+  tokens) and 48 sampled tokens.
 
 Padded rows are those of `make_batches(..., "padded")`, which groups rows of similar length.
 
@@ -46,6 +49,8 @@ from typing import Any
 SMALL, LARGE = 2048, 151_936
 """Vocabulary sizes."""
 GROUP = 8
+PATCH = 16
+"""Side of a patch in pixels; a token of an image has 2 x 2 patches."""
 
 
 def make_model(folder: Path, vocabulary: int) -> None:
@@ -73,6 +78,42 @@ def make_model(folder: Path, vocabulary: int) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({"end": 0, "pad": 1}, unk_token="pad"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="end", pad_token="pad").save_pretrained(folder)
+
+
+def make_seeing_model(folder: Path, vocabulary: int) -> None:
+    """Save a randomly initialised Qwen3-VL with its image processor."""
+    import torch
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    make_model(folder, vocabulary)
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    text = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
+    text |= {"head_dim": 32, "intermediate_size": 768, "vocab_size": vocabulary, "rope_parameters": rope}
+    text |= {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
+    tower = {"hidden_size": 128, "intermediate_size": 512, "num_heads": 4, "depth": 4, "out_hidden_size": 256}
+    tower |= {"patch_size": PATCH, "num_position_embeddings": 1024, "deepstack_visual_indexes": [1, 2]}
+    image, video, start, end = range(vocabulary - 4, vocabulary)
+    config = Qwen3VLConfig(
+        text_config=text,
+        vision_config=tower,
+        tie_word_embeddings=True,
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+    )
+    Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "size": {"shortest_edge": 4096, "longest_edge": 1 << 24},
+        "patch_size": PATCH,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor), encoding="utf-8")
 
 
 # ---- workloads: rows of {ids, prompt (its length), targets, advantage, proximal (old log-probabilities)}
@@ -126,6 +167,39 @@ def rows_per_turn(chains: int, vocabulary: int) -> list[dict[str, Any]]:
             rows.append(_row(draw, vocabulary, ids, 256, list(range(start, len(ids)))))
             ids = ids + _tokens(draw, vocabulary, 48)
     return rows
+
+
+def seeing_chains(groups: int, vocabulary: int) -> list[dict[str, Any]]:
+    """Return groups of chains with an image in the prompt, and another one in the middle of each chain. Images are
+    given as (place, seed, side in pixels)."""
+    draw = random.Random(3)
+    rows = []
+    for group in range(groups):
+        picture, crop = ([vocabulary - 4] * (side // PATCH // 2) ** 2 for side in (448, 128))
+        # the last four ids stand for images and videos
+        prompt = [*_tokens(draw, vocabulary - 4, 152), *picture, *_tokens(draw, vocabulary - 4, 152)]
+        for chain in range(GROUP):
+            ids = prompt + _tokens(draw, vocabulary - 4, 48) + crop + _tokens(draw, vocabulary - 4, 48)
+            first, second = len(prompt), len(ids) - 48
+            row = _row(draw, vocabulary, ids, first, [*range(first, first + 48), *range(second, second + 48)])
+            images = [(152, group, 448), (first + 48, 1000 + group * GROUP + chain, 128)]
+            rows.append({**row, "images": images})
+    return rows
+
+
+def stored_images(folder: Path, images: list[tuple[int, int, int]]) -> tuple[Any, ...]:
+    """Make a row's images of noise, store them, and return where they are in the row."""
+    from PIL import Image
+
+    from agentfactory.rollout.images.store import ImageStore
+    from agentfactory.rollout.trajectory import ImageSpan
+
+    spans, store = [], ImageStore(folder)
+    for place, seed, side in images:
+        image = Image.frombytes("RGB", (side, side), random.Random(seed).randbytes(3 * side * side))
+        patches = side // PATCH
+        spans.append(ImageSpan(place, patches**2 // 4, store.put(image), (1, patches, patches)))
+    return tuple(spans)
 
 
 def _tokens(draw: random.Random, vocabulary: int, count: int) -> list[int]:
@@ -183,7 +257,8 @@ def run_ours(folder: Path, rows: list[dict[str, Any]], updates: int, batching: s
 
     train = {"steps": 1, "learning_rate": 1e-6, "batching": batching, "token_budget": budget}
     recipe = TrainRecipe.model_validate({"model": {"path": str(folder), "dtype": "float32"}, "train": train})
-    learner = Learner(recipe, Accelerator(cpu=True))
+    learner = Learner(recipe, Accelerator(cpu=True), images=folder / "images")
+    images = [stored_images(folder / "images", row.get("images", [])) for row in rows]
     meter, done = Meter(), []
 
     def loss(index: int, part: MicroBatch, logprob: Targets, entropy: Targets) -> Terms:
@@ -196,11 +271,11 @@ def run_ours(folder: Path, rows: list[dict[str, Any]], updates: int, batching: s
     for _ in range(updates):
         meter.start()
         made = []
-        for row in rows:
+        for row, seen in zip(rows, images, strict=True):
             ones = [1.0] * len(row["targets"])
             streams = {"behaviour": row["proximal"], "proximal": row["proximal"], "weight": ones}
             streams |= {"advantage": [row["advantage"]] * len(ones), "mixed": [0.0] * len(ones)}
-            made.append(TrainingRow(row["ids"], row["targets"], streams))
+            made.append(TrainingRow(row["ids"], row["targets"], streams, seen))
         done.append(learner.update(learner.deal(made), loss))
         meter.stop()
     return {"loss": done[0].loss, "grad_norm": done[0].grad_norm, "seconds": meter.seconds, "peak": meter.peak}
@@ -280,7 +355,7 @@ def run_trl(folder: Path, rows: list[dict[str, Any]], updates: int, batching: st
 
 
 SIDES = {"ours": run_ours, "trl": run_trl}
-WORKLOADS = {"agent": agent_chains, "prompts": shared_prompts, "turns": rows_per_turn}
+WORKLOADS = {"agent": agent_chains, "prompts": shared_prompts, "turns": rows_per_turn, "images": seeing_chains}
 
 
 def measure(
@@ -339,11 +414,14 @@ def compare(quick: bool) -> dict[str, float]:
                 ratios["peak_memory_vs_trl_small"] = ours["peak"] / trl["peak"]
             else:
                 ratios["peak_memory_vs_trl"] = ours["peak"] / trl["peak"]
-        for workload, name in (("prompts", "tree_speedup"), ("turns", "merged_turns_speedup")):
+        make_seeing_model(folder / "seeing" / str(SMALL), SMALL)
+        speedups = {"prompts": "tree_speedup", "turns": "merged_turns_speedup", "images": "images_speedup"}
+        for workload, name in speedups.items():
             size = 2 if quick else 8
+            models = folder / "seeing" if workload == "images" else folder
             print(f"{name}: {size} x {GROUP} rows")
             padded, tree = (
-                measure("ours", folder, SMALL, workload, size, 3, batching) for batching in ("padded", "tree")
+                measure("ours", models, SMALL, workload, size, 3, batching) for batching in ("padded", "tree")
             )
             check_same(padded, tree)
             ratios[name] = padded["cpu"] / tree["cpu"]

@@ -22,7 +22,7 @@ QUICKSTART = REPOSITORY / "recipes" / "quickstart"
 
 PROCESSES = {
     *("quickstart_run", "agentfactory", "server", "servers", "served", "engine", "own_server", "untied", "tied"),
-    *("adapting", "hunt_url", "exported", "tracked", "site", "browser", "viewer"),
+    *("adapting", "seeing_server", "hunt_url", "exported", "tracked", "site", "browser", "viewer"),
 }
 """Fixtures that start processes."""
 

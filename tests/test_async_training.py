@@ -194,7 +194,7 @@ def play(
         first.close()
     # an adapter's run is its folder's: all runs share one server
     sync = RecordingSync(make_sync(recipe, servers, folder / "sync", folder.name), played)
-    worker = RolloutWorkers(Job(recipe, folder, [url], folder, BATCH, steps * BATCH), folder, lambda url: False)
+    worker = RolloutWorkers(Job(recipe, folder, [url], folder, folder, BATCH, steps * BATCH), folder, lambda url: False)
     before = {card["id"] for card in servers[0].get("/v1/models")["data"]}
     try:
         train_rl(

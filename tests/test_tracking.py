@@ -26,6 +26,7 @@ from agentfactory.launching.run_folder import RunFolder
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.images.store import ImageStore, url_of
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import TrackConfig
@@ -257,6 +258,23 @@ def test_tables_hold_chains_and_their_images(tracked: Tracked, trackio_storage: 
     assert Image.open(media / image).convert("RGB").getpixel((0, 0)) == (255, 0, 0)
 
 
+def test_images_that_the_run_has_stored_are_shown(
+    accelerator: Accelerator, trackio_storage: Any, tmp_path: Path
+) -> None:
+    chain = Trajectory("c", [], [], Outcome.COMPLETED, reward=1.0)
+    digest = ImageStore(tmp_path / "images").put(Image.new("RGB", (20, 10), "blue"))
+    chain.messages.append({"role": "tool", "content": [{"type": "image_url", "image_url": {"url": url_of(digest)}}]})
+    config = TrackConfig(trackers=["trackio"], project="eyes")
+    with Tracking(config, "run", tmp_path, {}, images=tmp_path / "images") as tracking:
+        tracking.note_groups(1, [Group("g", {}, [chain])])
+    (name,) = trackio_storage.get_runs("eyes")
+    (log,) = [row for row in trackio_storage.get_logs("eyes", name) if "trajectories" in row]
+    (row,) = log["trajectories"]["_value"]
+    assert row["conversation"] == "[tool]\n[image]"
+    media = importlib.import_module("trackio.utils").MEDIA_DIR
+    assert Image.open(media / row["image_1"]["file_path"]).convert("RGB").getpixel((0, 0)) == (0, 0, 255)
+
+
 def test_credit_is_what_the_trainer_used(tracked: Tracked) -> None:
     """A line per group, in order, although a step was trained twice; log-probabilities as of other code."""
     assert [line["group"] for line in tracked.credit] == [group.id for group in tracked.groups]
@@ -342,7 +360,7 @@ def test_what_a_tracker_does_not_take_does_not_end_the_run(
         with caplog.at_level(logging.WARNING):
             tracking.note_groups(1, [Group("g", {}, [chain])])
         tracking.log({"step": 1, "loss": 0.5})
-    assert "trackio did not take what it was given, which metrics.jsonl has: cannot identify image" in caplog.text
+    assert "trackio did not take what it was given, which metrics.jsonl has: the image cannot be decoded" in caplog.text
     (name,) = trackio_storage.get_runs("faults")
     assert [row["loss"] for row in trackio_storage.get_logs("faults", name)] == [0.5]
     config = json.dumps(trackio_storage.get_run_config("faults", name))

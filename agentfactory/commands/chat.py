@@ -96,6 +96,7 @@ async def _converse(runner: ChainRunner, sampling: Sampling, row: Task) -> None:
         if text == NEW or not (text or runner.toolset.environments):
             continue
         task = {**{k: v for k, v in row.items() if k != "messages"}, "question": text} if text else row
+        task = await runner.take(task)
         number += 1
         try:
             async with runner.toolset.chain(f"chat{number}", task) as session:

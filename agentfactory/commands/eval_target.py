@@ -103,8 +103,8 @@ def _with_tokenizer_of(recipe: Recipe, url: str, card: dict[str, Any]) -> Recipe
     return recipe.with_model(path)
 
 
-def open_runner_at(there: There, base: Path) -> AbstractAsyncContextManager[ChainRunner]:
-    """Open a runner for chains against this server."""
+def open_runner_at(there: There, base: Path, images: Path) -> AbstractAsyncContextManager[ChainRunner]:
+    """Open a runner for chains against this server; `images` is the folder for the images that they see."""
     if there.by_token_ids:
-        return open_runner(there.recipe, base, there.url)
-    return open_chat_runner(there.recipe, base, there.url, there.model)
+        return open_runner(there.recipe, base, there.url, images=images)
+    return open_chat_runner(there.recipe, base, there.url, there.model, images)

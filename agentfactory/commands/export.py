@@ -72,12 +72,16 @@ def _merge(checkpoint: Path, base: str, output: Path) -> None:
     """Merge the adapter into its base: add its product in float32, and round once, to the training's dtype."""
     import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from agentfactory.rollout.images.vision import copy_processor
+    from agentfactory.trainers.network import class_of
 
     # AutoPeftModelForCausalLM would cut the embeddings to the tokenizer's length
-    network = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    network = class_of(AutoConfig.from_pretrained(base)).from_pretrained(base, dtype=torch.float32)
     merged = PeftModel.from_pretrained(network, checkpoint).merge_and_unload(safe_merge=True)
     merged.to(getattr(torch, read_info(checkpoint)["recipe"]["model"]["dtype"])).save_pretrained(output)
+    copy_processor(base, output)
 
 
 def _push(folder: Path, repository: str) -> str:

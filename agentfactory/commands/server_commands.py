@@ -85,7 +85,7 @@ def evaluate(
     with _acting("eval", recipe, eval_target.named(model) if model else checkpoint, say) as (served, folder, urls):
         from agentfactory.rollout.evaluate import open_runner
 
-        opened = open_runner(served.recipe, folder.path, urls)
+        opened = open_runner(served.recipe, folder.path, urls, images=folder.images)
         found = _run_eval(served.recipe, folder, opened, served.name, say, served.step)
     _report(found, served.recipe, served.label, folder, say)
 
@@ -112,7 +112,7 @@ def _evaluate_at(recipe: Recipe | StagedRecipe, url: str, model: str | None, say
         _log_to(folder, "eval")
         say(f"asking {there.model} at {url} by {there.how}")
         try:
-            opened = eval_target.open_runner_at(there, folder.path)
+            opened = eval_target.open_runner_at(there, folder.path, folder.images)
             found = _run_eval(there.recipe, folder, opened, there.model, say)
         except (ServerUnreachableError, RolloutStoppedError, eval_target.ChatEndpointError) as error:
             raise ChildFailed(str(error)) from error
@@ -162,7 +162,9 @@ def roll_out(recipe: Recipe | StagedRecipe, say: Say) -> None:
         say(f"running {len(tasks)} tasks, each by {acting.rollout.group_size} chains")
         with tell_warnings(say), follow_groups(folder.trajectories, len(tasks), say):
             log = partial(_log_figures, folder, served.step)
-            metrics = run_rollout(acting, tasks, folder.path, urls, folder.trajectories, log, served.name)
+            metrics = run_rollout(
+                acting, tasks, folder.path, urls, folder.trajectories, log, served.name, folder.images
+            )
         folder.write_summary({"checkpoint": served.label, "seed": recipe.seed, **metrics})
     told = [f"{name} {metrics[name]:.4f}" for name in ("reward", "success", "failed") if name in metrics]
     say(f"means over chains: {', '.join(told)}; every figure: {display(folder.summary)}")

@@ -1,4 +1,4 @@
-"""The files of a run: recipe.yaml, metrics.jsonl, trajectories/, checkpoints/, logs/, summary.json."""
+"""The files of a run: recipe.yaml, metrics.jsonl, trajectories/, images/, checkpoints/, logs/, summary.json."""
 
 import fcntl
 import json
@@ -38,11 +38,14 @@ class RunFolder:
         """The launcher's `Assignment` for the trainer's processes."""
         self.metrics = path / "metrics.jsonl"
         self.trajectories = path / "trajectories"
+        self.images = path / "images"
+        """The images that chains saw, each stored once; checkpoints do not copy them."""
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.parts = (self.trajectories, self.checkpoints, self.logs)
         """Folders that every run folder has."""
         self.sync = path / "sync"
+        self.images = path / "images"
         self.summary = path / "summary.json"
         self.credit = self.trajectories / CREDIT_FILE
         self._stopping = path / ".stopping"

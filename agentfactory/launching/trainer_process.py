@@ -25,6 +25,8 @@ from agentfactory.launching.run_folder import Hold, RunFolder
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.delivery import Job
+from agentfactory.rollout.images.store import ImageStore
+from agentfactory.rollout.images.vision import load_vision
 from agentfactory.rollout.renderer import TemplateRenderer, load_renderer
 from agentfactory.rollout.trajectory import Group, Row
 from agentfactory.rollout.workers import RolloutWorkers
@@ -35,13 +37,14 @@ from agentfactory.trainers.checkpoint_folder import checkpoints as found_checkpo
 from agentfactory.trainers.checkpoint_folder import step_of
 from agentfactory.trainers.checkpoints import Checkpoints
 from agentfactory.trainers.health import Finding, Health, Symptom
+from agentfactory.trainers.images import images_beside
 from agentfactory.trainers.rl import TrainResult, train_rl
 from agentfactory.trainers.server_control import SLEEP_ROUTES, ServerControl
 from agentfactory.trainers.sft import conversation_rows, saved_rows, train_sft
 from agentfactory.trainers.source import GroupSource, SavedGroups
 from agentfactory.trainers.stopping import Stop
 from agentfactory.trainers.sync.backends import backend_of, make_sync
-from agentfactory.trainers.sync.canary import Canary, CanaryRow, canary_rows
+from agentfactory.trainers.sync.canary import Canary, CanaryRow, canary_rows, with_eyes
 from agentfactory.trainers.sync.protocol import WeightSync
 from agentfactory.trainers.sync.retrying import RetryingSync
 from agentfactory.trainers.time_share import TimeShare
@@ -69,11 +72,15 @@ def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Sy
         checkpoint = _open_folder(recipe, folder, asked, accelerator, stack)
         display = _open_display(recipe, folder, checkpoint, stop, stack) if accelerator.is_main_process else None
         stop.listen(accelerator, folder.note_stopping)
-        renderer = load_renderer(recipe.model, recipe.rollout.parser, tools=bool(recipe.tools or recipe.mcp_servers))
+        tools = bool(recipe.tools or recipe.mcp_servers)
+        renderer = load_renderer(recipe.model, recipe.rollout.parser, tools=tools, images=folder.images)
         checkpoints = _checkpoints(recipe, renderer, folder, checkpoint)
+        saved = recipe.train.from_trajectories
+        # saved groups have their images beside them
+        images = images_beside(Path(saved)) if saved else folder.images
         if recipe.train.algorithm == "sft":
             rows = _sft_rows(recipe, renderer) if accelerator.is_main_process else None
-            result = train_sft(recipe, accelerator, checkpoints, rows=rows, log=folder.log, stop=stop)
+            result = train_sft(recipe, accelerator, checkpoints, rows=rows, log=folder.log, stop=stop, images=images)
         else:
             rollouts = _rollouts(recipe, folder, renderer.tokenizer, checkpoints.train_state, accelerator, stop, stack)
             result = train_rl(
@@ -87,6 +94,7 @@ def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Sy
                 note=display.note_groups if display else None,
                 stop=stop,
                 turns=rollouts.turns,
+                images=images,
             )
         # a symptom or signal that arrived during the last evaluation has cut it short
         stop.agreed(accelerator)
@@ -154,7 +162,12 @@ def _checkpoints(recipe: Recipe, renderer: TemplateRenderer, folder: RunFolder, 
 def _sft_rows(recipe: Recipe, renderer: TemplateRenderer) -> list[Row] | None:
     if recipe.train.from_trajectories:
         return saved_rows(Path(recipe.train.from_trajectories), recipe.train.min_reward)
-    return conversation_rows(load_tasks(recipe.data), renderer) if recipe.data else None
+    if recipe.data is None:
+        return None
+    tasks = load_tasks(recipe.data)
+    if renderer.sight is not None and renderer.sight.shows:
+        tasks = renderer.sight.take_tasks(tasks, "data")
+    return conversation_rows(tasks, renderer)
 
 
 def _open_display(
@@ -166,7 +179,7 @@ def _open_display(
     tracking = None
     if recipe.track.trackers:
         told, step = yaml.safe_load(recipe.to_yaml()), step_of(checkpoint) if checkpoint else 0
-        tracking = stack.enter_context(Tracking(recipe.track, folder.title, folder.path, told, step))
+        tracking = stack.enter_context(Tracking(recipe.track, folder.title, folder.path, told, step, folder.images))
     return _Display(recipe, folder, stop, progress, notices, tracking)
 
 
@@ -252,7 +265,8 @@ def _rollouts(
         return _Rollouts(SavedGroups(saved, total, skip=taken) if main else None)
     # every rank computes the trainer's scores, because the policy may be sharded
     servers: list[ServerControl] = []
-    canary = Canary(servers, _probes(recipe, tokenizer), recipe.model.dtype, rounded=bool(recipe.rounding))
+    probes = _probes(recipe, tokenizer, folder)
+    canary = Canary(servers, probes, recipe.model.dtype, rounded=bool(recipe.rounding))
     if not main:
         return _Rollouts(canary=canary)
     servers += [ServerControl(url, recipe.server.api_key_env) for url in recipe.server.urls]
@@ -270,6 +284,7 @@ def _rollouts(
         base=folder.path,
         urls=[server.url for server in servers],
         trajectories=folder.trajectories,
+        images=folder.images,
         batch_size=train.batch_size,
         total=total,
         trained=train_state.trained,
@@ -280,11 +295,17 @@ def _rollouts(
     return _Rollouts(workers, sync, canary, turns)
 
 
-def _probes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[CanaryRow]:
+def _probes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> list[CanaryRow]:
     longest = min(recipe.server.max_model_len, recipe.rollout.max_total_tokens) - 1
-    special = set(tokenizer.all_special_ids)
-    vocabulary = [token for token in range(len(tokenizer)) if token not in special]
-    return canary_rows(vocabulary, longest, recipe.seed)
+    vision = load_vision(recipe.model.path)
+    # not every tokenizer lists the tokens of images as special
+    left_out = {*tokenizer.all_special_ids, *(vision.banned_token_ids if vision is not None else ())}
+    vocabulary = [token for token in range(len(tokenizer)) if token not in left_out]
+    rows = canary_rows(vocabulary, longest, recipe.seed)
+    if vision is None:
+        return rows
+    # a frozen tower stays what the server has loaded
+    return with_eyes(rows, vision, ImageStore(folder.images) if recipe.train.vision == "trained" else None, recipe.seed)
 
 
 def _summary(

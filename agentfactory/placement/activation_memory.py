@@ -180,7 +180,7 @@ def _trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> dict[s
         _materialise(model, recipe)
         values = KnownValues()
         part = _fake(part, fake, values)
-        inputs = (part.ids, part.sources, part.labels, part.positions, part.ends)
+        inputs = (part.ids, part.sources, part.labels, part.positions, part.ends, None)
         live = LiveBytes(config.get_text_config().vocab_size)
         if recipe.train.activation_offload and device == "cuda":
             for layer in decoder_layers(policy.network):

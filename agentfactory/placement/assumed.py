@@ -16,3 +16,6 @@ SAMPLER_COPIES = 5
 """vLLM: number of float32 values that exist at a time for each logit of all sequences."""
 MARGIN = 0.05
 """Share of a device that is left free: allocators keep memory in pieces, some of which are too small to reuse."""
+
+IMAGE_SHARE = 0.5
+"""Share of a micro-batch's tokens that are images', for a model that sees."""

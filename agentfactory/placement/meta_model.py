@@ -13,6 +13,7 @@ from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.critic import ActorCritic, make_actor_critic
 from agentfactory.trainers.layout import resolve_batching
 from agentfactory.trainers.policy import Policy, make_policy
+from agentfactory.trainers.vision_tower import sees
 
 
 def meta_model(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> Policy | ActorCritic:
@@ -25,7 +26,7 @@ def meta_model(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> Po
     train = recipe.train
     dtype = getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32
     with torch.device("meta"):
-        network = meta_network(config, dtype)
+        network = meta_network(config, dtype, whole=sees(config))
         batching = resolve_batching(network, train, measure=False)
         if recipe.model.lora and recipe.model.lora.quantization:
             _quantise(network)
@@ -36,7 +37,8 @@ def meta_model(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> Po
         policy = make_policy(recipe, network, batching, device)
         if not train.has_critic:
             return policy
-        return make_actor_critic(recipe, policy, device, None if recipe.model.lora else meta_network(config, dtype))
+        own = None if recipe.model.lora else meta_network(config, dtype, whole=sees(config))
+        return make_actor_critic(recipe, policy, device, own)
 
 
 def policy_of(model: Policy | ActorCritic) -> Policy:

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from agentfactory.placement.activation_memory import fullest, trace, used_dtype
 from agentfactory.placement.assumed import CUDA_CONTEXT, NCCL_BUFFERS
+from agentfactory.placement.image_memory import image_memory
 from agentfactory.placement.meta_model import meta_model, policy_of
 from agentfactory.trainers.config import OptimizerConfig, TrainConfig, TrainRecipe
 from agentfactory.trainers.critic import ActorCritic, Role, role_of
@@ -29,9 +30,9 @@ def trainer_memory(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -
     `rollout.max_total_tokens`: gradients, the optimiser's state and activations then exist at the same time.
 
     Rows: weights, adapter, reference, critic: what scores tokens; gradients, optimizer: of all trained weights;
-    activations: including autocast's bfloat16 copies of float32 weights (none under fsdp2); logits; step: what an
-    optimiser step takes beyond activations and logits; batch: the rows of a step; buckets (ddp); gathered: what fsdp2
-    gathers; context: what a GPU takes for each process.
+    activations: including autocast's bfloat16 copies of float32 weights (none under fsdp2); images: see
+    image_memory; logits; step: what an optimiser step takes beyond activations and logits; batch: the rows of a
+    step; buckets (ddp); gathered: what fsdp2 gathers; context: what a GPU takes for each process.
 
     fsdp2 divides weights, gradients and the optimiser's state among processes. ddp has buckets as large as the
     gradients, since those of micro-batches that are not synced are not views of them. With liger, compile,
@@ -54,6 +55,7 @@ def trainer_memory(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -
     peak, step = trace(recipe, config, device)
     rows |= {
         "activations": round(peak.rest),
+        "images": image_memory(recipe, policy),
         "logits": round(peak.logits),
         "step": max(0, round(step - peak.total)),
         "batch": _batch(recipe, policy),

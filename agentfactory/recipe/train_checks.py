@@ -14,6 +14,9 @@ from agentfactory.trainers.config import owners
 from agentfactory.trainers.metrics import METRICS
 from agentfactory.trainers.sync.backends import backend_of, check_backend
 
+ADAPTED_TOWER = "--enable-tower-connector-lora"
+"""vLLM's switch for adapters of vision towers."""
+
 Lack = Callable[[str, str, str], None]
 """Takes field, problem and fix of something that is not installed. If a recipe is only inspected, this does not
 raise."""
@@ -45,6 +48,7 @@ def check_training(recipe: Recipe, lack: Lack, runs_chains: bool) -> None:
         )
     if runs_chains:
         _check_workers(recipe)
+        _check_adapted_tower(recipe)
         _check_mismatch(recipe)
         if recipe.model.lora is None:
             _check_full_weights(recipe)
@@ -230,6 +234,7 @@ def _check_unused(recipe: Recipe) -> None:
         "train.activation_offload": (train.gradient_checkpointing, "train.gradient_checkpointing=true"),
         "train.optimizer.betas": (optimizer != "adafactor", "another optimiser than adafactor"),
         "train.optimizer.eps": (optimizer.startswith("adamw") or optimizer == "muon", "adamw, adamw_8bit or muon"),
+        "train.vision_learning_rate": (train.vision == "trained", "train.vision=trained"),
         "train.min_reward": (sft and train.from_trajectories is not None, "sft on train.from_trajectories"),
         "train.advantage": (not sft, "a reinforcement learning algorithm"),
         "train.loss": (not sft, "a reinforcement learning algorithm"),
@@ -270,6 +275,15 @@ def _check_mismatch(recipe: Recipe) -> None:
         raise SettingError(
             "train.loss.mismatch.correction", problem, "use token_truncate, the default, or another correction"
         )
+
+
+def _check_adapted_tower(recipe: Recipe) -> None:
+    """Check that vLLM, if it is started here, applies an adapter's part in the vision tower: by default it answers 200
+    and drops it."""
+    adapted, server = recipe.model.lora is not None and recipe.train.vision == "trained", recipe.server
+    if adapted and server.engine == "vllm" and server.url is None and ADAPTED_TOWER not in server.args:
+        problem = "got trained with model.lora, and vLLM drops the adapter's part in the vision tower"
+        raise SettingError("train.vision", problem, f"add {ADAPTED_TOWER} to server.args, or use frozen")
 
 
 def _check_full_weights(recipe: Recipe) -> None:

@@ -15,10 +15,12 @@ from agentfactory.rollout.connection import InferenceError
 from agentfactory.rollout.context import check_context
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.episode import Episode, Setup
+from agentfactory.rollout.images.parts import has_images
 from agentfactory.rollout.renderer import Renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampler, Sampling
 from agentfactory.rollout.trajectory import Activity, Group, Outcome, StopReason, Trajectory
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.limits import Rates, check_limits
 from agentfactory.tools.messages import EnvironmentRewardError, ToolInfrastructureError
 from agentfactory.tools.notices import tell
@@ -96,6 +98,15 @@ def _tell_nulls(tasks: Sequence[Task], section: str, needed: Mapping[str, str]) 
             tell(logger, f"nulls of {section} in {name}", f"{text}, first in row {nulls[0]}", times=0)
 
 
+def _blind(recipe: RolloutRecipe, renderer: Renderer, section: str) -> SettingError:
+    """Return the error for rows with images and a model that cannot be shown any."""
+    if renderer.sight is None:
+        problem = f"its rows have images, and {recipe.model.path} reads only text, or its images are not supported"
+        return SettingError(section, problem, "use a model that sees, or leave out the column `images`")
+    problem = "it has no images, and rows of the data have some"
+    return SettingError("model.chat_template", problem, "set null: the model's own has them")
+
+
 class ChainRunner:
     """Runs chains of one recipe; at most `rollout.concurrency` of them are alive at a time."""
 
@@ -116,11 +127,12 @@ class ChainRunner:
         self.setup = Setup(
             recipe,
             renderer,
-            Sampler(recipe, client, renderer.stop_token_ids),
+            Sampler(recipe, client, renderer.stop_token_ids, renderer.sight),
             toolset.specs,
             agent or AgentHooks(),
             Rates(recipe.limits.calls_per_second),
         )
+        self.renderer = renderer
         self.client = client
         self.toolset = toolset
         self.rewards = rewards
@@ -148,6 +160,16 @@ class ChainRunner:
         await self.play(trajectory, task, sampling, scored)
         return trajectory
 
+    async def take(self, task: Task, section: str = "data") -> Task:
+        """Return a row of `section` as its chains get it: its images are stored once for all of them. Raises
+        SettingError for an image that cannot be shown."""
+        if not has_images(task):
+            return task
+        sight = self.renderer.sight
+        if sight is None or not sight.shows:
+            raise _blind(self.setup.recipe, self.renderer, section)
+        return await sight.take_task(task, section)
+
     async def check(self, tasks: Sequence[Task], section: str = "data") -> None:
         """Check for errors that would fail chains of these tasks, the rows of `section`: a field that a reward or a
         reset needs and a row lacks; and, with the first task, an environment that cannot be created or reset (wrong
@@ -158,8 +180,13 @@ class ChainRunner:
         """
         self.rewards.check_rows(tasks, section)
         self.toolset.check_rows(tasks, section)
+        if any(map(has_images, tasks)):
+            sight = self.renderer.sight
+            if sight is None or not sight.shows:
+                raise _blind(self.setup.recipe, self.renderer, section)
+            await asyncio.to_thread(sight.check_tasks, tasks, self.setup.recipe.limits.images, section)
         _tell_nulls(tasks, section, {**self.toolset.needed, **self.rewards.needed})
-        async with self.toolset.chain("check", tasks[0]):
+        async with self.toolset.chain("check", await self.take(tasks[0], section)):
             pass
         self._verdicts = FirstVerdicts(self.setup.config.group_size, len(tasks))
         self._outcomes = self._outcomes or ChainOutcomes(self.setup.config)

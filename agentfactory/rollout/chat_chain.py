@@ -7,10 +7,11 @@ endpoint's `usage`.
 """
 
 import json
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentfactory.rollout.chain_runner import ChainRunner
 from agentfactory.rollout.chat_endpoint import ChatEndpoint, ChatEndpointError
@@ -18,16 +19,22 @@ from agentfactory.rollout.client import Completion
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.connection import ContextOverflowError
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.episode import Episode, Setup
+from agentfactory.rollout.episode import Episode, Piece, Setup
+from agentfactory.rollout.images.parts import show_in_user_turns
 from agentfactory.rollout.parsers import Parser, load_parser
-from agentfactory.rollout.renderer import Parsed, load_renderer
+from agentfactory.rollout.renderer import Parsed, load_renderer, load_sight
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.templates import split_reasoning
 from agentfactory.rollout.trajectory import Activity, Row, Trajectory
 from agentfactory.rollout.transcript import transcript
-from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
+from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec, text_of
 from agentfactory.tools.toolset import Toolset, open_toolset
+
+if TYPE_CHECKING:
+    from agentfactory.rollout.images.sight import Sight
+
+logger = logging.getLogger(__name__)
 
 
 class ChatEpisode(Episode):
@@ -56,7 +63,7 @@ class ChatEpisode(Episode):
             raise ContextOverflowError(f"the conversation has {self.length} tokens, of {config.max_total_tokens}")
         specs = self.specs if words.parser.native else []
         with self.timeline.measure(Activity.MODEL, self.trajectory.turns):
-            answer = await self.endpoint.ask(self.context.messages, specs, self.sampling.temperature, left)
+            answer = await self.endpoint.ask(await self._shown(), specs, self.sampling.temperature, left)
         self.trajectory.turns += 1
         self.length = answer.length or self.length
         self.sampled = None if self.sampled is None or answer.sampled is None else self.sampled + answer.sampled
@@ -70,7 +77,17 @@ class ChatEpisode(Episode):
     def _call_ids(self) -> set[str]:
         return {call["id"] for message in self.trajectory.messages for call in message.get("tool_calls") or []}
 
-    def _begin_row(self, ids: list[int]) -> None:
+    async def _shown(self) -> list[Message]:
+        """Return the conversation with the images themselves, or with text in their place if the policy sees none."""
+        sight, messages = self.words.sight, self.context.messages
+        if sight is not None:
+            return await sight.with_data(show_in_user_turns(messages))
+        return [{**message, "content": text_of(message.get("content") or "")} for message in messages]
+
+    def _opened(self, messages: list[Message]) -> Piece:
+        return Piece([])
+
+    def _begin_row(self, piece: Piece) -> None:
         """Do nothing: there are no ids for a row."""
 
     async def _go_on(self, answers: list[Message]) -> None:
@@ -86,8 +103,10 @@ class ChatEpisode(Episode):
 class ChatWords:
     """Takes the place of a renderer: prepares messages for an endpoint and reads its answers, without token ids."""
 
-    def __init__(self, parser: Parser, recipe: RolloutRecipe, base: Path):
+    def __init__(self, parser: Parser, recipe: RolloutRecipe, base: Path, images: Path | None = None):
         self.parser = parser
+        # the endpoint gets images in the size that the policy would see
+        self.sight = None if images is None else _load_sight(recipe, images)
         self.stop_token_ids: list[int] = []
         self.info: dict[str, Any] = {"choice": "chat endpoint"}
         self._tokens = None
@@ -168,6 +187,14 @@ class ChatWords:
         return self._tokens.cut(text, max_tokens)
 
 
+def _load_sight(recipe: RolloutRecipe, images: Path) -> "Sight | None":
+    try:
+        return load_sight(recipe.model, images)
+    except OSError as error:  # the policy's files are on the hub, and a baseline of text needs none of them
+        logger.info("%s cannot be looked up: images become text: %s", recipe.model.path, error)
+        return None
+
+
 def _said(message: dict[str, Any]) -> str:
     """Return the text of an answer: the text parts without reasoning; if there is no text, the refusal."""
     content = message.get("content") or message.get("refusal") or ""
@@ -199,10 +226,16 @@ class ChatRunner(ChainRunner):
     """Runs chains against a chat endpoint."""
 
     def __init__(
-        self, recipe: RolloutRecipe, endpoint: ChatEndpoint, toolset: Toolset, rewards: Rewards, base: Path = Path()
+        self,
+        recipe: RolloutRecipe,
+        endpoint: ChatEndpoint,
+        toolset: Toolset,
+        rewards: Rewards,
+        base: Path = Path(),
+        images: Path | None = None,
     ):
         self.endpoint = endpoint
-        self.words = ChatWords(load_parser(recipe.rollout.parser, base), recipe, base)
+        self.words = ChatWords(load_parser(recipe.rollout.parser, base), recipe, base, images)
         super().__init__(recipe, self.words, endpoint, toolset, rewards)
 
     def episode(self, trajectory: Trajectory, task: Task, sampling: Sampling) -> ChatEpisode:
@@ -218,6 +251,11 @@ def check_recipe(recipe: RolloutRecipe) -> None:
     if recipe.rollout.context.policy != "keep":
         problem = f"got {recipe.rollout.context.policy!r}, which counts the tokens of rows"
         raise ChatEndpointError("rollout.context.policy", problem, "evaluate with rollout.context.policy=keep")
+    if (most := recipe.rollout.context.keep_images) is not None:
+        problem = f"got {most}, which begins new rows"
+        raise ChatEndpointError(
+            "rollout.context.keep_images", problem, "evaluate with rollout.context.keep_images=null"
+        )
     for number, reward in enumerate(recipe.rewards):
         if reward.reward == "length" and not reward.options.get("turns"):
             problem = "'length' counts the tokens of rows"
@@ -229,10 +267,11 @@ def check_recipe(recipe: RolloutRecipe) -> None:
 
 @asynccontextmanager
 async def open_chat_runner(
-    recipe: RolloutRecipe, base: Path, url: str, model: str | None = None
+    recipe: RolloutRecipe, base: Path, url: str, model: str | None = None, images: Path | None = None
 ) -> AsyncIterator[ChatRunner]:
     """Open everything that chains of `recipe` need to run against the endpoint at `url`: its `model` (None: the only
-    one that it lists), tools and rewards.
+    one that it lists), tools and rewards. `images` is the folder for the images that the chains see; None: they become
+    text.
 
     Raises ChatEndpointError or ServerUnreachableError if no chain could run.
     """
@@ -244,7 +283,7 @@ async def open_chat_runner(
         open_toolset(recipe, base) as toolset,
     ):
         await endpoint.check_routes()
-        runner = ChatRunner(recipe, endpoint, toolset, rewards, base)
+        runner = ChatRunner(recipe, endpoint, toolset, rewards, base, images)
         native = runner.words.parser.native
         temperatures = [recipe.rollout.temperature, *([0.0] if recipe.eval.greedy else [])]
         await endpoint.try_out(toolset.specs if native else [], temperatures)

@@ -19,7 +19,7 @@ from agentfactory.rollout.connection import (
 )
 from agentfactory.rollout.server_keys import pinned
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import Message, ToolSpec, text_of
+from agentfactory.tools.messages import Content, Message, ToolSpec, text_of
 from agentfactory.tools.retries import Retries, seconds_asked
 
 logger = logging.getLogger(__name__)
@@ -220,8 +220,10 @@ def _denied(url: str, status: int, text: str) -> ChatEndpointError:
 
 def _to_openai(message: Message) -> Message:
     """Convert a message for OpenAI's API: arguments as JSON text, without internal fields or the reasoning of earlier
-    turns, and text only, as the policy's own chat template gets it."""
-    content = text_of(message.get("content") or "")
+    turns, and images only in users' messages."""
+    content: Content = message.get("content") or ""
+    if message["role"] != "user":
+        content = text_of(content)
     sent: Message = {"role": message["role"], "content": content}
     if message["role"] == "tool":
         sent["tool_call_id"] = message["tool_call_id"]

@@ -7,12 +7,13 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
 from agentfactory.rollout.connection import (
     Connection,
+    ContextOverflowError,
     InferenceError,
     LostError,
     ServerUnreachableError,
@@ -27,6 +28,9 @@ from agentfactory.rollout.trajectory import Span
 from agentfactory.rollout.weight_versions import Published
 from agentfactory.tools.notices import tell
 from agentfactory.tools.retries import Retries
+
+if TYPE_CHECKING:
+    from agentfactory.rollout.images.requests import RequestImages, SentImages
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +94,8 @@ class InferenceClient:
         self._connection = Connection(api_key_env)
         self._recovery = Recovery(self._connection, self._router, retry_seconds)
         self._stalls = StallWatch(self._connection, retry_seconds)
+        self._sent: dict[tuple[str, int | None], SentImages] = {}
+        """Server and replica -> the images that it has."""
 
     async def __aenter__(self) -> Self:
         await self._connection.__aenter__()
@@ -154,18 +160,25 @@ class InferenceClient:
         sampling: dict[str, Any],
         cache_salt: str | None = None,
         chain: str = "",
+        images: "RequestImages | None" = None,
     ) -> Completion:
         """Sample one turn of `chain` after `token_ids` with the weights called `model`; requests with different
-        `cache_salt` share no cache.
+        `cache_salt` share no cache. `images` are those in `token_ids`.
 
         If an answer is lost, the turn is sampled again from the same ids, on another server if necessary. If a paused
         or sleeping server refuses or aborts the request, the client waits until the server continues. Raises
         ContextOverflowError or InferenceError for a refused request, ServerUnreachableError if no server has answered
         for `retry_seconds`. A server that gives no token for as long counts as lost.
         """
-        request = {"token_ids": token_ids, "model": model, "sampling_params": {"logprobs": 0, **sampling}}
+        request: dict[str, Any] = {
+            "token_ids": token_ids,
+            "model": model,
+            "sampling_params": {"logprobs": 0, **sampling},
+        }
         if cache_salt is not None:
             request["cache_salt"] = cache_salt
+        if images is not None:
+            request |= {"token_ids": images.collapsed(), "return_token_ids": True}
         body = msgspec.json.encode(request)
         oldest = self._recovery.published
         retries = Retries(self._limit)
@@ -173,6 +186,9 @@ class InferenceClient:
         while True:
             replica = await self._recovery.take(chain, token_ids, failed_at)
             url = replica.url
+            if images is not None:
+                parts = await images.parts(self._sent_to(url, replica.rank))
+                body = msgspec.json.encode({**request, "content_parts": parts})
             self._router.started(replica)
             lost = None
             try:
@@ -191,6 +207,10 @@ class InferenceClient:
             if status == 200:
                 self._router.succeeded(time.monotonic())
                 completion = _completion(text)
+                if images is not None:
+                    self._sent_to(url, replica.rank).note(images.spans)
+                    if completion and (fault := images.fault(json.loads(text).get("prompt_token_ids"))):
+                        raise InferenceError(fault)
             if (status == 503 or (status == 200 and completion is None)) and await self._recovery.held_back(url):
                 # waiting is not a failure, however long it took
                 retries = Retries(self._limit)
@@ -212,8 +232,18 @@ class InferenceClient:
             else:
                 if status == 401:
                     raise InferenceError(f"the server answered 401: {self._connection.lacking_key(url)}")
-                raise refusal(status, text)
+                refused = refusal(status, text)
+                # a server that was started again, or has seen many images since, has forgotten some
+                if images is None or isinstance(refused, ContextOverflowError) or all(p["url"] for p in parts):
+                    raise refused
+                self._sent_to(url, replica.rank).forget(images.spans)
+                continue
             await self._wait_to_retry(retries, url, problem)
+
+    def _sent_to(self, url: str, rank: int | None) -> "SentImages":
+        from agentfactory.rollout.images.requests import SentImages
+
+        return self._sent.setdefault((url, rank), SentImages())
 
     async def load(self) -> Load:
         """Return the combined load of the servers that are serving. Raises InferenceError if one does not report it."""

@@ -21,8 +21,9 @@ class LoraConfig(Section):
     """The adapter is scaled by alpha / rank; the default is 2 x rank."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Dropout on the adapter's input during training; for train.algorithm=sft only."""
-    target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    """Names of the linear modules that get an adapter."""
+    target_modules: str | list[str] = "all-linear"
+    """Linear modules that get an adapter: all-linear, a list of names, or a regular expression that matches their whole
+    names. For a model that sees, all-linear is those of its language model, unless train.vision is trained."""
     quantization: Literal["nf4"] | None = None
     """QLoRA (arXiv:2305.14314): store the base at four bits per weight during training. Needs bitsandbytes, and either
     a single process or ddp."""
@@ -39,10 +40,17 @@ class ModelConfig(Section):
     """File with a Jinja chat template, used instead of the tokenizer's own."""
     lora: LoraConfig | None = None
     """Train an adapter; null trains every weight."""
+    min_image_pixels: PositiveInt | None = None
+    """Smallest area of an image, in pixels; the model gets smaller ones enlarged. Null: as its own processor does."""
+    max_image_pixels: PositiveInt | None = None
+    """Largest area of an image, in pixels; the model gets larger ones reduced, and each block of 28 x 28 (Qwen2.5-VL)
+    or 32 x 32 pixels (Qwen3-VL) is a token. Null: as its own processor does."""
 
 
 class DataConfig(Section):
-    """Tasks: rows with `question` or `messages`. Any other fields are passed to tools and rewards by name."""
+    """Tasks: rows with `question` or `messages`. Any other fields are passed to tools and rewards by name. The `images`
+    of a row (paths relative to the file, bytes, base64) stand where its text says `<image>`, or else come first in its
+    first user message; messages in the OpenAI format may have image parts too."""
 
     path: str | None = None
     """A JSON, JSONL or parquet file, or the hub name of a dataset."""
@@ -140,6 +148,9 @@ class ContextConfig(Section):
     """Context length that triggers the policy; null means three quarters of rollout.max_total_tokens."""
     keep_turns: int = Field(default=2, ge=0)
     """Number of last turns, with their tool results, to keep in the new row."""
+    keep_images: PositiveInt | None = None
+    """Most images in a row, under any policy: when a tool's result exceeds it, a new row begins without the oldest
+    turns that have images. The opening messages and the last turn always stay. Null: no limit."""
     prompt: str = "Summarize what was done and found so far, and what is left to do. You will go on from this summary."
     """Prompt that asks the model for a summary."""
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from agentfactory.rollout.config import RolloutConfig
+from agentfactory.rollout.images.parts import image_urls
 from agentfactory.rollout.prompt import add_text
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message
@@ -40,6 +41,22 @@ class Context:
         summary."""
         kept = self.turns[len(self.turns) - count :] if count < len(self.turns) else list(self.turns)
         return Context(self.opening, kept, summary)
+
+    def with_images(self, most: int) -> "Context":
+        """Return the conversation without the oldest turns, as many as leave at most `most` images. The opening
+        messages and the last turn always stay."""
+        counts = [count_images(turn) for turn in self.turns]
+        total = count_images(self.opening) + sum(counts)
+        left_out = 0
+        while total > most and any(counts[left_out:-1]):
+            total -= counts[left_out]
+            left_out += 1
+        return Context(self.opening, self.turns[left_out:], self.summary)
+
+
+def count_images(messages: Sequence[Message]) -> int:
+    """Return the number of images in messages."""
+    return len(image_urls(messages))
 
 
 def is_long(length: int, config: RolloutConfig) -> bool:

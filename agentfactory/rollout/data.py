@@ -1,6 +1,7 @@
 """Tasks: rows of a dataset file or a hub dataset, and their order."""
 
 import json
+import os
 import random
 import re
 from collections.abc import Iterable, Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.rollout.config import DataConfig
+from agentfactory.rollout.images.parts import clean_row
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.extension import load_extension
 
@@ -49,10 +51,14 @@ def _called(config: DataConfig) -> list[Any]:
         if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
             raise SettingError("source", f"{source.name} returned {short(rows)}", "return, or yield, rows")
         rows = list(islice(rows, config.limit))
+    # images may be bytes or objects
+    images = [row.get("images") if isinstance(row, dict) else None for row in rows]
+    bare = [row if found is None else {**row, "images": []} for row, found in zip(rows, images, strict=True)]
     try:
-        return json.loads(json.dumps(rows))
+        plain = json.loads(json.dumps(bare))
     except (TypeError, ValueError) as error:
         raise SettingError("source", f"{source.name} gives what is no JSON: {error}", "correct it") from error
+    return [row if found is None else {**row, "images": found} for row, found in zip(plain, images, strict=True)]
 
 
 def _read(config: DataConfig) -> list[Task]:
@@ -123,7 +129,17 @@ def _rename(row: Any, number: int, config: DataConfig) -> Task:
         )
         fix = "rename one with data.columns, such as data.columns.question=problem"
         raise SettingError(_origin(config), problem, fix)
-    return row
+    try:
+        return clean_row(row, _folder(config))
+    except ValueError as error:
+        problem = f"row {number} of {config.path or config.source}: {error}"
+        raise SettingError(_origin(config), problem, "correct it") from error
+
+
+def _folder(config: DataConfig) -> Path:
+    """Return the folder at which relative paths in rows begin."""
+    file = config.path or (config.source or "").partition(".py:")[0]
+    return Path(file).parent.absolute() if os.path.isabs(file) or Path(file).is_file() else Path.cwd()
 
 
 @dataclass(frozen=True, order=True)

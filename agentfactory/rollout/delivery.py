@@ -147,6 +147,7 @@ class Job:
     base: Path
     urls: list[str]
     trajectories: Path
+    images: Path
     batch_size: int
     total: int
     trained: Collection[str] = ()
@@ -194,6 +195,7 @@ class WorkerProcess:
             base=str(job.base),
             urls=job.urls,
             trajectories=str(job.trajectories),
+            images=str(job.images),
             batch_size=job.batch_size // share.of,
             total=job.total // share.of,
             trained=sorted(job.trained),

@@ -9,19 +9,27 @@ from agentfactory.rollout.agent import AgentError, AgentHooks, Turn, TurnBudget
 from agentfactory.rollout.client import Completion
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.connection import ContextOverflowError, InferenceError, ServerUnreachableError
-from agentfactory.rollout.context import Context, is_long
+from agentfactory.rollout.context import Context, count_images, is_long
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.prompt import add_text, opening_messages
 from agentfactory.rollout.renderer import Parsed, Renderer
 from agentfactory.rollout.sampling import Sampler, Sampling
 from agentfactory.rollout.timeline import Timeline
 from agentfactory.rollout.tool_errors import ToolErrors
-from agentfactory.rollout.trajectory import Activity, Row, StopReason, Trajectory
+from agentfactory.rollout.trajectory import Activity, ImageSpan, Row, StopReason, Trajectory
 from agentfactory.tools.limits import ChainLimits, Rates
 from agentfactory.tools.messages import CallError, Message, ToolCall, ToolResult, ToolSpec
 from agentfactory.tools.session import ToolSession
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Ids to be added to a row as context, and where images are in them."""
+
+    ids: list[int]
+    images: list[ImageSpan] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class Episode:
         self.counts: Counter[str] = Counter()
         self.seconds: dict[str, float] = defaultdict(float)
         """Tool -> seconds spent in its calls."""
-        opening = opening_messages(task, self.config.system_prompt)
+        opening = [self._limited(message) for message in opening_messages(task, self.config.system_prompt)]
         trajectory.messages += self.renderer.instruct(opening, self.specs)
         self.context = Context([])
 
@@ -78,9 +86,9 @@ class Episode:
         for server, left_out in session.left_out.items():
             self.setup.tool_errors.note_cut(f"{server} (reset)", left_out)
         if session.opening:
-            trajectory.messages.append({"role": "user", "content": session.opening})
+            trajectory.messages += await self._seen([self._limited({"role": "user", "content": session.opening})])
         self.context = Context(list(trajectory.messages))
-        self._begin_row(self.renderer.open(self.context.messages, self.specs))
+        self._begin_row(self._opened(self.context.messages))
         return await self.act(session)
 
     async def act(self, session: ToolSession) -> StopReason:
@@ -101,7 +109,8 @@ class Episode:
                 calls = self.timeline.calls(session.call, trajectory.turns - 1)
                 results = await self.limits.run(parsed.calls, calls)
                 self._count(parsed.calls, results)
-                answers, ending = self.renderer.answers(parsed.calls, results), self._ending(results)
+                answers = await self._seen(self.renderer.answers(parsed.calls, results))
+                ending = self._ending(results)
             trajectory.messages += answers
             self.context.hear(answers)
             if ending is not None:
@@ -145,7 +154,8 @@ class Episode:
 
         async def generate(ids: Sequence[int], most: int, sample: int) -> Completion:
             with self.timeline.measure(Activity.MODEL, number):
-                return await self.setup.sampler.sample(ids, self.sampling, number, most, sample)
+                images = self.row.images
+                return await self.setup.sampler.sample(ids, self.sampling, number, most, sample, images)
 
         return Turn(
             messages=self.context.messages,
@@ -193,35 +203,64 @@ class Episode:
             return StopReason.FINISH
         return None if self.limits.stopped is None else StopReason(self.limits.stopped)
 
+    # ---- images
+
+    def _limited(self, message: Message) -> Message:
+        """Count the images of a message that no call returned."""
+        content = message.get("content")
+        return {**message, "content": self.limits.settle_images(content)} if isinstance(content, list) else message
+
+    async def _seen(self, messages: list[Message]) -> list[Message]:
+        """Return messages with the images that a model that sees gets."""
+        sight = self.renderer.sight
+        return messages if sight is None else await sight.take_messages(messages)
+
     # ---- rows
 
-    def _begin_row(self, ids: list[int]) -> None:
-        row = Row()
-        row.append_context(ids)
-        self.trajectory.rows.append(row)
+    def _opened(self, messages: list[Message]) -> Piece:
+        return self._expanded(self.renderer.open(messages, self.specs), messages)
+
+    def _expanded(self, ids: list[int], messages: list[Message]) -> Piece:
+        """Return ids of `messages` with as many tokens for each image as it takes."""
+        sight = self.renderer.sight
+        return Piece(ids) if sight is None else Piece(*sight.expand(ids, messages))
+
+    def _begin_row(self, piece: Piece) -> None:
+        self.trajectory.rows.append(Row())
+        self.row.append_context(piece.ids, piece.images)
 
     async def _go_on(self, answers: list[Message]) -> None:
         """Add `answers`, the last messages of the context, to the rows, so that the next turn can be taken."""
+        most = self.config.context.keep_images
+        if most is not None and count_images(self.context.messages) > most:
+            fewer = self.context.with_images(most)
+            if len(fewer.turns) < len(self.context.turns):
+                self.context = fewer
+                self._begin_row(self._opened(fewer.messages))
+                return
         extension, length = self._following(self.context.messages, answers)
         if is_long(length, self.config) and await self._shorten(answers, length):
             return
         self._follow(extension, self.context.messages)
 
-    def _following(self, messages: list[Message], new: list[Message]) -> tuple[list[int] | None, int]:
-        """Return the ids that extend the current row to the end of `messages`, and the length that the row will have.
+    def _following(self, messages: list[Message], new: list[Message]) -> tuple[Piece | None, int]:
+        """Return what extends the current row to the end of `messages`, and the length that the row will have.
 
-        The ids are None if the template rewrites earlier messages: what follows is then sampled in a new row.
+        It is None if the template rewrites earlier messages: what follows is then sampled in a new row.
         """
-        extension = self.renderer.extend(self.row.token_ids, messages, new, self.specs)
+        row, sight = self.row, self.renderer.sight
+        ids = row.token_ids if sight is None else sight.collapse(row)
+        extension = self.renderer.extend(ids, messages, new, self.specs)
         if extension is None:
-            return None, len(self.renderer.open(messages, self.specs))
-        return extension, len(self.row.token_ids) + len(extension)
+            return None, len(self._opened(messages).ids)
+        piece = self._expanded(extension, new)
+        return piece, len(row.token_ids) + len(piece.ids)
 
-    def _follow(self, extension: list[int] | None, messages: list[Message]) -> None:
+    def _follow(self, extension: Piece | None, messages: list[Message]) -> None:
         if extension is None:
-            self._begin_row(self.renderer.open(messages, self.specs))
+            self._begin_row(self._opened(messages))
         else:
-            self.row.append_context(extension)
+            self.row.append_context(extension.ids, extension.images)
 
     async def _shorten(self, answers: list[Message], length: int) -> bool:
         """Begin a row with less context, as `rollout.context` says. Return False if that would leave nothing out."""
@@ -230,16 +269,16 @@ class Episode:
             return False
         if policy.policy == "truncate":
             shorter = self.context.last_turns(policy.keep_turns)
-            ids = self.renderer.open(shorter.messages, self.specs)
-            if len(ids) >= length:
+            piece = self._opened(shorter.messages)
+            if len(piece.ids) >= length:
                 return False
         elif self.config.max_turns - self.trajectory.turns < 2:
             return False  # the summary would be the chain's last turn
         else:
             shorter = self.context.last_turns(policy.keep_turns, await self._summarize(answers))
-            ids = self.renderer.open(shorter.messages, self.specs)
+            piece = self._opened(shorter.messages)
         self.context = shorter
-        self._begin_row(ids)
+        self._begin_row(piece)
         return True
 
     async def _summarize(self, answers: list[Message]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from agentfactory.rollout.agent import AgentHooks, load_agent
@@ -36,14 +37,17 @@ async def open_runner(
     rewards: Rewards | None = None,
     agent: AgentHooks | None = None,
     processes: int = 1,
+    images: Path | None = None,
 ) -> AsyncIterator[ChainRunner]:
     """Open everything that chains of `recipe` need: renderer, connections to the servers at `urls`, tools and rewards.
 
     `objects` are tools in addition to the recipe's; `rewards` and `agent` replace those that the recipe names.
-    `processes` like this one share the machine's memory.
+    `processes` like this one share the machine's memory. `images` is the folder for the images that the chains see;
+    None: a temporary one.
     """
     agent = agent or load_agent(recipe.rollout.agent, base)
     async with (
+        _folder_of(images) as seen,
         rewards or Rewards.load(recipe.rewards, base) as used,
         InferenceClient(urls, recipe.server.api_key_env, recipe.server.retry_seconds) as client,
         open_toolset(recipe, base, logger.info, objects, processes) as toolset,
@@ -51,8 +55,17 @@ async def open_runner(
         await client.check_routes()
         # the required template probes depend on whether the chains have tools
         tools = bool(toolset.specs)
-        renderer = load_renderer(recipe.model, recipe.rollout.parser, logger.info, tools=tools, base=base)
+        renderer = load_renderer(recipe.model, recipe.rollout.parser, logger.info, tools=tools, base=base, images=seen)
         yield ChainRunner(recipe, renderer, client, toolset, used, agent)
+
+
+@asynccontextmanager
+async def _folder_of(images: Path | None) -> AsyncIterator[Path]:
+    if images is not None:
+        yield images
+        return
+    with TemporaryDirectory(prefix="agentfactory-images-") as folder:
+        yield Path(folder)
 
 
 async def evaluate(
@@ -105,16 +118,17 @@ async def _play(
 
     async def run_group(mode: str, number: int) -> Group:
         temperature, samples = modes[mode]
+        task = await runner.take(tasks[number], "eval.data")
         # the seed does not depend on `name`, so that the same weights give the same metrics wherever they are evaluated
         chains = [
             runner.run(
                 f"{name}-{mode}-{number:05d}.{sample}",
-                tasks[number],
+                task,
                 Sampling(model, temperature, f"eval/{mode}/{number}/{sample}", cache_salt),
             )
             for sample in range(samples)
         ]
-        group = await runner.run_group(f"{mode}-{number:05d}", tasks[number], chains)
+        group = await runner.run_group(f"{mode}-{number:05d}", task, chains)
         append_group(folder / f"{name}-{mode}.jsonl", group)
         return group
 
@@ -219,9 +233,10 @@ def run_rollout(
     folder: Path,
     log: Callable[[dict[str, Any]], None],
     model: str = "policy",
+    images: Path | None = None,
 ) -> dict[str, float]:
-    """Run one group of sampled chains for each of `tasks`, and save the groups for `train.from_trajectories`.
-    Blocking."""
+    """Run one group of sampled chains for each of `tasks`, and save the groups for `train.from_trajectories`. Blocking.
+    For `images` see open_runner."""
     path = folder / "rollout.jsonl"
 
     async def run_chain(runner: ChainRunner, chain_id: str, task: Task, retried: bool = False) -> Trajectory:
@@ -233,13 +248,14 @@ def run_rollout(
 
     async def run_group(runner: ChainRunner, number: int) -> Group:
         ids = [f"g{number:06d}.{member}" for member in range(recipe.rollout.group_size)]
-        chains = [run_chain(runner, chain_id, tasks[number]) for chain_id in ids]
-        group = await runner.run_group(f"g{number:06d}", tasks[number], chains)
+        task = await runner.take(tasks[number])
+        chains = [run_chain(runner, chain_id, task) for chain_id in ids]
+        group = await runner.run_group(f"g{number:06d}", task, chains)
         append_group(path, group)
         return group
 
     async def run() -> list[Group]:
-        async with open_runner(recipe, base, urls) as runner:
+        async with open_runner(recipe, base, urls, images=images) as runner:
             await runner.check(tasks)
             groups = await asyncio.gather(*(run_group(runner, number) for number in range(len(tasks))))
             runner.setup.tool_errors.report()

@@ -13,9 +13,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from agentfactory.rollout.images.parts import for_template, image_part, show_in_user_turns
 from agentfactory.rollout.parsers import PARSERS, Call, Parser, load_parser
 from agentfactory.rollout.templates import ChatTemplate, RenderError, Tools, shared_length, split_reasoning
 from agentfactory.tools.messages import Message, ToolCall, ToolSpec
+
+_TEMPLATES = Path(__file__).parent / "chat_templates"
+"""Templates of ours."""
 
 
 class Use(StrEnum):
@@ -49,6 +53,10 @@ class Behaviour:
     """Whether it renders several calls in one turn."""
     words_with_calls: bool = True
     """Whether it renders an assistant's text next to its calls."""
+    images: bool = False
+    """Whether it renders images in user messages."""
+    images_of_tools: bool = True
+    """Whether it renders images in tool messages; also if it is never given any."""
     rewrites: str | None = None
     notes: list[str] = field(default_factory=list)
     conversations: list[list[Message]] = field(default_factory=list)
@@ -75,11 +83,12 @@ PROBE_TOOLS = [
 ]
 
 
-def probe(template: ChatTemplate, tools: bool, parser: Parser) -> Behaviour:
+def probe(template: ChatTemplate, tools: bool, parser: Parser, image: str | None = None) -> Behaviour:
     """Judge a template by its renders of the probe conversations.
 
     `tools`: the chains call tools, in the format of `parser`; the template must support them only if the format is
-    native. Raises RenderError with the reason if the template cannot be used.
+    native. `image` is the token that stands for an image; None: the model sees none. Raises RenderError with the reason
+    if the template cannot be used.
     """
     tools = tools and parser.native
     specs: Tools = [spec.to_openai() for spec in PROBE_TOOLS] if tools else None
@@ -110,13 +119,17 @@ def probe(template: ChatTemplate, tools: bool, parser: Parser) -> Behaviour:
         behaviour.notes.append("has no system messages: a conversation with one is refused")
     if tools:
         _check_tools(rendered, opened, behaviour, parser)
+    if image is not None:
+        _probe_images(rendered, behaviour, image, tools)
     behaviour.conversations = _conversations(behaviour, tools)
     if _shows(template, [*question, {"role": "user", "content": "wordagain"}], specs, "wordagain"):
         behaviour.conversations.append([*question, answer, *question, {"role": "user", "content": "wordagain"}, answer])
     else:
         behaviour.notes.append("refuses two user messages in a row")
     for conversation in behaviour.conversations:
-        behaviour.rewrites = behaviour.rewrites or _rewrites(template, behaviour.after_end, conversation, specs)
+        behaviour.rewrites = behaviour.rewrites or _rewrites(
+            template, behaviour.after_end, for_template(conversation), specs
+        )
     return behaviour
 
 
@@ -192,6 +205,29 @@ def _check_tools(
     if found is None or found.calls != expected[:1] or "wordbeside" not in found.content:
         behaviour.words_with_calls = False
         behaviour.notes.append("has no words beside a tool call")
+
+
+def _probe_images(rendered: Callable[[list[Message]], str], behaviour: Behaviour, image: str, tools: bool) -> None:
+    """Find out whether the template renders images of people and of tools, each as one token."""
+    parts = [{"type": "text", "text": "wordbefore"}, {"type": "image"}, {"type": "text", "text": "wordafter"}]
+
+    def shows(*messages: Message) -> bool:
+        try:
+            text = rendered(list(messages))
+        except RenderError:
+            return False
+        before, _, after = text.partition(image)
+        return text.count(image) == 1 and "wordbefore" in before and "wordafter" in after
+
+    behaviour.images = shows({"role": "user", "content": parts})
+    if not behaviour.images:
+        behaviour.notes.append("has no images: the model gets them as text")
+    elif tools:
+        turn: Message = {"role": "assistant", "content": "", "tool_calls": [_call("probelook", zeta="z", alpha=3)]}
+        told: Message = {"role": "tool", "name": "probelook", "tool_call_id": "call_probelook", "content": parts}
+        behaviour.images_of_tools = shows({"role": "user", "content": "wordask"}, turn, told)
+        if not behaviour.images_of_tools:
+            behaviour.notes.append("has no images in tool messages: they follow in a user message")
 
 
 def _formats_that_read(text: str, calls: list[Call]) -> str:
@@ -270,6 +306,18 @@ def _conversations(behaviour: Behaviour, tools: bool) -> list[list[Message]]:
             # the answer to a malformed call has no call to refer to
             [asked("wordone"), said("wordtwo"), {"role": "tool", "content": "wordthree"}, said("wordfour")],
         ]
+    if behaviour.images:
+        image = image_part("image")
+        seen = [{"type": "text", "text": "wordsee"}, image]
+        conversations.append(
+            [{"role": "user", "content": seen}, said("wordtwo."), asked("wordthree"), said("wordfour.")]
+        )
+        if tools:
+            told = [{**result("probelook", ""), "content": seen}]
+            told = told if behaviour.images_of_tools else show_in_user_turns(told)
+            conversations.append(
+                [{"role": "user", "content": [image]}, said("wordtwo", calls=[look]), *told, said("wordfour.")]
+            )
     if behaviour.system:
         conversations += [[{"role": "system", "content": "wordsystem"}, *c] for c in conversations]
     return conversations
@@ -319,9 +367,25 @@ def training_variant(source: str) -> tuple[str, str] | None:
     return None
 
 
+def tools_variant(template: ChatTemplate, parser: Parser, image: str | None) -> tuple[str, ChatTemplate] | None:
+    """Return one of our templates, and its name, that writes the conversations without tools as `template` does; None
+    if there is none."""
+    try:
+        conversations = [for_template(c) for c in probe(template, False, parser, image).conversations]
+    except RenderError:
+        return None
+    for file in sorted(_TEMPLATES.glob("*.jinja")):
+        ours = ChatTemplate(template.tokenizer, file.read_text(encoding="utf-8"))
+        pairs = ((c, prompt) for c in conversations for prompt in (False, True))
+        if all(ours.render(c, None, prompt) == template.render(c, None, prompt) for c, prompt in pairs):
+            return f"agentfactory:{file.stem}", ours
+    return None
+
+
 @dataclass
 class Choice:
-    """The template that a chain uses, and the reason. `variant` is the name of TRL's variant if it is used."""
+    """The template that a chain uses, and the reason. `variant` is the name of a variant that is used instead of the
+    model's own: TRL's, or ours."""
 
     use: Use
     template: ChatTemplate
@@ -330,36 +394,44 @@ class Choice:
     variant: str | None = None
 
 
-def choose_template(tokenizer: PreTrainedTokenizerBase, source: str, tools: bool, parser: Parser) -> Choice:
-    """Judge a template and, if it rewrites history or cannot be used, TRL's training variant of it; see `probe`.
+def choose_template(
+    tokenizer: PreTrainedTokenizerBase, source: str, tools: bool, parser: Parser, image: str | None = None
+) -> Choice:
+    """Judge a template and, if it rewrites history or cannot be used, TRL's training variant of it; see `probe`. One
+    that ignores tools is replaced by ours that writes the same otherwise.
 
-    Raises RenderError with every reason if neither can be used.
+    Raises RenderError with every reason if none can be used.
     """
     template = ChatTemplate(tokenizer, source)
     reasons: list[str] = []
-    behaviour = None
+    behaviour, variant = None, None
     try:
-        behaviour = probe(template, tools, parser)
+        behaviour = probe(template, tools, parser, image)
     except RenderError as error:
         reasons.append(str(error))
-    else:
+        if tools and (found := tools_variant(template, parser, image)):
+            variant, template = found
+            behaviour = probe(template, tools, parser, image)
+            reasons = [f"the chat template has no tools, and {variant} adds them"]
+    if behaviour is not None:
         if behaviour.rewrites is None:
-            return Choice(Use.APPEND, template, behaviour, ["leaves earlier turns as they were on every probe"])
+            reasons.append("leaves earlier turns as they were on every probe")
+            return Choice(Use.APPEND, template, behaviour, reasons, variant)
         reasons.append(behaviour.rewrites)
-    if variant := training_variant(source):
-        name, variant_source = variant
+    if training := training_variant(source):
+        name, variant_source = training
         better = ChatTemplate(tokenizer, variant_source)
         try:
-            found = probe(better, tools, parser)
+            found_better = probe(better, tools, parser, image)
         except RenderError as error:
             if str(error) not in reasons:
                 reasons.append(f"TRL's {name}: {error}")
         else:
-            if found.rewrites is None:
+            if found_better.rewrites is None:
                 reasons.append(f"TRL's {name} leaves earlier turns as they were on every probe")
-                return Choice(Use.TRAINING_VARIANT, better, found, reasons, name)
-            reasons.append(f"TRL's {name} {found.rewrites}")
+                return Choice(Use.TRAINING_VARIANT, better, found_better, reasons, f"trl:{name}")
+            reasons.append(f"TRL's {name} {found_better.rewrites}")
     if behaviour is None:
         raise RenderError("; ".join(reasons) + ". Set model.chat_template to a file with a template that can serve")
     reasons.append("each rewritten prompt begins a new row")
-    return Choice(Use.FORK, template, behaviour, reasons)
+    return Choice(Use.FORK, template, behaviour, reasons, variant)

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
 from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.encoding import MARK, Encoder, map_strings, skip_marked
+from agentfactory.rollout.images.parts import for_template, image_urls, show_in_user_turns
 from agentfactory.rollout.parsers import Parser, Reading, load_parser
 from agentfactory.rollout.probing import PROBE_TOOLS, Behaviour, Use, choose_template
 from agentfactory.rollout.roles import TokenLengths, turn_roles
@@ -21,6 +22,9 @@ from agentfactory.rollout.trajectory import Row
 from agentfactory.rollout.transcript import Line, as_lines, transcript
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec, text_of
+
+if TYPE_CHECKING:  # chains of text need no image library
+    from agentfactory.rollout.images.sight import Sight
 
 Log = Callable[[dict[str, Any]], None]
 Spans = list[tuple[int, int, float]]
@@ -44,10 +48,14 @@ class Renderer(Protocol):
     """Turns conversations into token ids, and sampled ids into messages.
 
     The caller keeps the pieces: `open`, then sampled ids and `extend` in turn. The server gets their concatenation.
+
+    `sight` is how the model sees images; None: they become text. Ids have one token for each image: the caller expands
+    them.
     """
 
     stop_token_ids: list[int]
     info: dict[str, Any]
+    sight: "Sight | None"
 
     def open(self, messages: list[Message], specs: list[ToolSpec]) -> list[int]:
         """Return the ids of a conversation, ending with the generation prompt."""
@@ -88,7 +96,7 @@ class Renderer(Protocol):
         """Cut the middle of `text`, leaving at most `max_tokens` tokens and a marker; None if it fits."""
 
     def conversation_row(self, messages: list[Message], specs: list[ToolSpec]) -> Row:
-        """Return a whole conversation as one row for supervised training."""
+        """Return a whole conversation as one row for supervised training; its images are expanded."""
 
 
 class TemplateRenderer:
@@ -113,12 +121,17 @@ class TemplateRenderer:
         parser: Parser,
         info: dict[str, Any],
         eos_token_ids: Sequence[int] = (),
+        sight: "Sight | None" = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.behaviour = behaviour
         self.parser = parser
-        self._encoder = Encoder(tokenizer, behaviour.end, behaviour.frame)
+        self.sight = sight
+        # a token that only the template writes, in the text of an assistant too
+        self._banned = frozenset(sight.vision.banned_token_ids if sight else ())
+        frame = behaviour.frame + "".join(tokenizer.convert_ids_to_tokens(sorted(self._banned)))
+        self._encoder = Encoder(tokenizer, behaviour.end, frame)
         self._lengths = TokenLengths(tokenizer)
         # if the template has no end-of-turn token, turns end with the tokenizer's own, which the template does not
         # write
@@ -143,7 +156,7 @@ class TemplateRenderer:
 
     def open(self, messages: list[Message], specs: list[ToolSpec]) -> list[int]:
         """Return the ids of a conversation, ending with the generation prompt. Raises RenderError (a ValueError)."""
-        return list(self._opening(json.dumps(self._plain(messages)), self._json(specs)))
+        return self._counted(list(self._opening(json.dumps(self._plain(messages)), self._json(specs))), messages)
 
     def extend(
         self, ids: list[int], messages: list[Message], new: list[Message], specs: list[ToolSpec]
@@ -159,7 +172,20 @@ class TemplateRenderer:
             following = None if rest is None else self._encoder.encode(rest, follows=True)
         else:
             following = self._following(json.dumps(self._plain(new)), tools)
-        return None if following is None else [*missing, *following]
+        return None if following is None else self._counted([*missing, *following], new)
+
+    def _counted(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
+        """Return the ids of messages. Raises RenderError if they have more or fewer tokens for images than images."""
+        if self.sight is None:
+            return ids
+        written, given = ids.count(self.sight.vision.image_token_id), len(self._shown(messages))
+        if written != given:
+            raise RenderError(f"the chat template writes {written} images for messages that have {given}")
+        return ids
+
+    def _shown(self, messages: Sequence[Message]) -> list[Any]:
+        """Return the images of messages that the template is given."""
+        return image_urls(messages) if self.behaviour.images else []
 
     def parse(
         self, sampled_ids: list[int], first_call: int = 0, prefix: str = "", specs: Sequence[ToolSpec] = ()
@@ -202,21 +228,28 @@ class TemplateRenderer:
         return [line.message for line in transcript(messages, self.parser, specs, self.behaviour.system)]
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        """See Renderer."""
-        return self.parser.answers(calls, results)
+        """See Renderer. Where the chat template has no images in tool messages, they follow in a user message."""
+        messages = self.parser.answers(calls, results)
+        return messages if self.behaviour.images_of_tools else show_in_user_turns(messages)
 
     def complaint(self, text: str) -> list[Message]:
         """See Renderer."""
         return self.parser.complaint(text)
 
     def encode(self, prefix: str) -> list[int]:
-        """See Renderer. Raises RenderError (a ValueError) for a prefix that opens the reasoning a second time."""
+        """See Renderer. Raises RenderError (a ValueError) for a prefix that opens the reasoning a second time, or that
+        has a token that stands for an image."""
         if self.behaviour.opens_reasoning and prefix.lstrip().startswith("<think>"):
             raise RenderError(
                 f"rollout.assistant_prefix: got {prefix!r}, but the chat template's generation prompt ends with "
                 "<think> already; leave it out"
             )
-        return self._encoder.encode(prefix, follows=True)
+        ids = self._encoder.encode(prefix, follows=True)
+        if not self._banned.isdisjoint(ids):
+            raise RenderError(
+                f"a turn was made to begin with {prefix!r:.100}, which has a token that stands for an image"
+            )
+        return ids
 
     def cut(self, text: str, max_tokens: int) -> str | None:
         """See Renderer. The marker is `[... N of M tokens left out ...]`, on a separate line."""
@@ -231,7 +264,15 @@ class TemplateRenderer:
         token, or with the messages after it. Raises RenderError, naming the message's index, if the template cannot
         render the conversation or rewrites it, or if the tool-call format cannot express it.
         """
-        return self._row(transcript(messages, self.parser, specs, self.behaviour.system), specs)
+        if not self.behaviour.images_of_tools:
+            messages = show_in_user_turns(messages)
+        lines = transcript(messages, self.parser, specs, self.behaviour.system)
+        row = self._row(lines, specs)
+        if self.sight is None or not self.behaviour.images:
+            return row
+        given = [line.message for line in lines]
+        self._counted(row.token_ids, given)
+        return self.sight.expand_row(row, given)
 
     def _row(self, lines: list[Line], specs: list[ToolSpec]) -> Row:
         tools = json.loads(self._json(specs))
@@ -301,7 +342,8 @@ class TemplateRenderer:
             ids = self._row(as_lines(conversation), specs).token_ids
             if not self.behaviour.end:  # the template does not write the token that ends a turn
                 ids = [i for i in ids if i != self._end]
-            whole = self._encoder.encode(self.template.render(conversation, json.loads(self._json(specs))))
+            plain = for_template(conversation)
+            whole = self._encoder.encode(self.template.render(plain, json.loads(self._json(specs))))
             if ids != whole[: len(ids)]:
                 return False
         return True
@@ -323,14 +365,17 @@ class TemplateRenderer:
         return self._tools
 
     def _plain(self, messages: list[Message]) -> list[Message]:
-        """Return messages for the chat template: text only, without fields that it does not support and without control
-        tokens."""
+        """Return messages for the chat template: text, and images if it has them, without fields that it does not
+        support and without control tokens."""
         return [self._plain_message(message) for message in messages]
 
     def _plain_message(self, message: Message) -> Message:
         known = {key: value for key, value in message.items() if key not in ("info", "weight")}
         if isinstance(known.get("content"), list):
-            known["content"] = text_of(known["content"])
+            if self._shown([message]):
+                known = for_template([known])[0]
+            else:
+                known["content"] = text_of(known["content"])
         return map_strings(known, lambda text: self._encoder.mark(text, message["role"]))
 
     def _render_opening(self, messages: str, tools: str) -> tuple[int, ...]:
@@ -385,29 +430,33 @@ def make_renderer(
     eos_token_ids: Sequence[int] = (),
     base: Path = Path(),
     log: Log | None = None,
+    sight: "Sight | None" = None,
 ) -> TemplateRenderer:
     """Create a renderer for a tokenizer and a Jinja template (default: the tokenizer's own), after probing the
     template.
 
     `parser` is the tool-call format, as in `rollout.parser`; a custom parser's file is looked up in `base`. `tools`:
     the chains call tools; without them the template need not render any. `eos_token_ids` end a turn in addition to the
-    template's and the tokenizer's own tokens. `log` gets one record, `{"renderer": info}`. Raises RenderError (a
-    ValueError) if the template cannot be used.
+    template's and the tokenizer's own tokens. `log` gets one record, `{"renderer": info}`. `sight` is how the model
+    sees; None: it gets images as text. Raises RenderError (a ValueError) if the template cannot be used.
     """
     acting = load_parser(parser, base)
     origin = "tokenizer" if chat_template is None else "model.chat_template"
     if chat_template is None and tokenizer.chat_template is None:
         raise RenderError("the tokenizer has no chat template: set model.chat_template to a file with one")
     source = tokenizer.get_chat_template(chat_template, tools=[] if tools and acting.native else None)
-    choice = choose_template(tokenizer, source, tools, acting)
+    image = None if sight is None else str(tokenizer.convert_ids_to_tokens(sight.vision.image_token_id))
+    choice = choose_template(tokenizer, source, tools, acting, image)
     info: dict[str, Any] = {
         "choice": str(choice.use),
         "reasons": [*choice.reasons, *choice.behaviour.notes],
-        "template": origin if choice.variant is None else f"trl:{choice.variant}",
+        "template": origin if choice.variant is None else choice.variant,
         "template_sha256": hashlib.sha256(choice.template.source.encode()).hexdigest(),
         "parser": parser,
     }
-    renderer = TemplateRenderer(tokenizer, choice.template, choice.behaviour, acting, info, eos_token_ids)
+    if sight is not None:
+        sight.shows = choice.behaviour.images
+    renderer = TemplateRenderer(tokenizer, choice.template, choice.behaviour, acting, info, eos_token_ids, sight)
     info = renderer.info
     if not choice.behaviour.end:
         info["reasons"].append("closes turns with plain text: a turn ends with the tokenizer's end-of-sequence token")
@@ -419,9 +468,16 @@ def make_renderer(
 
 
 def load_renderer(
-    model: ModelConfig, parser: str, log: Log | None = None, *, tools: bool = True, base: Path = Path()
+    model: ModelConfig,
+    parser: str,
+    log: Log | None = None,
+    *,
+    tools: bool = True,
+    base: Path = Path(),
+    images: Path | None = None,
 ) -> TemplateRenderer:
-    """Create the renderer of a recipe's model; a parser's file is looked up in `base`, the recipe's folder.
+    """Create the renderer of a recipe's model; a parser's file is looked up in `base`, the recipe's folder. `images` is
+    the folder for the images of the run, for a model that sees; None: they become text.
 
     Raises ValueError if a file is missing or the template cannot be used.
     """
@@ -439,7 +495,22 @@ def load_renderer(
         base=base,
         eos_token_ids=_generation_eos(model.path),
         log=log,
+        sight=None if images is None else load_sight(model, images),
     )
+
+
+def load_sight(model: ModelConfig, images: Path) -> "Sight | None":
+    """Return how a recipe's model sees, with `images` as the folder of the run's images; None if it reads only text.
+    Raises SettingError if the limits on pixels cannot be kept."""
+    file = cached_file(model.path, "config.json", _raise_exceptions_for_missing_entries=False)
+    if file is None or "vision_config" not in json.loads(Path(file).read_text(encoding="utf-8")):
+        return None
+    from agentfactory.rollout.images.sight import Sight
+    from agentfactory.rollout.images.store import ImageStore
+    from agentfactory.rollout.images.vision import load_vision
+
+    vision = load_vision(model.path, model.min_image_pixels, model.max_image_pixels)
+    return None if vision is None else Sight(vision, ImageStore(images))
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

@@ -3,10 +3,15 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from agentfactory.rollout.client import Completion, InferenceClient
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.trajectory import Span
+from agentfactory.rollout.connection import InferenceError
+from agentfactory.rollout.trajectory import ImageSpan, Span
+
+if TYPE_CHECKING:
+    from agentfactory.rollout.images.sight import Sight
 
 
 @dataclass(frozen=True)
@@ -34,18 +39,38 @@ def turn_seed(recipe_seed: int, chain_seed: str, turn: int, sample: int = 0) -> 
 
 
 class Sampler:
-    """Requests turns from the inference servers, as a recipe says. A turn ends at one of `stop_token_ids`."""
+    """Requests turns from the inference servers, as a recipe says. A turn ends at one of `stop_token_ids`. A model that
+    sees, as `sight` says, never samples a token that stands for an image."""
 
-    def __init__(self, recipe: RolloutRecipe, client: InferenceClient, stop_token_ids: list[int]) -> None:
+    def __init__(
+        self,
+        recipe: RolloutRecipe,
+        client: InferenceClient,
+        stop_token_ids: list[int],
+        sight: "Sight | None" = None,
+    ) -> None:
         self.recipe = recipe
         self.client = client
         self.stop_token_ids = stop_token_ids
+        self.sight = sight
+        self._bias: dict[str, float] = {}
+        if sight is not None:
+            from agentfactory.rollout.images.vision import BANNED_BIAS
+
+            self._bias = {str(token): BANNED_BIAS for token in sight.vision.banned_token_ids}
 
     async def sample(
-        self, ids: Sequence[int], sampling: Sampling, turn: int, max_tokens: int, sample: int = 0
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        turn: int,
+        max_tokens: int,
+        sample: int = 0,
+        images: Sequence[ImageSpan] = (),
     ) -> Completion:
-        """Sample the `sample`-th attempt at a turn after `ids`."""
-        parameters = {
+        """Sample the `sample`-th attempt at a turn after `ids`, in which `images` are. Raises InferenceError if a token
+        for an image is sampled."""
+        parameters: dict[str, Any] = {
             "temperature": sampling.temperature,
             "max_tokens": max_tokens,
             "stop_token_ids": self.stop_token_ids,
@@ -54,7 +79,17 @@ class Sampler:
         if self.recipe.server.engine == "embedded":
             parameters["seed"] = turn_seed(self.recipe.seed, sampling.seed, turn, sample)
         model = sampling.model if isinstance(sampling.model, str) else sampling.model()
-        completion = await self.client.generate(ids, model, parameters, sampling.cache_salt, chain=sampling.seed)
+        shown = None
+        if self.sight is not None:
+            parameters["logit_bias"] = self._bias
+            if images:
+                from agentfactory.rollout.images.requests import RequestImages
+
+                shown = RequestImages(ids, images, self.sight.store)
+        completion = await self.client.generate(ids, model, parameters, sampling.cache_salt, sampling.seed, shown)
+        if self.sight and not (banned := set(self.sight.vision.banned_token_ids)).isdisjoint(completion.token_ids):
+            token = next(token for token in completion.token_ids if token in banned)
+            raise InferenceError(f"the server sampled token {token}, which stands for an image: it ignores logit_bias")
         if self.recipe.model.lora is not None:
             # vLLM reports the version of the base weights here; the adapter is what matters, and a turn keeps it
             count = len(completion.token_ids)

@@ -1,5 +1,6 @@
 """The records of a chain: token rows, trajectories and groups."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -49,6 +50,7 @@ class StopReason(StrEnum):
     SECONDS_PER_CALL = "seconds_per_call"
     RESULT_BYTES = "result_bytes"
     RESULT_TOKENS = "result_tokens"
+    IMAGES = "images"
 
 
 _FAILURES = frozenset(
@@ -95,6 +97,17 @@ class Span:
     mixed: bool = False
 
 
+@dataclass(frozen=True)
+class ImageSpan:
+    """An image in a row: the tokens [offset, offset + length) stand for it. `digest` is that of its pixels, under which
+    the run's images are stored (images.store); `grid` is the number of its patches in time, height and width."""
+
+    offset: int
+    length: int
+    digest: str
+    grid: tuple[int, int, int]
+
+
 Stream = Any
 """One value per token: a list while its chain grows, an array once its group was saved or delivered (group_files)."""
 
@@ -107,6 +120,7 @@ class Row:
     `logprobs` are the server's, of the sampled token after temperature (0.0 where the mask is 0).
     `weights` scale a token's loss (SFT; None means 1 on the mask).
     `turn_ends`: the end of each assistant turn, after its last token (None: each run of 1s in the mask is a turn).
+    `images`: where images are in the row, in their order; none of their tokens is sampled.
     `roles`: a letter per token; sampled tokens have a role (roles.ROLES), context at the end has none, and the whole is
     empty if nothing is known.
     """
@@ -118,9 +132,13 @@ class Row:
     weights: Stream | None = None
     turn_ends: list[int] | None = None
     roles: str = ""
+    images: list[ImageSpan] = field(default_factory=list)
 
-    def append_context(self, token_ids: list[int]) -> None:
-        """Add tokens that were not sampled: prompts, tool results, closing tokens."""
+    def append_context(self, token_ids: list[int], images: Sequence[ImageSpan] = ()) -> None:
+        """Add tokens that were not sampled: prompts, tool results, closing tokens. The offsets of `images` count from
+        the first of them."""
+        start = len(self.token_ids)
+        self.images += [replace(image, offset=start + image.offset) for image in images]
         self.token_ids += token_ids
         self.mask += [0] * len(token_ids)
         self.logprobs += [0.0] * len(token_ids)

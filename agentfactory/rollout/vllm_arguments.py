@@ -31,7 +31,18 @@ def vllm_arguments(recipe: RolloutRecipe, adapters: Mapping[str, Path], weight_t
         flags += ["--lora-modules", *(f"{name}={path}" for name, path in adapters.items())]
     if weight_transfer is not None:
         flags += ["--weight-transfer-config", json.dumps({"backend": weight_transfer})]
-    return [*flags, *server.args]
+    return [*flags, *_image_flags(recipe), *server.args]
+
+
+def _image_flags(recipe: RolloutRecipe) -> list[str]:
+    """Return the flags for a model that sees. Images are resized before they are sent, and the server must leave them
+    as they are."""
+    given = {"min_pixels": recipe.model.min_image_pixels, "max_pixels": recipe.model.max_image_pixels}
+    sizes = {name: pixels for name, pixels in given.items() if pixels is not None}
+    flags = ["--mm-processor-kwargs", json.dumps(sizes)] if sizes else []
+    if recipe.limits.images is not None:
+        flags += ["--limit-mm-per-prompt", json.dumps({"image": recipe.limits.images, "video": 0})]
+    return flags
 
 
 def _adapter_rank(folder: Path) -> int:

@@ -4,7 +4,9 @@ Imports nothing of AgentFactory: it also runs in vLLM's processes.
 """
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +17,10 @@ _LANES = ((2**17, 0x2C1B3C6D), (2**12, 0x297A2D39))
 """Per round: the number of columns, and the odd multiplier of its polynomial."""
 _ROWS_AT_ONCE = 128
 """Rows per kernel on a GPU, where each launch costs as much as reading a megabyte."""
+_THREADS = 4
+"""Most threads for a weight on a CPU: its memory is not faster for more."""
+_WORDS_FOR_THREADS = 2**20
+"""Size of a weight that is worth starting them."""
 
 
 def weight_digest(weight: Tensor) -> str:
@@ -32,8 +38,9 @@ def weight_digest(weight: Tensor) -> str:
     It does not resist someone who constructs weights for a given digest.
     """
     words = _words(weight.detach())
+    fold = _fold_in_cache if words.device.type == "cpu" else _fold
     for lanes, multiplier in _LANES:
-        words = _fold(words, lanes, multiplier)
+        words = fold(words, lanes, multiplier)
     words = torch.nn.functional.pad(words, (0, lanes - len(words)))
     hexadecimal = hashlib.sha256(words.cpu().numpy().tobytes()).hexdigest()[:32]
     dtype, shape = str(weight.dtype).removeprefix("torch."), "x".join(map(str, weight.shape))
@@ -56,24 +63,38 @@ def _fold(words: Tensor, lanes: int, multiplier: int) -> Tensor:
     folded = torch.zeros(lanes if whole else len(rest), dtype=torch.int32, device=words.device)
     folded[: len(rest)] = rest + (rest >> 16)
     rows = words[: whole * lanes].view(whole, lanes)
-    return _fold_rows(rows, folded, multiplier, 1 if words.device.type == "cpu" else _ROWS_AT_ONCE)
-
-
-def _fold_rows(rows: Tensor, folded: Tensor, multiplier: int, at_once: int) -> Tensor:
-    """Returns sum(m(row) * multiplier**number) + folded * multiplier**count over all rows; `folded` is overwritten."""
-    mixed = torch.empty_like(folded)
-    if at_once == 1:
-        # on a CPU everything but the row stays in the cache
-        for row in reversed(rows.unbind()):
-            torch.bitwise_right_shift(row, 16, out=mixed)
-            torch.add(mixed.add_(row), folded, alpha=multiplier, out=folded)
-        return folded
-    for start in reversed(range(0, len(rows), at_once)):
-        block = rows[start : start + at_once]
+    for start in reversed(range(0, whole, _ROWS_AT_ONCE)):
+        block = rows[start : start + _ROWS_AT_ONCE]
         powers = [_int32(pow(multiplier, number, 2**32)) for number in range(len(block) + 1)]
-        weighted = (block + (block >> 16)) * torch.tensor(powers[:-1], dtype=torch.int32, device=rows.device)[:, None]
+        weighted = (block + (block >> 16)) * torch.tensor(powers[:-1], dtype=torch.int32, device=words.device)[:, None]
         folded = weighted.sum(0, dtype=torch.int32).add_(folded, alpha=powers[-1])
     return folded
+
+
+def _fold_in_cache(words: Tensor, lanes: int, multiplier: int) -> Tensor:
+    """Returns the same as `_fold`, from a CPU: everything but the row stays in its cache. By numpy and our own threads,
+    since torch would start its threads for every row, which takes longer than the row."""
+    numbers = words.numpy()
+    folded = np.zeros(min(lanes, len(numbers)), np.int32)
+
+    def fold(columns: slice) -> None:
+        part = folded[columns]
+        buffer = np.empty_like(part)
+        for start in reversed(range(columns.start, len(numbers), lanes)):
+            row = numbers[start : start + len(part)]
+            mixed = np.right_shift(row, 16, out=buffer[: len(row)])
+            mixed += row
+            part *= multiplier
+            part[: len(row)] += mixed
+
+    if len(numbers) < _WORDS_FOR_THREADS:
+        fold(slice(0, lanes))
+    else:
+        threads = min(torch.get_num_threads(), _THREADS)
+        width = -(-lanes // threads)
+        with ThreadPoolExecutor(threads, "digest") as pool:
+            list(pool.map(fold, (slice(start, start + width) for start in range(0, lanes, width))))
+    return torch.from_numpy(folded)
 
 
 def _int32(value: int) -> int:

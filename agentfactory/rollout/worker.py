@@ -55,6 +55,7 @@ class Worker:
         self.urls: list[str] = start["urls"]
         self._restored: dict[str, asyncio.Future[bool]] = {}
         self.trajectories = Path(start["trajectories"])
+        self.images = Path(start["images"])
         self.batch_size: int = start["batch_size"]
         self.total: int = start["total"]
         self.trained: list[str] = start["trained"]
@@ -66,7 +67,8 @@ class Worker:
 
     async def run(self) -> None:
         """Serve until rank 0 is gone."""
-        async with open_runner(self.recipe, self.base, self.urls, processes=self.share.of) as runner:
+        opened = open_runner(self.recipe, self.base, self.urls, processes=self.share.of, images=self.images)
+        async with opened as runner:
             if self.held_out:
                 await runner.check(self.held_out, "eval.data")
             await runner.check(self.order.tasks)

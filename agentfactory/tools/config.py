@@ -195,6 +195,7 @@ class Limit(StrEnum):
     SECONDS_PER_CALL = "seconds_per_call"
     RESULT_BYTES = "result_bytes"
     RESULT_TOKENS = "result_tokens"
+    IMAGES = "images"
 
 
 class BreachConfig(Section):
@@ -235,6 +236,9 @@ class LimitsConfig(Section):
     """Maximum bytes of one result's text, in UTF-8. A longer one is cut in the middle when it arrives, before anything
     else is done with it, with a marker that the model sees. This bounds the worker's memory; `result_tokens` bounds the
     context."""
+    images: PositiveInt | None = None
+    """Images in the whole chain, those of the task included; in the place of further ones, the model reads a text that
+    says so."""
     on_breach: dict[Limit, BreachConfig] = {}
     """Limit -> consequence of exceeding it. A limit without an entry is told to the model, without a penalty."""
 

@@ -1,6 +1,6 @@
 """Limits on a chain's use of tools: checked before each call, while it runs, and on its result.
 
-The checks are made in the order of `config.Limit`, and the first limit that is reached counts:
+The checks are made in the order of `config.Limit`, and the first limit that is reached counts; images count apart:
 
 1. `calls_per_turn`: the call's place among those of its turn.
 2. `calls`: calls that the chain has made.
@@ -13,6 +13,7 @@ The checks are made in the order of `config.Limit`, and the first limit that is 
 7. `seconds_per_call`: the tool session cancels the call.
 8. `result_bytes`: the result was cut in the middle when it arrived (`truncation`).
 9. `result_tokens`: the result is cut in the middle.
+10. `images`: in the place of images of the result that are too many, there is a text.
 
 A call is checked when it may begin: immediately, or, with `parallel_calls`, when a call before it has ended. Calls of a
 turn begin in their order. A refused call does not count as made. Once a limit has stopped the chain, running calls are
@@ -23,6 +24,7 @@ finished, and later ones are refused.
 
 import asyncio
 import difflib
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection
@@ -31,7 +33,7 @@ from dataclasses import replace
 
 from agentfactory.tools.config import BreachConfig, Limit, LimitsConfig
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import CallError, ToolCall, ToolResult
+from agentfactory.tools.messages import CallError, Content, ToolCall, ToolResult
 from agentfactory.tools.truncation import Cut, truncated
 
 
@@ -98,6 +100,7 @@ class ChainAccount:
         self._rates = rates
         self._cut = cut
         self._calls: Counter[str] = Counter()
+        self._images = 0
         self._running = 0
         self._since = 0.0  # when the first of the running calls began
         self._time_over = False  # a call was cut: a timer's clock may run ahead of sums of seconds by a rounding error
@@ -168,8 +171,24 @@ class ChainAccount:
         if most is not None and (shorter := truncated(result.content, most, self._cut)) is not None:
             if not result.left_out:
                 self._breach(Limit.RESULT_TOKENS, "", "")
-            return replace(result, content=shorter)
-        return result
+            result = replace(result, content=shorter)
+        content = self.settle_images(result.content)
+        return result if content is result.content else replace(result, content=content)
+
+    def settle_images(self, content: Content) -> Content:
+        """Return what the model sees of a content: a text in the place of each image that is too many."""
+        if isinstance(content, str):
+            return content
+        room = math.inf if self.config.images is None else self.config.images - self._images
+        places = [place for place, part in enumerate(content) if part["type"] == "image_url"]
+        self._images += len(places)
+        if len(places) <= room:
+            return content
+        most = "1 image" if self.config.images == 1 else f"{self.config.images} images"
+        text = f"Image not shown: the limit of {most} in this conversation is reached."
+        told = {"type": "text", "text": self._breach(Limit.IMAGES, text, "Go on without it.")}
+        left_out = places[max(0, int(room)) :]
+        return [told if place in left_out else part for place, part in enumerate(content)]
 
     def settle_cut(self, seconds: float) -> ToolResult:
         """Return what the model reads for a call that was cut short after `seconds`, when `tool_seconds` were over."""

@@ -25,7 +25,10 @@ def text_of(content: Content) -> str:
 
 def _marker(part: dict[str, Any]) -> str:
     url = part["image_url"]["url"]
-    return f"[{url[5 : url.index(';')]} image]" if url.startswith("data:") else f"[image {url}]"
+    if url.startswith("data:"):
+        return f"[{url[5 : url.index(';')]} image]"
+    # an image of the run; a name of 32 letters says nothing to a reader
+    return "[image]" if url.startswith("image:") else f"[image {url}]"
 
 
 class CallError(StrEnum):

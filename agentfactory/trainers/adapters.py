@@ -27,9 +27,9 @@ def has_adapter(model: "PreTrainedModel | PeftModel") -> "TypeGuard[PeftModel]":
     return not isinstance(model, PreTrainedModel)
 
 
-def add_adapter(network: PreTrainedModel, config: LoraConfig, seed: int) -> "PeftModel":
-    """Returns the network with the policy's adapter, whose weights are float32 and determined by `seed`. The base is
-    frozen."""
+def add_adapter(network: PreTrainedModel, config: LoraConfig, modules: str | list[str], seed: int) -> "PeftModel":
+    """Returns the network with the policy's adapter on `modules` (peft's `target_modules`). The adapter's weights are
+    float32 and determined by `seed`; the base is frozen."""
     from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
 
@@ -38,7 +38,7 @@ def add_adapter(network: PreTrainedModel, config: LoraConfig, seed: int) -> "Pef
         r=config.rank,
         lora_alpha=alpha,
         lora_dropout=config.dropout,
-        target_modules=config.target_modules,
+        target_modules=modules,
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(seed)

@@ -11,7 +11,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch import distributed as dist
 
-from agentfactory.rollout.trajectory import Row
+from agentfactory.rollout.images.vision import Vision
+from agentfactory.rollout.trajectory import ImageSpan, Row
+from agentfactory.trainers.images import merge_keys
 from agentfactory.trainers.tree import Tree, deal, fill, grow, merge, stack
 
 Batching = Literal["padded", "packed", "tree"]
@@ -24,12 +26,14 @@ class TrainingRow:
     `targets` are positions in `token_ids`, ascending and at least 1 (the first token has no context that could predict
     it). `streams` have one value per target: always `behaviour` (the server's log-probability), `advantage`, `weight`
     and `mixed` (1 if the token's cached context may be from older weights, see trajectory.Span, else 0), and others as
-    the algorithm needs them. Values at masked positions are not stored, so they are never read.
+    the algorithm needs them. Values at masked positions are not stored, so they are never read. `images` are those that
+    the targets see, in their order.
     """
 
     token_ids: Int[np.ndarray, "tokens"]
     targets: Int[np.ndarray, "targets"]
     streams: dict[str, Float[np.ndarray, "targets"]]
+    images: tuple[ImageSpan, ...] = ()
 
 
 def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
@@ -58,6 +62,7 @@ def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
             "weight": np.ones(len(targets)) if row.weights is None else np.asarray(row.weights)[targets],
             "mixed": mixed[targets],
         },
+        images=tuple(image for image in row.images if image.offset < targets[-1]),
     )
 
 
@@ -83,6 +88,12 @@ class MicroBatch:
     rows: tuple[int, ...]
     """Indices of the rows given to `make_batches` that this contains, in the order of `sequence`; none if idle."""
     streams: dict[str, Float[Tensor, "targets"]]
+    images: tuple[ImageSpan, ...] = ()
+    """The images in the lines, in the order of their places; the offsets are those in their rows."""
+    rotary: Int[Tensor, "3 batch length"] | None = None
+    """Rotary positions in time, height and width; None without images: the places in the rows."""
+    in_step_with_images: bool = False
+    """Whether any micro-batch of the step has images, on any process."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Returns a copy on `device`."""
@@ -95,6 +106,9 @@ class MicroBatch:
             sequence=self.sequence.to(device),
             rows=self.rows,
             streams={name: stream.to(device) for name, stream in self.streams.items()},
+            images=self.images,
+            rotary=None if self.rotary is None else self.rotary.to(device),
+            in_step_with_images=self.in_step_with_images,
         )
 
 
@@ -116,15 +130,17 @@ def make_batches(
     token_budget: int,
     processes: int = 1,
     normaliser: float | None = None,
+    vision: Vision | None = None,
 ) -> list[Batch]:
     """Cuts rows into one batch per process, with at most `token_budget` tokens, padding included, per micro-batch.
 
     `batching` says what a line of tokens contains: a row (padded), rows end to end (packed), or trees of rows in which
     common prefixes appear once (tree). All give the same log-probabilities. Rows are never cut; one that is longer than
     the budget is processed alone. Processes get equal work; those with fewer micro-batches get additional ones of
-    weight zero. `normaliser` defaults to the sum of the weights.
+    weight zero. `normaliser` defaults to the sum of the weights. `vision` is that of a model that sees.
 
-    Raises ValueError if there is no row, rows differ in their streams, or the normaliser is not positive.
+    Raises ValueError if there is no row, rows differ in their streams, the normaliser is not positive, or rows have
+    images and the model does not see.
     """
     if not rows:
         raise ValueError("there is no row to train on")
@@ -136,10 +152,13 @@ def make_batches(
         normaliser = float(sum(np.sum(row.streams["weight"]) for row in rows))
     if not normaliser > 0.0:
         raise ValueError(f"the weights of the trained tokens sum to {normaliser}; they must sum to more than 0")
+    seen = any(row.images for row in rows)
+    if seen and vision is None:
+        raise ValueError("the rows have images, and the model reads only text: train the model that made them")
     # a row's last target, and what follows it, predicts nothing
     inputs = [np.asarray(row.token_ids[: row.targets[-1]], dtype=np.int64) for row in rows]
     if batching == "tree":
-        trees = merge(inputs, token_budget, processes)
+        trees = merge(merge_keys(inputs, [row.images for row in rows]), token_budget, processes)
     else:
         trees = [grow([(number, row)]) for number, row in enumerate(inputs)]
     shares = []
@@ -155,7 +174,8 @@ def make_batches(
     tokens = sum(len(row.targets) for row in rows)
     return [
         Batch(
-            [_micro_batch(block, rows, names) for block in share] + [_idle(names)] * (most - len(share)),
+            [_micro_batch(block, rows, inputs, names, vision, seen) for block in share]
+            + [_idle(names, seen)] * (most - len(share)),
             normaliser,
             tokens,
         )
@@ -163,21 +183,35 @@ def make_batches(
     ]
 
 
-def _micro_batch(lines: list[list[Tree]], rows: Sequence[TrainingRow], names: list[str]) -> MicroBatch:
+def _micro_batch(
+    lines: list[list[Tree]],
+    rows: Sequence[TrainingRow],
+    inputs: list[np.ndarray],
+    names: list[str],
+    vision: Vision | None,
+    seen: bool,
+) -> MicroBatch:
     width = max(sum(len(tree.ids) for tree in line) for line in lines)
     ids = np.zeros((len(lines), width), dtype=np.int64)
     positions, ends = np.zeros((2, 1, width), dtype=np.int64)
     members: list[int] = []
     sources: list[np.ndarray] = []
+    rotary = np.zeros((3, len(lines), width), dtype=np.int64)
+    images: dict[int, ImageSpan] = {}
     for number, line in enumerate(lines):
         start = 0
         for tree in line:
             place = slice(start, start + len(tree.ids))
-            ids[number, place] = tree.ids
             positions[0, place], ends[0, place] = tree.positions, tree.ends + start
             for index, path in tree.paths.items():
+                row = rows[index]
                 members.append(index)
-                sources.append(path[np.asarray(rows[index].targets) - 1] + number * width + start)
+                sources.append(path[np.asarray(row.targets) - 1] + number * width + start)
+                # not the tree's own: the keys of images are not ids
+                ids[number, path + start] = inputs[index]
+                if seen and vision is not None:
+                    rotary[:, number, path + start] = vision.positions(len(path), row.images)
+                    images |= {number * width + start + int(path[image.offset]): image for image in row.images}
             start = place.stop
     causal = all(len(line) == 1 and line[0].plain for line in lines)
     chosen = [rows[index] for index in members]
@@ -193,10 +227,13 @@ def _micro_batch(lines: list[list[Tree]], rows: Sequence[TrainingRow], names: li
             name: torch.from_numpy(np.concatenate([row.streams[name] for row in chosen]).astype(np.float32))
             for name in names
         },
+        images=tuple(images[place] for place in sorted(images)),
+        rotary=torch.from_numpy(rotary) if images else None,
+        in_step_with_images=seen,
     )
 
 
-def _idle(names: list[str]) -> MicroBatch:
+def _idle(names: list[str], seen: bool) -> MicroBatch:
     """Returns a micro-batch that keeps a process in step with the others (their collective calls must match) and adds
     nothing."""
     zero = torch.zeros(1, dtype=torch.int64)
@@ -209,6 +246,7 @@ def _idle(names: list[str]) -> MicroBatch:
         sequence=zero,
         rows=(),
         streams={name: torch.zeros(1) for name in names},
+        in_step_with_images=seen,
     )
 
 

@@ -14,6 +14,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
+from agentfactory.rollout.images.vision import copy_processor
 from agentfactory.tools.disk import DiskError, writing
 from agentfactory.trainers.accelerator import PATIENCE
 from agentfactory.trainers.checkpoint_folder import (
@@ -29,6 +30,7 @@ from agentfactory.trainers.host_memory import HostBuffer
 from agentfactory.trainers.learner import Learner
 from agentfactory.trainers.learner_state import TRAINING_STATE, Part, part_of, prefix, write_part
 from agentfactory.trainers.policy import Policy
+from agentfactory.trainers.vision_tower import sees
 
 Result = TypeVar("Result")
 
@@ -193,6 +195,8 @@ def _write_model(folder: Path, policy: Policy, weights: dict[str, Tensor]) -> No
         policy.save_adapter(folder, weights)
         return
     policy.network.save_pretrained(folder, state_dict=weights)
+    if sees(policy.network.config):
+        copy_processor(policy.network.name_or_path, folder)
     # transformers records the precision of the weights in memory (float32), not of those that it wrote
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))

@@ -203,6 +203,11 @@ class TrainConfig(Section):
     learning_rate: float = Field(default=1e-6, gt=0)
     """Learning rate of the policy after the warm-up; adapters need about ten times the rate for training all
     weights."""
+    vision: Literal["frozen", "trained"] = "frozen"
+    """The vision tower of a model that sees: frozen, or trained with the language model. With model.lora, trained gives
+    it adapters."""
+    vision_learning_rate: float | None = Field(default=None, gt=0)
+    """Learning rate of a trained vision tower; null uses learning_rate."""
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Learning-rate schedule after the warm-up. linear and cosine fall to 0, which the step after the last would have;

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from agentfactory.trainers.adapters import CRITIC_ADAPTER, POLICY_ADAPTER, has_adapter, use_adapter
 from agentfactory.trainers.backbone import Backbone
 from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.images import Images
 from agentfactory.trainers.network import apply_options, load_network
 from agentfactory.trainers.policy import Policy
 
@@ -77,6 +78,7 @@ class ActorCritic(nn.Module):
         labels: Int[Tensor, "targets"],
         positions: Int[Tensor, "1 length"] | None = None,
         ends: Int[Tensor, "1 length"] | None = None,
+        images: Images | None = None,
         temperature: float = 1.0,
         entropy_gradient: bool = False,
     ) -> tuple[Float[Tensor, "targets"], Float[Tensor, "targets"]] | Float[Tensor, "targets"]:
@@ -86,12 +88,12 @@ class ActorCritic(nn.Module):
         A backward pass raises RuntimeError if a forward pass of the other role has switched the adapter in between.
         """
         if role == Role.POLICY:
-            logprob, entropy = self.policy(ids, sources, labels, positions, ends, temperature, entropy_gradient)
+            logprob, entropy = self.policy(ids, sources, labels, positions, ends, images, temperature, entropy_gradient)
             return self._guarded(logprob), self._guarded(entropy)
         base = self.critic.backbone or self.policy
         if has_adapter(base.model):
             use_adapter(base.model, CRITIC_ADAPTER)
-        return self._guarded(self.critic(base.hidden(ids, positions, ends).flatten(0, 1)[sources]))
+        return self._guarded(self.critic(base.hidden(ids, positions, ends, images).flatten(0, 1)[sources]))
 
     def parameters_of(self, role: Role) -> list[nn.Parameter]:
         """Returns the weights that a role learns, so that each role's gradient can be clipped separately."""

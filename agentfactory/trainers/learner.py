@@ -4,6 +4,7 @@ batch."""
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from agentfactory.rollout.images.vision import load_vision
 from agentfactory.trainers.batch import Batch, MicroBatch, TrainingRow, make_batches, scatter
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.critic import ActorCritic, Role, make_actor_critic
+from agentfactory.trainers.images import ImageLoader, Images
 from agentfactory.trainers.optimizer import clip_gradients, make_optimizer, make_schedule
 from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.reference import make_reference
 from agentfactory.trainers.sharding import weights_of_rank_0
+from agentfactory.trainers.vision_tower import sees, tower_is_trained
 
 Targets = Float[Tensor, "targets"]
 
@@ -57,7 +61,14 @@ class Update:
 class Learner:
     """Performs optimiser updates, in the same way for every algorithm."""
 
-    def __init__(self, recipe: TrainRecipe, accelerator: Accelerator, temperature: float = 1.0) -> None:
+    def __init__(
+        self,
+        recipe: TrainRecipe,
+        accelerator: Accelerator,
+        temperature: float = 1.0,
+        images: Path | None = None,
+    ) -> None:
+        """`images` is the folder of the images in the rows, an ImageStore's."""
         train = recipe.train
         self.accelerator = accelerator
         self.temperature = temperature
@@ -66,6 +77,8 @@ class Learner:
         self.entropy_gradient = train.loss.entropy_bonus > 0
         self.policy: Policy = load_policy(recipe, accelerator.device)
         self.batching = self.policy.batching
+        self.vision = load_vision(recipe.model.path) if sees(self.policy.network.config) else None
+        self.images = ImageLoader(recipe.model.path, self.vision, images) if self.vision else None
         model = make_actor_critic(recipe, self.policy, accelerator.device) if train.has_critic else self.policy
         optimizer = make_optimizer(model, train)
         with weights_of_rank_0(model) if accelerator.is_fsdp2 else contextlib.nullcontext():
@@ -98,7 +111,9 @@ class Learner:
         """Return this process's share of rank 0's `rows`; every process calls it. `normaliser`: see make_batches."""
         processes = self.accelerator.num_processes
         main = self.accelerator.is_main_process
-        batches = make_batches(rows, self.policy.batching, self.token_budget, processes, normaliser) if main else None
+        batches = None
+        if main:
+            batches = make_batches(rows, self.batching, self.token_budget, processes, normaliser, self.vision)
         return scatter(batches, self.accelerator)
 
     @torch.no_grad()
@@ -168,8 +183,18 @@ class Learner:
         """Advance the schedule, which counts steps: call once per step, after its updates."""
         self.schedule.step()
 
-    def _inputs(self, part: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        return part.ids, part.sources, part.labels, part.positions, part.ends
+    def _inputs(self, part: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Images | None]:
+        return part.ids, part.sources, part.labels, part.positions, part.ends, self._images_of(part)
+
+    def _images_of(self, part: MicroBatch) -> Images | None:
+        if self.images is None:
+            return None
+        device = self.accelerator.device
+        if part.images:
+            return self.images.load(part.images, part.rotary, device)
+        # collective calls must match: fsdp2's for the weights of each layer, ddp's for the gradients of all
+        together = part.in_step_with_images or tower_is_trained(self.policy.network)
+        return self.images.blank(device) if self.accelerator.num_processes > 1 and together else None
 
     def policy_forward(self, *inputs: Any) -> tuple[Targets, Targets]:
         """Run the policy's forward pass through the model that accelerate prepared; see Policy.forward."""

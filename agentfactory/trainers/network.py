@@ -12,12 +12,19 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+)
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import is_installed
 from agentfactory.trainers.config import TrainConfig, TrainRecipe
 from agentfactory.trainers.sharding import load_on_rank_0
+from agentfactory.trainers.vision_tower import sees, tower_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +46,8 @@ def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype:
             "set it to the base model named in its adapter_config.json, or train the stage before without model.lora",
         )
     dtype = dtype or (getattr(torch, config.dtype) if config.lora else torch.float32)
-    load = partial(AutoModelForCausalLM.from_pretrained, config.path, dtype=dtype)
+    kind = class_of(AutoConfig.from_pretrained(config.path))
+    load = partial(kind.from_pretrained, config.path, dtype=dtype)
     if config.lora and config.lora.quantization:
         # QLoRA (arXiv:2305.14314): 4-bit NormalFloat, with double quantisation of the blocks' constants
         quantization = BitsAndBytesConfig(
@@ -50,9 +58,15 @@ def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype:
         )
         return _with_gradients(load(quantization_config=quantization, device_map={"": device}))
     if recipe.train.strategy == "fsdp2":
-        return load_on_rank_0(load, config.path, dtype)
+        return load_on_rank_0(load, kind, config.path, dtype)
     network: Any = load()
     return network.to(device)
+
+
+def class_of(config: Any) -> Any:
+    """Return the class of transformers that loads a network of this configuration: with its vision tower if it is
+    trained with images, else only what reads text."""
+    return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
 
 
 def _with_gradients(network: PreTrainedModel) -> PreTrainedModel:
@@ -69,7 +83,8 @@ def _with_gradients(network: PreTrainedModel) -> PreTrainedModel:
 
 
 def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.device | str) -> None:
-    """Apply attention implementation, layer kernels, compiled layers, gradient checkpointing and offloading in place.
+    """Apply attention implementation, layer kernels, compiled layers, gradient checkpointing and offloading in place,
+    and freeze the vision tower unless it is trained.
 
     Raises ValueError if the network, the device or the installed packages do not support one of them.
     """
@@ -88,7 +103,18 @@ def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.de
         # variants: with or without gradients and mask, one line or several, before or after an adapter's first layer;
         # above the limit torch would run layers uncompiled, and FlexAttention with scores of length x length
         torch._dynamo.config.recompile_limit = 32
+    tower = tower_of(network)
+    if tower is None and train.vision == "trained":
+        problem = f"got trained, but {type(network).__name__} has no vision tower that can be trained"
+        raise SettingError("train.vision", problem, "remove it, or train a model that sees")
+    untrained: set[nn.Module] = set()
+    if tower is not None and train.vision == "frozen":
+        tower.requires_grad_(False)
+        # without gradients, nothing of it is stored
+        untrained = set(tower.modules())
     for layer in decoder_layers(network) if train.compile or train.gradient_checkpointing else []:
+        if layer in untrained:
+            continue
         # wrap the instance's forward, not its call: the hooks of FSDP2 stay outside
         if train.compile:
             layer.forward = torch.compile(layer.forward, dynamic=True)
@@ -126,7 +152,8 @@ def _need_gpu(field: str, value: str, device: torch.device) -> None:
 
 
 def decoder_layers(network: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers that transformers keeps on one device, outermost ones only, before they are sharded.
+    """Return the layers that transformers keeps on one device, outermost ones only, before they are sharded; those of a
+    vision tower, too.
 
     Raises ValueError if the network names none.
     """

@@ -16,6 +16,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import is_installed
 from agentfactory.trainers.config import OptimizerConfig, TrainConfig
 from agentfactory.trainers.critic import Role, role_of
+from agentfactory.trainers.vision_tower import tower_of
 
 Groups = list[dict[str, Any]]
 """Parameter groups in torch's form; each has its own `lr` and `weight_decay`."""
@@ -118,10 +119,16 @@ def _groups(model: nn.Module, config: TrainConfig, matrices: set[int] | None = N
     settings = config.optimizer
     made: dict[tuple[Any, ...], dict[str, Any]] = {}
     matched: set[int] = set()
+    towers = [tower_of(module) for module in model.modules() if isinstance(module, PreTrainedModel)]
+    eyes = {id(weight) for tower in towers if tower is not None for weight in tower.parameters()}
     for name, weight in model.named_parameters():
         if not weight.requires_grad:
             continue
-        rate = config.critic.learning_rate if role_of(name) == Role.CRITIC else config.learning_rate
+        rate = config.learning_rate
+        if role_of(name) == Role.CRITIC:
+            rate = config.critic.learning_rate
+        elif id(weight) in eyes and config.vision_learning_rate is not None:
+            rate = config.vision_learning_rate
         decay = settings.weight_decay if weight.ndim > 1 else 0.0
         number = next((n for n, group in enumerate(settings.groups) if re.search(group.match, name)), None)
         if number is not None:

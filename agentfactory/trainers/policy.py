@@ -1,7 +1,7 @@
 """The policy: a module that computes log-probabilities of chosen tokens from token ids."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,9 +20,11 @@ from agentfactory.trainers.backbone import Backbone
 from agentfactory.trainers.batch import Batching
 from agentfactory.trainers.checkpoint_folder import set_usual_modes
 from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.images import Images
 from agentfactory.trainers.layout import ids, resolve_batching
 from agentfactory.trainers.network import apply_options, load_network
 from agentfactory.trainers.sharding import decided_by_rank_0
+from agentfactory.trainers.vision_tower import adapted_modules, banned_token_ids
 from agentfactory.trainers.weights import Weights
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 
 # Logits computed at a time: 2**26 in float32 are 256 MiB, whatever the vocabulary's size.
 LOGITS_PER_CHUNK = 2**26
+
+# What servers subtract from the logits of tokens that must not be sampled (`logit_bias`).
+BAN = 100.0
 
 
 class Policy(Backbone):
@@ -40,10 +45,18 @@ class Policy(Backbone):
     network in float64).
     """
 
-    def __init__(self, model: "PreTrainedModel | PeftModel", dtype: torch.dtype, batching: Batching = "padded") -> None:
-        """`batching` is the layout of rows for this network; see Backbone for the others."""
+    def __init__(
+        self,
+        model: "PreTrainedModel | PeftModel",
+        dtype: torch.dtype,
+        batching: Batching = "padded",
+        banned: Sequence[int] = (),
+    ) -> None:
+        """`batching` is the layout of rows for this network; tokens `banned` get the bias that servers give them, so
+        that they are never sampled; see Backbone for the others."""
         super().__init__(model, dtype)
         self.batching = batching
+        self.banned = list(banned)
 
     def forward(
         self,
@@ -52,6 +65,7 @@ class Policy(Backbone):
         labels: Int[Tensor, "targets"],
         positions: Int[Tensor, "1 length"] | None = None,
         ends: Int[Tensor, "1 length"] | None = None,
+        images: Images | None = None,
         temperature: float = 1.0,
         entropy_gradient: bool = False,
     ) -> tuple[Float[Tensor, "targets"], Float[Tensor, "targets"]]:
@@ -59,13 +73,13 @@ class Policy(Backbone):
         (detached, unless `entropy_gradient`).
 
         `sources` are flat indices into batch x length: the position whose output predicts the label. In a plain row it
-        is the one before the label's own; in a tree it may be the end of the shared prefix. `positions` and `ends`: see
-        `hidden`. Logits are divided by the sampling `temperature`.
+        is the one before the label's own; in a tree it may be the end of the shared prefix. `positions`, `ends` and
+        `images`: see `hidden`. Logits are divided by the sampling `temperature`.
         """
         if has_adapter(self.model):
             use_adapter(self.model, POLICY_ADAPTER)
         with torch.autocast(ids.device.type, dtype=self.dtype, enabled=self.dtype.itemsize < 4):
-            hidden = self.hidden(ids, positions, ends).flatten(0, 1)[sources]
+            hidden = self.hidden(ids, positions, ends, images).flatten(0, 1)[sources]
             size = max(1, LOGITS_PER_CHUNK // self.network.get_output_embeddings().weight.shape[0])
             score = partial(self._score, temperature=temperature, entropy_gradient=entropy_gradient)
             if len(labels) <= size:
@@ -90,6 +104,8 @@ class Policy(Backbone):
         cap = getattr(self.network.config.get_text_config(), "final_logit_softcapping", None)
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap
+        if self.banned:
+            logits[:, self.banned] -= BAN
         logits = logits / temperature if temperature != 1.0 else logits
         total = logits.logsumexp(-1)
         logprob = logits.gather(-1, labels[:, None]).squeeze(-1) - total
@@ -157,8 +173,11 @@ def make_policy(
     config = recipe.model
     dtype: torch.dtype = getattr(torch, config.dtype)
     apply_options(network, recipe.train, device)
-    model = network if config.lora is None else add_adapter(network, config.lora, recipe.seed)
-    return Policy(model, dtype, batching).train()
+    banned = banned_token_ids(network)
+    if config.lora is None:
+        return Policy(network, dtype, batching, banned).train()
+    adapted = adapted_modules(network, config.lora.target_modules, recipe.train.vision)
+    return Policy(add_adapter(network, config.lora, adapted, recipe.seed), dtype, batching, banned).train()
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from agentfactory.trainers.adapters import adapters_off, has_adapter
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.critic import ActorCritic, Role
+from agentfactory.trainers.images import Images
 from agentfactory.trainers.network import apply_options, decoder_layers, load_network
 from agentfactory.trainers.policy import Policy
 from agentfactory.trainers.sharding import weights_of_rank_0
@@ -36,12 +37,13 @@ class Reference:
         labels: Int[Tensor, "targets"],
         positions: Int[Tensor, "1 length"] | None = None,
         ends: Int[Tensor, "1 length"] | None = None,
+        images: Images | None = None,
         temperature: float = 1.0,
     ) -> Float[Tensor, "targets"]:
         """Returns the log-probability of each label: see `Policy.forward`. `model` is the model that accelerate
         prepared, whose base is used if an adapter is trained; its adapters and its trainable weights are unchanged.
         Every process calls it."""
-        inputs = (ids, sources, labels, positions, ends, temperature)
+        inputs = (ids, sources, labels, positions, ends, images, temperature)
         if self._frozen is not None:
             return self._frozen(*inputs)[0]
         unwrapped = self._accelerator.unwrap_model(model)
@@ -60,7 +62,7 @@ def make_reference(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator
     network = load_network(recipe, accelerator.device, policy.dtype)
     apply_options(network, recipe.train, accelerator.device)
     network.requires_grad_(False)
-    frozen = Policy(network, policy.dtype).eval()
+    frozen = Policy(network, policy.dtype, banned=policy.banned).eval()
     if recipe.train.strategy == "fsdp2":
         with weights_of_rank_0(frozen):
             # reshard after the forward pass, unlike a root: there is no backward pass that would free it

@@ -87,6 +87,7 @@ def train_rl(
     canary: Canary | None = None,
     stop: Stop | None = None,
     turns: Turns | None = None,
+    images: Path | None = None,
 ) -> TrainResult:
     """Runs steps up to `recipe.train.steps`; each takes a batch of groups, updates the policy, and publishes its new
     weights.
@@ -94,11 +95,12 @@ def train_rl(
     Every process calls it. `source`, `sync`, `log` and `note` are used on rank 0 only; `source` is None elsewhere.
     `sync` is None if no server is to be updated. `canary` proves what `sync` has pushed, and is passed to all
     processes. `checkpoints` contains the state to continue from. `stop` ends the run after the present step. `turns`
-    gives the trainer's device to a server between turns. Version 0 is the initial weights; step k ends with version k.
+    gives the trainer's device to a server between turns. `images` is the folder of the chains' images.
+    Version 0 is the initial weights; step k ends with version k.
     """
     stop, turns = stop or Stop(), turns or Turns()
     with turns.training():
-        learner = Learner(recipe, accelerator, recipe.rollout.temperature)
+        learner = Learner(recipe, accelerator, recipe.rollout.temperature, images)
         turns.share(learner)
         checkpoints.restore(learner)
         loop = _Loop(recipe, accelerator, checkpoints, learner, source, sync, log, note, canary, stop, turns)
@@ -243,7 +245,10 @@ class _Loop:
 
     def canary_scores(self) -> Scores | None:
         """Return the scores of the canary's contexts with the present weights; every process calls it."""
-        return self.canary.trainer_scores(self.learner.policy, self.learner.policy_forward) if self.canary else None
+        learner = self.learner
+        return (
+            self.canary.trainer_scores(learner.policy, learner.policy_forward, learner.images) if self.canary else None
+        )
 
     def publish(self, version: int, expected: Scores | None) -> dict[str, float]:
         """Push the weights to the servers. Return metrics of the sync; empty if it was not done. Every process calls

@@ -66,17 +66,19 @@ def train_sft(
     rows: list[Row] | None,
     log: Log,
     stop: Stop | None = None,
+    images: Path | None = None,
 ) -> TrainResult:
     """Runs steps up to `recipe.train.steps`, each of `batch_size` rows, in shuffled epochs. The loss is the weighted
     negative log-likelihood of the rows' tokens, as a mean over the weights of the step's tokens.
 
-    Every process calls it; only rank 0's `rows` and `log` are used. `checkpoints` and `stop` as in `train_rl`.
+    Every process calls it; only rank 0's `rows` and `log` are used. `checkpoints`, `stop` and `images` as in
+    `train_rl`.
     """
     train = recipe.train
     main = accelerator.is_main_process
     stop = stop or Stop()
     train_state = checkpoints.train_state
-    learner = Learner(recipe, accelerator)
+    learner = Learner(recipe, accelerator, images=images)
     checkpoints.restore(learner)
     consumed = train_state.step * train.batch_size
     examples = itertools.islice(_shuffled(rows or [], recipe.seed), consumed, None) if main else iter(())

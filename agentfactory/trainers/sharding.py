@@ -8,16 +8,17 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from agentfactory.tools.errors import SettingError
 
 Decision = TypeVar("Decision")
 
 
-def load_on_rank_0(load: Callable[[], PreTrainedModel], path: str, dtype: torch.dtype) -> Any:
-    """Returns the network that `load` loads from `path`; on all ranks except 0, the same network on the CPU with
-    arbitrary weights and buffers, of which only those that are later written to take up memory. Every process calls it.
+def load_on_rank_0(load: Callable[[], PreTrainedModel], kind: Any, path: str, dtype: torch.dtype) -> Any:
+    """Returns the network that `load` loads from `path`, by transformers' class `kind`; on all ranks except 0,
+    the same network on the CPU with arbitrary weights and buffers, of which only those that are later written to take
+    up memory. Every process calls it.
 
     transformers' own option for this (FSDP_CPU_RAM_EFFICIENT_LOADING) reads the weights on every rank, and then
     replaces them by as many zeros.
@@ -26,7 +27,7 @@ def load_on_rank_0(load: Callable[[], PreTrainedModel], path: str, dtype: torch.
         network: Any = load()
     else:
         with torch.device("meta"):
-            network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
+            network = kind.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
         # new memory for each name, so tied weights are no longer tied
         network.to_empty(device="cpu")
     # weights that the checkpoint contains under both names, and that differ, are not tied, whatever its config says

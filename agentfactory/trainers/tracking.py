@@ -1,9 +1,7 @@
 """Experiment trackers in addition to metrics.jsonl, through accelerate's tracker classes: the same metrics under the
 same names, the recipe, and a table with a few chains per step."""
 
-import base64
 import importlib
-import io
 import json
 import logging
 import re
@@ -20,6 +18,8 @@ import yaml
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from PIL import Image
 
+from agentfactory.rollout.images.decode import decode
+from agentfactory.rollout.images.store import ImageStore, stored_digest
 from agentfactory.rollout.trajectory import Group, Trajectory
 from agentfactory.tools.messages import Message, text_of
 from agentfactory.trainers.config import TrackConfig
@@ -54,15 +54,24 @@ class Tracking:
     If a tracker fails during the run, the run continues with a warning: the tracker's data is in metrics.jsonl.
     """
 
-    def __init__(self, config: TrackConfig, name: str, folder: Path, recipe: dict[str, Any], done: int = 0) -> None:
+    def __init__(
+        self,
+        config: TrackConfig,
+        name: str,
+        folder: Path,
+        recipe: dict[str, Any],
+        done: int = 0,
+        images: Path | None = None,
+    ) -> None:
         """Start the trackers, for the run called `name` in `folder`; they show `recipe` as its configuration. `done`
-        steps are kept from an earlier attempt.
+        steps are kept from an earlier attempt. `images` is the folder of the images that chains refer to.
 
         Raises TrackingError if a tracker does not start.
         """
         self._config = config
         self._folder = folder
         self._done = done
+        self._images = None if images is None else ImageStore(images)
         self._recipe = _without_secrets(recipe)
         self._runs = _read(folder / RUNS)
         self._runs.setdefault("key", secrets.token_hex(4))
@@ -100,7 +109,7 @@ class Tracking:
         chains = chosen(groups, self._config.trajectories)
         for tracker, running in self._trackers.items():
             if chains and tracker != "tensorboard":
-                self._try(tracker, _log_table, running, tracker, step, chains)
+                self._try(tracker, _log_table, running, tracker, step, chains, self._images)
 
     def __enter__(self) -> Self:
         return self
@@ -202,22 +211,33 @@ def _cells(step: int, group: Group, chain: Trajectory) -> list[Any]:
     return [step, group.id, chain.id, chain.reward, chain.outcome.value, chain.turns, conversation(chain.messages)]
 
 
-def _images(chain: Trajectory) -> list[Image.Image]:
+def _images(chain: Trajectory, store: ImageStore | None) -> list[Image.Image]:
     """Return a chain's last images; remote images are not fetched."""
     parts = [part for m in chain.messages if isinstance(m.get("content"), list) for part in m["content"]]
     urls = [part["image_url"]["url"] for part in parts if part.get("type") == "image_url"]
-    held = [url.partition(",")[2] for url in urls if url.startswith("data:image/")]
-    return [Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB") for data in held[-MOST_IMAGES:]]
+    held = [url for url in urls if url.startswith("data:image/") or (store is not None and stored_digest(url))]
+    return [_image(url, store) for url in held[-MOST_IMAGES:]]
 
 
-def _log_table(running: GeneralTracker, tracker: str, step: int, chains: Sequence[tuple[Group, Trajectory]]) -> None:
+def _image(url: str, store: ImageStore | None) -> Image.Image:
+    digest = stored_digest(url)
+    return decode(url) if digest is None or store is None else store.load(digest)
+
+
+def _log_table(
+    running: GeneralTracker,
+    tracker: str,
+    step: int,
+    chains: Sequence[tuple[Group, Trajectory]],
+    store: ImageStore | None,
+) -> None:
     module = importlib.import_module(tracker)
     data = [_cells(step, group, chain) for group, chain in chains]
     if tracker == "mlflow":
         table = {name: [row[place] for row in data] for place, name in enumerate(COLUMNS)}
         module.log_table(data=table, artifact_file=f"{TABLE}.json")
         return
-    images = [_images(chain) for _, chain in chains]
+    images = [_images(chain, store) for _, chain in chains]
     # a cell of wandb's tables contains one image
     most = max(map(len, images))
     columns = [*COLUMNS, *(f"image_{number}" for number in range(1, most + 1))]

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from pydantic_core import to_json
 from agentfactory.viewer.app import SCRIPTS, names_of, page_file
 from agentfactory.viewer.charts import charts
 from agentfactory.viewer.follower import Follower
+from agentfactory.viewer.images import data_url
 from agentfactory.viewer.query import MOST_ROWS, Query
-from agentfactory.viewer.runs import ViewError
+from agentfactory.viewer.runs import Run, ViewError
 from agentfactory.viewer.saved_groups import task_text, texts_of
 from agentfactory.viewer.series import series_of
 from agentfactory.viewer.trajectory_page import find_chain, page_of
@@ -97,7 +99,7 @@ def _pages(follower: Follower) -> tuple[list[dict[str, Any]], list[str]]:
         for place in _from_coarse_to_fine(len(rows)):
             row = rows[place]
             chain = find_chain(follower, run, row["file"], row["byte"], row["place"])
-            page = page_of(follower, chain, lambda message, part, url: url)
+            page = page_of(follower, chain, partial(_inside, chain.run))
             page["facts"] |= {"tools": row["tools"], "preview": task_text(chain.group)[:240]}
             size = len(to_json(page, inf_nan_mode="null"))
             # if this one does not fit, another may
@@ -109,6 +111,10 @@ def _pages(follower: Follower) -> tuple[list[dict[str, Any]], list[str]]:
             pages.append(taken[place][0])
             searched.append(taken[place][1])
     return pages, searched
+
+
+def _inside(run: Run, message: int, part: int, url: str) -> str:
+    return data_url(run, url)
 
 
 def _from_coarse_to_fine(count: int) -> list[int]:

@@ -1,7 +1,5 @@
 """The data of a chain's page: messages with separate images, and rows of tokens with everything that is known."""
 
-import base64
-import binascii
 import json
 import math
 from collections.abc import Callable
@@ -12,18 +10,16 @@ from typing import Any
 
 from agentfactory.rollout.trajectory import Activity, Stretch
 from agentfactory.viewer.follower import Follower
+from agentfactory.viewer.images import Box, Part, boxes_of, image_url, read_image
 from agentfactory.viewer.index import Line, source_of
 from agentfactory.viewer.runs import Run
 from agentfactory.viewer.saved_groups import calls_of, read_group, read_line
 from agentfactory.viewer.token_texts import token_texts
 
-SHOWN_IMAGES = ("image/png", "image/jpeg", "image/webp", "image/gif")
-"""Kinds of images that are shown. Other kinds, and images elsewhere on the web, are named and never loaded."""
-
 _CREDITED = ("advantage", "proximal")
 
 Place = Callable[[int, int, str], str]
-"""(message, part, data URL) -> the URL under which a page shows this image."""
+"""(message, part, address in the message) -> the URL under which a page shows this image."""
 
 
 class NotThere(Exception):
@@ -84,7 +80,7 @@ def page_of(follower: Follower, chain: Chain, image: Place) -> dict[str, Any]:
         "facts": members[chain.place],
         "group": [{name: member[name] for name in ("place", "chain", "reward", "outcome")} for member in members],
         "task": chain.group.get("task"),
-        "messages": _messages(saved, image),
+        "messages": _messages(saved, image, boxes_of(chain.run, saved["messages"])),
         "turn_rewards": saved.get("turn_rewards"),
         "timeline": _timeline(saved),
         "metrics": saved.get("metrics") or {},
@@ -98,28 +94,18 @@ def page_of(follower: Follower, chain: Chain, image: Place) -> dict[str, Any]:
 def image_of(chain: Chain, message: int, part: int) -> tuple[str, bytes]:
     """Return the kind and bytes of one image. Raises NotThere if there is none that may be shown."""
     try:
-        url = chain.saved["messages"][message]["content"][part]["image_url"]["url"]
+        url = image_url(chain.saved["messages"][message]["content"][part])
     except (LookupError, TypeError):
-        raise NotThere("no such image") from None
-    found = _data_image(url)
-    if found is None:
+        url = None
+    if url is None:
         raise NotThere("no such image")
-    kind, data = found
     try:
-        return kind, base64.b64decode(data)
-    except binascii.Error:
-        raise NotThere("the image is no base64") from None
+        return read_image(chain.run, url)
+    except ValueError as error:
+        raise NotThere(str(error)) from None
 
 
-def _data_image(url: Any) -> tuple[str, str] | None:
-    """Return the kind and base64 data of a data URL with an image that may be shown; else None."""
-    for kind in SHOWN_IMAGES:
-        if isinstance(url, str) and url.startswith(start := f"data:{kind};base64,"):
-            return kind, url[len(start) :]
-    return None
-
-
-def _messages(saved: dict[str, Any], image: Place) -> list[dict[str, Any]]:
+def _messages(saved: dict[str, Any], image: Place, boxes: dict[Part, list[Box]]) -> list[dict[str, Any]]:
     messages = saved["messages"]
     spoken = sum(message.get("role") == "assistant" for message in messages)
     # a task may begin with assistant turns that were not sampled
@@ -130,7 +116,7 @@ def _messages(saved: dict[str, Any], image: Place) -> list[dict[str, Any]]:
         one = {
             "role": role,
             "name": message.get("name"),
-            "parts": _parts(message.get("content"), number, image),
+            "parts": _parts(message.get("content"), number, image, boxes),
             "reasoning": message.get("reasoning_content"),
             "calls": [{"name": name, "arguments": arguments} for name, arguments in calls_of(message)],
             "info": message.get("info"),
@@ -142,20 +128,19 @@ def _messages(saved: dict[str, Any], image: Place) -> list[dict[str, Any]]:
     return shown
 
 
-def _parts(content: Any, message: int, image: Place) -> list[dict[str, str]]:
+def _parts(content: Any, message: int, image: Place, boxes: dict[Part, list[Box]]) -> list[dict[str, Any]]:
     if not isinstance(content, list):
         text = content if isinstance(content, str) else "" if content is None else json.dumps(content)
         return [{"text": text}] if text else []
-    parts = []
+    parts: list[dict[str, Any]] = []
     for number, part in enumerate(content):
         if part.get("type") == "text":
             parts.append({"text": str(part.get("text", ""))})
             continue
-        url = (part.get("image_url") or {}).get("url")
-        if isinstance(url, str) and _data_image(url):
-            parts.append({"image": image(message, number, url)})
+        if url := image_url(part):
+            parts.append({"image": image(message, number, url), "boxes": boxes.get((message, number), [])})
         else:
-            shown = str(url)
+            shown = str((part.get("image_url") or {}).get("url"))
             parts.append({"text": f"[{part.get('type')} not shown: {shown[:200]}{'...' if len(shown) > 200 else ''}]"})
     return parts
 

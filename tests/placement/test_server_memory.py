@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qw
 from agentfactory.placement.assumed import CUDA_GRAPHS
 from agentfactory.placement.server_memory import ServerMemory, server_memory
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.embedded.engine import Engine, Request
+from agentfactory.rollout.embedded.engine import Engine
 from agentfactory.rollout.embedded.plan import Planner
+from agentfactory.rollout.embedded.request import Request
 
 SMALL = {
     "hidden_size": 128,

@@ -50,6 +50,16 @@ REFUSED = {
     ),
     "eps of sgd": (["train.optimizer={name: sgd, eps: 1e-6}"], "train.optimizer.eps", "adamw"),
     "decay of a cosine": (["train.schedule=cosine", "train.decay_steps=3"], "train.decay_steps", "schedule=wsd"),
+    "a rate for a frozen tower": (
+        ["train.vision_learning_rate=1e-6"],
+        "train.vision_learning_rate",
+        "only with train.vision=trained",
+    ),
+    "an adapter that vLLM drops": (
+        ["server={engine: vllm}", "model.lora={rank: 8}", "train.vision=trained"],
+        "train.vision",
+        "--enable-tower-connector-lora",
+    ),
     "wsd without decay": (["train.schedule=wsd"], "train.decay_steps", "after the warm-up"),
 }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from agentfactory.rollout.chat_chain import open_chat_runner
 from agentfactory.rollout.chat_endpoint import ChatEndpointError, base_url, look_at
@@ -15,10 +16,12 @@ from agentfactory.rollout.connection import ServerUnreachableError
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.evaluate import open_runner, run_eval
 from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.images.parts import image_urls
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from tests.chat_server import Answer, model_behind, said, serve_chat
 from tests.conftest import QUICKSTART
+from tests.vision_models import make_vision_model
 
 TOOLS = '''
 from agentfactory import Environment, reward, tool
@@ -127,6 +130,24 @@ async def test_a_text_format_is_told_and_read_as_text(tmp_path: Path) -> None:
     assert all("tools" not in request for request in server.requests)
     assert "put: Put things on the shelf." in server.requests[2]["messages"][0]["content"]
     assert "book" in server.requests[3]["messages"][-1]["content"]
+
+
+@pytest.mark.slow
+async def test_images_are_data_again_for_an_endpoint(tmp_path: Path) -> None:
+    model = make_vision_model(tmp_path / "model")
+    look = '\n@tool\ndef look():\n    """Look."""\n    from PIL import Image\n    return Image.new("RGB", (70, 70))\n'
+    read = recipe(tmp_path, model={"path": str(model)}, tools=["shelf.py:look"], rewards=["shelf.py:one"])
+    (tmp_path / "shelf.py").write_text(TOOLS + look + "\n@reward\ndef one():\n    return 1.0\n")
+    with serve_chat(script(said("", ("look", "{}")), said("done"))) as server:
+        async with open_chat_runner(read, tmp_path, server.url, images=tmp_path / "images") as runner:
+            task = await runner.take({"question": "what?", "images": [Image.new("RGB", (64, 64), "red")]})
+            chain = await runner.run("c0", task, Sampling("", 0.5, seed=""))
+    assert chain.outcome is Outcome.COMPLETED, chain.error
+    assert [url[:6] for url in image_urls(chain.messages)] == ["image:"] * 2
+    last = server.requests[-1]["messages"]
+    assert [m["role"] for m in last] == ["user", "assistant", "tool", "user"]
+    assert [url[:22] for url in image_urls(last)] == ["data:image/png;base64,"] * 2
+    assert last[2]["content"] == "[image: see below]"
 
 
 async def test_limits_and_what_cannot_go_on_are_outcomes(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from agentfactory.rollout.embedded.engine import PREFILL_TOKENS, Engine, Request, UnsupportedModel
+from agentfactory.rollout.embedded.engine import PREFILL_TOKENS, Engine
 from agentfactory.rollout.embedded.eviction import Evictable
 from agentfactory.rollout.embedded.lora import Adapter
+from agentfactory.rollout.embedded.request import Request, UnsupportedModel
 
 pytestmark = pytest.mark.numbers
 

@@ -517,6 +517,31 @@ async def test_a_wake_up_without_memory_leaves_the_server_asleep(llama: Client) 
     assert after["token_ids"] == before["token_ids"]
 
 
+async def test_a_bias_acts_before_the_temperature_on_its_own_request_only(client: Client) -> None:
+    model = AutoModelForCausalLM.from_pretrained(client.server.model, dtype=torch.float32).eval()
+    prompt, bias = [5, 6, 7, 8], {"11": 4.5, "12": -100.0}
+    choices = await asyncio.gather(
+        *[client.generate(prompt, temperature=0.7, max_tokens=20, **({"logit_bias": bias} if i % 2 else {}))
+          for i in range(8)]
+    )  # fmt: skip
+    for index, choice in enumerate(choices):
+        tokens = torch.tensor(choice["token_ids"])
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        for token, added in bias.items() if index % 2 else ():
+            logits[:, int(token)] += added
+        wanted = torch.log_softmax(logits / 0.7, -1).gather(1, tokens[:, None])[:, 0]
+        got = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
+        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+
+
+async def test_the_prompts_ids_are_returned_on_request(client: Client) -> None:
+    body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 1}, "return_token_ids": True}
+    answer = await client.post("/inference/v1/generate", body)
+    assert (answer["prompt_token_ids"], answer["mm_placeholders"]) == ([5, 6], None)
+    assert "prompt_token_ids" not in await client.post("/inference/v1/generate", {**body, "return_token_ids": False})
+
+
 async def test_error_answers(client: Client) -> None:
     assert await client.generate([1], model="other", status=404) == "The model `other` does not exist."
     long = await client.generate([1] * MAX_MODEL_LEN, status=400)
@@ -538,11 +563,18 @@ async def test_error_answers(client: Client) -> None:
         {"logprobs": 3},
         {"seed": "x"},
         {"stop_token_ids": "x"},
+        {"logit_bias": [1]},
+        {"logit_bias": {"97": 1.0}},
+        {"logit_bias": {"word": 1.0}},
+        {"logit_bias": {"3": "much"}},
     ):
         assert next(iter(params)) in await client.generate([1], status=400, **params)
     await client.generate([1], top_p=1.0, top_k=0)
     body = {"token_ids": [1], "sampling_params": {}, "wrong": 1}
     assert "wrong" in (await client.post("/inference/v1/generate", body, 400))["error"]["message"]
+    part = {"type": "image_url", "url": "data:image/png;base64,AAAA", "uuid": "a"}
+    body = {"token_ids": [1], "sampling_params": {}, "content_parts": [part]}
+    assert "reads only text" in (await client.post("/inference/v1/generate", body, 400))["error"]["message"]
     assert "JSON object" in (await client.post("/inference/v1/generate", [1], 400))["error"]["message"]
     await client.post("/nowhere", status=404)
     await client.get("/pause", status=405)

@@ -20,13 +20,14 @@ from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from agentfactory.tools.config import Limit
-from agentfactory.tools.messages import CallError
+from agentfactory.tools.messages import CallError, text_of
 from agentfactory.tools.toolset import open_toolset
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.scripted_server import ScriptedServer, serve_script
 
 TOOLS = '''
 import asyncio
+from PIL import Image
 from agentfactory import reward, tool
 
 running = most = 0
@@ -53,6 +54,12 @@ async def rest(seconds: float) -> str:
 async def recite(words: int) -> str:
     """Recite."""
     return " ".join(f"word{n}" for n in range(words))
+
+
+@tool
+async def look() -> Image.Image:
+    """Look."""
+    return Image.new("RGB", (8, 8))
 
 
 @reward
@@ -84,7 +91,7 @@ class Script:
 async def open_chains(script: Script, folder: Path, **fields: Any) -> AsyncIterator[tuple[ChainRunner, ScriptedServer]]:
     """A runner against `script`; `fields` are recipe sections."""
     (folder / "things.py").write_text(TOOLS)
-    tools = [f"things.py:{name}" for name in ("search", "rest", "recite")]
+    tools = [f"things.py:{name}" for name in ("search", "rest", "recite", "look")]
     recipe = RolloutRecipe.model_validate(
         {"model": {"path": "x"}, "tools": tools, "rewards": ["things.py:one"], **fields}
     )
@@ -107,7 +114,7 @@ class Played:
     @property
     def answers(self) -> list[str]:
         """What the tools said."""
-        return [str(m["content"]) for m in self.trajectory.messages if m["role"] == "tool"]
+        return [text_of(m["content"]) for m in self.trajectory.messages if m["role"] == "tool"]
 
     def moved(self, kind: str) -> dict[str, float]:
         """The metrics of `kind` that are not 0."""
@@ -185,12 +192,20 @@ CASES = {
     ),
     Limit.RESULT_BYTES: Case({"result_bytes": 1000}, [SEARCH, call("recite", words=400)], "", "", None),
     Limit.RESULT_TOKENS: Case({"result_tokens": 120}, [SEARCH, call("recite", words=400)], "", "", None),
+    Limit.IMAGES: Case(
+        {"images": 1},
+        [call("look"), call("look")],
+        "Image not shown: the limit of 1 image in this conversation is reached.",
+        "Go on without it.",
+        None,
+        ["[image/png image]"],
+    ),
 }
 
 
 def check_answer(case: Case, answers: list[str], then: str) -> None:
     assert answers[:-1] == case.before
-    if case.error is None:
+    if not case.said:
         unit = "bytes" if "result_bytes" in case.limits else "tokens"
         shape = rf"word0 word1 .*\n\[\.\.\. \d+ of \d+ {unit} left out \.\.\.\]\n.* word398 word399"
         assert re.fullmatch(shape, answers[-1])

@@ -4,6 +4,8 @@ vLLM takes part where the variable AGENTFACTORY_VLLM_PYTHON names a Python that 
 """
 
 import asyncio
+import base64
+import io
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import peft
 import pytest
 import pytest_asyncio
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -27,12 +32,16 @@ from transformers import (
 
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.connection import ContextOverflowError, InferenceError, authorization
+from agentfactory.rollout.images.features import load_processor, pixels_of
+from agentfactory.rollout.images.store import digest_of
+from agentfactory.rollout.images.vision import Vision, load_vision
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import load_policy
 from agentfactory.trainers.server_control import ServerControl
 from agentfactory.trainers.sync.file import FileSync
 from tests.chat_tokenizers import make_tokenizer
 from tests.server_process import VLLM_PYTHON, busy, serve
+from tests.vision_models import KINDS, make_vision_model
 
 MAX_MODEL_LEN = 2000
 KEY_VARIABLE, KEY = "CONTRACT_TEST_KEY", "s3cret"
@@ -494,3 +503,165 @@ async def test_the_key_guards_generation_and_models(adapting: Served) -> None:
             await stranger.post("/inference/v1/generate", {"token_ids": [5], "sampling_params": {}}, 401)
             await stranger.get("/v1/models", 401)
             await stranger.get("/health")
+
+
+# ---- images
+
+
+@dataclass
+class Seeing:
+    """A client of a server whose model sees, and what the model is."""
+
+    client: Client
+    vision: Vision
+    processor: Any
+    network: Any
+
+    def picture(self, seed: int, width: int = 150, height: int = 100) -> Image.Image:
+        """An image in the size that the model gets it in."""
+        small = Image.fromarray(np.random.default_rng(seed).integers(0, 255, (7, 9, 3), dtype=np.uint8))
+        return self.vision.fit(small.resize((width, height), Image.Resampling.BICUBIC))
+
+    async def generate(
+        self, ids: list[int], parts: list[Any], status: int = 200, ban: bool = True, **params: Any
+    ) -> Any:
+        """The answer to a request with an image for each image token in `ids`."""
+        bias = {str(token): -100.0 for token in self.vision.banned_token_ids} if ban else {}
+        params = {"temperature": 1.0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True, "logit_bias": bias, **params}
+        body = {"token_ids": ids, "sampling_params": params, "model": "policy"}
+        body |= {"content_parts": parts, "return_token_ids": True}
+        answer = await self.client.post("/inference/v1/generate", body, status)
+        return answer if status == 200 else answer["error"]["message"]
+
+    @torch.no_grad()
+    def check(self, ids: list[int], images: list[Image.Image], answer: Any, network: Any = None) -> None:
+        """Assert that ids, places and log-probabilities are those of transformers."""
+        expanded, spans = self.vision.expand(ids, [(digest_of(image), self.vision.grid(image)) for image in images])
+        assert answer["prompt_token_ids"] == expanded
+        places = [{"offset": span.offset, "length": span.length} for span in spans]
+        assert [{"offset": p["offset"], "length": p["length"]} for p in answer["mm_placeholders"]["image"]] == places
+        [choice] = answer["choices"]
+        row = torch.tensor([[*expanded, *choice["token_ids"]]])
+        pixels, grids = pixels_of(self.processor, images)
+        kinds = (row == self.vision.image_token_id).int()
+        logits = (network or self.network)(
+            input_ids=row, pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=kinds
+        ).logits[0, len(expanded) - 1 : -1]
+        logits[:, list(self.vision.banned_token_ids)] -= 100
+        wanted = torch.log_softmax(logits, -1).gather(1, row[0, len(expanded) :, None])[:, 0]
+        got = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
+        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+
+
+def part(image: Image.Image) -> dict[str, Any]:
+    """The content part that brings an image."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return {"type": "image_url", "url": url, "uuid": digest_of(image)}
+
+
+def named(image: Image.Image) -> dict[str, Any]:
+    """The content part that names an image which the server has."""
+    return {"type": "image_url", "url": None, "uuid": digest_of(image)}
+
+
+def seeing_network(folder: Path) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module", params=[(engine, kind) for engine in ENGINES for kind in KINDS], ids="-".join)
+def seeing_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    engine, kind = request.param
+    model = make_vision_model(tmp_path_factory.mktemp("vision") / kind, kind)
+    with start(engine, model, tmp_path_factory.mktemp("server")) as url:
+        yield Served(url, model)
+
+
+@pytest_asyncio.fixture
+async def seeing(seeing_server: Served) -> AsyncIterator[Seeing]:
+    async with connect(seeing_server) as client:
+        path = str(seeing_server.model)
+        vision = load_vision(path)
+        assert vision is not None
+        yield Seeing(client, vision, load_processor(path), seeing_network(seeing_server.model))
+
+
+async def test_two_turns_with_two_images_each(seeing: Seeing) -> None:
+    pad = seeing.vision.image_token_id
+    a, b, c = seeing.picture(1), seeing.picture(2, 60, 300), seeing.picture(3, 300, 80)
+    first = [*some_ids(20, 1), pad, *some_ids(3, 2), pad, *some_ids(10, 3)]
+    answer = await seeing.generate(first, [part(a), part(b)])
+    seeing.check(first, [a, b], answer)
+    # the second turn shows an image of the first again, and names what the server has
+    second = [*first, *answer["choices"][0]["token_ids"], *some_ids(5, 4), pad, *some_ids(2, 5), pad, *some_ids(6, 6)]
+    for bring in (part, named):  # at last all from the cache
+        answers = await asyncio.gather(
+            *[seeing.generate(second, [named(a), named(b), bring(c), named(a)]) for _ in range(3)]
+        )
+        for answer in answers:
+            seeing.check(second, [a, b, c, a], answer)
+
+
+async def test_equal_ids_with_different_images(seeing: Seeing) -> None:
+    ids = [*some_ids(200, 7), seeing.vision.image_token_id, *some_ids(40, 8)]
+    images = [seeing.picture(seed) for seed in range(10, 13)]
+    for _ in range(2):
+        answers = await asyncio.gather(*[seeing.generate(ids, [part(image)]) for image in images])
+        for image, answer in zip(images, answers, strict=True):
+            seeing.check(ids, [image], answer)
+
+
+@pytest.mark.parametrize("size", [(5, 990), (20, 700), (700, 20)])
+async def test_narrow_images(seeing: Seeing, size: tuple[int, int]) -> None:
+    image = seeing.picture(5, *size)
+    ids = [*some_ids(9, 9), seeing.vision.image_token_id, *some_ids(9, 10)]
+    seeing.check(ids, [image], await seeing.generate(ids, [part(image)]))
+
+
+async def test_images_that_cannot_be_used_are_refused(seeing: Seeing) -> None:
+    pad = seeing.vision.image_token_id
+    ids = [*some_ids(9, 9), pad, 30]
+    assert "Cache miss" in await seeing.generate(ids, [named(seeing.picture(99))], status=400)
+    broken = {**part(seeing.picture(98)), "url": "data:image/png;base64,iVBORw0KGgo="}
+    await seeing.generate(ids, [broken], status=400)
+    narrow = Image.new("RGB", (5, 1100))
+    await seeing.generate(ids, [part(narrow)], status=400)
+
+
+async def test_a_bias_bans_and_forces_tokens(seeing: Seeing) -> None:
+    pad, image = seeing.vision.image_token_id, seeing.picture(6)
+    ids = [*some_ids(9, 11), pad, *some_ids(3, 12)]
+    forced = await seeing.generate(ids, [part(image)], logit_bias={str(pad): 100.0}, temperature=0.5)
+    assert forced["choices"][0]["token_ids"] == [pad] * 8
+    # the log-probabilities are those after the bias
+    assert all(entry["logprob"] > -1e-6 for entry in forced["choices"][0]["logprobs"]["content"])
+    asked = [*seeing.vision.banned_token_ids, 40]
+    answer = await seeing.generate(ids, [named(image)], max_tokens=1, logprobs=len(asked), logprob_token_ids=asked)
+    entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    given = {entry["token_id"]: entry["logprob"] for entry in entries}
+    assert all(given[token] < -80 for token in seeing.vision.banned_token_ids if token in given)
+    assert any(token in given for token in seeing.vision.banned_token_ids)
+
+
+async def test_a_changed_tower_changes_what_is_seen_in_a_known_image(seeing: Seeing, tmp_path: Path) -> None:
+    client, image = seeing.client, seeing.picture(7)
+    ids = [*some_ids(9, 13), seeing.vision.image_token_id, *some_ids(20, 14)]
+    seeing.check(ids, [image], await seeing.generate(ids, [part(image)]))
+    new = seeing_network(client.server.model)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in new.model.visual.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    for version, network in (("1", new), ("2", seeing.network)):
+        weights = tmp_path / f"{version}.safetensors"
+        # tied tensors once, as the trainer sends them
+        save_file({n: p.detach().contiguous() for n, p in network.named_parameters()}, weights)
+        await client.update(weights, version)
+        assert (await client.post("/reset_prefix_cache"))["success"]
+        await client.post("/reset_encoder_cache")
+        answer = await seeing.generate(ids, [named(image)])
+        assert answer["choices"][0]["weight_versions"] == [{"version": version, "start": 0, "end": 8}]
+        seeing.check(ids, [image], answer, network)
+        with pytest.raises(AssertionError):
+            seeing.check(ids, [image], answer, seeing.network if network is new else new)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentfactory.rollout.weight_digest import _fold_rows, weight_digest
+from agentfactory.rollout.weight_digest import _fold, _fold_in_cache, weight_digest
 
 ROWS, COLUMNS = 300, 1000
 """More than two rows of the fold."""
@@ -84,17 +84,29 @@ def test_zeros_at_the_end_change_nothing() -> None:
     assert fold(torch.cat([torch.zeros(64, 128), weight])) != fold(weight)
 
 
+@pytest.mark.parametrize("rest", [0, 5, 40, 63])
 @pytest.mark.parametrize("rows", [0, 1, 127, 128, 129, 300])
-def test_many_rows_at_once_give_the_same(rows: int) -> None:
-    """As on a GPU."""
-    words = torch.randint(-(2**31), 2**31, (rows, 64), dtype=torch.int64).to(torch.int32)
-    start = torch.arange(64, dtype=torch.int32) * 123456789
-    one = _fold_rows(words, start.clone(), 0x2C1B3C6D, 1)
-    assert torch.equal(_fold_rows(words, start.clone(), 0x2C1B3C6D, 128), one)
+def test_each_way_gives_the_polynomials(rows: int, rest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a GPU, and on a CPU with one thread and with several."""
+    words = torch.randint(-(2**31), 2**31, (64 * rows + rest,), dtype=torch.int64).to(torch.int32)
+    mixed = (words + (words >> 16)).tolist()
     exact = [
-        sum(int(w) * 0x2C1B3C6D**n for n, w in enumerate([*(words + (words >> 16))[:, c], start[c]])) for c in (0, 63)
+        sum(w * 0x2C1B3C6D**n for n, w in enumerate(mixed[column::64])) % 2**32 for column in range(min(64, len(words)))
     ]
-    assert [int(one[c]) % 2**32 for c in (0, 63)] == [value % 2**32 for value in exact]
+    folded = [_fold(words, 64, 0x2C1B3C6D), _fold_in_cache(words, 64, 0x2C1B3C6D)]
+    monkeypatch.setattr("agentfactory.rollout.weight_digest._WORDS_FOR_THREADS", 1)
+    for threads in (1, 2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        folded.append(_fold_in_cache(words, 64, 0x2C1B3C6D))
+    for polynomials in folded:
+        assert [value % 2**32 for value in polynomials.tolist()] == exact
+
+
+def test_the_digest_is_always_the_same() -> None:
+    """Trainer and server may have different releases."""
+    weight = torch.arange(2**21 + 77, dtype=torch.int32).view(torch.float32)
+    assert weight_digest(weight) == "fold:float32:2097229:1e11a5e54e42a45449b1a45850688839"
+    assert weight_digest(weight[:3]) == "fold:float32:3:9602ced1199400e2498700bcdb79cf4c"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])

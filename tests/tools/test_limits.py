@@ -190,6 +190,7 @@ def test_result_tokens() -> None:
         ChainAccount(chain.config, Rates({}))
 
 
+IMAGE: dict[str, Any] = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 BREACHES: dict[Limit, dict[str, object]] = {
     Limit.CALLS_PER_TURN: {"calls_per_turn": 1},
     Limit.CALLS: {"calls": 1},
@@ -200,6 +201,7 @@ BREACHES: dict[Limit, dict[str, object]] = {
     Limit.SECONDS_PER_CALL: {"seconds_per_call": {"search": 1}},
     Limit.RESULT_BYTES: {"result_bytes": 4},
     Limit.RESULT_TOKENS: {"result_tokens": 4},
+    Limit.IMAGES: {"images": 1},
 }
 """Each limit as a recipe sets it; the second call of `overdo` breaches it."""
 
@@ -214,7 +216,8 @@ def overdo(chain: ChainAccount, limits: set[Limit]) -> ToolResult:
         return admitted
     late = Limit.SECONDS_PER_CALL in limits
     left_out = 3 if Limit.RESULT_BYTES in limits else 0  # by the session, when the result arrived
-    return chain.settle(call(), ToolResult(WORDS, CallError.TIMEOUT if late else None, left_out=left_out))
+    content: Content = [{"type": "text", "text": WORDS}, IMAGE, IMAGE] if Limit.IMAGES in limits else WORDS
+    return chain.settle(call(), ToolResult(content, CallError.TIMEOUT if late else None, left_out=left_out))
 
 
 @pytest.mark.parametrize("limit", Limit)
@@ -231,6 +234,9 @@ def test_a_breach_stops_and_costs_where_the_recipe_says_so(limit: Limit) -> None
         assert result.content == "one two three [...]"
     elif limit is Limit.RESULT_BYTES:
         assert result.content == WORDS
+    elif limit is Limit.IMAGES:
+        text = "Image not shown: the limit of 1 image in this conversation is reached. The conversation ends here."
+        assert result.content == [{"type": "text", "text": WORDS}, IMAGE, {"type": "text", "text": text}]
     else:
         assert str(result.content).endswith("reached. The conversation ends here.") or limit is Limit.COST
     later = stopped.admit(call("another"), 0, 100.0)
@@ -245,7 +251,9 @@ def test_the_limit_that_is_checked_first_counts(limit: Limit) -> None:
     fields = {name: value for other in later for name, value in BREACHES[other].items()}
     chain = account(**fields, on_breach={other: {} for other in later})
     overdo(chain, set(later))
-    assert breached(chain) == {f"limits/{limit}": 1}
+    # a result whose text was cut may have too many images, too
+    also = {"limits/images": 1} if limit in (Limit.RESULT_BYTES, Limit.RESULT_TOKENS) else {}
+    assert breached(chain) == {f"limits/{limit}": 1, **also}
 
 
 def test_breaches_add_up_and_the_first_that_stops_is_the_reason() -> None:
@@ -271,7 +279,7 @@ def test_what_is_refused_is_not_counted_as_made() -> None:
 def test_the_page_and_the_module_have_the_order_of_the_checks() -> None:
     page = (REPOSITORY / "docs" / "limits.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| \d+ \| `limits\.(\w+)`", page, re.MULTILINE) == list(Limit)
-    assert re.findall(r"^\d\. `(\w+)`", limits.__doc__ or "", re.MULTILINE) == list(Limit)
+    assert re.findall(r"^\d+\. `(\w+)`", limits.__doc__ or "", re.MULTILINE) == list(Limit)
 
 
 # ---- the runner, with calls that take time

@@ -36,7 +36,7 @@ def loss_and_gradients(learner: Learner) -> dict[str, Any]:
     learner.policy.network.base_model.layers[-1].register_forward_pre_hook(note)
     ids = torch.arange(24).reshape(2, 12) % 50
     sources = torch.arange(0, 20, 2)
-    logprob, entropy = learner.policy_forward(ids, sources, ids.flatten()[sources + 1], None, None, 1.0, True)
+    logprob, entropy = learner.policy_forward(ids, sources, ids.flatten()[sources + 1], None, None, None, 1.0, True)
     loss = logprob.square().mean() + entropy.mean()
     learner.accelerator.backward(loss)
     named = learner.accelerator.unwrap_model(learner.model).named_parameters()

@@ -61,11 +61,12 @@ def _loopback(bound: socket.socket) -> bool:
 async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -> None:
     import torch
     from aiohttp import web
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from agentfactory.rollout.embedded.engine import Engine, UnsupportedModel
+    from agentfactory.rollout.embedded.engine import Engine
     from agentfactory.rollout.embedded.lora import AdapterError
     from agentfactory.rollout.embedded.quantization import adapters_only, quantize
+    from agentfactory.rollout.embedded.request import UnsupportedModel
     from agentfactory.rollout.embedded.server import Server
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
@@ -76,8 +77,15 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
                 f"the embedded engine cannot serve {args.model}, which is quantised ({stored['quant_method']}); use "
                 "engine: vllm, or the plain model with --quantization int8 or int4"
             )
-        model: Any = AutoModelForCausalLM.from_pretrained(args.model, config=config, dtype=getattr(torch, args.dtype))
+        sees = hasattr(config, "vision_config")
+        kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        model: Any = kind.from_pretrained(args.model, config=config, dtype=getattr(torch, args.dtype))
         model = model.to(device=device)
+        encoder = None
+        if sees:
+            from agentfactory.rollout.embedded.image_encoder import load_encoder
+
+            encoder = load_encoder(args.model, model)
     except (OSError, ValueError, RuntimeError) as error:
         _fail(f"cannot load the model {args.model}: {error}")
     eos = model.generation_config.eos_token_id
@@ -89,6 +97,7 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
             max_model_len=args.max_model_len,
             max_num_seqs=args.max_num_seqs,
             weight_version=args.weight_version,
+            encoder=encoder,
         )
         server = Server(
             engine,

@@ -8,10 +8,7 @@ request has ended: the next request that begins with them computes only the rest
 
 import itertools
 import logging
-import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -26,9 +23,14 @@ from agentfactory.rollout.embedded.allocator import give_back_freed
 from agentfactory.rollout.embedded.eviction import Evictable
 from agentfactory.rollout.embedded.graphs import StaticDecoder
 from agentfactory.rollout.embedded.linear import drop_packed, use_onednn
-from agentfactory.rollout.embedded.lora import Adapter, AdapterLayers, Segment, segments
+from agentfactory.rollout.embedded.lora import AdapterLayers, Segment, segments
 from agentfactory.rollout.embedded.plan import Plan, Planner
+from agentfactory.rollout.embedded.proof import proofs
+from agentfactory.rollout.embedded.request import Request, UnsupportedModel
 from agentfactory.rollout.embedded.sampling import sample
+
+if TYPE_CHECKING:
+    from agentfactory.rollout.embedded.image_encoder import ImageEncoder
 
 PREFILL_TOKENS = 2048  # new prompt tokens per step: bounds how long decoding requests wait for prompts
 MASK_ELEMENTS = 2**23  # queries x keys of one prefill chunk: bounds the memory of its attention mask
@@ -37,45 +39,13 @@ _engines = itertools.count()
 logger = logging.getLogger(__name__)
 
 
-class UnsupportedModel(ValueError):
-    """The engine does not support something that the model needs; the message says what."""
-
-
-@dataclass(eq=False, slots=True)
-class Request:
-    """One sequence to continue: the request, and what has been sampled so far.
-
-    `temperature` 0 is greedy. `logprobs` are the natural log-probabilities of the sampled tokens after temperature (at
-    temperature 0, those of the unscaled distribution). `candidate_logprobs` contains, for each sampled token, the
-    log-probabilities of `candidates` at its position. `fresh` recomputes the prompt even if it is cached; with a
-    `cache_salt`, a request reuses only the cache of requests with the same salt. `versions` lists (label, index of its
-    first token). `on_finish` is called once, when `finish_reason` ("stop", "length", "abort" or "error") is set.
-    """
-
-    prompt: np.ndarray
-    max_tokens: int
-    on_finish: Callable[["Request"], None]
-    temperature: float = 1.0
-    stop: frozenset[int] = frozenset()
-    generator: random.Random = field(default_factory=random.Random)
-    adapter: Adapter | None = None
-    candidates: list[int] = field(default_factory=list)
-    fresh: bool = False
-    cache_salt: str | None = None
-    slot: int = -1
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    candidate_logprobs: list[list[float]] = field(default_factory=list)
-    versions: list[tuple[str, int]] = field(default_factory=list)
-    finish_reason: str | None = None
-
-
 class Engine:
     """Decodes requests with `model`. The caller drives it: `add`, then `step` while `busy`.
 
     The cache size is fixed by `max_model_len` tokens (prompt and sampled) per sequence and `max_num_seqs` sequences at
     a time. `static_decode`: steps without new prompts have fixed shapes, and on a GPU run as CUDA graphs; null enables
-    it only on a GPU. Raises UnsupportedModel if the model cannot be decoded exactly this way. Not thread-safe.
+    it only on a GPU. With an `encoder`, prompts may contain images. Raises UnsupportedModel if the model cannot be
+    decoded exactly this way. Not thread-safe.
     """
 
     def __init__(
@@ -86,14 +56,16 @@ class Engine:
         max_num_seqs: int,
         weight_version: str = "default",
         static_decode: bool | None = None,
+        encoder: "ImageEncoder | None" = None,
     ) -> None:
-        config = model.config
+        config = model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
         if kinds:
             raise UnsupportedModel(f"layers of type {', '.join(sorted(kinds))}; only full_attention is supported")
         if not model._supports_attention_backend:
             raise UnsupportedModel(f"{type(model).__name__} does not use transformers' attention interface")
         self.model = model.eval()
+        self.encoder = encoder
         self.device = model.device
         self.adapters = AdapterLayers(model)
         self.max_model_len = max_model_len
@@ -122,6 +94,8 @@ class Engine:
         self._shared_by = np.zeros(max_num_seqs, np.int64)
         self._used = np.zeros(max_num_seqs, np.int64)
         self._held = np.zeros(max_num_seqs, bool)
+        self._shift = np.zeros(max_num_seqs, np.int64)
+        """Per slot: the rotary positions of a sampled token minus its index."""
         self._clock = 0
         self._planner = Planner(self._heads, self._kv_heads, self._length, model.dtype, model.device)
         self._plan: Plan | None = None
@@ -221,6 +195,7 @@ class Engine:
         if self.static is not None:
             self.static.clear()
         drop_packed(self.model)
+        self.reset_encoder_cache()
         self._give_back()
 
     def wake(self, weights: bool, cache: bool) -> None:
@@ -254,6 +229,11 @@ class Engine:
             return False
         self._forget(np.ones_like(self._held))
         return True
+
+    def reset_encoder_cache(self) -> None:
+        """Forget what the vision tower made of images, which the next prompts that show them then compute again."""
+        if self.encoder is not None:
+            self.encoder.clear()
 
     def _forget(self, slots: np.ndarray) -> None:
         self._computed[slots] = 0
@@ -299,6 +279,7 @@ class Engine:
         self._ids[slot, :size] = prompt
         self._known[slot], self._computed[slot], self._shared_by[slot] = size, prefix, shared_by
         self._held[slot] = True
+        self._shift[slot] = request.images.shift if request.images else 0
         request.slot = slot
         self.cached_tokens += prefix
         return True
@@ -332,17 +313,22 @@ class Engine:
         slot_of = np.repeat(slots, count)
         sampled = np.flatnonzero(end == known)
 
-        ids = self._ids[slot_of, position]
+        ids, rotary = self._ids[slot_of, position], position + self._shift[slot_of]
         adapters, tensor = [request.adapter for request in requests], self._planner.tensor
-        if self.static is not None and len(sampled) == len(ids):
-            logits = self.static.decode(slots, ids, position, adapters, self._computed)
+        # a prompt's last token alone may be an image's
+        if self.static is not None and len(sampled) == len(ids) and ids.min() >= 0:
+            logits = self.static.decode(slots, ids, position, rotary, adapters, self._computed)
         else:
+            more: dict[str, Any] = {}
+            if self.encoder is not None:
+                ids, rotary, more = self.encoder.prepare(requests, ids, rotary, start, after)
             logits = self._forward(
                 self._planner.plan(slots, start, count, position),
                 segments(adapters, after),
                 tensor(ids),
-                tensor(position),
+                tensor(rotary),
                 keep=tensor(after[sampled] - 1),
+                **more,
             )
             self._plan = None  # frees its masks before the sampler and the next step need memory
         self._computed[slots] = end
@@ -351,15 +337,23 @@ class Engine:
             self._extend([requests[i] for i in sampled], slots[sampled], logits)
 
     def _forward(
-        self, plan: Plan, segments: list[Segment], ids: Tensor, position: Tensor, keep: Tensor | None = None
+        self,
+        plan: Plan,
+        segments: list[Segment],
+        ids: Tensor,
+        rotary: Tensor,
+        keep: Tensor | None = None,
+        **more: Any,
     ) -> Float[Tensor, "n vocabulary"]:
-        """Return the logits of the step's tokens, or of those at the indices `keep`."""
+        """Return the logits of the step's tokens, or of those at the indices `keep`. `rotary` [tokens], or [3, tokens],
+        are their positions, and `more` the model's further arguments."""
         self._plan, self.adapters.segments = plan, segments
         logits: Tensor = self.model(
             input_ids=ids[None],
-            position_ids=position[None],
+            position_ids=rotary.unsqueeze(-2),
             use_cache=False,
             logits_to_keep=0 if keep is None else keep,
+            **more,
         ).logits
         return logits[0]
 
@@ -453,28 +447,19 @@ class Engine:
 
     def _prove(self) -> None:
         """Decode a few tokens and compare with the model's own attention, to reject unknown model features."""
-        vocabulary, length = self.vocab_size, min(24, self.max_model_len)
-        prompt = np.arange(1, length // 2 + 1) * 7 % vocabulary
-        request = Request(prompt, max_tokens=length - len(prompt), on_finish=lambda r: None, temperature=0.0)
-        self.model.set_attn_implementation(self._attention_name)
-        self.add(request)
-        while self.busy:
-            self.step()
-        self.model.set_attn_implementation("sdpa")
-        ids = torch.tensor([*prompt.tolist(), *request.tokens], device=self.device)
-        with torch.inference_mode():
-            logits = self.model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-        expected = torch.log_softmax(logits, -1).gather(1, ids[len(prompt) :, None])[:, 0].cpu()
-        self.model.set_attn_implementation(self._attention_name)
-        self.reset_prefix_cache()
-        drift = float((torch.tensor(request.logprobs) - expected).abs().max())
-        if not drift < (1e-3 if self.model.dtype == torch.float32 else 0.5):
-            raise UnsupportedModel(
-                f"{type(self.model).__name__}: log-probabilities differ by {drift:.2g} from the model's own attention"
-            )
+        language = self.model.get_decoder()
+        for proof in proofs(self.encoder, self.vocab_size, self.max_model_len):
+            language.set_attn_implementation(self._attention_name)
+            self.add(proof.request)
+            while self.busy:
+                self.step()
+            self.reset_prefix_cache()
+            language.set_attn_implementation("sdpa")
+            proof.check(self.model)
+        language.set_attn_implementation(self._attention_name)
 
     def _prove_static(self) -> None:
-        """Run the same comparison with static steps. If they cannot be captured, warn and decode without them."""
+        """Make the same comparison with static steps. If they cannot be captured, warn and decode without them."""
         try:
             self._prove()
         except (RuntimeError, UnsupportedModel) as error:
@@ -483,5 +468,6 @@ class Engine:
             self.static = None
             for request in self.requests():
                 self.abort(request)
+            self.model.get_decoder().set_attn_implementation(self._attention_name)
             self.reset_prefix_cache()
             logger.warning("decoding goes without CUDA graphs, which makes it slower: %s", error)

@@ -1,21 +1,26 @@
 """Request and answer of vLLM's generate route: from JSON to the engine's request, and from its samples back to JSON."""
 
+import math
 import random
 import uuid
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from agentfactory.rollout.embedded.engine import Engine, Request
+from agentfactory.rollout.embedded.engine import Engine
 from agentfactory.rollout.embedded.lora import Adapter
+from agentfactory.rollout.embedded.request import Request
+
+if TYPE_CHECKING:
+    from agentfactory.rollout.embedded.images import HeldImage
 
 Json = dict[str, Any]
 
 # Supported sampling parameters, and those that are accepted only with the value that has no effect.
 _SAMPLING = {
     *("temperature", "max_tokens", "logprobs", "stop_token_ids", "ignore_eos", "seed"),
-    *("logprob_token_ids", "skip_reading_prefix_cache"),
+    *("logprob_token_ids", "logit_bias", "skip_reading_prefix_cache"),
 }
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -29,7 +34,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stop": (None, []),
     "prompt_logprobs": (None,),
 }
-_REQUEST = {"request_id", "token_ids", "sampling_params", "model", "stream", "cache_salt"}
+_REQUEST = {
+    *("request_id", "token_ids", "sampling_params", "model", "stream", "cache_salt"),
+    *("content_parts", "return_token_ids"),
+}
 
 
 class ApiError(Exception):
@@ -46,9 +54,10 @@ def make_request(
     engine: Engine,
     eos_token_ids: frozenset[int],
     on_finish: Callable[[Request], None],
+    held: Sequence["HeldImage"] = (),
 ) -> Request:
-    """Create the request for `engine`. Raises ApiError if the body asks for something that the engine does not
-    support."""
+    """Create the request for `engine`, with the images of its content parts. Raises ApiError if the body asks for
+    something that the engine does not support."""
     if unknown := body.keys() - _REQUEST:
         raise ApiError(400, f"{min(unknown)}: not supported by the embedded engine")
     if body.get("stream"):
@@ -56,14 +65,20 @@ def make_request(
     prompt, limit = _token_ids(body.get("token_ids"), "token_ids"), engine.max_model_len
     if not len(prompt):
         raise ApiError(400, "token_ids: must hold at least one token")
+    if int(prompt.min()) < 0 or int(prompt.max()) >= engine.vocab_size:
+        raise ApiError(400, f"token_ids: must be from 0 to {engine.vocab_size - 1}")
+    images = None
+    if engine.encoder is not None:
+        try:
+            prompt, images = engine.encoder.images.place(prompt.tolist(), held)
+        except ValueError as error:
+            raise ApiError(400, f"content_parts: {error}") from error
     if len(prompt) >= limit:
         raise ApiError(
             400,
             f"This model's maximum context length is {limit} tokens. However, your prompt contains {len(prompt)} "
             "input tokens, which leaves no room for output tokens. Please reduce the length of the input prompt.",
         )
-    if int(prompt.min()) < 0 or int(prompt.max()) >= engine.vocab_size:
-        raise ApiError(400, f"token_ids: must be from 0 to {engine.vocab_size - 1}")
     params = body.get("sampling_params")
     if not isinstance(params, dict):
         raise ApiError(400, "sampling_params: must be an object")
@@ -101,6 +116,8 @@ def make_request(
         generator=random.Random(seed),
         adapter=adapter,
         candidates=candidates,
+        logit_bias=_logit_bias(params.get("logit_bias"), engine.vocab_size),
+        images=images,
         fresh=bool(params.get("skip_reading_prefix_cache")),
         cache_salt=salt,
     )
@@ -131,13 +148,32 @@ def answer(body: Json, request: Request, eos_token_ids: frozenset[int]) -> Json:
             for (version, start), end in zip(request.versions, ends, strict=False)
         ],
     }
-    return {"request_id": body.get("request_id") or uuid.uuid4().hex, "choices": [choice]}
+    answered = {"request_id": body.get("request_id") or uuid.uuid4().hex, "choices": [choice]}
+    if body.get("return_token_ids"):
+        spans = request.images.spans if request.images else []
+        places = [{"offset": span.offset, "length": span.length} for span in spans]
+        answered |= {"prompt_token_ids": request.token_ids, "mm_placeholders": {"image": places} if places else None}
+    return answered
 
 
 def _top_logprobs(sampled: Json, candidates: list[int], logprobs: list[float]) -> list[Json]:
     """List the candidates as vLLM does: after the sampled token, each once, no more than requested."""
     listed = {sampled["token_id"]: sampled["logprob"], **dict(zip(candidates, logprobs, strict=True))}
     return [{"token_id": token, "logprob": logprob} for token, logprob in listed.items()][: len(candidates)]
+
+
+def _logit_bias(value: Any, vocab_size: int) -> dict[int, float]:
+    """Convert JSON's {"token id": bias}. Raises ApiError."""
+    try:
+        bias = {int(token): added for token, added in (value or {}).items()}
+        valid = all(
+            0 <= token < vocab_size and _is_number(added) and math.isfinite(added) for token, added in bias.items()
+        )
+    except (AttributeError, ValueError):
+        valid = False
+    if not valid:
+        raise ApiError(400, f"sampling_params.logit_bias: must map tokens from 0 to {vocab_size - 1} to finite numbers")
+    return bias
 
 
 def _is_number(value: Any) -> bool:

@@ -26,7 +26,7 @@ MAX_GRAPHS = 64
 """Maximum number of graphs; a new one replaces the least recently used."""
 
 Forward = Callable[[Plan, list[Segment], Tensor, Tensor], Float[Tensor, "tokens vocabulary"]]
-"""Returns a step's logits from its plan, its adapters, token ids [tokens] and positions [tokens]."""
+"""Returns a step's logits from its plan, its adapters, token ids [tokens] and rotary positions [tokens]."""
 
 
 class Shape(NamedTuple):
@@ -41,16 +41,17 @@ class Shape(NamedTuple):
 
 
 class StaticStep:
-    """A step of one shape. `inputs` [4, slots] are the ids, positions, slots and adapters (0 is none) of its tokens."""
+    """A step of one shape. `inputs` [5, slots] are the ids, indices in the slot, rotary positions, slots and adapters
+    (0 is none) of its tokens."""
 
     def __init__(self, forward: Forward, planner: Planner, shape: Shape, factors: Sequence[Factors]) -> None:
         self._forward, self._planner, self._shape, self._factors = forward, planner, shape, list(factors)
-        self.inputs = torch.zeros(4, shape.slots, dtype=torch.int64, device=planner.device)
+        self.inputs = torch.zeros(5, shape.slots, dtype=torch.int64, device=planner.device)
 
     def run(self) -> Float[Tensor, "slots vocabulary"]:
         """Return the logits without a host read."""
         shape, planner = self._shape, self._planner
-        ids, position, slots, owner = self.inputs
+        ids, position, rotary, slots, owner = self.inputs
         heads = torch.arange(planner.kv_heads, device=planner.device)
         rows = (slots[:, None] * planner.kv_heads + heads) * planner.length + position[:, None]
         group = Group(
@@ -68,7 +69,7 @@ class StaticStep:
             Segment(factors, 0, shape.slots, (owner != index)[:, None] if shape.mixed else None)
             for index, factors in enumerate(self._factors, 1)
         ]
-        return self._forward(Plan(rows.flatten(), [group]), segments, ids, position)
+        return self._forward(Plan(rows.flatten(), [group]), segments, ids, rotary)
 
 
 class StaticDecoder:
@@ -95,11 +96,12 @@ class StaticDecoder:
         slots: np.ndarray,
         ids: np.ndarray,
         position: np.ndarray,
+        rotary: np.ndarray,
         adapters: Sequence[Adapter | None],
         computed: np.ndarray,
     ) -> Float[Tensor, "requests vocabulary"]:
-        """Return the logits of the requests in `slots`, whose tokens `ids` come at `position`; `computed` [all slots]
-        is the number of places in use in each slot."""
+        """Return the logits of the requests in `slots`, whose tokens `ids` come at `position` in their slot, with
+        the rotary positions `rotary`; `computed` [all slots] is the number of places in use in each slot."""
         whole = _rounded(int(slots.max()) + 1, SLOTS, self._slots)
         viewed = whole <= 2 * len(slots)
         count = whole if viewed else _rounded(len(slots), SLOTS, self._slots)
@@ -116,9 +118,10 @@ class StaticDecoder:
             adapters=tuple(id(adapter.factors) for adapter in distinct),
             mixed=len(set(adapters)) > 1,
         )
-        inputs = np.stack([np.zeros(count, np.int64), computed[rows], rows, np.zeros(count, np.int64)])
-        inputs[0, place], inputs[1, place] = ids, position
-        inputs[3, place] = [distinct.index(adapter) + 1 if adapter else 0 for adapter in adapters]
+        unused = np.zeros(count, np.int64)
+        inputs = np.stack([unused, computed[rows], unused, rows, unused])
+        inputs[:3, place] = ids, position, rotary
+        inputs[4, place] = [distinct.index(adapter) + 1 if adapter else 0 for adapter in adapters]
         logits = self._run(shape, [adapter.factors for adapter in distinct], inputs)
         return logits[self._planner.tensor(place)]
 

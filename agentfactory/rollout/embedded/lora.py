@@ -62,9 +62,10 @@ class AdapterLayers:
         # memory of factors, and the adapter that uses it: a new adapter takes the place of a deleted one, so that CUDA
         # graphs that read the memory stay valid from one version of an adapter to the next
         self._places: list[tuple[Factors, weakref.ref[Adapter]]] = []
-        self._linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        # the head's input is one row per sampled token, not per token of the step
-        self._head = next((n for n, m in self._linear.items() if m is model.get_output_embeddings()), None)
+        # neither a head, whose input is one row per sampled token instead of one per token of the step, nor a vision
+        # tower, whose features would differ from adapter to adapter
+        layers = {module for module in model.get_decoder().modules() if isinstance(module, nn.Linear)}
+        self._linear = {name: module for name, module in model.named_modules() if module in layers}
         self._hooked: set[str] = set()
         self._device = model.device  # not the device of the weights, which may be asleep on the CPU
 
@@ -80,9 +81,9 @@ class AdapterLayers:
         modules: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             module, _, factor = key.removeprefix(_PREFIX).rpartition(".lora_")
-            if module == self._head or module not in self._linear or factor not in ("A.weight", "B.weight"):
+            if module not in self._linear or factor not in ("A.weight", "B.weight"):
                 raise AdapterError(
-                    f"tensor {key}: adapters are supported on linear modules below the output layer only"
+                    f"tensor {key}: adapters are supported on linear modules of the language model's layers only"
                 )
             modules.setdefault(module, {})[factor[0]] = tensor
         scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])

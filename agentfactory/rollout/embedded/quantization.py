@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from agentfactory.rollout.embedded.engine import UnsupportedModel
+from agentfactory.rollout.embedded.request import UnsupportedModel
 
 Quantization = Literal["int8", "int4"]
 
@@ -30,30 +30,25 @@ Dispatch = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 @torch.no_grad()
 def quantize(model: PreTrainedModel, kind: Quantization) -> None:
-    """Round the weights of all linear modules below the head in place. Embeddings, norms, biases and the head stay
-    unchanged, as in vLLM's quantised checkpoints.
+    """Round the weights of all linear modules of the language model's layers in place. Embeddings, norms, biases, the
+    head and a vision tower stay unchanged, as in vLLM's quantised checkpoints.
 
     int8: symmetric, one scale per output channel. int4: asymmetric (16 levels from the smallest weight to the largest,
     including 0), per group of GROUP inputs of an output channel, or fewer at the end. Adapters are added on top and are
     not rounded. Raises UnsupportedModel if modules other than linear ones multiply by matrices: they would not be
     rounded.
     """
-    head = model.get_output_embeddings()
-    kept = {
-        id(weight) for module in (head, *_embeddings(model)) if module is not None for weight in module.parameters()
-    }
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    weights = {f"{name}.weight": module.weight for name, module in linear.items() if id(module.weight) not in kept}
-    for name, parameter in model.named_parameters():
+    language = model.get_decoder()
+    embeddings = [module for module in language.modules() if isinstance(module, nn.Embedding)]
+    kept = {id(weight) for module in embeddings for weight in module.parameters()}
+    linear = {name: module for name, module in language.named_modules() if isinstance(module, nn.Linear)}
+    weights = {f"{name}.weight": module.weight for name, module in linear.items()}
+    for name, parameter in language.named_parameters():
         if parameter.dim() > 1 and name not in weights and id(parameter) not in kept:
             raise UnsupportedModel(f"--quantization rounds linear modules only, and {name} belongs to another one")
     for weight in weights.values():
         for part in weight.split(weight.shape[1] if kind == "int8" else GROUP, dim=1):
             part.copy_(_symmetric(part.float()) if kind == "int8" else _asymmetric(part.float()))
-
-
-def _embeddings(model: PreTrainedModel) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, nn.Embedding)]
 
 
 def _symmetric(weight: Float[Tensor, "out group"]) -> Float[Tensor, "out group"]:

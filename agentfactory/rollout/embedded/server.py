@@ -5,15 +5,20 @@ import hmac
 import json
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from agentfactory.rollout.embedded.engine import Engine, Request
+from agentfactory.rollout.embedded.engine import Engine
 from agentfactory.rollout.embedded.generation import ApiError, Json, answer, make_request
 from agentfactory.rollout.embedded.lora import Adapter, AdapterError
+from agentfactory.rollout.embedded.request import Request
 from agentfactory.rollout.embedded.shared_memory import CPU, memory_key
 from agentfactory.rollout.embedded.weights import WeightsError, WeightUpdate, checksums
 from agentfactory.rollout.server_metrics import METRICS_ROUTE, Load, write_load
+
+if TYPE_CHECKING:
+    from agentfactory.rollout.embedded.images import HeldImage
 
 Handler = Callable[["Server", web.BaseRequest], Awaitable[Json | str]]
 
@@ -84,12 +89,15 @@ class Server:
 
     async def generate(self, http: web.BaseRequest) -> Json:
         body = await _body(http)
+        held = await self._images(body)
         while not self._open.is_set():
             await self._open.wait()
         if self._asleep:
             raise ApiError(503, "the server is asleep; POST /wake_up first")
         finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        request = make_request(body, self._adapter(body), self.engine, self.eos_token_ids, partial(_finish, finished))
+        request = make_request(
+            body, self._adapter(body), self.engine, self.eos_token_ids, partial(_finish, finished), held
+        )
         self.engine.add(request)
         self._in_flight.add(finished)
         self._work.set()
@@ -103,6 +111,16 @@ class Server:
         if request.finish_reason == "error":
             raise ApiError(500, "the model's logits hold NaN: its weights or the adapter have diverged")
         return answer(body, request, self.eos_token_ids)
+
+    async def _images(self, body: Json) -> list["HeldImage"]:
+        """Return the images of a generate request."""
+        parts = body.get("content_parts")
+        if parts and self.engine.encoder is None:
+            raise ApiError(400, f"content_parts: the model `{self.served_model_name}` reads only text")
+        try:
+            return await self.engine.encoder.images.receive(parts) if self.engine.encoder and parts else []
+        except ValueError as error:
+            raise ApiError(400, f"content_parts: {error}") from error
 
     def _adapter(self, body: Json) -> Adapter | None:
         """Return the adapter named in the body of a generate request; None for the base model."""
@@ -191,6 +209,8 @@ class Server:
             except WeightsError as error:
                 raise ApiError(400, f"weight_version: {error}") from error
             self.engine.weight_version = version
+            # vLLM keeps them until it is told to forget them
+            self.engine.reset_encoder_cache()
         elif update.overwritten:
             raise ApiError(409, "weights have been overwritten: bring all of them, and finish with a weight_version")
         self._end_update()
@@ -226,6 +246,10 @@ class Server:
     async def reset_prefix_cache(self, http: web.BaseRequest) -> Json:
         running = http.query.get("reset_running_requests", "false").lower() in ("true", "1")
         return {"success": self.engine.reset_prefix_cache(running)}
+
+    async def reset_encoder_cache(self, http: web.BaseRequest) -> Json:
+        self.engine.reset_encoder_cache()
+        return {}
 
     async def sleep(self, http: web.BaseRequest) -> Json:
         """Free the cache's memory and, on a GPU, move weights and adapters to host memory (level 1); parts that were
@@ -365,6 +389,7 @@ ROUTES: dict[str, tuple[str, Handler]] = {
     "/weight_info": ("GET", Server.weight_info),
     "/weight_checker": ("POST", Server.weight_checker),
     "/reset_prefix_cache": ("POST", Server.reset_prefix_cache),
+    "/reset_encoder_cache": ("POST", Server.reset_encoder_cache),
     "/sleep": ("POST", Server.sleep),
     "/wake_up": ("POST", Server.wake_up),
     "/is_sleeping": ("GET", Server.is_sleeping),

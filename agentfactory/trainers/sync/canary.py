@@ -10,6 +10,7 @@ Entries that other requests have evicted from a server's cache since the last ve
 checked.
 """
 
+import base64
 import logging
 import random
 import secrets
@@ -17,15 +18,20 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
+from agentfactory.rollout.images.store import ImageStore
+from agentfactory.rollout.images.vision import Vision, collapse
 from agentfactory.rollout.routing import Replica
-from agentfactory.trainers.policy import Policy
+from agentfactory.rollout.trajectory import ImageSpan
+from agentfactory.trainers.images import ImageLoader
+from agentfactory.trainers.policy import BAN, Policy
 from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
 from agentfactory.trainers.sync.drift import Drift, Scores, Verdict
 from agentfactory.trainers.sync.protocol import (
@@ -73,6 +79,12 @@ class CanaryRow:
 
     context: list[int]
     candidates: list[int]
+    banned: tuple[int, ...] = ()
+    """Tokens that stand for images: see Policy."""
+    images: tuple[ImageSpan, ...] = ()
+    """Those in the context: one image, or none."""
+    png: bytes = b""
+    """The file of the image."""
 
 
 def canary_rows(vocabulary: Sequence[int], longest: int, seed: int = 0) -> list[CanaryRow]:
@@ -83,10 +95,34 @@ def canary_rows(vocabulary: Sequence[int], longest: int, seed: int = 0) -> list[
     return [CanaryRow(draw.choices(vocabulary, k=length), draw.sample(vocabulary, count)) for _ in range(CONTEXTS)]
 
 
+def with_eyes(rows: Sequence[CanaryRow], vision: Vision, store: ImageStore | None, seed: int = 0) -> list[CanaryRow]:
+    """Returns the rows for a model that sees. With a `store`, in which the image is put, every other context has an
+    image in its middle, if there is room."""
+    rows = [replace(row, banned=vision.banned_token_ids) for row in rows]
+    if store is None:
+        return rows
+    noise = Image.frombytes("RGB", (8, 8), random.Random(seed).randbytes(192))
+    side = vision.patch_size * vision.merge_size
+    picture = vision.fit(noise.resize((2 * side, 2 * side), Image.Resampling.NEAREST))
+    image = store.put(picture), vision.grid(picture)
+    tokens, length = vision.tokens(image[1]), len(rows[0].context)
+    if tokens + 2 > length:
+        return rows
+    for number in range(0, len(rows), 2):
+        text = rows[number].context[tokens:]
+        half = len(text) // 2
+        context, spans = vision.expand([*text[:half], vision.image_token_id, *text[half:]], [image])
+        rows[number] = replace(rows[number], context=context, images=tuple(spans), png=store.png(image[0]))
+    return rows
+
+
 @torch.no_grad()
-def trainer_scores(policy: Policy, rows: Sequence[CanaryRow], forward: Forward | None = None) -> Scores:
+def trainer_scores(
+    policy: Policy, rows: Sequence[CanaryRow], forward: Forward | None = None, images: ImageLoader | None = None
+) -> Scores:
     """Returns the trainer's log-probabilities of all candidates, row by row, at temperature 1. If the policy is
-    sharded, every process calls it, with the `forward` that gathers its weights (default: the policy's own)."""
+    sharded, every process calls it, with the `forward` that gathers its weights (default: the policy's own). `images`
+    is for rows with images."""
     device = next(policy.parameters()).device
     contexts = [row.context for row in rows]
     length, count = len(contexts[0]), len(rows[0].candidates)
@@ -94,7 +130,9 @@ def trainer_scores(policy: Policy, rows: Sequence[CanaryRow], forward: Forward |
     labels = torch.tensor([row.candidates for row in rows], device=device).flatten()
     trained = policy.training
     policy.eval()  # no dropout of an adapter
-    logprobs, _ = (forward or policy)(torch.tensor(contexts, device=device), ends.repeat_interleave(count), labels)
+    seen = images.load_block(length, [row.images for row in rows], device) if images is not None else None
+    inputs = torch.tensor(contexts, device=device), ends.repeat_interleave(count), labels, None, None, seen
+    logprobs, _ = (forward or policy)(*inputs)
     policy.train(trained)
     return logprobs.double().cpu().numpy()
 
@@ -111,16 +149,25 @@ def server_scores(
         asked = [*row.candidates, row.candidates[0]]
         params = {"max_tokens": 1, "temperature": 1.0, "logprobs": len(asked), "logprob_token_ids": asked}
         body: dict[str, Any] = {"token_ids": row.context, "model": report.model, "sampling_params": params}
+        if row.banned:
+            params["logit_bias"] = {str(token): -BAN for token in row.banned}
+        if row.images:
+            url = f"data:image/png;base64,{base64.b64encode(row.png).decode()}"
+            body["content_parts"] = [{"type": "image_url", "url": url, "uuid": image.digest} for image in row.images]
+            body |= {"token_ids": collapse(row.context, row.images), "return_token_ids": True}
         salt = secrets.token_hex(16) if fresh else report.cache_salt
         if salt is not None:
             body["cache_salt"] = salt
         try:
-            choice = server.post("/inference/v1/generate", body, replica)["choices"][0]
+            answer = server.post("/inference/v1/generate", body, replica)
+            choice = answer["choices"][0]
             versions = {span["version"] for span in choice["weight_versions"] or []}
             given = {entry["token_id"]: entry["logprob"] for entry in choice["logprobs"]["content"][0]["top_logprobs"]}
         except (KeyError, TypeError, IndexError) as error:
             problem = f"{server.url}/inference/v1/generate answered the canary with no completion ({error!r})"
             raise SyncError(f"{problem}; is a proxy in front of it?") from error
+        if row.images and answer.get("prompt_token_ids") != row.context:
+            raise SyncError(f"{server.url} does not read an image of the canary as the trainer does: other prompt ids")
         if not report.is_adapter and versions != {report.label}:
             raise OtherVersionError(
                 f"{server.url} generates with version {', '.join(map(repr, versions))}, not with {report.label!r}",
@@ -151,9 +198,11 @@ class Canary:
         self._proven: SyncReport | None = None
         self._drifts: defaultdict[Replica, Drift] = defaultdict(lambda: Drift(dtype, len(self.rows), rounded))
 
-    def trainer_scores(self, policy: Policy, forward: Forward | None = None) -> Scores:
+    def trainer_scores(
+        self, policy: Policy, forward: Forward | None = None, images: ImageLoader | None = None
+    ) -> Scores:
         """See the function of the same name."""
-        return trainer_scores(policy, self.rows, forward)
+        return trainer_scores(policy, self.rows, forward, images)
 
     def prove(self, report: SyncReport, trainer: Scores) -> dict[str, float]:
         """Scores the version of `report` on every replica; `trainer` are the policy's scores of the same version.

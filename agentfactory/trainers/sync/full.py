@@ -6,6 +6,10 @@ from string import digits
 from agentfactory.trainers.server_control import ServerControl, ServerGoneError, SyncError
 from agentfactory.trainers.sync.content import Content
 from agentfactory.trainers.sync.protocol import INITIAL_LABEL, ForeignWeightsError
+from agentfactory.trainers.vision_tower import is_of_tower
+
+FORGET_FEATURES = "/reset_encoder_cache"
+"""Drops the vision tower's features of all images."""
 
 
 def update_full_weights(
@@ -36,6 +40,10 @@ def update_full_weights(
         dropped = keep_caches or server.post("/reset_prefix_cache?reset_running_requests=true").get("success") is True
         if not dropped:
             raise SyncError(f"{server.url}/reset_prefix_cache did not drop the caches of the old weights")
+        if any(is_of_tower(name) for name in content.state):
+            # whatever happens to the other caches: else images seen before keep the features of the old weights
+            server.require([FORGET_FEATURES])
+            server.post(FORGET_FEATURES)
     for server in servers:
         if not server.asleep:
             server.post("/resume")

@@ -128,11 +128,20 @@ function messageCard(message, rewards) {
     make("h4", {}, name ? `${role}: ${name}` : role, spoken ? unit(`turn ${turn + 1}`) : [],
       spoken && rewards ? unit(`reward ${figure(rewards[turn])}`) : []),
     reasoning ? make("details", {}, make("summary", {}, "reasoning"), make("div", { class: "text" }, reasoning)) : null,
-    ...parts.map((part) => part.image
-      ? make("img", { src: part.image, alt: `image of ${name ?? role}`, loading: "lazy" })
-      : make("div", { class: "text" }, part.text)),
+    ...parts.map((part) => part.image ? picture(part, name ?? role) : make("div", { class: "text" }, part.text)),
     ...calls.map(callCard),
     info ? make("details", {}, make("summary", {}, "info, which the model does not see"), make("pre", {}, JSON.stringify(info, null, 2))) : null);
+}
+
+/** An image, with the boxes in which tools were asked to look. */
+function picture({ image, boxes }, of) {
+  const frames = boxes.map(([left, top, right, bottom]) => {
+    const frame = make("span", { class: "box" });
+    const share = (part) => `${100 * part}%`;
+    Object.assign(frame.style, { left: share(left), top: share(top), width: share(right - left), height: share(bottom - top) });
+    return frame;
+  });
+  return make("div", { class: "picture" }, make("img", { src: image, alt: `image of ${of}`, loading: "lazy" }), ...frames);
 }
 
 /** A call; multi-line text arguments, such as code, are shown verbatim. */

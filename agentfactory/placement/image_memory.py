@@ -1,0 +1,49 @@
+"""Memory that images take in the trainer: their pixels, what the vision tower computes of them, and its features.
+
+The tower is not run on fake tensors, as the language model is: its shapes depend on the images' values. The factors are
+those that were measured on towers of Qwen2.5-VL and Qwen3-VL, within a fifth (tests/placement/test_image_memory.py).
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from agentfactory.placement.assumed import IMAGE_SHARE
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.policy import Policy
+from agentfactory.trainers.vision_tower import tower_is_trained, tower_of
+
+
+def image_memory(recipe: TrainRecipe, policy: Policy) -> int:
+    """Return the bytes for the images of a micro-batch, of whose `train.token_budget` tokens IMAGE_SHARE are images'; 0
+    for a model that reads only text."""
+    tower = tower_of(policy.network)
+    if tower is None:
+        return 0
+    patches = round(IMAGE_SHARE * recipe.train.token_budget) * tower.spatial_merge_size**2
+    return patches * patch_memory(tower, policy.dtype, tower_is_trained(policy.network), recipe)
+
+
+def patch_memory(tower: Any, dtype: torch.dtype, trained: bool, recipe: TrainRecipe) -> int:
+    """Return the bytes per patch of an image."""
+    first = tower.patch_embed.proj.weight
+    width, values = first.shape[0], first[0].numel()
+    blocks = list(tower.blocks)
+    linear = [module for module in blocks[0].mlp.modules() if isinstance(module, nn.Linear)]
+    inner = max(module.out_features for module in linear)
+    gated = sum(module.out_features == inner for module in linear) > 1
+    # under autocast some results are in float32, as are the weights that are trained
+    size = 4.0 if dtype.itemsize >= 4 else 2.5
+    # one block while it is computed; or the embedding of places, in float32
+    passing = max(44.0 * width, size * (5 * width + (3 if gated else 2) * inner))
+    stored = 0.0
+    if trained:
+        whole = size * (12 * width + (4 if gated else 2) * inner)
+        kept = size * width if recipe.train.gradient_checkpointing else whole
+        stored = kept * len(blocks) + size * 8 * width
+        # recomputed for the backward pass, one at a time
+        passing = whole if recipe.train.gradient_checkpointing else 0.0
+    # pixels are made in float32
+    copies = 4.0 if dtype.itemsize >= 4 else 4.0 + dtype.itemsize
+    return round(copies * values + passing + stored)

@@ -1,0 +1,1 @@
+"""Images in chains: stored once per run, resized as the model needs them, and expanded to tokens."""

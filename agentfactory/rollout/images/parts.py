@@ -1,0 +1,198 @@
+"""Images in messages, and in the rows of data: where they stand, in the forms that other projects write."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentfactory.tools.messages import Message
+
+MARK = "<image>"
+"""In the text of a row with `images`: an image stands here (ms-swift, verl)."""
+_SOURCES = ("image", "url", "path", "base64", "bytes")
+"""Keys of a part `{"type": "image"}` under which the image itself may be."""
+_SHORT = 1024
+"""Longest path; a longer text is an image in base64."""
+
+
+def image_part(url: str) -> dict[str, Any]:
+    """Return the part of a message for an image at an address."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """Return the part of a message for a text."""
+    return {"type": "text", "text": text}
+
+
+def parts_of(message: Message) -> list[dict[str, Any]]:
+    """Return the parts of a message's content."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return content
+    return [text_part(content)] if content else []
+
+
+def for_template(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with images as chat templates take them: places without the images."""
+    return [
+        {**m, "content": [{"type": "image"} if part["type"] == "image_url" else part for part in m["content"]]}
+        if isinstance(m.get("content"), list)
+        else m
+        for m in messages
+    ]
+
+
+def image_urls(messages: Sequence[Message]) -> list[Any]:
+    """Return the addresses, or whatever stands in their place, of the images in messages, in order."""
+    return [
+        part["image_url"]["url"]
+        for message in messages
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+        if part["type"] == "image_url"
+    ]
+
+
+def has_images(task: dict[str, Any]) -> bool:
+    """Return whether a row of data, as `clean_row` returned it, has images."""
+    return bool(task.get("images") or image_urls(task.get("messages") or ()))
+
+
+def clean_row(row: dict[str, Any], base: Path) -> dict[str, Any]:
+    """Return a row of data with its images in one form: `images` is a list, and content has parts of the types `text`,
+    `image_url`, and `image` for one of `images`, without the keys that a table fills with None. Paths begin at `base`.
+
+    Raises ValueError if the row has more or fewer images than places for them.
+    """
+    row = dict(row)
+    if isinstance(row.get("messages"), list):
+        row["messages"] = [_clean_message(message, base) for message in row["messages"]]
+        if any(message.get("role") == "assistant" and image_urls([message]) for message in _dicts(row["messages"])):
+            raise ValueError("an assistant's message has an image, which models here do not make")
+    if "images" not in row:
+        if _places(row) > _marks(row):
+            raise ValueError("its content has parts of type image, and there is no column `images`")
+        return row
+    given = row["images"]
+    row["images"] = [_rooted(image, base) for image in (given if isinstance(given, list) else [given]) if image]
+    count, places = len(row["images"]), _places(row)
+    if places not in (0, count) or (places and not count):
+        raise ValueError(f"it has {count} images, and its text has places ({MARK}) for {places}")
+    return row
+
+
+def place_images(task: dict[str, Any], addresses: Callable[[Any], str]) -> list[Message]:
+    """Return the opening messages of a cleaned row with its images in their places, as `addresses` of them. Without
+    places in the text, they come first in the first user message."""
+    messages = task.get("messages") or [{"role": "user", "content": str(task["question"])}]
+    images = iter(task.get("images") or [])
+    if _places({**task, "messages": messages}):
+        return [_placed(message, images, addresses) for message in messages]
+    placed = [_placed(message, iter(()), addresses) for message in messages]
+    if task.get("images"):
+        at = next((n for n, message in enumerate(messages) if message["role"] == "user"), None)
+        if at is None:
+            raise ValueError("it has images, and no user message for them")
+        shown = [image_part(addresses(image)) for image in images]
+        placed[at] = {**placed[at], "content": [*shown, *parts_of(placed[at])]}
+    return placed
+
+
+def show_in_user_turns(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose images of tools stand in a user message right after the tools' messages."""
+    shown: list[Message] = []
+    waiting: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] != "tool" and waiting:
+            shown.append({"role": "user", "content": waiting})
+            waiting = []
+        if message["role"] == "tool" and (images := [p for p in parts_of(message) if p["type"] == "image_url"]):
+            waiting += images
+            message = {**message, "content": _told(message)}
+        shown.append(message)
+    return [*shown, {"role": "user", "content": waiting}] if waiting else shown
+
+
+def _told(message: Message) -> str:
+    told = [part["text"] if part["type"] == "text" else "[image: see below]" for part in parts_of(message)]
+    return "\n".join(told)
+
+
+def _clean_message(message: Any, base: Path) -> Any:
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    return {**message, "content": [_clean_part(part, base) for part in message["content"]]}
+
+
+def _clean_part(part: Any, base: Path) -> dict[str, Any]:
+    if not isinstance(part, dict):
+        raise ValueError(f"a part of its content is {part!r:.100}, and not an object with a type")
+    part = {key: value for key, value in part.items() if value is not None}
+    match part.get("type"):
+        case "text":
+            return part
+        case "image_url":
+            address = part.get("image_url")
+            return image_part(_rooted(address.get("url") if isinstance(address, dict) else address, base))
+        case "image":
+            source = next((part[key] for key in _SOURCES if key in part), None)
+            return {"type": "image"} if source is None else image_part(_rooted(source, base))
+    raise ValueError(f"a part of its content has the type {part.get('type')!r}; text, image and image_url are possible")
+
+
+def _rooted(image: Any, base: Path) -> Any:
+    """Return an image, a relative path made absolute."""
+    if isinstance(image, dict) and not image.get("bytes") and image.get("path"):
+        image = image["path"]
+    is_path = isinstance(image, Path) or (
+        isinstance(image, str) and len(image) < _SHORT and not image.startswith(("data:", "http:", "https:", "image:"))
+    )
+    return str(base / str(image).removeprefix("file://")) if is_path else image
+
+
+def _texts(row: dict[str, Any]) -> Iterator[str]:
+    """Yield the texts in which images may be marked: an assistant writes none."""
+    messages = row.get("messages")
+    if messages is None:
+        yield str(row.get("question", ""))
+        return
+    for message in _dicts(messages):
+        if message.get("role") != "assistant":
+            yield from (part["text"] for part in parts_of(message) if part["type"] == "text")
+
+
+def _dicts(messages: Sequence[Any]) -> list[Message]:
+    """Return the messages that are objects: others are told of where they are rendered."""
+    return [message for message in messages if isinstance(message, dict)]
+
+
+def _marks(row: dict[str, Any]) -> int:
+    return sum(text.count(MARK) for text in _texts(row))
+
+
+def _places(row: dict[str, Any]) -> int:
+    parts = [part for message in _dicts(row.get("messages") or ()) for part in parts_of(message)]
+    return _marks(row) + sum(part["type"] == "image" for part in parts)
+
+
+def _placed(message: Message, images: Iterator[Any], addresses: Callable[[Any], str]) -> Message:
+    """Return a message with `images` where it has places for them; without any left, text stays as it is."""
+    content = message.get("content")
+    parts: list[dict[str, Any]] = []
+    for part in parts_of(message):
+        if part["type"] == "image_url":
+            parts.append(image_part(addresses(part["image_url"]["url"])))
+        elif part["type"] == "image":
+            parts.append(image_part(addresses(next(images))))
+        elif message["role"] == "assistant":
+            parts.append(part)
+        else:
+            first, *rest = part["text"].split(MARK)
+            parts.append(text_part(first))
+            for text in rest:
+                image = next(images, None)
+                parts += [text_part(MARK + text)] if image is None else [image_part(addresses(image)), text_part(text)]
+    parts = [part for part in parts if part != text_part("")]
+    if all(part["type"] == "text" for part in parts) and not isinstance(content, list):
+        return message
+    return {**message, "content": parts}

@@ -1,0 +1,221 @@
+"""What the model of a run sees: images of tasks and tools become stored ones, of the size that the model gets."""
+
+import asyncio
+import hashlib
+from base64 import b64encode
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from PIL import Image
+
+from agentfactory.rollout.images.decode import content_of, decode, size_of
+from agentfactory.rollout.images.parts import (
+    has_images,
+    image_part,
+    image_urls,
+    place_images,
+    text_part,
+)
+from agentfactory.rollout.images.store import ImageStore, stored_digest, url_of
+from agentfactory.rollout.images.vision import Grid, Vision, collapse
+from agentfactory.rollout.trajectory import ImageSpan, Row
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.messages import Message
+
+_REMEMBERED = 4096
+"""Images that are recognised without decoding them again: the chains of a group share those of their task."""
+
+
+class Sight:
+    """A model's eyes in one run: `vision` says how it sees, and `store` holds what it sees. `shows`: its chat template
+    has images; otherwise they become text."""
+
+    def __init__(self, vision: Vision, store: ImageStore) -> None:
+        self.vision = vision
+        self.store = store
+        self.shows = True
+        self.grid: Callable[[str], Grid] = lru_cache(_REMEMBERED)(self._grid)
+        """Digest of a stored image -> its patches. Raises ValueError if it is not stored."""
+        self._taken: OrderedDict[tuple[bytes, bool], str] = OrderedDict()
+        self._lock = Lock()
+
+    # ---- images come in
+
+    async def take_task(self, task: dict[str, Any], source: str) -> dict[str, Any]:
+        """Return a row of data whose `messages` have stored images in their places. `images` become paths of files for
+        tools and rewards: those of the data, or of lossless copies where the data holds the images themselves.
+
+        Raises SettingError, which names the field `source`, for an image that cannot be shown.
+        """
+        if not has_images(task):
+            return task
+        try:
+            return await asyncio.to_thread(self._take_task, task)
+        except ValueError as error:
+            raise SettingError(source, f"a row has an image that cannot be shown: {error}", "correct it") from error
+
+    def take_tasks(self, tasks: Sequence[dict[str, Any]], source: str) -> list[dict[str, Any]]:
+        """Take many rows, as `take_task` does; blocking. Raises SettingError that names the row."""
+        taken = []
+        for number, task in enumerate(tasks, 1):
+            try:
+                taken.append(self._take_task(task) if has_images(task) else task)
+            except ValueError as error:
+                raise SettingError(source, f"row {number}: {error}", "correct it") from error
+        return taken
+
+    def check_tasks(self, tasks: Sequence[dict[str, Any]], most: int | None, source: str) -> None:
+        """Check that each row has at most `most` images, and that they exist and have sizes that can be shown; they are
+        not decoded. Blocking. Raises SettingError that names the row."""
+        for number, task in enumerate(tasks, 1):
+            images = [*(task.get("images") or []), *image_urls(task.get("messages") or ())]
+            if most is not None and len(images) > most:
+                problem = f"row {number} has {len(images)} images, and limits.images={most}"
+                raise SettingError(source, problem, "raise it")
+            try:
+                for image in images:
+                    if (digest := _stored(image)) is not None:
+                        self.grid(digest)
+                    else:
+                        self.vision.fitted(*size_of(image))
+            except ValueError as error:
+                raise SettingError(source, f"row {number}: {error}", "correct it, or leave the row out") from error
+
+    async def take_messages(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages of tools with stored images in the place of those that come with them as `data:` addresses.
+        An image that cannot be shown becomes a text that says so; other addresses are never fetched."""
+        if not self.shows or not image_urls(messages):
+            return list(messages)
+        return await asyncio.to_thread(self._take_messages, messages)
+
+    def _take_task(self, task: dict[str, Any]) -> dict[str, Any]:
+        messages = place_images(task, lambda image: url_of(self._take(image)))
+        taken = {**task, "messages": messages}
+        if "images" in task:
+            taken["images"] = [self._file(image) for image in task["images"]]
+        return taken
+
+    def _file(self, image: Any) -> str:
+        """Return a file with an image in its full size."""
+        if isinstance(image, str) and len(image) < 1024 and Path(image).is_file():
+            return image
+        return str(self.store.path(_stored(image) or self._take(image, fits=False)).absolute())
+
+    def _take_messages(self, messages: Sequence[Message]) -> list[Message]:
+        return [
+            {**message, "content": [self._take_part(part) for part in message["content"]]}
+            if isinstance(message.get("content"), list)
+            else message
+            for message in messages
+        ]
+
+    def _take_part(self, part: dict[str, Any]) -> dict[str, Any]:
+        if part["type"] != "image_url":
+            return part
+        url = part["image_url"]["url"]
+        try:
+            if not url.startswith("data:"):
+                raise ValueError(f"{url[:200]} is an address, which is not fetched")
+            return image_part(url_of(self._take(url)))
+        except ValueError as error:
+            return text_part(f"[image not shown: {error}]")
+
+    def _take(self, image: Any, fits: bool = True) -> str:
+        """Store an image, resized if it `fits` the model, and return its digest. Raises ValueError."""
+        if (digest := _stored(image)) is not None:
+            self.grid(digest)
+            return digest
+        if isinstance(image, Image.Image):
+            return self._put(image, fits)
+        content = content_of(image)
+        key = hashlib.sha256(content).digest(), fits
+        with self._lock:
+            if (known := self._taken.get(key)) is not None:
+                self._taken.move_to_end(key)
+        # files may have been deleted meanwhile
+        if known is None or not self.store.path(known).exists():
+            known = self._put(content, fits)
+            with self._lock:
+                self._taken[key] = known
+                while len(self._taken) > _REMEMBERED:
+                    self._taken.popitem(last=False)
+        return known
+
+    def _put(self, image: Image.Image | bytes, fits: bool) -> str:
+        decoded = decode(image)
+        return self.store.put(self.vision.fit(decoded) if fits else decoded)
+
+    # ---- images in messages and rows
+
+    def _grid(self, digest: str) -> Grid:
+        with self.store.open(digest) as file:
+            return self.vision.grid(Image.open(file))
+
+    def images_of(self, messages: Sequence[Message]) -> list[tuple[str, Grid]]:
+        """Return the stored images in messages, in order: digests and patches. Raises ValueError for others."""
+        found: list[tuple[str, Grid]] = []
+        for url in image_urls(messages) if self.shows else ():
+            digest = _stored(url)
+            if digest is None:
+                raise ValueError(f"a message has the image {url!r:.100}, which was not stored")
+            found.append((digest, self.grid(digest)))
+        return found
+
+    def expand(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[list[int], list[ImageSpan]]:
+        """Return the ids of `messages` with as many tokens for each image as it takes, and where the images are."""
+        return self.vision.expand(ids, self.images_of(messages))
+
+    def expand_row(self, row: Row, messages: Sequence[Message]) -> Row:
+        """Return a row for supervised training with as many tokens for each image as it takes: they are context."""
+        ids, images = self.expand(row.token_ids, messages)
+        if not images:
+            return row
+        weights = row.weights if row.weights is not None else [float(one) for one in row.mask]
+        expanded = Row(weights=[])
+        assert expanded.weights is not None
+        rest = iter(images)
+        for place, (token, mask, weight) in enumerate(zip(row.token_ids, row.mask, weights, strict=True)):
+            is_image = token == self.vision.image_token_id
+            count = next(rest).length if is_image else 1
+            expanded.token_ids += [token] * count
+            expanded.mask += [0 if is_image else mask] * count
+            expanded.weights += [0.0 if is_image else weight] * count
+            expanded.logprobs += [row.logprobs[place]] * count
+        assert expanded.token_ids == ids
+        expanded.images = images
+        return expanded
+
+    def collapse(self, row: Row) -> list[int]:
+        """Return the ids of a row with one token for each image, as the chat template writes them."""
+        return collapse(row.token_ids, row.images) if row.images else row.token_ids
+
+    async def with_data(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages with the images themselves, as `data:` addresses."""
+        if not image_urls(messages):
+            return list(messages)
+        return await asyncio.to_thread(self._with_data, messages)
+
+    def _with_data(self, messages: Sequence[Message]) -> list[Message]:
+        def part_of(part: dict[str, Any]) -> dict[str, Any]:
+            digest = stored_digest(part["image_url"]["url"]) if part["type"] == "image_url" else None
+            return part if digest is None else image_part(data_url(self.store.png(digest)))
+
+        return [
+            {**message, "content": [part_of(part) for part in message["content"]]}
+            if isinstance(message.get("content"), list)
+            else message
+            for message in messages
+        ]
+
+
+def data_url(png: bytes) -> str:
+    """Return the `data:` address of a PNG file."""
+    return f"data:image/png;base64,{b64encode(png).decode()}"
+
+
+def _stored(image: Any) -> str | None:
+    return stored_digest(image) if isinstance(image, str) else None

@@ -1,0 +1,87 @@
+"""The images of a run: lossless files named by the digest of their pixels, each stored once however many chains hold
+it."""
+
+import hashlib
+import os
+import re
+from io import BytesIO
+from pathlib import Path
+from typing import BinaryIO
+
+from PIL import Image
+
+from agentfactory.tools.disk import writing
+
+_SCHEME = "image:"
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+
+class ImageStore:
+    """A folder of images, `DIGEST.png` in a subfolder named after the digest's first two letters. Several processes may
+    use it at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def put(self, image: Image.Image) -> str:
+        """Store an RGB image, unless it is stored already, and return its digest. Raises DiskError."""
+        digest = digest_of(image)
+        path = self.path(digest)
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside = path.with_name(f"{path.name}.{os.getpid()}-{id(image)}.new")
+            with writing(path):
+                image.save(aside, "PNG", compress_level=1)
+                aside.replace(path)
+        return digest
+
+    def path(self, digest: str) -> Path:
+        """Return where the image is, or would be, stored. Raises ValueError if `digest` is not a digest."""
+        if not _DIGEST.fullmatch(digest):
+            raise ValueError(f"{digest!r} is not the digest of an image")
+        return self.folder / digest[:2] / f"{digest}.png"
+
+    def png(self, digest: str) -> bytes:
+        """Return the bytes of an image's file. Raises ValueError if it is not stored."""
+        with self.open(digest) as file:
+            return file.read()
+
+    def open(self, digest: str) -> BinaryIO:
+        """Open an image's file. Raises ValueError if it is not stored."""
+        try:
+            return self.path(digest).open("rb")
+        except OSError as error:
+            raise self._lost(digest, error) from error
+
+    def load(self, digest: str) -> Image.Image:
+        """Return an image. Raises ValueError if it is not stored, or its file is damaged."""
+        try:
+            image = Image.open(BytesIO(self.png(digest)))
+            image.load()
+        except OSError as error:
+            raise ValueError(f"{self.path(digest)} is damaged: {error}") from error
+        if digest_of(image) != digest:
+            raise ValueError(f"{self.path(digest)} is damaged: its pixels are not those that were stored")
+        return image
+
+    def _lost(self, digest: str, error: OSError) -> ValueError:
+        problem = f"the image {digest} cannot be read: {error.strerror}"
+        return ValueError(f"{problem}; fix: keep the folder {self.folder} with the run")
+
+
+def digest_of(image: Image.Image) -> str:
+    """Return the digest of an RGB image's size and pixels, 32 letters. Raises ValueError for another mode."""
+    if image.mode != "RGB":
+        raise ValueError(f"got an image of mode {image.mode}; convert it to RGB")
+    return hashlib.sha256(b"%dx%d " % image.size + image.tobytes()).hexdigest()[:32]
+
+
+def url_of(digest: str) -> str:
+    """Return the address by which messages refer to a stored image, in the place of its bytes."""
+    return _SCHEME + digest
+
+
+def stored_digest(url: str) -> str | None:
+    """Return the digest in an address made by `url_of`; None for any other address."""
+    digest = url.removeprefix(_SCHEME)
+    return digest if digest != url and _DIGEST.fullmatch(digest) else None

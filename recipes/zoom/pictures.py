@@ -1,0 +1,121 @@
+"""Pictures of two boxes, whose patterns are seen only from near, and the reward of naming one."""
+
+import random
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from jaxtyping import Float, Int, UInt8
+from PIL import Image
+
+from agentfactory import reward
+
+CELLS = 3
+"""Cells of a picture in a row and in a column; each box is in another cell."""
+CELL, BOX, PERIOD = 128, 64, 4
+"""Sides in pixels: of a cell, of the box in its middle, and of the square that a pattern repeats."""
+REDUCTION = 4
+"""How many times smaller a network sees the whole picture. A pattern of this period vanishes then: every weighted sum
+that makes a pixel of the smaller picture has each place of the square with the same weight."""
+SIDE = CELLS * CELL
+GROUNDS = range(100, 150, 10)
+COLOURS = {"red": (190, 70, 70), "blue": (70, 70, 190)}
+_CONTRAST = 40
+_FADING = 16
+"""Pixels in which a pattern fades towards the edge of its box, where it would else be seen from far."""
+
+
+def _patterns() -> dict[str, Float[np.ndarray, "period period"]]:
+    wide, narrow, flat, place = np.array([1, 1, -1, -1]), np.array([1, -1, 1, -1]), np.ones(4), np.arange(4)
+    dots = np.full((4, 4), -0.5)
+    dots[:2, :2] = 1.5
+    return {
+        "rows": np.outer(wide, flat),
+        "columns": np.outer(flat, wide),
+        "checks": np.outer(wide, wide),
+        "lines": np.outer(narrow, flat),
+        "bars": np.outer(flat, narrow),
+        "grains": np.outer(narrow, narrow),
+        "rises": wide[(place[:, None] + place) % 4],
+        "falls": wide[(place[:, None] - place) % 4],
+        "dots": dots,
+        "mesh": -dots,
+    }
+
+
+PATTERNS = _patterns()
+"""The pattern of each name: brightness from -1.5 to 1.5, 0 on average."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Two boxes of different colours, cells and patterns on grey ground."""
+
+    cells: dict[str, tuple[int, int]]
+    """Row and column of the box of each colour."""
+    patterns: dict[str, str]
+    """The pattern of the box of each colour."""
+    shifts: dict[str, tuple[int, int]]
+    """How far each box is from the middle of its cell, in pixels down and to the right: a multiple of PERIOD."""
+    ground: tuple[int, ...]
+    """Brightness of the cells, row by row."""
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> "Picture":
+        """Draw a picture at random."""
+        places = [(row, column) for row in range(CELLS) for column in range(CELLS)]
+        shifts = [(PERIOD * rng.randint(-1, 1), PERIOD * rng.randint(-1, 1)) for _ in COLOURS]
+        return cls(
+            cells=dict(zip(COLOURS, rng.sample(places, len(COLOURS)), strict=True)),
+            patterns=dict(zip(COLOURS, rng.sample(list(PATTERNS), len(COLOURS)), strict=True)),
+            shifts=dict(zip(COLOURS, shifts, strict=True)),
+            ground=tuple(rng.choice(GROUNDS) for _ in places),
+        )
+
+    def paint(self) -> Image.Image:
+        """Return the picture, SIDE x SIDE pixels. Reduced, its pixels are the same whatever the patterns are."""
+        ground = np.array(self.ground, dtype=np.uint8).reshape(CELLS, CELLS)
+        pixels = np.repeat(ground.repeat(CELL, 0).repeat(CELL, 1)[..., None], 3, axis=2)
+        for colour, (row, column) in self.cells.items():
+            cell = _cell(colour, self.patterns[colour], self.shifts[colour], self.ground[row * CELLS + column])
+            pixels[row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL] = cell
+        return Image.fromarray(pixels)
+
+    def where(self, colour: str) -> list[int]:
+        """Return the place of a box, as `zoom` takes it: the middle of its cell, without the shift."""
+        row, column = self.cells[colour]
+        edges = [index * CELL + (CELL - BOX) // 2 for index in (column, row)]
+        return [round(edge * 1000 / SIDE) for edge in (*edges, *(edge + BOX for edge in edges))]
+
+
+@cache
+def _cell(colour: str, pattern: str, shift: tuple[int, int], ground: int) -> UInt8[np.ndarray, "side side 3"]:
+    """Return a cell with its box. Reduced, it is the same with any pattern."""
+    top, left = ((CELL - BOX) // 2 + by for by in shift)
+    box = slice(top, top + BOX), slice(left, left + BOX)
+    place = np.arange(BOX) + 0.5
+    fade = np.minimum(1, np.minimum(place, BOX - place) / _FADING)
+    seen = np.tile(PATTERNS[pattern], (BOX // PERIOD, BOX // PERIOD)) * np.outer(fade, fade)
+    plain = np.full((CELL, CELL, 3), ground)
+    plain[box] = COLOURS[colour]
+    pixels = plain.copy()
+    pixels[box] += np.round(_CONTRAST * seen[..., None]).astype(int)
+    # what is left of the pattern is below the rounding of a pixel: every second pixel is corrected for it
+    second = np.indices((CELL, CELL, 1)).sum(0) % 2
+    while (difference := _reduced(plain) - _reduced(pixels)).any():
+        pixels += second * difference.repeat(REDUCTION, 0).repeat(REDUCTION, 1)
+    return pixels.astype(np.uint8)
+
+
+def _reduced(pixels: Int[np.ndarray, "side side 3"]) -> Int[np.ndarray, "reduced reduced 3"]:
+    """Return how a network sees a cell in the whole picture."""
+    image = Image.fromarray(pixels.astype(np.uint8))
+    size = CELL // REDUCTION, CELL // REDUCTION
+    return np.asarray(image.resize(size, Image.Resampling.BICUBIC)).astype(int)
+
+
+@reward
+def named(prediction: str | None, answer: str) -> dict[str, float]:
+    """Return 1 if the answer is the pattern's name, else 0."""
+    right = float(prediction is not None and prediction.strip() == answer)
+    return {"reward": right, "success": right}

@@ -1,0 +1,350 @@
+"""Chains with images, from the task and from tools, against a server that expands them as vLLM does."""
+
+import json
+import random
+from base64 import b64encode
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from PIL import Image
+
+from agentfactory.rollout.chain_runner import ChainRunner
+from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.images.parts import image_urls
+from agentfactory.rollout.images.vision import collapse
+from agentfactory.rollout.renderer import TemplateRenderer, load_renderer
+from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.toolset import open_toolset
+from tests.seeing_server import SeeingServer, serve_seeing
+from tests.vision_models import KINDS, make_vision_model, vision_template
+
+TOOLS = '''
+import numpy as np
+from PIL import Image
+from agentfactory import tool
+from mcp.server.mcpserver import Image as Part
+
+
+@tool
+def look(width: int, height: int, seed: int = 0, count: int = 1):
+    """Look."""
+    draw = np.random.default_rng(seed)
+    return ["seen <|image_pad|>", *(picture(draw, width, height) for _ in range(count)), "so it is"]
+
+
+@tool
+def broken():
+    """Look at a file that is no image."""
+    return ["look:", Part(data=b"no image", format="png")]
+
+
+def picture(draw, width, height):
+    small = Image.fromarray(draw.integers(0, 255, (7, 9, 3), dtype=np.uint8))
+    return small.resize((width, height))
+'''
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request, tmp_path_factory) -> str:
+    return str(make_vision_model(tmp_path_factory.mktemp("seeing") / request.param, request.param))
+
+
+def look(width: int, height: int, seed: int = 0, count: int = 1) -> str:
+    arguments = {"width": width, "height": height, "seed": seed, "count": count}
+    return f"<tool_call>\n{json.dumps({'name': 'look', 'arguments': arguments})}\n</tool_call>"
+
+
+def picture(seed: int, size: tuple[int, int] = (90, 60), mode: str = "RGB") -> Image.Image:
+    small = Image.fromarray(np.random.default_rng(seed).integers(0, 255, (7, 9, 3), dtype=np.uint8))
+    return small.resize(size).convert(mode)
+
+
+def file_of(image: Image.Image) -> bytes:
+    file = BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+class Seeing:
+    """A runner, the servers behind it, and what they got."""
+
+    def __init__(self, runner: ChainRunner, renderer: TemplateRenderer, servers: list[SeeingServer]) -> None:
+        self.runner, self.renderer, self.servers = runner, renderer, servers
+
+    async def run(self, name: str = "c0", **task: Any) -> Trajectory:
+        taken = await self.runner.take({"question": "What is shown?", **task})
+        return await self.runner.run(name, taken, Sampling("policy", 1.0, seed=name), frozenset())
+
+    def check(self, *chains: Trajectory) -> None:
+        """Assert that each sampled turn stands in a row right after the ids in which a server read its request, and
+        that the images there are those that it was sent."""
+        vision = self.renderer.sight.vision
+        answered = [pair for s in self.servers for pair in zip(s.prompts, s.responses, strict=True)]
+        for row in (row for chain in chains for row in chain.rows):
+            assert len(row.mask) == len(row.logprobs) == len(row.token_ids)
+            inside = [i for span in row.images for i in range(span.offset, span.offset + span.length)]
+            assert inside == [i for i, token in enumerate(row.token_ids) if token == vision.image_token_id]
+            assert not any(row.mask[i] for i in inside)
+            for start, end in row.turn_spans():
+                answered.remove((row.token_ids[:start], row.token_ids[start:end]))
+            assert vision.expand(collapse(row.token_ids, row.images), [(i.digest, i.grid) for i in row.images]) == (
+                row.token_ids,
+                row.images,
+            )
+        assert not answered
+        for server in self.servers:
+            for digest, image in server.images.items():
+                assert np.array_equal(np.asarray(image), np.asarray(self.renderer.sight.store.load(digest)))
+
+
+@asynccontextmanager
+async def seeing(
+    path: str,
+    folder: Path,
+    texts: Callable[[int], str] | list[str],
+    servers: int = 1,
+    kind: Any = SeeingServer,
+    **fields: Any,
+) -> AsyncIterator[Seeing]:
+    """The n-th request is answered by the n-th of `texts`; `fields` are recipe sections."""
+    from contextlib import AsyncExitStack
+
+    (folder / "looking.py").write_text(TOOLS)
+    sections: dict[str, Any] = {"model": {"path": path}, "tools": ["looking.py:look", "looking.py:broken"]}
+    recipe = RolloutRecipe.model_validate({**sections, **fields})
+    renderer = load_renderer(recipe.model, recipe.rollout.parser, images=folder / "images")
+    count = iter(range(1_000_000))
+
+    def script(prompt: list[int]) -> list[int]:
+        number = next(count)
+        text = texts(number) if callable(texts) else texts[number]
+        return renderer.tokenizer.encode(text + "<|im_end|>", add_special_tokens=False)
+
+    async with AsyncExitStack() as stack:
+        vision = renderer.sight.vision
+        started = [await stack.enter_async_context(serve_seeing(script, vision, kind)) for _ in range(servers)]
+        client = await stack.enter_async_context(InferenceClient([server.url for server in started], retry_seconds=5))
+        toolset = await stack.enter_async_context(open_toolset(recipe, folder))
+        rewards = await stack.enter_async_context(Rewards.load(recipe.rewards, folder))
+        yield Seeing(ChainRunner(recipe, renderer, client, toolset, rewards), renderer, started)
+
+
+async def test_images_of_the_task_and_of_tools_are_seen_where_they_stand(model, tmp_path):
+    async with seeing(model, tmp_path, [look(200, 100, count=2), look(64, 64, 1), "done"]) as chains:
+        image = picture(0, (300, 200))
+        chain = await chains.run(images=[image], question="What is <image> here, and <|image_pad|>?")
+        chains.check(chain)
+    assert chain.outcome is Outcome.COMPLETED
+    assert [len(row.images) for row in chain.rows] == [4]
+    [row] = chain.rows
+    assert [m["role"] for m in chain.messages] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+    kinds = [[part["type"] for part in chain.messages[i]["content"]] for i in (0, 2, 4)]
+    assert kinds == [
+        ["text", "image_url", "text"],
+        ["text", "image_url", "image_url", "text"],
+        ["text", "image_url", "text"],
+    ]
+    shown = image_urls(chain.messages)
+    assert shown == [f"image:{span.digest}" for span in row.images]
+    # each is sent once
+    [server] = chains.servers
+    assert sorted(server.sent) == sorted(span.digest for span in row.images)
+    # what people and tools wrote is text
+    text = chains.renderer.tokenizer.decode(collapse(row.token_ids, row.images))
+    assert text.count("<|image_pad|>") == 4 + 1 + 2
+
+
+async def test_two_hundred_random_chains_are_sent_as_they_stand_in_the_rows(model, tmp_path):
+    draw = random.Random(0)
+
+    def text(_: int) -> str:
+        if draw.random() < 0.4:
+            return "done"
+        if draw.random() < 0.1:
+            return '<tool_call>\n{"name": "broken", "arguments": {}}\n</tool_call>'
+        sides = [int(10 ** draw.uniform(0.5, 2.6)) for _ in range(2)]
+        return look(*sides, seed=draw.randrange(5), count=draw.randrange(3))
+
+    rollout = {"max_turns": 6, "max_total_tokens": 4096, "context": {"keep_images": 4}}
+    async with seeing(model, tmp_path, text, rollout=rollout) as chains:
+        ran = []
+        for number in range(200):
+            images = [picture(draw.randrange(9)) for _ in range(draw.randrange(3))]
+            ran.append(await chains.run(f"c{number}", images=images))
+        chains.check(*ran)
+        assert not any(chain.outcome.failed for chain in ran), {chain.error for chain in ran}
+    assert sum(len(row.images) for chain in ran for row in chain.rows) > 300
+    assert any(len(chain.rows) > 1 for chain in ran)
+
+
+async def test_an_image_that_cannot_be_shown_is_told(model, tmp_path):
+    broken = '<tool_call>\n{"name": "broken", "arguments": {}}\n</tool_call>'
+    async with seeing(model, tmp_path, [broken, look(4, 900), "done"]) as chains:
+        chain = await chains.run()
+        chains.check(chain)
+    assert "image not shown: the image cannot be decoded" in str(chain.messages[2]["content"])
+    assert "at most 200 times the other" in str(chain.messages[4]["content"])
+    assert not chain.rows[0].images
+
+
+class Forgetful(SeeingServer):
+    """Forgets all images after each request."""
+
+    async def generate(self, request: web.Request) -> web.Response:
+        answer = await super().generate(request)
+        if answer.status == 200:
+            self.images.clear()
+        return answer
+
+
+async def test_a_server_that_has_forgotten_images_gets_them_again(model, tmp_path):
+    async with seeing(model, tmp_path, [look(80, 80), "done"], kind=Forgetful) as chains:
+        chain = await chains.run(images=[picture(1)])
+        chains.check(chain)
+    first, second = chain.rows[0].images
+    assert chains.servers[0].sent == [first.digest, first.digest, second.digest]
+
+
+async def test_each_server_gets_the_images(model, tmp_path):
+    async with seeing(model, tmp_path, ["done"] * 8, servers=2) as chains:
+        ran = [await chains.run(f"c{n}", images=[picture(1)], question=f"go {n}") for n in range(8)]
+        chains.check(*ran)
+    assert all(len(server.sent) == 1 for server in chains.servers)
+
+
+class Resizing(SeeingServer):
+    """Reads another number of tokens for its images."""
+
+    def with_prompt(self, answer: web.Response, expanded: list[int]) -> web.Response:
+        return super().with_prompt(answer, [*expanded, self.vision.image_token_id])
+
+
+async def test_a_server_that_reads_other_ids_fails_the_chain(model, tmp_path):
+    async with seeing(model, tmp_path, ["done"], kind=Resizing) as chains:
+        chain = await chains.run(images=[picture(1)])
+    assert chain.outcome is Outcome.INFERENCE_ERROR
+    assert "resizes images otherwise" in chain.error
+
+
+async def test_a_sampled_image_token_fails_the_chain(model, tmp_path):
+    async with seeing(model, tmp_path, ["what <|image_pad|> is"]) as chains:
+        chain = await chains.run(images=[picture(1)])
+    assert chain.outcome is Outcome.INFERENCE_ERROR
+    assert "which stands for an image" in chain.error
+
+
+@pytest.mark.parametrize("policy", ["truncate", "summarize"])
+async def test_context_policies_leave_out_images_as_whole_turns(model, tmp_path, policy):
+    texts = [*(look(200, 200, n) for n in range(4)), "a summary", "done", "done"]
+    context = {"policy": policy, "keep_turns": 1, "max_tokens": 700}
+    async with seeing(model, tmp_path, texts, rollout={"context": context, "max_turns": 9}) as chains:
+        chain = await chains.run(images=[picture(1)])
+        chains.check(chain)
+    assert not chain.outcome.failed
+    assert len(chain.rows) > 1
+    assert all(row.images[0].digest == chain.rows[0].images[0].digest for row in chain.rows), "the task's stays"
+    assert len(chain.rows[-1].images) < 5
+
+
+async def test_old_images_are_left_out_with_their_turns(model, tmp_path):
+    texts = [*(look(80, 80, n) for n in range(4)), "done"]
+    async with seeing(model, tmp_path, texts, rollout={"context": {"keep_images": 3}, "max_turns": 9}) as chains:
+        chain = await chains.run(images=[picture(1)])
+        chains.check(chain)
+    task, *crops = (url.removeprefix("image:") for url in image_urls(chain.messages))
+    assert [[i.digest for i in row.images] for row in chain.rows] == [
+        [task, *crops[:2]],
+        [task, *crops[1:3]],
+        [task, *crops[2:4]],
+    ]
+
+
+async def test_images_are_limited(model, tmp_path):
+    limits = {"images": 2, "on_breach": {"images": {"action": "stop"}}}
+    async with seeing(model, tmp_path, [look(80, 80), look(80, 80, 1, 2), "done"], limits=limits) as chains:
+        chain = await chains.run(images=[picture(1)])
+        with pytest.raises(SettingError, match=r"row 2 has 3 images, and limits.images=2"):
+            await chains.runner.check([{"question": "a"}, {"question": "b", "images": [picture(0)] * 3}])
+    assert (chain.outcome, chain.stop_reason) == (Outcome.TOOL_LIMIT, StopReason.IMAGES)
+    assert "Image not shown: the limit of 2 images" in str(chain.messages[-1]["content"])
+
+
+async def test_tasks_with_images_are_small_and_usable(model, tmp_path):
+    image = picture(3, (500, 400))
+    path = tmp_path / "picture.png"
+    image.save(path)
+    async with seeing(model, tmp_path, ["done"] * 3) as chains:
+        forms = [image, file_of(image), {"bytes": file_of(image), "path": None}, b64encode(file_of(image)).decode()]
+        forms.append(str(path))
+        tasks = [await chains.runner.take({"question": "q", "images": [form]}) for form in forms]
+        with pytest.raises(SettingError, match=r"data: row 1: .* cannot be read"):
+            await chains.runner.check([{"question": "q", "images": [str(tmp_path / "none.png")]}])
+    assert all(len(json.dumps(task)) < 1000 for task in tasks)
+    assert len({task["messages"][0]["content"][0]["image_url"]["url"] for task in tasks}) == 1
+    assert [np.array_equal(np.asarray(Image.open(task["images"][0])), np.asarray(image)) for task in tasks] == [
+        True
+    ] * 5
+
+
+async def test_a_model_that_reads_text_refuses_rows_with_images(tmp_path):
+    from agentfactory.rollout.renderer import make_renderer
+    from tests.chat_tokenizers import make_tokenizer, trl_template
+
+    recipe = RolloutRecipe.model_validate({"model": {"path": "x"}})
+    async with InferenceClient("http://127.0.0.1:1") as client, open_toolset(recipe, tmp_path) as toolset:
+        renderer = make_renderer(make_tokenizer(trl_template("qwen2_5")), tools=False)
+        runner = ChainRunner(recipe, renderer, client, toolset, Rewards([]))
+        with pytest.raises(SettingError, match=r"eval.data: its rows have images, and x reads only text"):
+            await runner.check([{"question": "q", "images": [picture(0)]}], "eval.data")
+
+
+def test_supervised_rows_have_the_images_as_context(model, tmp_path):
+    recipe = RolloutRecipe.model_validate({"model": {"path": model}})
+    renderer = load_renderer(recipe.model, "hermes", images=tmp_path / "images")
+    messages = [
+        {"role": "user", "content": "Look at <image>.", "weight": 0.5},
+        {"role": "assistant", "content": "I <|image_pad|> see."},
+        {"role": "user", "content": "And <image>?"},
+        {"role": "assistant", "content": "That, too."},
+    ]
+    [task] = renderer.sight.take_tasks([{"messages": messages, "images": [picture(0), picture(1, (300, 90))]}], "data")
+    row = renderer.conversation_row(task["messages"], [])
+    assert len(row.images) == 2
+    vision = renderer.sight.vision
+    assert [i for span in row.images for i in range(span.offset, span.offset + span.length)] == [
+        i for i, token in enumerate(row.token_ids) if token == vision.image_token_id
+    ]
+    assert len(row.token_ids) == len(row.mask) == len(row.weights) == len(row.logprobs)
+    assert not any(row.mask[i] or row.weights[i] for s in row.images for i in range(s.offset, s.offset + s.length))
+    learned = [token for token, weight in zip(row.token_ids, row.weights, strict=True) if weight == 1.0]
+    assert renderer.tokenizer.decode(learned) == "I <|image_pad|> see.<|im_end|>That, too.<|im_end|>"
+    # the same ids as a chain that sampled the text
+    ids, _ = renderer.sight.expand(renderer.open(task["messages"][:1], []), task["messages"][:1])
+    assert row.token_ids[: len(ids)] == ids
+
+
+async def test_a_template_without_images_of_tools_shows_them_in_a_user_turn(tmp_path):
+    path = make_vision_model(tmp_path / "model", "qwen3_vl")
+    template = vision_template("qwen3_vl")
+    start = template.index('elif message.role == "tool"')
+    at = template.index("{{- message.content }}", start)
+    kept = template.index("<|vision_start|>", at)
+    without = template[:kept] + template[kept:].replace("<|vision_start|><|image_pad|><|vision_end|>", "", 1)
+    (tmp_path / "own.jinja").write_text(without)
+    model = {"path": str(path), "chat_template": str(tmp_path / "own.jinja")}
+    async with seeing(str(path), tmp_path, [look(80, 80), "done"], model=model) as chains:
+        chain = await chains.run(images=[picture(1)])
+        chains.check(chain)
+    assert "has no images in tool messages: they follow in a user message" in chains.renderer.info["reasons"]
+    assert [m["role"] for m in chain.messages] == ["user", "assistant", "tool", "user", "assistant"]
+    assert len(chain.rows[0].images) == 2

@@ -1,0 +1,118 @@
+"""Sizes, tokens and positions of images, beside transformers' own."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+from agentfactory.rollout.images.features import load_processor, pixels_of
+from agentfactory.rollout.images.vision import Vision, collapse, load_vision
+from agentfactory.tools.errors import SettingError
+from tests.vision_models import KINDS, make_vision_model
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request, tmp_path_factory):
+    return str(make_vision_model(tmp_path_factory.mktemp("vision") / request.param, request.param))
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    small = Image.fromarray(np.random.default_rng(seed).integers(0, 255, (7, 9, 3), dtype=np.uint8))
+    return small.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def vision_of(model: str, **limits: int) -> Vision:
+    vision = load_vision(model, **limits)
+    assert vision is not None
+    return vision
+
+
+def test_images_get_the_size_that_transformers_gives_them(model):
+    draw = random.Random(0)
+    vision = vision_of(model)
+    factor = vision.patch_size * vision.merge_size
+    twice = 0
+
+    def theirs(width: int, height: int) -> tuple[int, int]:
+        return smart_resize(height, width, factor, vision.min_pixels, vision.max_pixels)[::-1]
+
+    for _ in range(20_000):
+        width, height = (int(10 ** draw.uniform(0, 4)) for _ in range(2))
+        try:
+            expected = theirs(width, height)
+            # theirs may leave a narrow image too large, and then resizes it again when it gets it again
+            while theirs(*expected) != expected:
+                twice += 1
+                expected = theirs(*expected)
+        except ValueError:
+            with pytest.raises(ValueError, match="at most 200 times"):
+                vision.fitted(width, height)
+        else:
+            assert vision.fitted(width, height) == expected
+    assert twice
+
+
+@pytest.mark.parametrize("size", [(5, 990), (990, 5), (20, 700), (64, 64), (301, 200), (1, 1), (3000, 2000)])
+def test_the_processor_leaves_an_image_as_it_was_resized(model, size):
+    vision = vision_of(model)
+    fitted = vision.fit(picture(*size))
+    processor = load_processor(model)
+    pixels, grids = pixels_of(processor, [fitted])
+    again = processor(images=[fitted], return_tensors="pt")
+    assert torch.equal(again["pixel_values"], pixels)
+    assert tuple(grids[0].tolist()) == vision.grid(fitted)
+    assert len(pixels) == vision.tokens(vision.grid(fitted)) * vision.merge_size**2
+    # and resizes the original to the same
+    theirs = AutoImageProcessor.from_pretrained(model, backend="pil")(images=[picture(*size)], return_tensors="pt")
+    assert torch.equal(theirs["image_grid_thw"], grids)
+    torch.testing.assert_close(theirs["pixel_values"], pixels, atol=2.1 / 127, rtol=0)
+
+
+def row_with_images(vision: Vision, sizes: list[tuple[int, int]]):
+    ids, images = [20, 21], []
+    for number, size in enumerate(sizes):
+        ids += [30 + number, vision.image_token_id, 40]
+        images.append((f"{number:032x}", vision.grid(vision.fit(picture(*size)))))
+    return [*ids, 22, 23, 24], images
+
+
+def test_images_are_expanded_and_collapsed(model):
+    vision = vision_of(model)
+    ids, images = row_with_images(vision, [(60, 60), (200, 100), (90, 300)])
+    row, spans = vision.expand(ids, images)
+    assert [(span.digest, span.grid) for span in spans] == images
+    for span in spans:
+        assert row[span.offset : span.offset + span.length] == [vision.image_token_id] * span.length
+        assert row[span.offset + span.length] == 40
+    assert collapse(row, spans) == ids
+    with pytest.raises(ValueError, match="places for 3 images, and there are 2"):
+        vision.expand(ids, images[:2])
+
+
+def test_positions_are_those_of_transformers(model):
+    vision = vision_of(model)
+    network = AutoModelForImageTextToText.from_pretrained(model)
+    for sizes in ([], [(60, 60)], [(200, 100), (90, 300)], [(64, 64), (64, 64), (5, 990)]):
+        row, spans = vision.expand(*row_with_images(vision, sizes))
+        ids = torch.tensor([row])
+        expected, _ = network.model.get_rope_index(
+            ids,
+            mm_token_type_ids=(ids == vision.image_token_id).int(),
+            image_grid_thw=torch.tensor([span.grid for span in spans]) if spans else None,
+        )
+        assert torch.equal(torch.from_numpy(vision.positions(len(row), spans)), expected[:, 0])
+        # a row that ends earlier has the same positions, also within an image
+        for length in range(len(row)):
+            within = [span for span in spans if span.offset < length]
+            assert np.array_equal(vision.positions(length, within), expected[:, 0, :length].numpy())
+
+
+def test_limits_of_pixels_replace_the_processors(model):
+    small = vision_of(model, max_pixels=vision_of(model).min_pixels)
+    assert small.tokens(small.grid(small.fit(picture(500, 500)))) == 4
+    with pytest.raises(SettingError, match="max_image_pixels"):
+        vision_of(model, min_pixels=10_000, max_pixels=5_000)

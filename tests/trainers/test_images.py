@@ -1,0 +1,378 @@
+"""Training with images: in trees, packed and padded lines as in single rows, and as transformers computes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from agentfactory.rollout.images.features import load_processor, pixels_of
+from agentfactory.rollout.images.vision import copy_processor
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
+from agentfactory.tools.errors import SettingError
+from agentfactory.trainers.batch import Batch, TrainingRow, make_batches, training_row
+from agentfactory.trainers.checkpoints import Checkpoints
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.images import images_beside
+from agentfactory.trainers.learner import Learner, Terms
+from agentfactory.trainers.network import load_network
+from agentfactory.trainers.policy import Policy, load_policy
+from agentfactory.trainers.rl import train_rl
+from agentfactory.trainers.source import SavedGroups
+from agentfactory.trainers.sync.canary import canary_rows, trainer_scores, with_eyes
+from agentfactory.trainers.vision_tower import tower_of
+from tests.saved_checkpoint import save_checkpoint
+from tests.saved_groups import write_groups
+from tests.trainers.float64 import in_float64, never_through_float32
+from tests.vision_models import KINDS, make_vision_model
+from tests.vision_rows import Album
+
+pytestmark = pytest.mark.numbers
+
+EXACT = {"atol": 1e-12, "rtol": 1e-12}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vision_model(tmp_path_factory.mktemp("vision") / request.param, request.param)
+
+
+@pytest.fixture(autouse=True)
+def whole_float64() -> Iterator[None]:
+    with never_through_float32():
+        yield
+
+
+@pytest.fixture
+def album(model: Path, tmp_path: Path) -> Album:
+    return Album(model, tmp_path / "images")
+
+
+def recipe_of(model: Path, lora: dict[str, Any] | None = None, **train: Any) -> TrainRecipe:
+    return TrainRecipe.model_validate(
+        {"model": {"path": str(model), "dtype": "float32", "lora": lora}, "train": {"steps": 1, **train}}
+    )
+
+
+def learner_of(recipe: TrainRecipe, album: Album) -> Learner:
+    learner = Learner(recipe, Accelerator(cpu=True), temperature=0.7, images=album.store.folder)
+    in_float64(learner.model)
+    return learner
+
+
+def rows_of(album: Album) -> list[TrainingRow]:
+    """A task with an image in its prompt, and a crop in each chain; crops of one size, so of the same ids; a branch
+    within a branch; a shared prefix that ends with an image, one that begins with one; chains without images."""
+    seen, other = album.image(120, 90, 1), album.image(120, 90, 2)
+    crops = [album.image(64, 64, 10 + number) for number in range(4)]
+    prompt, turn, after = album.text(9), album.text(5), album.text(3)
+    rows = [album.row(prompt, seen, turn, 4, after, crop, 3) for crop in crops[:2]]
+    nested = album.row(prompt, seen, turn, 4, after, crops[2], 3, after)
+    more = [album.row(4, after, crop, 2) for crop in (crops[0], crops[3])]
+    for end in more:
+        begun = album.row()
+        for name in ("token_ids", "mask", "logprobs", "versions", "images"):
+            setattr(begun, name, list(getattr(nested, name)))
+        ids = len(begun.token_ids)
+        begun.token_ids += end.token_ids
+        begun.mask += end.mask
+        begun.logprobs += end.logprobs
+        begun.images += [replace(span, offset=span.offset + ids) for span in end.images]
+        rows.append(begun)
+    # the same ids before other images: equal ids, different images, the first token already
+    rows += [album.row(image, turn, 3) for image in (seen, other, seen)]
+    rows += [album.row(prompt, image, 2) for image in (seen, other)]
+    rows += [album.row(prompt, turn, 3), album.row(prompt, turn, 2), album.row(prompt, crops[0], crops[0], crops[1], 2)]
+    made = [training_row(row, advantage=album.draw.uniform(-1, 1)) for row in rows]
+    return [row for row in made if row is not None]
+
+
+def loss(index: int, part: Any, logprob: Tensor, entropy: Tensor) -> Terms:
+    streams = part.streams
+    return Terms((streams["weight"] * (-streams["advantage"] * logprob + 0.1 * logprob * logprob)).sum())
+
+
+def computed(learner: Learner, batch: Batch) -> tuple[Tensor, dict[int, Tensor], dict[str, Tensor]]:
+    """Loss, log-probabilities by row, and gradients by name of a whole batch."""
+    total, rows = torch.zeros((), dtype=torch.float64), {}
+    learner.model.zero_grad()
+    for index, part in enumerate(batch.micro_batches):
+        logprob, entropy = learner._policy_pass(part)
+        value = loss(index, part, logprob, entropy).loss / batch.normaliser
+        value.backward()
+        total += value.detach()
+        for place, row in enumerate(part.rows):
+            rows[row] = logprob.detach()[part.sequence == place]
+    gradients = {name: weight.grad for name, weight in learner.policy.named_parameters() if weight.grad is not None}
+    return total, rows, {name: gradient.clone() for name, gradient in gradients.items()}
+
+
+def assert_same(given: Any, expected: Any) -> None:
+    torch.testing.assert_close(given, expected, **EXACT)
+
+
+@contextmanager
+def counting(learner: Learner) -> Iterator[list[int]]:
+    """Counts the images in each run of the tower."""
+    tower = tower_of(learner.policy.network)
+    assert tower is not None
+    runs: list[int] = []
+    handle = tower.register_forward_hook(
+        lambda module, args, kwargs, output: runs.append(len(kwargs["grid_thw"])), with_kwargs=True
+    )
+    yield runs
+    handle.remove()
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "frozen": {},
+    "trained": {"vision": "trained"},
+    "checkpointing": {"gradient_checkpointing": True},
+    "trained checkpointing": {"vision": "trained", "gradient_checkpointing": True},
+    "lora": {"lora": {"rank": 2}},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_layout_equals_single_rows(model: Path, album: Album, variant: str) -> None:
+    plain = {**VARIANTS[variant], "gradient_checkpointing": False}
+    recipe = recipe_of(model, **VARIANTS[variant])
+    learner = learner_of(recipe, album)
+    alone = learner_of(recipe_of(model, **plain), album)
+    if recipe.model.lora:
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for name, weight in learner.policy.named_parameters():
+                if ".lora_B." in name:
+                    weight.normal_(std=0.1)
+        alone.model.load_state_dict(learner.model.state_dict())
+    rows = rows_of(album)
+    expected = computed(alone, make_batches(rows, "padded", 1, vision=alone.vision)[0])
+    names = set(expected[2])
+    assert any(".visual." in name for name in names) == (learner.vision is not None and "trained" in variant)
+    for batching, budget in (("tree", 10_000), ("tree", 150), ("packed", 10_000), ("packed", 150), ("padded", 10_000)):
+        (batch,) = make_batches(rows, batching, budget, vision=learner.vision)
+        with counting(learner) as runs:
+            total, logprobs, gradients = computed(learner, batch)
+        assert_same(total, expected[0])
+        assert_same(logprobs, expected[1])
+        assert_same(gradients, expected[2])
+        # each image once per micro-batch
+        digests = [{image.digest for image in part.images} for part in batch.micro_batches]
+        assert runs == [len(images) for images in digests if images]
+        if (batching, budget) == ("tree", 10_000):
+            assert sum(part.ids.numel() for part in batch.micro_batches) < 0.7 * sum(len(row.token_ids) for row in rows)
+
+
+def test_equals_transformers_own_forward(model: Path, album: Album) -> None:
+    learner = learner_of(recipe_of(model), album)
+    # transformers takes two images without a token between them for one
+    rows = rows_of(album)[:-1]
+    (batch,) = make_batches(rows, "tree", 10_000, vision=learner.vision)
+    _, logprobs, _ = computed(learner, batch)
+    network = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float64)
+    processor = load_processor(str(model))
+    for number, row in enumerate(rows):
+        ids = torch.as_tensor(row.token_ids)[None]
+        pictures: dict[str, Any] = {}
+        if row.images:
+            pixels, grids = pixels_of(processor, [album.store.load(image.digest) for image in row.images])
+            pictures = {"pixel_values": pixels.double(), "image_grid_thw": grids}
+        kinds = (ids == album.vision.image_token_id).int()
+        logits = network(ids, mm_token_type_ids=kinds, **pictures).logits[0]
+        logits[:, list(album.vision.banned_token_ids)] -= 100.0
+        expected = (logits / 0.7).log_softmax(-1)[torch.as_tensor(row.targets) - 1]
+        labels = ids[0, torch.as_tensor(row.targets)]
+        torch.testing.assert_close(logprobs[number], expected.gather(-1, labels[:, None])[:, 0], atol=1e-7, rtol=1e-7)
+
+
+def test_critic_reference_and_sft_see_images(model: Path, album: Album) -> None:
+    """Scores of a critic that has learned, and of a reference, in trees and alone."""
+    recipe = recipe_of(model, algorithm="ppo", loss={"kl": {"coefficient": 0.1}}, token_budget=10_000)
+    learner = learner_of(recipe, album)
+    in_float64(learner._reference.network)
+    with torch.no_grad():
+        learner._actor_critic.critic.head.normal_()
+        learner.policy.network.lm_head.weight.mul_(1.1)
+    rows = rows_of(album)
+    found = learner.score(rows, ["proximal", "reference", "value"])
+    learner.batching, learner.token_budget = "padded", 1
+    expected = learner.score(rows, ["proximal", "reference", "value"])
+    for given, wanted in zip(found, expected, strict=True):
+        for name in ("proximal", "reference", "value"):
+            # scores are kept in float32
+            torch.testing.assert_close(given.streams[name], wanted.streams[name], atol=2e-6, rtol=2e-6)
+        assert not torch.allclose(*(torch.as_tensor(given.streams[name]) for name in ("proximal", "reference")))
+    row = album.row(album.text(4), album.image(80, 80, 5), album.text(4), 3)
+    row.weights = [float(kept) for kept in row.mask]
+    example = training_row(row)
+    assert example is not None
+    (image,) = example.images
+    assert (image.length, image.offset) == (row.images[0].length, 4)
+
+
+def test_images_behind_the_last_target_are_not_encoded(model: Path, album: Album) -> None:
+    row = training_row(album.row(album.text(4), 3, album.image(80, 80, 5), album.text(4)))
+    assert row is not None
+    assert not row.images
+
+
+def test_rows_that_cannot_be_seen_are_refused(model: Path, album: Album, tmp_path: Path) -> None:
+    rows = [row for row in (training_row(album.row(album.image(80, 80, 5), 3)),) if row is not None]
+    with pytest.raises(ValueError, match="reads only text"):
+        make_batches(rows, "tree", 100)
+    learner = learner_of(recipe_of(model), album)
+    (image,) = rows[0].images
+    other = album.image(200, 90, 6)[0]
+    for images, problem in (
+        ((replace(image, digest="0" * 32),), "cannot be read"),
+        ((replace(image, digest=other),), "which are not its"),
+    ):
+        (batch,) = make_batches([replace(rows[0], images=images)], "tree", 100, vision=learner.vision)
+        with pytest.raises(ValueError, match=problem):
+            learner._policy_pass(batch.micro_batches[0])
+    learner = Learner(recipe_of(model), Accelerator(cpu=True))
+    (batch,) = make_batches(rows, "tree", 100, vision=learner.vision)
+    with pytest.raises(ValueError, match="no folder of images"):
+        learner._policy_pass(batch.micro_batches[0])
+
+
+def test_a_checkpoint_is_a_model_that_sees(model: Path, album: Album, tmp_path: Path) -> None:
+    learner = Learner(recipe_of(model, vision="trained"), Accelerator(cpu=True), images=album.store.folder)
+    with torch.no_grad():
+        for weight in learner.policy.parameters():
+            weight.add_(0.01 * torch.randn_like(weight))
+    folder = save_checkpoint(tmp_path, 1, learner, AutoTokenizer.from_pretrained(model), {})
+    (batch,) = make_batches(rows_of(album), "tree", 10_000, vision=learner.vision)
+    again = Learner(recipe_of(folder), Accelerator(cpu=True), images=album.store.folder)
+    with torch.no_grad():
+        for part in batch.micro_batches:
+            assert_same(again._policy_pass(part)[0], learner._policy_pass(part)[0])
+
+
+def test_the_tower_has_its_own_learning_rate(model: Path) -> None:
+    learner = Learner(
+        recipe_of(model, vision="trained", vision_learning_rate=1e-6, learning_rate=1e-4), Accelerator(cpu=True)
+    )
+    rates = {id(weight): group["lr"] for group in learner.optimizer.param_groups for weight in group["params"]}
+    for name, weight in learner.policy.named_parameters():
+        assert rates[id(weight)] == (1e-6 if ".visual." in name else 1e-4)
+    frozen = Learner(recipe_of(model), Accelerator(cpu=True)).optimizer.param_groups
+    assert sum(len(group["params"]) for group in frozen) == sum(".visual." not in n for n in learner.policy.gather())
+
+
+def adapted(policy: Policy) -> set[str]:
+    """What has an adapter: parts of the network, and of their layers."""
+    return {f"{name.split('.')[3]} {name.split('.')[-3]}" for name in policy.gather()}
+
+
+LANGUAGE = {f"language_model {name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+
+
+def test_adapters_are_in_the_language_model(model: Path) -> None:
+    assert adapted(load_policy(recipe_of(model, lora={"rank": 2}))) == LANGUAGE
+    everywhere = adapted(load_policy(recipe_of(model, lora={"rank": 2}, vision="trained")))
+    assert everywhere > LANGUAGE
+    assert any(name.startswith("visual") for name in everywhere)
+    names = ["q_proj", "gate_proj", "linear_fc1"]
+    with pytest.raises(SettingError, match=r"model.visual.*use all-linear, or the pattern") as refused:
+        load_policy(recipe_of(model, lora={"rank": 2, "target_modules": names}))
+    pattern = str(refused.value).rpartition("pattern ")[2].strip("'").replace("\\\\", "\\")
+    found = adapted(load_policy(recipe_of(model, lora={"rank": 2, "target_modules": pattern})))
+    assert found == {"language_model q_proj", "language_model gate_proj"}
+
+
+def test_qlora_equals_an_adapter_on_its_dequantised_base(model: Path, album: Album, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    quantised = recipe_of(model, lora={"rank": 2, "quantization": "nf4"})
+    load_network(quantised).dequantize().save_pretrained(tmp_path / "base")
+    copy_processor(str(model), tmp_path / "base")
+    rows = rows_of(album)
+    found = []
+    for recipe in (quantised, recipe_of(tmp_path / "base", lora={"rank": 2})):
+        learner = Learner(recipe, Accelerator(cpu=True), images=album.store.folder)
+        torch.manual_seed(3)
+        with torch.no_grad():
+            for name, weight in learner.policy.named_parameters():
+                if "lora_B" in name:
+                    weight.normal_(std=0.1)
+        (batch,) = make_batches(rows, "tree", 10_000, vision=learner.vision)
+        found.append(computed(learner, batch))
+    for given, expected in zip(*found, strict=True):
+        torch.testing.assert_close(given, expected, atol=1e-4, rtol=1e-3)
+
+
+def test_a_network_without_a_tower_trains_none(model_folder: Path) -> None:
+    with pytest.raises(SettingError, match=r"train.vision: got trained, but Qwen3ForCausalLM has no vision tower"):
+        load_policy(recipe_of(model_folder, vision="trained"))
+
+
+def test_the_canary_sees_what_the_tower_learns(model: Path, album: Album) -> None:
+    learner = Learner(recipe_of(model, vision="trained"), Accelerator(cpu=True), images=album.store.folder)
+    blind = canary_rows(range(20, 300), longest=144)
+    rows = with_eyes(blind, album.vision, album.store)
+    assert [len(row.context) for row in rows] == [len(row.context) for row in blind]
+    assert [len(row.images) for row in rows] == [1, 0] * (len(rows) // 2)
+
+    def scores() -> np.ndarray:
+        return trainer_scores(learner.policy, rows, learner.policy_forward, learner.images).reshape(len(rows), -1)
+
+    before = scores()
+    # as of the row alone, without the tokens that are never sampled
+    context, spans = rows[0].context, rows[0].images
+    row = album.row(context[: spans[0].offset], (spans[0].digest, spans[0].grid))
+    row.append_context(context[spans[0].offset + spans[0].length :])
+    row.append_sampled([rows[0].candidates[0]], [0.0], [])
+    (alone,) = [made for made in (training_row(row),) if made is not None]
+    learner.temperature = 1.0
+    (part,) = make_batches([alone], "padded", 1000, vision=learner.vision)[0].micro_batches
+    torch.testing.assert_close(float(learner._policy_pass(part)[0]), float(before[0, 0]), atol=1e-5, rtol=0)
+    with torch.no_grad():
+        for name, weight in learner.policy.named_parameters():
+            if ".visual." in name:
+                weight.add_(0.1 * torch.randn_like(weight))
+    moved = np.abs(scores() - before).max(1)
+    assert (moved[::2] > 1e-3).all()
+    assert (moved[1::2] == 0).all()
+
+
+def test_saved_groups_with_images_are_trained(model: Path, album: Album, tmp_path: Path) -> None:
+    """Through the files of a run, whose images are beside its trajectories."""
+    image, prompt = album.image(90, 90, 1), album.text(6)
+    chains = [
+        Trajectory(
+            id=f"chain-{number}",
+            messages=[],
+            rows=[album.row(prompt, image, album.text(2), 4, album.image(64, 64, number), 3)],
+            outcome=Outcome.COMPLETED,
+            reward=float(number % 2),
+            turns=2,
+        )
+        for number in range(4)
+    ]
+    folder = tmp_path / "trajectories"
+    folder.mkdir()
+    write_groups(folder / "train.jsonl", [Group("group", {}, chains)])
+    recipe = recipe_of(model, batch_size=1, learning_rate=1e-3, loss={"mismatch": {"correction": "none"}})
+    logged: list[dict[str, Any]] = []
+    train_rl(
+        recipe,
+        Accelerator(cpu=True),
+        Checkpoints(tmp_path / "checkpoints", AutoTokenizer.from_pretrained(model), recipe.train),
+        source=SavedGroups(folder, 1),
+        sync=None,
+        log=logged.append,
+        images=images_beside(folder),
+    )
+    (step,) = logged
+    assert step["grad_norm"] > 0
+    assert (tmp_path / "checkpoints/step-000001/preprocessor_config.json").exists()
+    assert images_beside(folder / "train.jsonl") == images_beside(folder) == album.store.folder
+    assert images_beside(tmp_path / "saved.jsonl") == album.store.folder

@@ -1,0 +1,67 @@
+"""Images on two processes: they compute what one does, also where only one of them has images."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from agentfactory.trainers.batch import TrainingRow, make_batches, training_row
+from agentfactory.trainers.config import TrainRecipe
+from tests.forked import start_ranks
+from tests.trainers.launched_images import scores_and_weights
+from tests.vision_models import make_vision_model
+from tests.vision_rows import Album
+
+pytestmark = [pytest.mark.processes, pytest.mark.numbers]
+
+PLAIN = {"steps": 1, "learning_rate": 0.1, "max_grad_norm": 1e9, "optimizer": {"name": "sgd", "betas": [0.0, 0.0]}}
+CASES: dict[str, list[dict[str, Any]]] = {
+    "qwen3_vl": [{"gradient_checkpointing": True}, {"vision": "trained", "vision_learning_rate": 0.3}],
+    "qwen2_5_vl": [
+        {"vision": "trained", "gradient_checkpointing": True, "algorithm": "ppo"},
+        {"lora": {"rank": 2}},
+    ],
+}
+BUDGET = 120
+
+
+def rows_of(album: Album) -> list[TrainingRow]:
+    """Seven long rows of text, and two of one group with images."""
+    image, crop = album.image(90, 90, 1), album.image(64, 64, 2)
+    prompt, turn = album.text(8), album.text(4)
+    rows = [album.row(album.text(30), 60) for _ in range(7)]
+    rows += [album.row(prompt, image, turn, 3, album.text(3), crop, count) for count in (3, 6)]
+    made = [training_row(row, advantage=album.draw.uniform(-1, 1)) for row in rows]
+    return [row for row in made if row is not None]
+
+
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_processes_equal_one(tmp_path: Path, strategy: str, kind: str) -> None:
+    model = make_vision_model(tmp_path / "model", kind)
+    album = Album(model, tmp_path / "images")
+    rows = rows_of(album)
+    shares = make_batches(rows, "tree", BUDGET, processes=2, vision=album.vision)
+    seen = [[bool(part.images) for part in share.micro_batches] for share in shares]
+    assert any(one != other for one, other in zip(*seen, strict=True))
+
+    def recipe(case: dict[str, Any], processes: int) -> dict[str, Any]:
+        train = {**PLAIN, **case, "token_budget": BUDGET, "processes": processes, "loss": {"kl": {"coefficient": 0.1}}}
+        train["strategy"] = strategy if processes > 1 else "single"
+        return {"model": {"path": str(model), "dtype": "float32", "lora": train.pop("lora", None)}, "train": train}
+
+    (tmp_path / "rows").write_bytes(pickle.dumps(rows))
+    log = tmp_path / "ranks.log"
+    arguments = [str(album.store.folder), str(tmp_path / "rows"), str(tmp_path / "found")]
+    asked = json.dumps([recipe(case, 2) for case in CASES[kind]])
+    ranks = start_ranks("tests.trainers.launched_images", asked, *arguments, log=log, strategy=strategy)
+    assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
+    for case, given in zip(CASES[kind], torch.load(tmp_path / "found-0.pt", weights_only=False), strict=True):
+        single = TrainRecipe.model_validate(recipe(case, 1))
+        expected = scores_and_weights(single, Accelerator(cpu=True), album.store.folder, rows)
+        for part in ("scores", "loss", "grad_norm", "weights"):
+            torch.testing.assert_close(given[part], expected[part], atol=2e-5, rtol=2e-4)

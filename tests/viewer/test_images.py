@@ -1,0 +1,93 @@
+"""Images that a run has stored, on a chain's page and in an exported file, with the boxes that tools were given."""
+
+import base64
+import json
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from agentfactory.launching.run_folder import RunFolder
+from agentfactory.rollout.images.store import ImageStore, url_of
+from agentfactory.rollout.trajectory import Group
+from agentfactory.tools.messages import Message, ToolCall
+from agentfactory.viewer.export import export
+from tests.saved_groups import write_groups
+from tests.viewer.browsing import asking
+from tests.viewer.viewer_runs import chain
+
+
+def picture(width: int, height: int, colour: str) -> Image.Image:
+    return Image.new("RGB", (width, height), colour)
+
+
+def zoomed(run: RunFolder, box: list[float], number: int | None = None) -> list[Message]:
+    """A chain that sees a stored picture, zooms into it, and sees a crop that is no longer stored."""
+    store = ImageStore(run.images)
+    seen, crop = store.put(picture(400, 200, "red")), store.put(picture(64, 64, "blue"))
+    store.path(crop).unlink()
+    arguments = {"bbox_2d": box, **({} if number is None else {"img_idx": number})}
+    call = ToolCall("call_0", "image_zoom_in_tool", arguments)
+
+    def shown(digest: str) -> dict:
+        return {"type": "image_url", "image_url": {"url": url_of(digest)}}
+
+    return [
+        {"role": "user", "content": [shown(seen), {"type": "text", "text": "What is there?"}]},
+        {"role": "assistant", "content": "", "tool_calls": [call.to_openai()]},
+        {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": [shown(crop)]},
+    ]
+
+
+def run_of(folder: Path, box: list[float], model_type: str = "qwen3_vl", number: int | None = None) -> RunFolder:
+    model = folder / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps({"model_type": model_type}))
+    run = RunFolder.create(folder / "run", f"name: eyes\nmodel: {{path: {model}}}\n")
+    messages = zoomed(run, box, number)
+    write_groups(run.trajectories / "train.jsonl", [Group("g000000", {"question": "?"}, [chain("c", messages, [])])])
+    return run
+
+
+def test_a_stored_image_is_shown_and_a_missing_one_is_told(tmp_path: Path) -> None:
+    run = run_of(tmp_path, [0, 0, 500, 1000])
+    _, client = asking(run.path)
+    row = client.get("/api/trajectories").json()["rows"][0]
+    page = client.get("/api/trajectory", params={name: row[name] for name in ("run", "file", "byte", "place")}).json()
+    first, crop = page["messages"][0]["parts"][0], page["messages"][2]["parts"][0]
+    answer = client.get(f"/{first['image']}")
+    assert answer.headers["content-type"] == "image/png"
+    assert Image.open(BytesIO(answer.content)).size == (400, 200)
+    missing = client.get(f"/{crop['image']}")
+    assert missing.status_code == 404
+    assert "fix: keep the folder" in missing.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "box", "number", "expected"),
+    [
+        ("qwen3_vl", [0, 250, 500, 1000], None, [[0.0, 0.25, 0.5, 1.0]]),
+        ("qwen2_5_vl", [100, 50, 300, 150], 0, [[0.25, 0.25, 0.75, 0.75]]),
+        ("qwen2_5_vl", [-100, 0, 4000, 100], 0, [[0.0, 0.0, 1.0, 0.5]]),
+        # nothing of the image, no such image, no box
+        ("qwen3_vl", [500, 0, 500, 10], None, []),
+        ("qwen3_vl", [0, 0, 500, 500], 5, []),
+        ("qwen3_vl", [0, 0, "a", 500], None, []),
+        ("qwen3_vl", [0, 0, 500], None, []),
+    ],
+)
+def test_boxes_are_where_the_model_meant_them(tmp_path, model_type, box, number, expected) -> None:
+    _, client = asking(run_of(tmp_path, box, model_type, number).path)
+    row = client.get("/api/trajectories").json()["rows"][0]
+    page = client.get("/api/trajectory", params={name: row[name] for name in ("run", "file", "byte", "place")}).json()
+    assert page["messages"][0]["parts"][0]["boxes"] == expected
+    assert page["messages"][2]["parts"][0]["boxes"] == []
+
+
+def test_an_exported_file_holds_the_images(tmp_path: Path) -> None:
+    run = run_of(tmp_path, [0, 0, 500, 1000])
+    export([run.path], tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    (digest,) = (path.stem for path in run.images.glob("*/*.png"))
+    assert base64.b64encode(ImageStore(run.images).png(digest)).decode() in text

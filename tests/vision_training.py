@@ -1,0 +1,45 @@
+"""A learner that trains a vision tower, beside a server of the same model, with the canary of both."""
+
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from agentfactory.rollout.images.vision import load_vision
+from agentfactory.trainers.batch import training_row
+from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.learner import Learner
+from agentfactory.trainers.policy_update import update_policy
+from agentfactory.trainers.server_control import ServerControl
+from agentfactory.trainers.sync.canary import Canary, canary_rows, push_proven, with_eyes
+from agentfactory.trainers.sync.file import FileSync
+from tests.vision_rows import LEAST, MOST, Album
+
+STEPS = 2
+
+
+class SeeingRun:
+    """Trains on an image, and pushes to a server."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.album = Album(folder / "model", folder / "images")
+        model = {"path": str(folder / "model"), "dtype": "float32"}
+        self.recipe = TrainRecipe.model_validate(
+            {"model": model, "train": {"steps": STEPS, "learning_rate": 1e-3, "vision": "trained"}}
+        )
+        self.learner = Learner(self.recipe, Accelerator(cpu=True), images=self.album.store.folder)
+        self.server = ServerControl(url)
+        rows = canary_rows(range(LEAST, MOST), longest=144)
+        vision = load_vision(model["path"])
+        assert vision is not None
+        self.canary = Canary([self.server], with_eyes(rows, vision, self.album.store), "float32")
+        self.sync = FileSync([self.server], folder / "sync")
+
+    def train(self) -> None:
+        row = self.album.row(self.album.text(9), self.album.image(120, 90), self.album.text(9), 40)
+        made = [training_row(row, sign) for sign in (1.0, -0.5)]
+        update_policy(self.learner, self.learner.deal([row for row in made if row is not None]), self.recipe)
+
+    def push(self, version: int) -> dict[str, float]:
+        learner = self.learner
+        scores = self.canary.trainer_scores(learner.policy, images=learner.images)
+        return push_proven(self.sync, self.canary, version, learner.policy, learner.policy.gather(), scores)[1]

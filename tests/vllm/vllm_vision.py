@@ -1,0 +1,189 @@
+"""Chains with images on real vLLM: the server's log-probabilities are transformers' own, and what it is sent is what
+the rows hold.
+
+The names of the files here keep them out of `make test`; `make test-vllm` runs them.
+"""
+
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.images.features import load_processor, pixels_of
+from agentfactory.rollout.images.sight import Sight
+from agentfactory.rollout.images.vision import BANNED_BIAS
+from agentfactory.rollout.renderer import TemplateRenderer, load_renderer
+from agentfactory.rollout.sampling import Sampler, Sampling
+from agentfactory.rollout.trajectory import Row
+from agentfactory.tools.messages import Message, ToolCall, ToolResult
+from tests.server_process import VLLM_PYTHON, serve
+from tests.vision_models import KINDS, make_vision_model
+
+SAMPLING = Sampling("policy", 0.7, "c0")
+TOKENS = 40
+
+
+class Served(NamedTuple):
+    recipe: RolloutRecipe
+    url: str
+    renderer: TemplateRenderer
+    sight: Sight
+    network: Any
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("vllm-vision")
+    path = make_vision_model(folder / request.param, request.param)
+    patch = 28 if request.param == "qwen2_5_vl" else 32
+    sections: dict[str, Any] = {
+        # more than the model's own processor allows
+        "model": {"path": str(path), "dtype": "float32", "max_image_pixels": 100 * patch**2},
+        "server": {
+            **{"engine": "vllm", "python": VLLM_PYTHON, "max_model_len": 2048, "max_num_seqs": 8},
+            "args": ["--enforce-eager", "--enable-prefix-caching", "--served-model-name", "policy"],
+        },
+        "limits": {"images": 8},
+    }
+    recipe = RolloutRecipe.model_validate(sections)
+    renderer = load_renderer(recipe.model, "hermes", tools=False, images=folder / "images")
+    assert renderer.sight is not None
+    likely = load_file(path / "model.safetensors")
+    for token in renderer.sight.vision.banned_token_ids:
+        # where the bias did not hold, every second token would be one of these
+        likely["lm_head.weight"][token] *= 20
+    save_file(likely, path / "model.safetensors", {"format": "pt"})
+    network = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    with serve(sections, folder) as url:
+        yield Served(recipe, url, renderer, renderer.sight, network)
+
+
+def picture(seed: int, size: tuple[int, int]) -> Image.Image:
+    small = Image.fromarray(np.random.default_rng(seed).integers(0, 255, (7, 9, 3), dtype=np.uint8))
+    return small.resize(size, Image.Resampling.BICUBIC)
+
+
+def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+@torch.no_grad()
+def logprobs_of(served: Served, row: Row) -> torch.Tensor:
+    """The log-probability of each token of a row but the first, by transformers."""
+    images = [served.sight.store.load(span.digest) for span in row.images]
+    ids = torch.tensor([row.token_ids])
+    shown: dict[str, Any] = {}
+    if images:
+        pixels, grids = pixels_of(load_processor(served.recipe.model.path), images)
+        assert [tuple(grid) for grid in grids.tolist()] == [span.grid for span in row.images]
+        types = (ids == served.sight.vision.image_token_id).int()
+        shown = {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": types}
+    served.network.model.rope_deltas = None
+    logits = served.network(input_ids=ids, use_cache=False, **shown).logits[0, :-1]
+    logits[:, list(served.sight.vision.banned_token_ids)] += BANNED_BIAS
+    return (logits / SAMPLING.temperature).log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+
+
+def check_logprobs(served: Served, row: Row) -> None:
+    expected, found = logprobs_of(served, row), torch.tensor(row.logprobs)[1:]
+    sampled = torch.tensor(row.mask, dtype=torch.bool)[1:]
+    assert sampled.sum() > 2
+    torch.testing.assert_close(found[sampled], expected[sampled], atol=1e-4, rtol=0)
+
+
+def extend(served: Served, row: Row, messages: list[Message], new: list[Message]) -> None:
+    collapsed = served.sight.collapse(row)
+    renderer = served.renderer
+    added = renderer.extend(collapsed, messages, new, []) if row.token_ids else renderer.open(messages, [])
+    assert added is not None
+    row.append_context(*served.sight.expand(added, new))
+
+
+async def sample(served: Served, client: InferenceClient, row: Row, turn: int) -> None:
+    sampler = Sampler(served.recipe, client, served.renderer.stop_token_ids, served.sight)
+    done = await sampler.sample(row.token_ids, SAMPLING, turn, TOKENS, images=row.images)
+    assert not set(done.token_ids) & set(served.sight.vision.banned_token_ids)
+    row.append_sampled(done.token_ids, done.logprobs, done.versions)
+
+
+async def take(served: Served, images: list[Any], text: str = "What is shown?") -> list[Message]:
+    task = await served.sight.take_task({"question": text, "images": images}, "data")
+    return task["messages"]
+
+
+async def test_vllm_samples_two_turns_with_two_images_each(served: Served, tmp_path: Path) -> None:
+    clear = picture(0, (300, 200)).convert("RGBA")
+    clear.putalpha(Image.linear_gradient("L").resize(clear.size))
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    first = [file_of(clear), file_of(picture(1, (260, 130)), "JPEG", exif=turned.tobytes())]
+    second = [picture(2, (5, 990)), picture(3, (1400, 1000))]
+    async with InferenceClient(served.url) as client:
+        for _ in range(2):  # the second time, the prefixes are cached
+            messages = await take(served, first)
+            row = Row()
+            extend(served, row, messages, messages)
+            await sample(served, client, row, 0)
+            answer = await take(served, second, "And <image> beside <image>?")
+            messages = [*messages, {"role": "assistant", "content": "words"}, *answer]
+            extend(served, row, messages, answer)
+            await sample(served, client, row, 1)
+            assert len(row.images) == 4
+            assert row.images[3].length > 64, "the server keeps to model.max_image_pixels"
+            check_logprobs(served, row)
+
+
+@pytest.mark.parametrize("size", [(20, 700), (700, 20), (1, 1), (60, 60)])
+async def test_vllm_reads_images_of_any_size_as_the_row_has_them(served: Served, size: tuple[int, int]) -> None:
+    async with InferenceClient(served.url) as client:
+        messages = await take(served, [picture(4, size)])
+        row = Row()
+        extend(served, row, messages, messages)
+        await sample(served, client, row, 0)
+        check_logprobs(served, row)
+
+
+async def test_vllm_is_sent_images_again_that_it_does_not_know(served: Served) -> None:
+    async with InferenceClient(served.url) as client:
+        messages = await take(served, [picture(50, (128, 128)), picture(51, (128, 96))])
+        row = Row()
+        extend(served, row, messages, messages)
+        client._sent_to(served.url, None).note(row.images)
+        await sample(served, client, row, 0)
+        check_logprobs(served, row)
+
+
+async def test_vllm_applies_the_bias_without_images(served: Served) -> None:
+    async with InferenceClient(served.url) as client:
+        messages: list[Message] = [{"role": "user", "content": "No image <|image_pad|> here."}]
+        row = Row()
+        extend(served, row, messages, messages)
+        await sample(served, client, row, 0)
+        check_logprobs(served, row)
+
+
+async def test_vllm_reads_images_of_tools(served: Served) -> None:
+    [crop] = await take(served, [picture(6, (90, 60))], "a crop")
+    result = ToolResult(crop["content"])
+    call = ToolCall("call_0", "zoom", {})
+    async with InferenceClient(served.url) as client:
+        messages = await take(served, [picture(5, (64, 64))])
+        row = Row()
+        extend(served, row, messages, messages)
+        await sample(served, client, row, 0)
+        answers = served.renderer.answers([call], [result])
+        said = {"role": "assistant", "content": "", "tool_calls": [call.to_openai()]}
+        extend(served, row, [*messages, said, *answers], answers)
+        await sample(served, client, row, 1)
+        check_logprobs(served, row)

@@ -1,0 +1,47 @@
+"""Networks that see on real vLLM, trained with their towers, synced and proven; an image that the server has seen
+before is seen anew after each update, and with the cached features of older weights the proof fails."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from agentfactory.tools.notices import notice_of
+from agentfactory.trainers.server_control import ServerControl, SyncError
+from agentfactory.trainers.sync.full import FORGET_FEATURES
+from tests.server_process import VLLM_PYTHON, serve
+from tests.vision_models import KINDS, make_vision_model
+from tests.vision_training import STEPS, SeeingRun
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeeingRun]:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = {"path": str(make_vision_model(folder / "model", request.param)), "dtype": "float32"}
+    server = {"engine": "vllm", "python": VLLM_PYTHON, "max_model_len": 512}
+    with serve({"model": model, "server": server}, folder, "file") as url:
+        yield SeeingRun(folder, url)
+
+
+def test_vllm_sees_with_the_trained_tower(run: SeeingRun, caplog: pytest.LogCaptureFixture) -> None:
+    for version in range(STEPS + 1):
+        proof = run.push(version)
+        run.train()
+    assert proof["sync/canary_noise"] < 1e-4
+    assert proof["sync/canary_slope"] == pytest.approx(1.0, abs=0.01)
+    assert not [record for record in caplog.records if notice_of(record)], "every weight is proven by its content"
+
+
+def test_vllm_with_features_of_older_weights_is_caught(run: SeeingRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = STEPS + 1
+    run.push(version)
+    with torch.no_grad():
+        for name, weight in run.learner.policy.named_parameters():
+            if ".visual." in name:
+                weight.add_(0.05 * torch.randn_like(weight))
+    post = ServerControl.post
+    monkeypatch.setattr(
+        ServerControl, "post", lambda self, path, *more: {} if path == FORGET_FEATURES else post(self, path, *more)
+    )
+    with pytest.raises(SyncError, match="serves other weights"):
+        run.push(version + 1)
