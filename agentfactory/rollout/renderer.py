@@ -147,7 +147,7 @@ class TemplateRenderer:
         # the cached functions take JSON, which is hashable and cheaper to create than a render
         self._opening = cached(1024, self._render_opening)
         self._following = cached(16384, self._render_following)
-        self._ids = cached(4096, lambda text, follows: tuple(self._encoder.encode(text, follows)))
+        self._ids = cached(4096, self._encode)
 
     @property
     def chat_template(self) -> str:
@@ -351,11 +351,14 @@ class TemplateRenderer:
     def _add_context(self, row: Row, text: str, begin: int, spans: Spans) -> None:
         """Add text[begin:], tokenised as `open` and `extend` do, with the weights of the spans."""
         if not spans:
-            ids = self._ids(text[begin:], begin > 0)
-            _add(row, ids, [0.0] * len(ids))
+            context = self._ids(text[begin:], begin > 0)
+            _add(row, context, [0.0] * len(context))
             return
         ids, starts = self._encoder.encode_with_offsets(text[begin:], follows=begin > 0)
         _add(row, ids, [next((w for a, b, w in spans if a <= begin + at < b), 0.0) for at in starts])
+
+    def _encode(self, text: str, follows: bool) -> tuple[int, ...]:
+        return tuple(self._encoder.encode(text, follows))
 
     def _json(self, specs: list[ToolSpec]) -> str:
         """Return the tools as JSON for the chat template; computed only when they change."""
