@@ -12,6 +12,7 @@ if __name__ == "__main__":
     import_path.start_folder_last()
 
 import argparse
+import importlib
 import logging
 import os
 import signal
@@ -37,9 +38,8 @@ STOPPED, MOSTLY_DROPPED = 3, 4
 """Exit statuses if a symptom of train.stop_when ended the run, and if most of its chains were dropped."""
 
 
-def load(arguments: list[str]) -> tuple[Recipe, str | Assignment | None]:
-    """Return the recipe named on the command line, and the checkpoint to resume or the assignment, if any. Raises
-    SettingError."""
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Return the options of the command line. Raises SettingError."""
     parser = argparse.ArgumentParser(prog="python -m agentfactory.train")
     parser.add_argument("recipe", nargs="?")
     parser.add_argument("overrides", nargs="*")
@@ -57,7 +57,13 @@ def load(arguments: list[str]) -> tuple[Recipe, str | Assignment | None]:
             # the launcher has locked the run folder, and has brought it back to the checkpoint
             problem = "it is for processes that `agentfactory train` starts"
             raise SettingError("--assignment", problem, "run `agentfactory train RECIPE`", source=COMMAND_LINE)
-        assignment = Assignment.read(options.assignment)
+    return options
+
+
+def load(options: argparse.Namespace) -> tuple[Recipe, str | Assignment | None]:
+    """Return the recipe, and the checkpoint to resume or the assignment, if any. Raises SettingError."""
+    if options.assignment is not None:
+        assignment = Assignment.wait_for(options.assignment)
         append_folders(assignment.recipe.import_path)
         return assignment.recipe, assignment
     if options.recipe is None:
@@ -86,7 +92,11 @@ def main() -> int:
     # exit through the interpreter, so that the worker and the progress display are closed in order
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        recipe, asked = load(sys.argv[1:])
+        options = parse(sys.argv[1:])
+        if options.assignment is not None:
+            # takes seconds, in which the launcher waits for the server
+            importlib.import_module("agentfactory.launching.trainer_process")
+        recipe, asked = load(options)
     except (SettingError, RunFolderError) as error:
         print(error, file=sys.stderr)
         return 2

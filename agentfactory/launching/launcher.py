@@ -10,7 +10,7 @@ from agentfactory.launching.prepare import run_prepare
 from agentfactory.launching.processes import ChildFailed, Children
 from agentfactory.launching.resume import rewind
 from agentfactory.launching.run_folder import Hold, RunFolder, RunFolderError, check_free
-from agentfactory.launching.server_process import start_server
+from agentfactory.launching.server_process import begin_server, wait_for_server
 from agentfactory.recipe.checks import check_prepared
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.rollout.serving import address_fault
@@ -105,13 +105,16 @@ def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, say: Say)
     elif folder.path != whole.path:
         RunFolder.create(folder.path, recipe.to_saved(whole.path))
     _tell(stage, say)
-    server = url = None
-    if stage.server is not None:
+    server = None
+    if stage.server is None:
+        stage.assignment(None).write(folder.assignment)
+    else:
+        # that of an earlier attempt
+        folder.assignment.unlink(missing_ok=True)
         command, log = stage.server.arguments, folder.logs / "server.log"
-        server, url = start_server(recipe, command, children, log, say, env=stage.server.env)
-        stage.placement.check_trainers_room()
-    stage.assignment(url).write(folder.assignment)
+        server = begin_server(recipe, command, children, log, say, env=stage.server.env)
     assert stage.trainer is not None
+    # it imports what it needs while the server starts, and touches no device before it has the assignment
     trainer = children.start(
         "trainer",
         stage.trainer.arguments,
@@ -121,6 +124,10 @@ def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, say: Say)
         explain=_first_rank_that_failed if recipe.train.processes > 1 else None,
         is_finishing=folder.is_finishing,
     )
+    if server is not None:
+        url = wait_for_server(recipe, server, children, say)
+        stage.placement.check_trainers_room()
+        stage.assignment(url).write(folder.assignment)
     try:
         children.wait(trainer)
     except ChildFailed:

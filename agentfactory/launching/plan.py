@@ -7,6 +7,7 @@ an `Assignment`: they neither compose nor check the recipe again.
 
 import json
 import shlex
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -21,6 +22,7 @@ from agentfactory.placement.placement import Placement, may_have_gpu, place
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
+from agentfactory.tools.disk import write_whole
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import own_python
 from agentfactory.trainers.checkpoint_folder import checkpoint_path
@@ -30,6 +32,7 @@ AUTO = "auto"
 """Stands for the run's newest checkpoint, in place of a path."""
 
 TRAINER = ("-m", "agentfactory.train")
+_POLL_SECONDS = 0.1
 
 
 class State(StrEnum):
@@ -52,7 +55,15 @@ class Assignment:
         """Write the assignment as JSON."""
         checkpoint = str(self.checkpoint) if self.checkpoint else None
         data = {"recipe": self.recipe.model_dump(mode="json"), "checkpoint": checkpoint}
-        file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        write_whole(file, f"{json.dumps(data, indent=2)}\n".encode())
+
+    @classmethod
+    def wait_for(cls, file: Path) -> "Assignment":
+        """Read the assignment once the launcher has written it, which is when the server is ready. Raises SettingError
+        as `read`."""
+        while not file.exists():
+            time.sleep(_POLL_SECONDS)
+        return cls.read(file)
 
     @classmethod
     def read(cls, file: Path) -> "Assignment":

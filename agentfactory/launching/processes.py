@@ -138,6 +138,10 @@ class Children:
         if child.process.returncode != 0:
             raise child.failure()
 
+    def check_all(self) -> None:
+        """Raise ChildFailed if a child is not running."""
+        self.check(*self._children)
+
     def check(self, *children: Child) -> None:
         """Raise ChildFailed if one of these children is not running."""
         for child in children:

@@ -31,23 +31,42 @@ def start_server(
 ) -> tuple[Child, str]:
     """Start a server with `command`, which serves `recipe.model` and `adapters`, and wait until it is ready. Return the
     child and its address. Raises ChildFailed."""
+    server = begin_server(recipe, command, children, log, say, adapters, env)
+    return server, wait_for_server(recipe, server, children, say)
+
+
+def begin_server(
+    recipe: RolloutRecipe,
+    command: Sequence[str],
+    children: Children,
+    log: Path,
+    say: Callable[[str], None],
+    adapters: Mapping[str, Path] | None = None,
+    env: dict[str, str] | None = None,
+) -> Child:
+    """Start a server as `start_server` does, without waiting for it."""
     beside = f" with {', '.join(str(path) for path in adapters.values())}" if adapters else ""
     say(f"starting the {recipe.server.engine} server on {recipe.server.model or recipe.model.path}{beside}")
-    server = children.start("server", command, log, env=env, explain=serving.explain)
+    return children.start("server", command, log, env=env, explain=serving.explain)
+
+
+def wait_for_server(recipe: RolloutRecipe, server: Child, children: Children, say: Callable[[str], None]) -> str:
+    """Return the address of a server that has just been started, once it is ready. Raises ChildFailed if it or another
+    child ends."""
     started = said = time.monotonic()
     while (now := time.monotonic()) < started + recipe.server.startup_seconds:
-        children.check(server)
+        children.check_all()
         lines = server.tail(1000)
         # the server picks a free port, and logs its address once it answers
         if url := serving.ready_url(lines):
             if said > started:
                 say(f"the server is ready after {now - started:.0f} s")
-            return server, url
+            return url
         if now > said + _SAY_EVERY_SECONDS:
             say(f"waiting for the server, {now - started:.0f} s so far: {serving.stage(lines)}")
             said = now
         time.sleep(POLL_SECONDS)
-    raise _not_ready(recipe.server.startup_seconds, log)
+    raise _not_ready(recipe.server.startup_seconds, server.log)
 
 
 @asynccontextmanager

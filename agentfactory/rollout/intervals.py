@@ -7,8 +7,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from scipy import special
-
 LEVEL = 0.95
 _UPPER = (1 + LEVEL) / 2
 
@@ -38,6 +36,9 @@ def of_proportion(shares: Sequence[Share]) -> Interval:
     give, times the square of a ratio of t quantiles, for how little few tasks tell about it. Where tasks cannot differ,
     at 0, at 1 and for one task, it is the number of tasks.
     """
+    # the worker of a training run needs no intervals
+    from scipy import special
+
     value, tasks, trials = mean(shares), len(shares), sum(share.trials for share in shares)
     number = float(tasks)
     if 0.0 < value < 1.0 and tasks > 1:
@@ -60,6 +61,8 @@ def of_mean(shares: Sequence[Share]) -> Interval | None:
     values = [share.total / share.weight for share in shares]
     if math.isclose(min(values), max(values), abs_tol=1e-12):
         return None
+    from scipy import special
+
     half = float(special.stdtrit(len(shares) - 1, _UPPER)) * math.sqrt(_squared_error(shares))
     return mean(shares) - half, mean(shares) + half
 

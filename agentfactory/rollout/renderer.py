@@ -4,10 +4,9 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
@@ -18,7 +17,7 @@ from agentfactory.rollout.images.parts import for_template, image_urls, show_in_
 from agentfactory.rollout.parsers import Parser, Reading, load_parser
 from agentfactory.rollout.probing import PROBE_TOOLS, Behaviour, Use, choose_template
 from agentfactory.rollout.roles import TokenLengths, turn_roles
-from agentfactory.rollout.templates import ChatTemplate, RenderError, shared_length, split_reasoning
+from agentfactory.rollout.templates import ChatTemplate, RenderError, cached, shared_length, split_reasoning
 from agentfactory.rollout.trajectory import Row
 from agentfactory.rollout.transcript import Line, as_lines, transcript
 from agentfactory.tools.errors import SettingError
@@ -30,8 +29,6 @@ if TYPE_CHECKING:  # chains of text need no image library
 Log = Callable[[dict[str, Any]], None]
 Spans = list[tuple[int, int, float]]
 """(start, end, weight) of ranges of a text."""
-_Ids = TypeVar("_Ids", bound=tuple[int, ...] | None)
-_CACHED_CHARACTERS = 8192
 
 
 @dataclass(frozen=True)
@@ -148,8 +145,9 @@ class TemplateRenderer:
         self._specs: list[ToolSpec] = []
         self._tools = "[]"
         # the cached functions take JSON, which is hashable and cheaper to create than a render
-        self._opening = _cached(1024, self._render_opening)
-        self._following = _cached(16384, self._render_following)
+        self._opening = cached(1024, self._render_opening)
+        self._following = cached(16384, self._render_following)
+        self._ids = cached(4096, self._encode)
 
     @property
     def chat_template(self) -> str:
@@ -281,13 +279,15 @@ class TemplateRenderer:
         plain = self._plain([line.message for line in lines])
         self._check_system(plain)
         weights = [line.weight for line in lines]
+        texts = {} if self.behaviour.rewrites else self.template.beginnings(plain, tools, self.behaviour.after_end)
 
-        @cache
         def rendered(end: int, prompt: bool = False) -> str:
-            try:
-                return self.template.render(plain[:end], tools, prompt)
-            except RenderError as error:
-                raise RenderError(f"message {lines[end - 1].index}: {error}") from error
+            if (end, prompt) not in texts:
+                try:
+                    texts[end, prompt] = self.template.render(plain[:end], tools, prompt)
+                except RenderError as error:
+                    raise RenderError(f"message {lines[end - 1].index}: {error}") from error
+            return texts[end, prompt]
 
         row = Row(weights=[])
         text = ""  # the row's text so far, as a chain would send it
@@ -308,7 +308,7 @@ class TemplateRenderer:
             said = closed[len(prompt) : len(closed) - len(self.behaviour.closing)] + self.behaviour.before_end
             if calls := plain[turn].get("tool_calls"):
                 self._check_calls(said, calls, lines[turn].index, specs)
-            ids = self._encoder.encode(said) + ([] if self._end is None else [self._end])
+            ids = [*self._ids(said, False), *([] if self._end is None else [self._end])]
             _add(row, ids, [weights[turn]] * len(ids))
             text = prompt + said + self.behaviour.end
             start = turn + 1
@@ -350,8 +350,15 @@ class TemplateRenderer:
 
     def _add_context(self, row: Row, text: str, begin: int, spans: Spans) -> None:
         """Add text[begin:], tokenised as `open` and `extend` do, with the weights of the spans."""
+        if not spans:
+            context = self._ids(text[begin:], begin > 0)
+            _add(row, context, [0.0] * len(context))
+            return
         ids, starts = self._encoder.encode_with_offsets(text[begin:], follows=begin > 0)
         _add(row, ids, [next((w for a, b, w in spans if a <= begin + at < b), 0.0) for at in starts])
+
+    def _encode(self, text: str, follows: bool) -> tuple[int, ...]:
+        return tuple(self._encoder.encode(text, follows))
 
     def _json(self, specs: list[ToolSpec]) -> str:
         """Return the tools as JSON for the chat template; computed only when they change."""
@@ -391,16 +398,6 @@ class TemplateRenderer:
             )
 
 
-def _cached(size: int, render: Callable[[str, str], _Ids]) -> Callable[[str, str], _Ids]:
-    """Cache the last `size` renders of short messages: long ones rarely repeat, and the cache would keep gigabytes."""
-    kept = lru_cache(size)(render)
-
-    def rendered(messages: str, tools: str) -> _Ids:
-        return (kept if len(messages) <= _CACHED_CHARACTERS else render)(messages, tools)
-
-    return rendered
-
-
 def _as_texts(arguments: dict[str, Any]) -> dict[str, str]:
     """Return arguments as formats without quotes write them: there, only the tool's schema tells 3 from "3"."""
     texts = {
@@ -419,7 +416,7 @@ def _spans(rendered: Callable[[int], str], start: int, end: int, whole: str, wei
     return [(*edge, weight) for edge, weight in zip(pairwise(edges), weights[start:end], strict=True) if weight]
 
 
-def _add(row: Row, ids: list[int], weights: list[float]) -> None:
+def _add(row: Row, ids: Sequence[int], weights: list[float]) -> None:
     row.token_ids += ids
     row.mask += [int(weight != 0) for weight in weights]
     row.logprobs += [0.0] * len(ids)

@@ -1,18 +1,64 @@
-"""Selects the adapter that the next forward pass uses."""
+"""LoRA adapters on a network: adds them, and selects the one that the next forward pass uses.
+
+peft is imported where an adapter exists: it takes seconds, with the optional packages that it tries.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agentfactory.rollout.config import LoraConfig
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
 POLICY_ADAPTER = "default"
 """peft's own name, so that an exported adapter looks like any other."""
 CRITIC_ADAPTER = "critic"
 
 
-def use_adapter(model: PeftModel, name: str) -> None:
+def has_adapter(model: "PreTrainedModel | PeftModel") -> "TypeGuard[PeftModel]":
+    """Returns whether an adapter has been added to this network."""
+    return not isinstance(model, PreTrainedModel)
+
+
+def add_adapter(network: PreTrainedModel, config: LoraConfig, modules: str | list[str], seed: int) -> "PeftModel":
+    """Returns the network with the policy's adapter on `modules` (peft's `target_modules`). The adapter's weights are
+    float32 and determined by `seed`; the base is frozen."""
+    from peft import LoraConfig as PeftLoraConfig
+    from peft import get_peft_model
+
+    alpha: Any = config.alpha if config.alpha is not None else 2 * config.rank
+    lora = PeftLoraConfig(
+        r=config.rank,
+        lora_alpha=alpha,
+        lora_dropout=config.dropout,
+        target_modules=modules,
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(seed)
+    model: Any = get_peft_model(network, lora, adapter_name=POLICY_ADAPTER)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return model
+
+
+def adapter_weights(model: "PeftModel") -> dict[str, Tensor]:
+    """Returns the weights of the policy's adapter, under the names that peft saves."""
+    from peft import get_peft_model_state_dict
+
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    own = {name: value for name, value in trained.items() if f".{POLICY_ADAPTER}." in name}
+    return get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
+
+
+def use_adapter(model: "PeftModel", name: str) -> None:
     """Makes later forward passes use only this adapter.
 
     peft's `set_adapter` also freezes the other adapters. Here `requires_grad` does not change: both adapters are
@@ -29,7 +75,7 @@ def use_adapter(model: PeftModel, name: str) -> None:
 
 
 @contextmanager
-def adapters_off(model: PeftModel) -> Iterator[None]:
+def adapters_off(model: "PeftModel") -> Iterator[None]:
     """Makes forward passes in this context use the base alone. Afterwards the adapter in use and the trainable weights
     are as before (peft's `disable_adapter` would leave only the adapter in use trainable)."""
     layers = list(_layers(model))
@@ -42,5 +88,7 @@ def adapters_off(model: PeftModel) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def _layers(model: PeftModel) -> Iterator[BaseTunerLayer]:
+def _layers(model: "PeftModel") -> "Iterator[BaseTunerLayer]":
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     return (module for module in model.modules() if isinstance(module, BaseTunerLayer))

@@ -1,25 +1,28 @@
 """The network under a policy, a critic or a reference, which computes hidden states under every attention
 implementation."""
 
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from jaxtyping import Float, Int
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentfactory.rollout.images.features import Features, compute_features, encoder_outputs
+from agentfactory.trainers.adapters import has_adapter
 from agentfactory.trainers.attention import BY_BLOCKS, attention_arguments, use_ours, whole_blocks
 from agentfactory.trainers.images import Images
 from agentfactory.trainers.network import decoder_layers
 from agentfactory.trainers.vision_tower import sees, tower_is_trained
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
 
 class Backbone(nn.Module):
     """A transformers network whose hidden states subclasses use in `forward`."""
 
-    def __init__(self, model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> None:
+    def __init__(self, model: "PreTrainedModel | PeftModel", dtype: torch.dtype) -> None:
         """`dtype` is the precision of the forward pass; below float32 it runs under autocast."""
         super().__init__()
         self.model = model
@@ -29,12 +32,12 @@ class Backbone(nn.Module):
     @property
     def network(self) -> Any:
         """The transformers model, with adapter layers in place if there is an adapter."""
-        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        return self.model.get_base_model() if has_adapter(self.model) else self.model
 
     @property
     def is_lora(self) -> bool:
         """Whether an adapter is trained instead of the network's own weights."""
-        return isinstance(self.model, PeftModel)
+        return has_adapter(self.model)
 
     @property
     def _no_split_modules(self) -> list[str]:

@@ -3,20 +3,22 @@
 import copy
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from agentfactory.trainers.adapters import CRITIC_ADAPTER, POLICY_ADAPTER, use_adapter
+from agentfactory.trainers.adapters import CRITIC_ADAPTER, POLICY_ADAPTER, has_adapter, use_adapter
 from agentfactory.trainers.backbone import Backbone
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.images import Images
 from agentfactory.trainers.network import apply_options, load_network
 from agentfactory.trainers.policy import Policy
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 class Role(StrEnum):
@@ -89,7 +91,7 @@ class ActorCritic(nn.Module):
             logprob, entropy = self.policy(ids, sources, labels, positions, ends, images, temperature, entropy_gradient)
             return self._guarded(logprob), self._guarded(entropy)
         base = self.critic.backbone or self.policy
-        if isinstance(base.model, PeftModel):
+        if has_adapter(base.model):
             use_adapter(base.model, CRITIC_ADAPTER)
         return self._guarded(self.critic(base.hidden(ids, positions, ends, images).flatten(0, 1)[sources]))
 
@@ -101,12 +103,12 @@ class ActorCritic(nn.Module):
         """Returns `output` with a backward pass that fails if another adapter than that of its forward pass is in
         use."""
         model = self.policy.model
-        if isinstance(model, PeftModel) and output.requires_grad:
+        if has_adapter(model) and output.requires_grad:
             output.register_hook(_same_adapter(model, model.active_adapter))
         return output
 
 
-def _same_adapter(model: PeftModel, name: str) -> Callable[[Tensor], None]:
+def _same_adapter(model: "PeftModel", name: str) -> Callable[[Tensor], None]:
     def check(gradient: Tensor) -> None:
         if model.active_adapter != name:
             raise RuntimeError(
@@ -128,7 +130,7 @@ def make_actor_critic(
     """
     output = policy.network.get_output_embeddings().weight
     backbone = None
-    if isinstance(policy.model, PeftModel):
+    if has_adapter(policy.model):
         torch.manual_seed(recipe.seed)
         policy.model.add_adapter(CRITIC_ADAPTER, copy.deepcopy(policy.model.peft_config[POLICY_ADAPTER]))
         for name, parameter in policy.named_parameters():

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel
-from transformers.optimization import Adafactor
 
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import is_installed
@@ -60,6 +59,9 @@ def _lion(groups: Groups, config: OptimizerConfig) -> Optimizer:
 def _adafactor(groups: Groups, config: OptimizerConfig) -> Optimizer:
     """Shazeer and Stern, 2018, arXiv:1804.04235, without momentum, and with the given learning rate, scaled neither by
     the weights nor by the step."""
+    # this imports peft, which takes seconds
+    from transformers.optimization import Adafactor
+
     return Adafactor(groups, scale_parameter=False, relative_step=False)
 
 

@@ -4,12 +4,10 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
-from peft import LoraConfig as PeftLoraConfig
-from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +15,7 @@ from transformers import PreTrainedModel
 
 from agentfactory.tools.disk import writing
 from agentfactory.tools.errors import SettingError
-from agentfactory.trainers.adapters import POLICY_ADAPTER, use_adapter
+from agentfactory.trainers.adapters import POLICY_ADAPTER, adapter_weights, add_adapter, has_adapter, use_adapter
 from agentfactory.trainers.backbone import Backbone
 from agentfactory.trainers.batch import Batching
 from agentfactory.trainers.checkpoint_folder import set_usual_modes
@@ -28,6 +26,9 @@ from agentfactory.trainers.network import apply_options, load_network
 from agentfactory.trainers.sharding import decided_by_rank_0
 from agentfactory.trainers.vision_tower import adapted_modules, banned_token_ids
 from agentfactory.trainers.weights import Weights
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 # Logits computed at a time: 2**26 in float32 are 256 MiB, whatever the vocabulary's size.
 LOGITS_PER_CHUNK = 2**26
@@ -46,7 +47,7 @@ class Policy(Backbone):
 
     def __init__(
         self,
-        model: PreTrainedModel | PeftModel,
+        model: "PreTrainedModel | PeftModel",
         dtype: torch.dtype,
         batching: Batching = "padded",
         banned: Sequence[int] = (),
@@ -75,7 +76,7 @@ class Policy(Backbone):
         is the one before the label's own; in a tree it may be the end of the shared prefix. `positions`, `ends` and
         `images`: see `hidden`. Logits are divided by the sampling `temperature`.
         """
-        if isinstance(self.model, PeftModel):
+        if has_adapter(self.model):
             use_adapter(self.model, POLICY_ADAPTER)
         with torch.autocast(ids.device.type, dtype=self.dtype, enabled=self.dtype.itemsize < 4):
             hidden = self.hidden(ids, positions, ends, images).flatten(0, 1)[sources]
@@ -116,17 +117,14 @@ class Policy(Backbone):
         """Returns the trained weights, unsharded: the network's under their transformers names (tied ones once, in the
         policy's dtype), or the adapter's under their peft names. They are gathered when they are read, in all processes
         at the same time: see Weights. Read them before the next update."""
-        if isinstance(self.model, PeftModel):
-            trained = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
-            own = {name: value for name, value in trained.items() if f".{POLICY_ADAPTER}." in name}
-            state = get_peft_model_state_dict(self.model, state_dict=own, save_embedding_layers=False)
-            return Weights(state.items())
+        if has_adapter(self.model):
+            return Weights(adapter_weights(self.model).items())
         return Weights(_untied(self.network), self.dtype)
 
     def save_adapter(self, folder: Path, state: Mapping[str, Tensor]) -> Path:
         """Writes a gathered adapter to `folder` in peft's format, and returns the file of its weights. Raises
         DiskError."""
-        assert isinstance(self.model, PeftModel)
+        assert has_adapter(self.model)
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "adapter_model.safetensors"
         with writing(file):
@@ -178,20 +176,8 @@ def make_policy(
     banned = banned_token_ids(network)
     if config.lora is None:
         return Policy(network, dtype, batching, banned).train()
-    alpha: Any = config.lora.alpha if config.lora.alpha is not None else 2 * config.lora.rank
-    lora = PeftLoraConfig(
-        r=config.lora.rank,
-        lora_alpha=alpha,
-        lora_dropout=config.lora.dropout,
-        target_modules=adapted_modules(network, config.lora.target_modules, recipe.train.vision),
-        task_type="CAUSAL_LM",
-    )
-    torch.manual_seed(recipe.seed)
-    model: Any = get_peft_model(network, lora, adapter_name=POLICY_ADAPTER)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    return Policy(model, dtype, batching, banned).train()
+    adapted = adapted_modules(network, config.lora.target_modules, recipe.train.vision)
+    return Policy(add_adapter(network, config.lora, adapted, recipe.seed), dtype, batching, banned).train()
 
 
 @torch.no_grad()

@@ -3,11 +3,10 @@
 import torch
 from accelerate import Accelerator
 from jaxtyping import Float, Int
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from agentfactory.trainers.adapters import adapters_off
+from agentfactory.trainers.adapters import adapters_off, has_adapter
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.critic import ActorCritic, Role
 from agentfactory.trainers.images import Images
@@ -50,7 +49,7 @@ class Reference:
         unwrapped = self._accelerator.unwrap_model(model)
         policy = unwrapped.policy if isinstance(unwrapped, ActorCritic) else unwrapped
         role = (Role.POLICY,) if isinstance(unwrapped, ActorCritic) else ()
-        assert isinstance(policy.model, PeftModel)
+        assert has_adapter(policy.model)
         with adapters_off(policy.model):
             return model(*role, *inputs)[0]
 
@@ -58,7 +57,7 @@ class Reference:
 def make_reference(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> Reference:
     """Creates the reference of a recipe: the base of the policy's adapter, or a frozen copy from `model.path` in the
     model's dtype, which fsdp2 shards like the policy."""
-    if isinstance(policy.model, PeftModel):
+    if has_adapter(policy.model):
         return Reference(accelerator, None)
     network = load_network(recipe, accelerator.device, policy.dtype)
     apply_options(network, recipe.train, accelerator.device)

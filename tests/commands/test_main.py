@@ -221,6 +221,18 @@ def test_public_names_and_recipes_load_without_heavy_packages(project: Path) -> 
     )
 
 
+@pytest.mark.parametrize(
+    ("module", "spared"),
+    [
+        ("agentfactory.tools.serve", {"torch", "transformers", "numpy", "aiohttp"}),
+        ("agentfactory.rollout.worker", {"torch", "accelerate", "scipy", "datasets"}),
+        ("agentfactory.launching.trainer_process", {"peft", "bitsandbytes", "mcp", "datasets", "matplotlib"}),
+    ],
+)
+def test_the_processes_of_a_run_load_only_what_they_need(tmp_path: Path, module: str, spared: set[str]) -> None:
+    assert not spared & imported_by(f"import {module}", tmp_path)
+
+
 def test_an_unknown_public_name_is_an_attribute_error() -> None:
     with pytest.raises(ImportError, match="agentfactory"):
         from agentfactory import no_such_name  # noqa: F401

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,15 @@ def test_a_dry_run_prints_the_plan(two_stages: Path, agentfactory: Command) -> N
     assert json.loads((folder.checkpoints / "step-000002" / "trainer_state.json").read_text())["step"] == 2
 
 
+def test_an_assignment_is_waited_for(project: Path, tmp_path: Path) -> None:
+    recipe = recipe_of()
+    assignment = StagePlan(recipe, RunFolder(recipe.output)).placed(Placement()).assignment("http://127.0.0.1:7000")
+    with ThreadPoolExecutor() as pool:
+        read = pool.submit(Assignment.wait_for, tmp_path / "assignment.json")
+        assignment.write(tmp_path / "assignment.json")
+        assert read.result(10) == assignment
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -138,7 +148,7 @@ def test_what_is_no_assignment_is_refused(tmp_path: Path, text: str | None, said
 
 def test_an_assignment_stands_alone(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="--assignment: it contains the recipe"):
-        train.load(["--assignment", str(tmp_path / "a.json"), "train.steps=4"])
+        train.parse(["--assignment", str(tmp_path / "a.json"), "train.steps=4"])
 
 
 def test_an_assignment_is_for_the_launchers_processes(
@@ -149,6 +159,6 @@ def test_an_assignment_is_for_the_launchers_processes(
     stage.assignment("http://127.0.0.1:7000").write(tmp_path / "a.json")
     monkeypatch.delenv(parent_watch.VARIABLE, raising=False)
     with pytest.raises(SettingError, match="--assignment: it is for processes that `agentfactory train` starts"):
-        train.load(["--assignment", str(tmp_path / "a.json")])
+        train.parse(["--assignment", str(tmp_path / "a.json")])
     monkeypatch.setenv(parent_watch.VARIABLE, "1:0")
-    assert train.load(["--assignment", str(tmp_path / "a.json")])[0].server.url == "http://127.0.0.1:7000"
+    assert train.load(train.parse(["--assignment", str(tmp_path / "a.json")]))[0].server.url == "http://127.0.0.1:7000"

@@ -16,6 +16,7 @@ import pytest
 
 from agentfactory.launching import processes
 from agentfactory.launching.processes import Child, ChildFailed, Children
+from agentfactory.launching.server_process import wait_for_server
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.processes
@@ -176,6 +177,16 @@ def test_the_death_of_a_neighbour_is_the_cause(tmp_path: Path) -> None:
         with pytest.raises(ChildFailed, match=r"the server was ended by signal 9 \(SIGKILL\)"):
             children.wait(trainer)
     assert trainer.process.returncode == -signal.SIGTERM
+
+
+@apart
+def test_a_server_is_not_waited_for_when_the_trainer_has_ended(tmp_path: Path) -> None:
+    recipe: Any = SimpleNamespace(server=SimpleNamespace(startup_seconds=60.0))
+    with Children() as children:
+        server = start(children, tmp_path, "server", "import time; time.sleep(60)")
+        start(children, tmp_path, "trainer", "raise SystemExit('no torch')")
+        with pytest.raises(ChildFailed, match="the trainer ended with exit status 1: no torch"):
+            wait_for_server(recipe, server, children, print)
 
 
 @apart

@@ -451,7 +451,13 @@ def test_what_vllm_does_on_gpus_only_is_refused_before_anything_is_written(
     assert sorted(project.rglob("*")) == before
 
 
-TRAINER = "import sys; print('trainer', sys.argv[1:], flush=True)"
+TRAINER = """
+import sys
+from pathlib import Path
+from agentfactory.launching.plan import Assignment
+Assignment.wait_for(Path(sys.argv[2]))
+print("trainer", sys.argv[1:], flush=True)
+"""
 
 COPY = """
 import shutil

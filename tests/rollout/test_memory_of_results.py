@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.rollout.renderer import _cached
+from agentfactory.rollout.templates import cached
 
 ROOT = Path(__file__).parents[2]
 SOURCE = '''
@@ -67,7 +67,7 @@ def test_renders_of_long_messages_are_not_kept() -> None:
         made.append(messages)
         return (len(messages),)
 
-    cached = _cached(16, render)
+    keep = cached(16, render)
     short, long = "x" * 100, "y" * 100_000
-    assert [cached(text, "[]") for text in (short, long) * 2] == [(100,), (100_000,)] * 2
+    assert [keep(text, "[]") for text in (short, long) * 2] == [(100,), (100_000,)] * 2
     assert made == [short, long, long]

@@ -390,6 +390,54 @@ def test_a_conversation_may_end_with_an_observation() -> None:
     assert row.mask[-1] == 0
 
 
+LONG: list[Message] = [
+    *OPENING,
+    *(
+        message
+        for n in range(20)
+        for message in (
+            {"role": "assistant", "content": f"I go {n}.", "tool_calls": [call(n, to="north", by=n)]},
+            result(n, f"Grass {n}."),
+        )
+    ),
+    {"role": "assistant", "content": "Found it."},
+]
+
+
+def test_a_long_conversation_is_not_rendered_anew_for_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = renderer_of("qwen2_5")
+    render, lengths = renderer.template.render, list[int]()
+
+    def counted(messages: list[Message], *options: Any, **named: Any) -> str:
+        lengths.append(len(messages))
+        return render(messages, *options, **named)
+
+    monkeypatch.setattr(renderer.template, "render", counted)
+    row = renderer.conversation_row(LONG, SPECS)
+    assert row.token_ids == whole_ids(renderer, LONG)[: len(row.token_ids)]
+    assert sum(lengths) < 8 * len(LONG)
+    lengths.clear()
+    assert renderer.conversation_row(LONG, SPECS) == row
+    assert lengths == [len(LONG), len(OPENING)], "its turns are known"
+
+
+def test_rows_of_a_template_that_changes_in_long_conversations() -> None:
+    """The probes do not find it."""
+
+    def renderer_with(content: str) -> TemplateRenderer:
+        renderer = make_renderer(make_tokenizer(REORDERS_KEYS.replace("m.content", content)))
+        assert renderer.info["choice"] == "append"
+        return renderer
+
+    later = renderer_with("('Late. ' if loop.index0 > 20 and m.role == 'tool' else '') + m.content")
+    row = later.conversation_row(LONG, SPECS)
+    assert row.token_ids == whole_ids(later, LONG)[: len(row.token_ids)]
+    assert later.tokenizer.decode(row.token_ids).count("Late. Grass") == 11
+    rewriting = renderer_with("(m.content | upper if messages | length > 21 and loop.index0 == 3 else m.content)")
+    with pytest.raises(ValueError, match="message 21: the chat template rewrites the turns before it"):
+        rewriting.conversation_row(LONG, SPECS)
+
+
 def test_rows_name_the_message_that_cannot_be_rendered() -> None:
     renderer = renderer_of("qwen2_5")
     with pytest.raises(ValueError, match="message 3: the chat template refuses the conversation"):
