@@ -19,3 +19,5 @@ MARGIN = 0.05
 
 IMAGE_SHARE = 0.5
 """Share of a micro-batch's tokens that are images', for a model that sees."""
+IMAGE_PIXELS = 12_845_056
+"""Area of the largest image that a model takes if the recipe says nothing: that of the published Qwen2.5-VL."""

@@ -1,4 +1,4 @@
-"""Memory that images take in the trainer: their pixels, what the vision tower computes of them, and its features.
+"""Memory that images take: their pixels, what the vision tower computes of them, and its features.
 
 The tower is not run on fake tensors, as the language model is: its shapes depend on the images' values. The factors are
 those that were measured on towers of Qwen2.5-VL and Qwen3-VL, within a fifth (tests/placement/test_image_memory.py).
@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from agentfactory.placement.assumed import IMAGE_SHARE
+from agentfactory.placement.assumed import IMAGE_PIXELS, IMAGE_SHARE
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.embedded.image_encoder import FEATURE_BYTES
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import Policy
 from agentfactory.trainers.vision_tower import tower_is_trained, tower_of
@@ -22,10 +24,32 @@ def image_memory(recipe: TrainRecipe, policy: Policy) -> int:
     if tower is None:
         return 0
     patches = round(IMAGE_SHARE * recipe.train.token_budget) * tower.spatial_merge_size**2
-    return patches * patch_memory(tower, policy.dtype, tower_is_trained(policy.network), recipe)
+    trained = tower_is_trained(policy.network)
+    return patches * patch_memory(tower, policy.dtype, trained, recipe.train.gradient_checkpointing)
 
 
-def patch_memory(tower: Any, dtype: torch.dtype, trained: bool, recipe: TrainRecipe) -> int:
+def server_image_memory(recipe: RolloutRecipe, network: Any, dtype: torch.dtype, step_tokens: int) -> int:
+    """Return the bytes that a server takes for images on each of its devices; 0 for a network that reads only text.
+
+    vLLM computes a step's images together, as many as have `step_tokens` tokens, or one if it has more, and keeps as
+    many features (`EncoderCacheManager`). The embedded engine computes the images that a step's prompts reach one
+    after the other, and keeps FEATURE_BYTES.
+    """
+    tower = tower_of(network)
+    if tower is None:
+        return 0
+    merged = tower.spatial_merge_size**2
+    largest = (recipe.model.max_image_pixels or IMAGE_PIXELS) // (tower.config.patch_size**2 * merged)
+    embedded = recipe.server.engine == "embedded"
+    tokens = largest if embedded else max(step_tokens, largest)
+    computed = tokens * merged * patch_memory(tower, dtype, trained=False, checkpointing=False)
+    # Qwen3-VL adds features of some blocks to its first layers
+    levels = 1 + len(getattr(tower.config, "deepstack_visual_indexes", None) or ())
+    features = tokens * levels * network.config.get_text_config().hidden_size * dtype.itemsize
+    return computed + (max(FEATURE_BYTES, features) if embedded else features)
+
+
+def patch_memory(tower: Any, dtype: torch.dtype, trained: bool, checkpointing: bool) -> int:
     """Return the bytes per patch of an image."""
     first = tower.patch_embed.proj.weight
     width, values = first.shape[0], first[0].numel()
@@ -40,10 +64,10 @@ def patch_memory(tower: Any, dtype: torch.dtype, trained: bool, recipe: TrainRec
     stored = 0.0
     if trained:
         whole = size * (12 * width + (4 if gated else 2) * inner)
-        kept = size * width if recipe.train.gradient_checkpointing else whole
+        kept = size * width if checkpointing else whole
         stored = kept * len(blocks) + size * 8 * width
         # recomputed for the backward pass, one at a time
-        passing = whole if recipe.train.gradient_checkpointing else 0.0
+        passing = whole if checkpointing else 0.0
     # pixels are made in float32
     copies = 4.0 if dtype.itemsize >= 4 else 4.0 + dtype.itemsize
     return round(copies * values + passing + stored)

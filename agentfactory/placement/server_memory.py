@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from agentfactory.placement.assumed import CUDA_CONTEXT, CUDA_GRAPHS, NCCL_BUFFERS, SAMPLER_COPIES
+from agentfactory.placement.image_memory import server_image_memory
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.embedded.engine import MASK_ELEMENTS, PREFILL_TOKENS
 from agentfactory.rollout.embedded.linear import onednn_modules
 from agentfactory.rollout.vllm_arguments import LORA_RANKS
 from agentfactory.trainers.sync.nccl import BUFFER_BYTES, BUFFERS
+from agentfactory.trainers.vision_tower import sees
 
 LARGE_DEVICE = 70 * 2**30
 """Larger devices: vLLM 0.32 computes 8192 prompt tokens at a time, otherwise 2048 (EngineArgs.get_batch_defaults)."""
@@ -31,7 +33,7 @@ class ServerMemory:
     """Bytes that one server takes on each of its devices."""
 
     parts: dict[str, int]
-    """By row: weights, packed (copies in oneDNN's order), adapters, workspace, context; without the cache."""
+    """By row: weights, packed (copies in oneDNN's order), adapters, images, workspace, context; without the cache."""
     cache_per_token: int
     """Bytes of keys and values per token of a sequence."""
     cache_per_sequence: int
@@ -58,13 +60,15 @@ def server_memory(
     """
     server, embedded, dtype = recipe.server, recipe.server.engine == "embedded", getattr(torch, recipe.model.dtype)
     config = served or config
-    network = meta_network(config, dtype, whole=not embedded)
+    network = meta_network(config, dtype, whole=not embedded or sees(config))
     devices = 1 if embedded else server.tensor_parallel_size
     bits = None if embedded else _bits_per_weight(server.quantization, config)
     shared = {
         "weights": _weights(network, bits),
         "packed": _packed(network) if embedded and device == "cpu" else 0,
         "adapters": _adapters(recipe, network, dtype),
+        # at most, on each device: vLLM divides the tower's weights, and its activations in part
+        "images": devices * server_image_memory(recipe, network, dtype, _step_tokens(recipe, device_memory)),
         "workspace": _workspace(recipe, config.get_text_config(), dtype, device, device_memory),
     }
     parts = {name: -(-size // devices) for name, size in shared.items()}
@@ -169,10 +173,15 @@ def _workspace(
         sampler = logits * (4 * EMBEDDED_SAMPLER_COPIES + dtype.itemsize)
         # the masks are freed before tokens are sampled
         return max(PREFILL_TOKENS * width * dtype.itemsize + masks, sampler) + graphs
-    asked = _flag(server.args, "--max-num-batched-tokens")
-    tokens = int(asked) if asked else 8192 if (device_memory or 0) >= LARGE_DEVICE else 2048
     graphs = CUDA_GRAPHS if device == "cuda" and _flag(server.args, "--enforce-eager") is None else 0
-    return tokens * width * dtype.itemsize + logits * (4 * SAMPLER_COPIES + dtype.itemsize) + graphs
+    step = _step_tokens(recipe, device_memory) * width * dtype.itemsize
+    return step + logits * (4 * SAMPLER_COPIES + dtype.itemsize) + graphs
+
+
+def _step_tokens(recipe: RolloutRecipe, device_memory: int | None) -> int:
+    """Return the tokens of prompts that vLLM computes at a time."""
+    asked = _flag(recipe.server.args, "--max-num-batched-tokens")
+    return int(asked) if asked else 8192 if (device_memory or 0) >= LARGE_DEVICE else 2048
 
 
 def _arriving(network: PreTrainedModel) -> int:

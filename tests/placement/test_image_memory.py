@@ -13,7 +13,10 @@ from transformers import (
 
 from agentfactory.placement.activation_memory import LiveBytes
 from agentfactory.placement.image_memory import patch_memory
+from agentfactory.placement.server_memory import server_memory
 from agentfactory.placement.trainer_memory import trainer_memory
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.embedded.image_encoder import FEATURE_BYTES
 from agentfactory.rollout.images.features import compute_features
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.network import apply_options
@@ -59,7 +62,7 @@ def test_a_towers_memory_is_planned(kind: str, dtype: str, train: dict[str, Any]
             held = sum(weight.nbytes for weight in network.parameters())
             sum(part.sum() for image in features for part in (image.tokens, *image.deep)).backward()
     real = (live.peaks["start"].total - (held if trained else 0)) / 2048
-    planned = patch_memory(tower, getattr(torch, dtype), trained, recipe)
+    planned = patch_memory(tower, getattr(torch, dtype), trained, recipe.train.gradient_checkpointing)
     print(f"{real:.0f} bytes a patch, planned / real {planned / real:.2f}")
     assert 0.9 < planned / real < 1.4
 
@@ -75,3 +78,22 @@ def test_the_table_has_the_tower_and_its_images() -> None:
     trained = trainer_memory(recipe_of("float32", vision="trained"), network.config, "cpu")
     assert trained["gradients"] == pytest.approx(seeing, rel=0.01)
     assert trained["images"] > 3 * rows["images"] > 0
+
+
+def test_a_server_has_the_tower_and_room_for_a_step_of_images() -> None:
+    network = network_of("qwen3_vl")
+    tower, length = network.base_model.visual, 64  # tokens of the largest image: 32 x 32 pixels each
+    model = {"path": "x", "dtype": "bfloat16", "max_image_pixels": length * 32 * 32}
+
+    def planned(**server: Any) -> dict[str, int]:
+        recipe = RolloutRecipe.model_validate({"model": model, "server": server})
+        return server_memory(recipe, network.config, "cpu").parts
+
+    computed = 4 * patch_memory(tower, torch.bfloat16, trained=False, checkpointing=False)
+    features = 3 * 64 * 2  # two levels of features beside the last, bfloat16
+    assert planned(engine="vllm")["images"] == 2048 * (computed + features)
+    assert planned(engine="vllm", args=["--max-num-batched-tokens", "16"])["images"] == length * (computed + features)
+    embedded = planned(engine="embedded")
+    assert embedded["images"] == length * computed + FEATURE_BYTES
+    weights = sum({weight.data_ptr(): weight.numel() for weight in network.parameters()}.values())
+    assert embedded["weights"] == 2 * weights
