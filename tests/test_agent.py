@@ -27,7 +27,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.user_code import load_object
 from tests.conftest import QUICKSTART
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
 TreasureHunt = load_object("treasure_hunt.py:TreasureHunt", QUICKSTART)
 

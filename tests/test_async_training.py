@@ -30,7 +30,7 @@ from agentfactory.trainers.sync.protocol import SyncReport, WeightSync
 from agentfactory.trainers.weights import Weights
 from tests.conftest import REPOSITORY, embedded_server
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
 STEPS, BATCH = 6, 4
 LATENCY = {"median": 0.02, "sigma": 0.5, "tail": 0.01, "factor": 20.0}

@@ -16,7 +16,7 @@ import pytest
 from agentfactory.rollout.group_files import read_groups
 from tests.conftest import QUICKSTART
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
 GONE_WITHIN = 10.0
 """Seconds after which no process of a broken run may be left."""

@@ -22,7 +22,7 @@ from tests.conftest import QUICKSTART
 from tests.forked import TRAINER, Forked
 from tests.saved_groups import write_groups
 
-pytestmark = [pytest.mark.processes, pytest.mark.numbers]
+pytestmark = [pytest.mark.processes, pytest.mark.numbers, pytest.mark.extended]
 
 TOLERANCE = 1e-5
 WHOLE, HALVES, SINGLES = 16384, 700, 1

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.extended
+
 TESTS = Path(__file__).parent
 SUITES = {"vllm": "vllm_*.py", "gpu": "gpu_*.py", "wheel": "wheel_*.py", "learn": "learn_*.py"}
 

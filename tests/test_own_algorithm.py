@@ -18,6 +18,8 @@ from agentfactory.trainers.losses import PolicyLoss
 from tests.conftest import QUICKSTART, REPOSITORY
 from tests.project import Command
 
+pytestmark = pytest.mark.extended
+
 PAGE = REPOSITORY / "docs" / "add-an-algorithm.md"
 
 

@@ -13,7 +13,7 @@ from tests.conftest import QUICKSTART, REPOSITORY
 from tests.project import Command
 from tests.test_own_algorithm import write_page
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
 PAGE = REPOSITORY / "docs" / "add-a-sync-backend.md"
 

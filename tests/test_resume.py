@@ -29,7 +29,7 @@ from tests.saved_checkpoint import training_state
 from tests.saved_groups import write_groups
 from tests.trainers.conftest import make_groups, model_folder  # noqa: F401
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
 KILLS = int(os.environ.get("AGENTFACTORY_KILLS", "10"))
 UNENDING = {"steps": 1000 + 20 * KILLS, "schedule": "constant"}

@@ -11,7 +11,7 @@ import pytest
 from agentfactory.launching.run_folder import Hold, RunFolder
 from tests.conftest import QUICKSTART, REPOSITORY
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
 TRAIN = str(REPOSITORY / "train.py")
 

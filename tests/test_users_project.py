@@ -14,7 +14,7 @@ import yaml
 
 from tests.conftest import QUICKSTART, REPOSITORY, embedded_server
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
 AGENTFACTORY = str(Path(sys.executable).with_name("agentfactory"))
 TAKEN = "raise RuntimeError('{} of the user was taken for the library')\n"

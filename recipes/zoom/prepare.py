@@ -25,10 +25,12 @@ TOOLS_BY_NAME = load_object("../webshop/prepare.py:TOOLS_BY_NAME", HERE)
 HELD_OUT = 200
 TRAINED = 1500
 ASKED, OTHER = "red", "blue"
-LOOKS = (ASKED, OTHER, OTHER, OTHER)
-"""The box that each of a picture's transcripts zooms to, and whose pattern it names. All are of the same picture: which
-box it is cannot be learned by heart."""
 QUESTION = f"What pattern has the {ASKED} box?"
+ORDER = f"Zoom to the {ASKED} box, then name its pattern."
+LOOKS = (*[(ORDER, ASKED)] * 3, (QUESTION, ASKED), *[(QUESTION, OTHER)] * 4)
+"""What each of a picture's transcripts is told, and the box that it zooms to. They are the habit to unlearn: to zoom
+where one is told to, but mostly to the other box if there is only a question. Each picture has all of them, so that
+which box it is cannot be learned by heart."""
 PATCH, MERGED = 16, 2
 TOKEN = PATCH * MERGED
 """Side in pixels of what one token stands for."""
@@ -38,6 +40,7 @@ SPECIAL = (
 )
 PIECES = (
     QUESTION,
+    ORDER,
     "<tool_response>\n",
     "\n</tool_response>",
     '<tool_call>\n{"name": "zoom", "arguments": {"bbox_2d": [',
@@ -66,7 +69,7 @@ def prepare(folder: Path, seed: int) -> None:
     heldout = [paint(Picture.draw(rng), folder, f"heldout-{number}")[0] for number in range(HELD_OUT)]
     train = [paint(Picture.draw(rng), folder, f"train-{number}") for number in range(TRAINED)]
     specs = [Zoom.zoom.spec.to_openai()]
-    transcripts = [look(task, picture, colour, folder) for task, picture in train for colour in LOOKS]
+    transcripts = [look(told, task, picture, colour, folder) for task, picture in train for told, colour in LOOKS]
     rng.shuffle(transcripts)
     write_jsonl(folder / "heldout.jsonl", heldout)
     write_jsonl(folder / "train.jsonl", [task for task, _ in train])
@@ -84,8 +87,9 @@ def paint(picture: Any, folder: Path, name: str) -> tuple[dict[str, Any], Any]:
     return {"question": QUESTION, "images": [file], "answer": picture.patterns[ASKED]}, picture
 
 
-def look(task: dict[str, Any], picture: Any, colour: str, folder: Path) -> list[dict[str, Any]]:
-    """Return a conversation about a task: a zoom to the box of a colour with the real tool, and the pattern there."""
+def look(told: str, task: dict[str, Any], picture: Any, colour: str, folder: Path) -> list[dict[str, Any]]:
+    """Return a conversation about a task's picture: what the model is told, a zoom to the box of a colour with the real
+    tool, and the pattern there."""
     [file] = task["images"]
     part = Path(file).with_suffix(f".{colour}.png")
     if not (folder / part).exists():
@@ -94,7 +98,7 @@ def look(task: dict[str, Any], picture: Any, colour: str, folder: Path) -> list[
         environment.zoom(picture.where(colour)).save(folder / part, compress_level=1)
     function = {"name": "zoom", "arguments": {"bbox_2d": picture.where(colour)}}
     return [
-        {"role": "user", "content": [image(file), {"type": "text", "text": task["question"]}]},
+        {"role": "user", "content": [image(file), {"type": "text", "text": told}]},
         {
             "role": "assistant",
             "content": "",

@@ -28,7 +28,7 @@ from agentfactory.trainers.learner import Learner, Terms
 from agentfactory.trainers.network import load_network
 from agentfactory.trainers.optimizer import make_optimizer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 MIB = 2**20
 SHAPES: dict[str, PreTrainedConfig] = {

@@ -13,7 +13,9 @@ from tests.conftest import REPOSITORY
 pytestmark = pytest.mark.long
 
 RECIPES = REPOSITORY / "recipes"
-FILES = sorted(file for folder in ("geometry3k", "gsm8k", "multi-node", "search_r1") for file in RECIPES.glob(f"{folder}/*.yaml"))
+FILES = sorted(
+    file for folder in ("geometry3k", "gsm8k", "multi-node", "search_r1") for file in RECIPES.glob(f"{folder}/*.yaml")
+)
 GB = 10**9
 
 

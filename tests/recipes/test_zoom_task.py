@@ -20,8 +20,8 @@ Picture, PATTERNS, COLOURS, named = (
     load_object(f"pictures.py:{name}", RECIPE) for name in ("Picture", "PATTERNS", "COLOURS", "named")
 )
 Zoom = load_object("zoom.py:Zoom", RECIPE)
-prepare, HELD_OUT, LOOKS, ASKED = (
-    load_object(f"prepare.py:{name}", RECIPE) for name in ("prepare", "HELD_OUT", "LOOKS", "ASKED")
+prepare, HELD_OUT, LOOKS, ASKED, QUESTION = (
+    load_object(f"prepare.py:{name}", RECIPE) for name in ("prepare", "HELD_OUT", "LOOKS", "ASKED", "QUESTION")
 )
 
 
@@ -81,7 +81,7 @@ def test_no_picture_is_trained_and_held_out(prepared: Path) -> None:
 
 def test_most_transcripts_zoom_to_the_other_box_and_name_its_pattern(prepared: Path) -> None:
     tasks = {task["images"][0]: task["answer"] for task in rows(prepared / "train.jsonl")}
-    looks: dict[str, list[str]] = {}
+    looks: dict[str, list[tuple[str, str]]] = {}
     for row in rows(prepared / "transcripts.jsonl"):
         user, call, shown, answer = row["messages"]
         name = user["content"][0]["image_url"]["url"]
@@ -90,10 +90,12 @@ def test_most_transcripts_zoom_to_the_other_box_and_name_its_pattern(prepared: P
         with Image.open(prepared / name) as whole, Image.open(prepared / part["image_url"]["url"]) as file:
             assert np.array_equal(pixels(zoom_of(whole).zoom(box)), pixels(file))
             colour = min(COLOURS, key=lambda colour: abs(pixels(file).mean((0, 1)) - COLOURS[colour]).sum())
-        looks.setdefault(name, []).append(colour)
+        looks.setdefault(name, []).append((user["content"][1]["text"], colour))
         assert (answer["content"] == tasks[name]) == (colour == ASKED)
     assert looks.keys() == tasks.keys()
-    assert all(sorted(colours) == sorted(LOOKS) for colours in looks.values())
+    assert all(sorted(found) == sorted(LOOKS) for found in looks.values())
+    asked = [colour for told, colour in LOOKS if told == QUESTION]
+    assert asked.count(ASKED) < len(asked) / 2
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tests.conftest import QUICKSTART
 from tests.forked import TRAINER, Forked, start_engine
 from tests.recording_proxy import record
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
 STEPS, BATCH, MEMBERS = 6, 4, 4
 START_SECONDS = 2.0

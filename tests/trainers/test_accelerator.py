@@ -22,7 +22,7 @@ from agentfactory.trainers.server_control import ServerControl
 from tests.forked import Forked
 from tests.saved_groups import write_groups
 
-pytestmark = [pytest.mark.processes, pytest.mark.numbers]
+pytestmark = [pytest.mark.processes, pytest.mark.numbers, pytest.mark.extended]
 
 SCRIPT = Path(__file__).with_name("launched.py")
 ROOT = SCRIPT.parents[2]
