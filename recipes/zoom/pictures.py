@@ -10,7 +10,7 @@ from PIL import Image
 
 from agentfactory import reward
 
-CELLS = 3
+CELLS = 2
 """Cells of a picture in a row and in a column; each box is in another cell."""
 CELL, BOX, PERIOD = 128, 64, 4
 """Sides in pixels: of a cell, of the box in its middle, and of the square that a pattern repeats."""

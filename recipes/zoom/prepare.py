@@ -24,13 +24,13 @@ TOOLS_BY_NAME = load_object("../webshop/prepare.py:TOOLS_BY_NAME", HERE)
 
 HELD_OUT = 200
 TRAINED = 1500
-ASKED, OTHER = "red", "blue"
+ASKED = "red"
 QUESTION = f"What pattern has the {ASKED} box?"
 ORDER = f"Zoom to the {ASKED} box, then name its pattern."
-LOOKS = (*[(ORDER, ASKED)] * 3, (QUESTION, ASKED), *[(QUESTION, OTHER)] * 4)
-"""What each of a picture's transcripts is told, and the box that it zooms to. They are the habit to unlearn: to zoom
-where one is told to, but mostly to the other box if there is only a question. Each picture has all of them, so that
-which box it is cannot be learned by heart."""
+GIVE_UP = "That is too small to see."
+LOOKS = (*[(ORDER, True)] * 3, (QUESTION, True), *[(QUESTION, False)] * 4)
+"""What each of a picture's transcripts is told, and whether it zooms then. They are the habit to unlearn: to zoom when
+one is told to, and mostly to give up when one is only asked."""
 PATCH, MERGED = 16, 2
 TOKEN = PATCH * MERGED
 """Side in pixels of what one token stands for."""
@@ -41,6 +41,7 @@ SPECIAL = (
 PIECES = (
     QUESTION,
     ORDER,
+    GIVE_UP,
     "<tool_response>\n",
     "\n</tool_response>",
     '<tool_call>\n{"name": "zoom", "arguments": {"bbox_2d": [',
@@ -69,7 +70,11 @@ def prepare(folder: Path, seed: int) -> None:
     heldout = [paint(Picture.draw(rng), folder, f"heldout-{number}")[0] for number in range(HELD_OUT)]
     train = [paint(Picture.draw(rng), folder, f"train-{number}") for number in range(TRAINED)]
     specs = [Zoom.zoom.spec.to_openai()]
-    transcripts = [look(told, task, picture, colour, folder) for task, picture in train for told, colour in LOOKS]
+    transcripts = [
+        look(task, picture, told, folder) if looks else give_up(task, told)
+        for task, picture in train
+        for told, looks in LOOKS
+    ]
     rng.shuffle(transcripts)
     write_jsonl(folder / "heldout.jsonl", heldout)
     write_jsonl(folder / "train.jsonl", [task for task, _ in train])
@@ -87,16 +92,16 @@ def paint(picture: Any, folder: Path, name: str) -> tuple[dict[str, Any], Any]:
     return {"question": QUESTION, "images": [file], "answer": picture.patterns[ASKED]}, picture
 
 
-def look(told: str, task: dict[str, Any], picture: Any, colour: str, folder: Path) -> list[dict[str, Any]]:
-    """Return a conversation about a task's picture: what the model is told, a zoom to the box of a colour with the real
-    tool, and the pattern there."""
+def look(task: dict[str, Any], picture: Any, told: str, folder: Path) -> list[dict[str, Any]]:
+    """Return a conversation about a task's picture: what the model is told, a zoom to the box with the real tool, and
+    the pattern there."""
     [file] = task["images"]
-    part = Path(file).with_suffix(f".{colour}.png")
+    part = Path(file).with_suffix(".part.png")
     if not (folder / part).exists():
         environment = Zoom()
         environment.reset([folder / file])
-        environment.zoom(picture.where(colour)).save(folder / part, compress_level=1)
-    function = {"name": "zoom", "arguments": {"bbox_2d": picture.where(colour)}}
+        environment.zoom(picture.where(ASKED)).save(folder / part, compress_level=1)
+    function = {"name": "zoom", "arguments": {"bbox_2d": picture.where(ASKED)}}
     return [
         {"role": "user", "content": [image(file), {"type": "text", "text": told}]},
         {
@@ -105,7 +110,16 @@ def look(told: str, task: dict[str, Any], picture: Any, colour: str, folder: Pat
             "tool_calls": [{"id": "call_1", "type": "function", "function": function}],
         },
         {"role": "tool", "name": "zoom", "tool_call_id": "call_1", "content": [image(str(part))]},
-        {"role": "assistant", "content": picture.patterns[colour]},
+        {"role": "assistant", "content": task["answer"]},
+    ]
+
+
+def give_up(task: dict[str, Any], told: str) -> list[dict[str, Any]]:
+    """Return a conversation about a task's picture that looks no closer."""
+    [file] = task["images"]
+    return [
+        {"role": "user", "content": [image(file), {"type": "text", "text": told}]},
+        {"role": "assistant", "content": GIVE_UP},
     ]
 
 
@@ -128,7 +142,8 @@ def train_tokenizer(transcripts: list[list[dict[str, Any]]]) -> PreTrainedTokeni
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    places = [json.dumps(messages[1]["tool_calls"][0]["function"]["arguments"]["bbox_2d"]) for messages in transcripts]
+    calls = [call for messages in transcripts for call in messages[1].get("tool_calls", ())]
+    places = [json.dumps(call["function"]["arguments"]["bbox_2d"]) for call in calls]
     said = ["system user assistant tool zoom\n", *PATTERNS]
     bpe.train_from_iterator([*places, *(f"{text} " * 9 for text in said)], trainer)
     bpe.add_tokens([AddedToken(piece, normalized=False) for piece in PIECES])

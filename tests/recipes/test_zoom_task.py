@@ -20,8 +20,9 @@ Picture, PATTERNS, COLOURS, named = (
     load_object(f"pictures.py:{name}", RECIPE) for name in ("Picture", "PATTERNS", "COLOURS", "named")
 )
 Zoom = load_object("zoom.py:Zoom", RECIPE)
-prepare, HELD_OUT, LOOKS, ASKED, QUESTION = (
-    load_object(f"prepare.py:{name}", RECIPE) for name in ("prepare", "HELD_OUT", "LOOKS", "ASKED", "QUESTION")
+prepare, HELD_OUT, LOOKS, ASKED, QUESTION, GIVE_UP = (
+    load_object(f"prepare.py:{name}", RECIPE)
+    for name in ("prepare", "HELD_OUT", "LOOKS", "ASKED", "QUESTION", "GIVE_UP")
 )
 
 
@@ -79,23 +80,27 @@ def test_no_picture_is_trained_and_held_out(prepared: Path) -> None:
     assert not heldout & train
 
 
-def test_most_transcripts_zoom_to_the_other_box_and_name_its_pattern(prepared: Path) -> None:
+def test_most_transcripts_give_up_on_a_question_and_zoom_when_told_to(prepared: Path) -> None:
     tasks = {task["images"][0]: task["answer"] for task in rows(prepared / "train.jsonl")}
-    looks: dict[str, list[tuple[str, str]]] = {}
+    told: dict[str, list[tuple[str, bool]]] = {}
     for row in rows(prepared / "transcripts.jsonl"):
-        user, call, shown, answer = row["messages"]
-        name = user["content"][0]["image_url"]["url"]
-        box = call["tool_calls"][0]["function"]["arguments"]["bbox_2d"]
+        user, first, *rest = row["messages"]
+        name, text = user["content"][0]["image_url"]["url"], user["content"][1]["text"]
+        told.setdefault(name, []).append((text, bool(rest)))
+        if not rest:
+            assert first["content"] == GIVE_UP
+            continue
+        shown, answer = rest
+        box = first["tool_calls"][0]["function"]["arguments"]["bbox_2d"]
         [part] = shown["content"]
         with Image.open(prepared / name) as whole, Image.open(prepared / part["image_url"]["url"]) as file:
             assert np.array_equal(pixels(zoom_of(whole).zoom(box)), pixels(file))
-            colour = min(COLOURS, key=lambda colour: abs(pixels(file).mean((0, 1)) - COLOURS[colour]).sum())
-        looks.setdefault(name, []).append((user["content"][1]["text"], colour))
-        assert (answer["content"] == tasks[name]) == (colour == ASKED)
-    assert looks.keys() == tasks.keys()
-    assert all(sorted(found) == sorted(LOOKS) for found in looks.values())
-    asked = [colour for told, colour in LOOKS if told == QUESTION]
-    assert asked.count(ASKED) < len(asked) / 2
+            assert min(COLOURS, key=lambda colour: abs(pixels(file).mean((0, 1)) - COLOURS[colour]).sum()) == ASKED
+        assert answer["content"] == tasks[name]
+    assert told.keys() == tasks.keys()
+    assert all(sorted(found) == sorted(LOOKS) for found in told.values())
+    asked = [looks for text, looks in LOOKS if text == QUESTION]
+    assert sum(asked) < len(asked) / 2
 
 
 @pytest.mark.parametrize(
