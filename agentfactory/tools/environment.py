@@ -17,6 +17,11 @@ class Environment:
     so each chain gets a new instance.
     """
 
+    @classmethod
+    def check_machine(cls) -> None:
+        """Raise SettingError if the machine lacks something that every instance needs, such as a program. Called when
+        the tools are opened, before any chain begins."""
+
     def reset(self, *args: Any, **task: Any) -> Any:
         """Begin the chain's task. Declare the fields of the data row that you need, or `**task` for all of them.
 
