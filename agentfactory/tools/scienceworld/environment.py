@@ -36,7 +36,7 @@ class ScienceWorld(Environment):
     Args:
         simplifications: `easy`, or names with commas between them: teleportAction, openDoors, openContainers,
             selfWateringFlowerPots, noElectricalAction; "" for none.
-        max_moves: moves after which the chain ends.
+        max_moves: the chain ends with the move that exceeds it.
         show_actions: whether each observation ends with the actions that would do something here, those with two
             objects in brief.
         heap_mb: memory of a Java process for its objects, in MiB; it takes about 150 MiB besides.
@@ -102,7 +102,7 @@ class ScienceWorld(Environment):
         text = action[:_LONGEST_ACTION].encode("utf-8", "replace").decode()
         last = self._last = game.step(text)
         info = {"score": last.score, "moves": last.moves, "reward": (last.score - before.score) / 100}
-        if last.completed or last.moves >= self._max_moves:
+        if last.completed or last.moves > self._max_moves:
             return finish({"observation": last.observation, **info})
         return {"observation": self._shown(last.observation), **info}
 

@@ -55,7 +55,7 @@ class Step:
     """From 0 to 100; -100 if the task has failed."""
     completed: bool
     moves: int
-    """Moves so far: `wait` takes ten, most actions one, and what the engine does not understand none."""
+    """Moves so far: `wait` takes eleven, most actions one; looking, and what is not understood, none."""
 
 
 class Jvm:
@@ -73,6 +73,7 @@ class Jvm:
 
     def __init__(self, heap_mb: int) -> None:
         from py4j.java_gateway import GatewayParameters, JavaGateway, find_jar_path
+
         from scienceworld.constants import JAR_PATH
 
         self._heap_mb = heap_mb
