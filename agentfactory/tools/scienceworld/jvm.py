@@ -184,7 +184,7 @@ class Jvm:
         with self._lock:
             if self._present is game:
                 self._present = None
-        self.detach(game.engine, game.random)
+        self.detach(*(one for one in (game.engine, game.random) if one is not None))
 
     def _exchange(self, game: "Game") -> None:
         if self._present is not None:
@@ -215,16 +215,17 @@ class Jvm:
             told = f"Java did not answer within {_ANSWER_SECONDS:g} s" if silent else self.loss
             raise GameLost(told) from error
 
+    def generator(self) -> Any:
+        """Return a new generator of random numbers. Raises GameLost."""
+        with self._lock, self._calling():
+            return self._classes.java.util.Random()
+
     def interface(self) -> Any:
-        """Return a new interface of the engine."""
+        """Return a new interface of the engine, within `call`."""
         return self._classes.scienceworld.runtime.pythonapi.PythonInterface()
 
-    def generator(self) -> Any:
-        """Return a new generator of random numbers."""
-        return self._classes.java.util.Random()
-
     def lines(self, texts: Any) -> list[str]:
-        """Return a Java list of texts, in one call instead of one per text."""
+        """Return a Java list of texts, within `call`: it takes one answer instead of one per text."""
         joined = self._classes.java.lang.String.join("\n", texts)
         self._gateway.detach(texts)
         return joined.split("\n") if joined else []
@@ -246,9 +247,11 @@ class Game:
         self.jvm = jvm
         self.simplifications = simplifications
         self.next_number = 0
-        with jvm._lock, jvm._calling():
-            self.engine, self.random = jvm.interface(), jvm.generator()
+        self.random = jvm.generator()
+        self.engine: Any = None
         try:
+            # as the game's own call: it takes random numbers and numbers for objects
+            self.engine = self._call(jvm.interface)
             fault = self._call(lambda: self.engine.load(task, variation, ",".join(simplifications), gold))
             if fault:
                 raise GameLost(f"{task}, variation {variation}: {fault}")
