@@ -19,8 +19,8 @@ class Environment:
 
     @classmethod
     def check_machine(cls) -> None:
-        """Raise SettingError if the machine lacks something that every instance needs, such as a program. Called when
-        the tools are opened, before any chain begins."""
+        """Raise SettingError if the machine lacks what every instance needs, such as a program, and say how to install
+        it. Called when a recipe is loaded, before anything starts."""
 
     def reset(self, *args: Any, **task: Any) -> Any:
         """Begin the chain's task. Declare the fields of the data row that you need, or `**task` for all of them.

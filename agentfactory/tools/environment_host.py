@@ -104,12 +104,8 @@ class EnvironmentHost:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Keep the pool open; it is closed when the last context exits.
-
-        Raises SettingError if the machine lacks what the class needs.
-        """
+        """Keep the pool open; it is closed when the last context exits."""
         if self._pool is None:
-            self._environment.check_machine()
             self._pool = Pool(
                 self._name, self._make, self._config, reset=self._forget, healthy=self._healthy, retire=self._retire
             )
