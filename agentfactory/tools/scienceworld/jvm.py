@@ -74,7 +74,7 @@ class Jvm:
     def __init__(self, heap_mb: int) -> None:
         from py4j.java_gateway import GatewayParameters, JavaGateway, find_jar_path
 
-        from scienceworld.constants import JAR_PATH
+        from scienceworld.constants import BASEPATH, JAR_PATH
 
         self._heap_mb = heap_mb
         self._lock = threading.Lock()
@@ -92,6 +92,7 @@ class Jvm:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=said,
+                    cwd=BASEPATH,  # reads a file of types there
                     start_new_session=True,
                 )
             except OSError as error:
@@ -118,14 +119,23 @@ class Jvm:
             self._prepare()
 
     def _prepare(self) -> None:
-        java = self._classes.java
+        java, nowhere = self._classes.java, "/dev/null"
         # the engine prints what it does; nobody reads it
-        java.lang.System.setOut(java.io.PrintStream("/dev/null"))
-        self._random_field = java.lang.Class.forName("scala.util.Random").getDeclaredField("self")
-        self._random_field.setAccessible(True)
-        self._random = java.lang.Class.forName("scala.util.Random$").getDeclaredField("MODULE$").get(None)
+        java.lang.System.setOut(java.io.PrintStream(nowhere))
+        # it writes types that are new to it into the current folder, which all processes share
+        self._field("util.UniqueTypeID$", "FILENAME_IDS").set(self._object("util.UniqueTypeID"), nowhere)
+        self._random, self._random_field = self._object("scala.util.Random"), self._field("scala.util.Random", "self")
         self._numbers = self._classes.util.UniqueIdentifier
         self._simplifier = self._classes.main.scala.scienceworld.runtime.SimplifierProcessor
+
+    def _object(self, name: str) -> Any:
+        """Return the one object that Scala calls `name`."""
+        return self._field(f"{name}$", "MODULE$").get(None)
+
+    def _field(self, of: str, name: str) -> Any:
+        field = self._classes.java.lang.Class.forName(of).getDeclaredField(name)
+        field.setAccessible(True)
+        return field
 
     @property
     def alive(self) -> bool:

@@ -359,6 +359,26 @@ def test_actions_of_a_tool_called_directly() -> None:
         world.close()
 
 
+def test_the_experiment_on_the_page_is_what_the_world_shows() -> None:
+    page = (REPOSITORY / "docs" / "scienceworld.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith(("| **act", "| the world"))]
+    world = ScienceWorld()
+    try:
+        shown: Any = {"observation": world.reset("find-living-thing", 0)}
+        for speaker, text, *score in rows:
+            if speaker == "**act**":
+                shown = world.act(text.rstrip(" |"))
+                shown = shown.value if isinstance(shown, Finish) else shown
+                continue
+            said = " ".join(shown["observation"].replace("\n\t", " ").split())
+            for part in text.rstrip(" |.").replace(",", "").replace("picture.", "picture").split(" ... "):
+                assert part in said.replace(",", "")
+            assert [str(shown.get("score"))] == score or "score" not in shown
+        assert world.reward()["success"] == 1
+    finally:
+        world.close()
+
+
 def java_processes() -> set[psutil.Process]:
     """The Java processes of this one."""
     return {child for child in psutil.Process().children() if child.name() == "java"}
