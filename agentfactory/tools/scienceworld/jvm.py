@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ class Jvm:
         self._heap_mb = heap_mb
         self._lock = threading.Lock()
         self._present: Game | None = None
+        self._forgotten: deque[Game] = deque()
         self._ended = False
         # no timing depends on the JIT's last tier, and neither does it on threads that collect garbage
         options = [f"-Xmx{heap_mb}m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:+ExitOnOutOfMemoryError"]
@@ -179,22 +181,23 @@ class Jvm:
             GameLost: the process has ended, or did not answer and was killed; or the engine failed in this game.
         """
         with self._lock, self._calling():
+            self._detach_forgotten()
             if self._present is not game:
                 self._exchange(game)
             return function()
 
-    def detach(self, *objects: Any) -> None:
-        """Let the process forget objects that it was asked for. Does nothing if it has ended."""
-        with self._lock, suppress(GameLost), self._calling():
-            for one in objects:
-                self._gateway.detach(one)
-
     def forget(self, game: "Game") -> None:
-        """Forget a game."""
-        with self._lock:
+        """Have the process forget a game, with the next call: nobody waits for it."""
+        self._forgotten.append(game)
+
+    def _detach_forgotten(self) -> None:
+        while self._forgotten:
+            game = self._forgotten.popleft()
             if self._present is game:
                 self._present = None
-        self.detach(*(one for one in (game.engine, game.random) if one is not None))
+            for one in (game.engine, game.random):
+                if one is not None:
+                    self._gateway.detach(one)
 
     def _exchange(self, game: "Game") -> None:
         if self._present is not None:
@@ -299,5 +302,5 @@ class Game:
         return self._call(lambda: self.jvm.lines(self.engine.getGoldActionSequence()))
 
     def close(self) -> None:
-        """Let go of the game."""
+        """Let go of the game; does not wait for the process."""
         self.jvm.forget(self)

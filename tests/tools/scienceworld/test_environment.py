@@ -154,7 +154,7 @@ async def test_hostile_actions_are_not_understood() -> None:
 
 
 def transcripts(jvms: Jvms, games: list[tuple[str, int, str]], paths: list[list[str]]) -> list[list[Any]]:
-    """Play games in turns, an action of each after the other; return what each showed."""
+    """Play games in turns, an action of each after the other; return what each showed, and its number of objects."""
     plays = [jvms.play(task, variation, resolved(how, task)) for task, variation, how in games]
     shown: list[list[Any]] = [[play.game.description(), play.game.look()] for play in plays]
     for number in range(max(map(len, paths))):
@@ -163,6 +163,7 @@ def transcripts(jvms: Jvms, games: list[tuple[str, int, str]], paths: list[list[
                 text.append(play.game.step(path[number]))
     for play, text in zip(plays, shown, strict=True):
         text.append(play.game.valid_actions())
+        text.append(play.game._call(play.game.jvm._numbers.count))
         play.end()
     return shown
 
@@ -245,6 +246,16 @@ def test_a_java_process_that_has_grown_or_is_worn_ends_with_its_last_game(
     finally:
         jvms.close()
     assert not plays[-1].game.jvm.alive
+
+
+def test_letting_go_of_a_game_waits_for_no_other(jvms: Jvms) -> None:
+    easy = resolved("easy", "boil")
+    first, second = jvms.play("boil", 0, easy), jvms.play("boil", 1, easy)
+    with first.game.jvm._lock:  # as while a scene is loaded
+        first.end()
+    assert "kitchen" in second.game.step("teleport to kitchen").observation
+    assert not second.game.jvm._forgotten
+    second.end()
 
 
 def test_a_java_process_without_memory_ends_and_says_so() -> None:
