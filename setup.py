@@ -3,6 +3,8 @@
 from setuptools import setup
 
 DENSE = ["sentence-transformers>=6,<7", "usearch>=2.20"]
+# needs Java, too
+SCIENCEWORLD = ["scienceworld>=1.2.3,<1.3"]
 EXTRAS = {
     "dev": [
         "pytest>=8",
@@ -35,9 +37,12 @@ EXTRAS = {
         *DENSE,
         "bm25s>=0.3",
         "PyStemmer>=3",
+        # worlds
+        *SCIENCEWORLD,
     ],
     "vllm": ["vllm>=0.32,<0.33"],
     "dense": DENSE,
+    "scienceworld": SCIENCEWORLD,
     "liger": ["liger-kernel>=0.8"],
     "bitsandbytes": ["bitsandbytes>=0.46.1"],
     "wandb": ["wandb"],
@@ -65,6 +70,7 @@ setup(
         "agentfactory.rollout.rewards",
         "agentfactory.tools",
         "agentfactory.tools.sandbox",
+        "agentfactory.tools.scienceworld",
         "agentfactory.tools.search",
         "agentfactory.tools.search.engines",
         "agentfactory.tools.web",

@@ -71,7 +71,7 @@ def _check(recipe: Recipe, purpose: Purpose, prepared: Path | None, after: str |
     if purpose != "tools":
         _check_files(recipe, prepared, after)
     _check_programs(recipe, lack, prepared)
-    _check_user_code(recipe, purpose)
+    _check_user_code(recipe, purpose, lack)
     if runs_chains(recipe, purpose) or purpose == "tools":
         _check_servers(recipe, prepared)
     if purpose == "train":
@@ -223,18 +223,18 @@ def _is_data_file(path: Path) -> bool:
     return path.is_file() and path.suffix in (".json", ".jsonl", ".parquet")
 
 
-def _check_user_code(recipe: Recipe, purpose: Purpose) -> None:
+def _check_user_code(recipe: Recipe, purpose: Purpose, lack: Lack) -> None:
     # a check writes nothing, not even bytecode next to the user's files
     write_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
-        _load_tools(recipe)
+        _load_tools(recipe, lack)
         if purpose != "tools":
             _load_user_code(recipe)
     finally:
         sys.dont_write_bytecode = write_bytecode
 
 
-def _load_tools(recipe: Recipe) -> None:
+def _load_tools(recipe: Recipe, lack: Lack) -> None:
     for index, reference in enumerate(recipe.tools):
         found = _load(reference, f"tools.{index}", PREBUILT)
         if not (_is_environment(found) or is_tool(found)):
@@ -243,6 +243,7 @@ def _load_tools(recipe: Recipe) -> None:
                 f"{_shown(reference)} is not a tool but a {type(found).__name__}",
                 "put @tool above its definition, or name an Environment class",
             )
+        _check_machine(found, f"tools.{index}", lack)
     for key, server in recipe.mcp_servers.items():
         if server.module is not None:
             found = _load(server.module, f"mcp_servers.{key}.module", PREBUILT)
@@ -254,6 +255,15 @@ def _load_tools(recipe: Recipe) -> None:
             except (TypeError, ValueError) as error:
                 problem = f"{_shown(server.module)} cannot be served: {error}"
                 raise SettingError(f"mcp_servers.{key}", problem, "correct it") from error
+            _check_machine(found, f"mcp_servers.{key}.module", lack)
+
+
+def _check_machine(found: Any, name: str, lack: Lack) -> None:
+    if _is_environment(found):
+        try:
+            found.check_machine()
+        except SettingError as error:
+            lack(name, error.problem, error.fix)
 
 
 def _load_user_code(recipe: Recipe) -> None:

@@ -17,6 +17,11 @@ class Environment:
     so each chain gets a new instance.
     """
 
+    @classmethod
+    def check_machine(cls) -> None:
+        """Raise SettingError if the machine lacks what every instance needs, such as a program, and say how to install
+        it. Called when a recipe is loaded, before anything starts."""
+
     def reset(self, *args: Any, **task: Any) -> Any:
         """Begin the chain's task. Declare the fields of the data row that you need, or `**task` for all of them.
 

@@ -70,6 +70,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfac
             server = build_server(
                 objects, pool=pool, options=dict(map(_option, options.option)), idle_seconds=idle_seconds
             )
+            for found in objects:
+                if isinstance(found, type) and issubclass(found, Environment):
+                    found.check_machine()
     except (UserCodeError, TypeError, SettingError) as error:
         parser.error(str(error))
     if isinstance(server, MCPServer):

@@ -1,0 +1,306 @@
+"""`Jvm`: a Java process with ScienceWorld's engine, which plays several games, one call at a time."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.messages import ToolInfrastructureError
+
+T = TypeVar("T")
+
+_START_SECONDS = 120.0
+_ANSWER_SECONDS = 120.0
+"""How long a call may take; the slowest, loading a scene with its gold path, takes seconds."""
+_OUT_OF_MEMORY = 3
+"""Exit status of a JVM with -XX:+ExitOnOutOfMemoryError."""
+
+
+class GameLost(ToolInfrastructureError):
+    """The game's Java process has ended, or the engine failed: nothing is left of the game."""
+
+
+def check_engine() -> None:
+    """Raise SettingError, which says what to install, if the engine or Java is missing."""
+    if importlib.util.find_spec("scienceworld") is None or importlib.util.find_spec("py4j") is None:
+        fix = "pip install 'agentfactory[scienceworld]', or pip install scienceworld"
+        raise SettingError("scienceworld", "ScienceWorld's engine is not installed", fix)
+    java = _java()
+    if shutil.which(java) is None:
+        fix = "install Java 8 or newer (Debian, Ubuntu: apt install default-jre-headless), or set JAVA_HOME"
+        raise SettingError("scienceworld", f"ScienceWorld's engine needs Java, and there is no program {java}", fix)
+
+
+def _java() -> str:
+    home = os.environ.get("JAVA_HOME")
+    return str(Path(home) / "bin" / "java") if home else "java"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an action led to."""
+
+    observation: str
+    score: int
+    """From 0 to 100; -100 if the task has failed."""
+    completed: bool
+    moves: int
+    """Moves so far: `wait` takes eleven, most actions one; looking, and what is not understood, none."""
+
+
+class Jvm:
+    """A Java process. It ends with this process, however that ends.
+
+    The engine keeps some of a game's state in global variables: its random numbers, the next object's number, and the
+    simplifications. Each game has them for itself: they are exchanged when another game's call comes.
+
+    Args:
+        heap_mb: Most memory of its objects, in MiB; it needs about 150 MiB besides.
+
+    Raises:
+        GameLost: it did not start.
+    """
+
+    def __init__(self, heap_mb: int) -> None:
+        from py4j.java_gateway import GatewayParameters, JavaGateway, find_jar_path
+
+        from scienceworld.constants import BASEPATH, JAR_PATH
+
+        self._heap_mb = heap_mb
+        self._lock = threading.Lock()
+        self._present: Game | None = None
+        self._forgotten: deque[Game] = deque()
+        self._ended = False
+        # no timing depends on the JIT's last tier, and neither does it on threads that collect garbage
+        options = [f"-Xmx{heap_mb}m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:+ExitOnOutOfMemoryError"]
+        classes = ["-classpath", os.pathsep.join((find_jar_path(), JAR_PATH))]
+        server = ["py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0"]
+        with tempfile.TemporaryFile() as said:
+            try:
+                # a separate session, so that Ctrl-C in a terminal does not reach it
+                self._process = subprocess.Popen(
+                    [_java(), *options, *classes, *server],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=said,
+                    cwd=BASEPATH,  # reads a file of types there
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise GameLost(f"Java does not start: {error}") from error
+            assert self._process.stdout is not None
+            watch = threading.Timer(_START_SECONDS, self._process.kill)
+            watch.start()
+            port, token = self._process.stdout.readline(), self._process.stdout.readline()
+            watch.cancel()
+            if not token:
+                self.end()
+                said.seek(0)
+                raise GameLost(f"Java does not start: {said.read().decode(errors='replace').strip() or self.loss}")
+        address = GatewayParameters(
+            port=int(port),
+            auth_token=token.decode().strip(),
+            read_timeout=_ANSWER_SECONDS,
+            # would ask the JVM in whichever thread collects garbage, and wait there
+            enable_memory_management=False,
+        )
+        self._gateway = JavaGateway(gateway_parameters=address)
+        self._classes = self._gateway.jvm
+        with self._calling():
+            self._prepare()
+
+    def _prepare(self) -> None:
+        java, nowhere = self._classes.java, "/dev/null"
+        # the engine prints what it does; nobody reads it
+        java.lang.System.setOut(java.io.PrintStream(nowhere))
+        # it writes types that are new to it into the current folder, which all processes share
+        self._field("util.UniqueTypeID$", "FILENAME_IDS").set(self._object("util.UniqueTypeID"), nowhere)
+        self._random, self._random_field = self._object("scala.util.Random"), self._field("scala.util.Random", "self")
+        self._numbers = self._classes.util.UniqueIdentifier
+        self._simplifier = self._classes.main.scala.scienceworld.runtime.SimplifierProcessor
+
+    def _object(self, name: str) -> Any:
+        """Return the one object that Scala calls `name`."""
+        return self._field(f"{name}$", "MODULE$").get(None)
+
+    def _field(self, of: str, name: str) -> Any:
+        field = self._classes.java.lang.Class.forName(of).getDeclaredField(name)
+        field.setAccessible(True)
+        return field
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return not self._ended and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def loss(self) -> str:
+        """Why it has ended."""
+        status = self._process.poll()
+        if status == _OUT_OF_MEMORY:
+            return f"Java needed more than {self._heap_mb} MiB; raise heap_mb, or lower games_per_jvm"
+        return "the Java process was ended" if status is None else f"the Java process ended with status {status}"
+
+    def resident_mb(self) -> int:
+        """Return its resident memory in MiB; 0 if it has ended."""
+        try:
+            return psutil.Process(self.pid).memory_info().rss >> 20
+        except psutil.NoSuchProcess:
+            return 0
+
+    def end(self) -> None:
+        """Kill the process; its games are lost."""
+        self._ended = True
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+    def call(self, game: "Game", function: Callable[[], T]) -> T:
+        """Return the result of `function`, which calls the engine for a game.
+
+        Raises:
+            GameLost: the process has ended, or did not answer and was killed; or the engine failed in this game.
+        """
+        with self._lock, self._calling():
+            self._detach_forgotten()
+            if self._present is not game:
+                self._exchange(game)
+            return function()
+
+    def forget(self, game: "Game") -> None:
+        """Have the process forget a game, with the next call: nobody waits for it."""
+        self._forgotten.append(game)
+
+    def _detach_forgotten(self) -> None:
+        while self._forgotten:
+            game = self._forgotten.popleft()
+            if self._present is game:
+                self._present = None
+            for one in (game.engine, game.random):
+                if one is not None:
+                    self._gateway.detach(one)
+
+    def _exchange(self, game: "Game") -> None:
+        if self._present is not None:
+            self._present.next_number = self._numbers.count()
+        self._present = None  # until all is exchanged
+        self._random_field.set(self._random, game.random)
+        # the name that Scala gives to an assignment
+        getattr(self._numbers, "count_$eq")(game.next_number)
+        self._simplifier.parseSimplificationStr(",".join(game.simplifications))
+        self._present = game
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Raise GameLost for what can fail in a call. A process that does not answer is killed."""
+        from py4j.protocol import Py4JError, Py4JJavaError
+
+        if self._ended:
+            raise GameLost(self.loss)
+        try:
+            yield
+        except Py4JJavaError as error:
+            raise GameLost(f"ScienceWorld's engine failed: {error.java_exception.toString()}") from None
+        except (Py4JError, OSError) as error:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)  # a process that just ended, to know why
+            silent = self._process.poll() is None
+            self.end()
+            told = f"Java did not answer within {_ANSWER_SECONDS:g} s" if silent else self.loss
+            raise GameLost(told) from error
+
+    def generator(self) -> Any:
+        """Return a new generator of random numbers. Raises GameLost."""
+        with self._lock, self._calling():
+            return self._classes.java.util.Random()
+
+    def interface(self) -> Any:
+        """Return a new interface of the engine, within `call`."""
+        return self._classes.scienceworld.runtime.pythonapi.PythonInterface()
+
+    def lines(self, texts: Any) -> list[str]:
+        """Return a Java list of texts, within `call`: it takes one answer instead of one per text."""
+        joined = self._classes.java.lang.String.join("\n", texts)
+        self._gateway.detach(texts)
+        return joined.split("\n") if joined else []
+
+
+class Game:
+    """One play of a task. Any thread may call it; a process plays its games one call at a time.
+
+    Args:
+        gold: Compute the gold path, too, which doubles the time.
+
+    Raises:
+        GameLost: also raised by all methods but `close`.
+    """
+
+    def __init__(
+        self, jvm: Jvm, task: str, variation: int, simplifications: tuple[str, ...], gold: bool = False
+    ) -> None:
+        self.jvm = jvm
+        self.simplifications = simplifications
+        self.next_number = 0
+        self.random = jvm.generator()
+        self.engine: Any = None
+        try:
+            # as the game's own call: it takes random numbers and numbers for objects
+            self.engine = self._call(jvm.interface)
+            fault = self._call(lambda: self.engine.load(task, variation, ",".join(simplifications), gold))
+            if fault:
+                raise GameLost(f"{task}, variation {variation}: {fault}")
+        except BaseException:
+            self.close()
+            raise
+
+    def _call(self, function: Callable[[], T]) -> T:
+        return self.jvm.call(self, function)
+
+    def description(self) -> str:
+        """Return what the task is."""
+        return self._call(self.engine.getTaskDescription)
+
+    def look(self) -> str:
+        """Return what the room shows; takes no time in the game."""
+        return self._call(self.engine.freeActionLook)
+
+    def step(self, action: str) -> Step:
+        """Act."""
+
+        def step() -> Step:
+            observation, engine = self.engine.step(action), self.engine
+            score = round(100 * engine.getScore())
+            return Step(observation, score, engine.getCompleted() or score < 0, engine.getNumMoves())
+
+        return self._call(step)
+
+    def valid_actions(self) -> list[str]:
+        """Return the actions that would do something here: up to thousands, which can take a tenth of a second."""
+        return self._call(lambda: self.jvm.lines(self.engine.getValidActionObjectCombinations()))
+
+    def gold_path(self) -> list[str]:
+        """Return actions that lead to the score 100, if the game was made with `gold`."""
+        return self._call(lambda: self.jvm.lines(self.engine.getGoldActionSequence()))
+
+    def close(self) -> None:
+        """Let go of the game; does not wait for the process."""
+        self.jvm.forget(self)

@@ -1,0 +1,119 @@
+"""The 30 tasks of ScienceWorld, their variations and the official splits."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any
+
+from agentfactory.tools.errors import SettingError, short
+
+TASKS = {
+    "boil": ("1-1", 30),
+    "melt": ("1-2", 30),
+    "freeze": ("1-3", 30),
+    "change-the-state-of-matter-of": ("1-4", 30),
+    "use-thermometer": ("2-1", 540),
+    "measure-melting-point-known-substance": ("2-2", 436),
+    "measure-melting-point-unknown-substance": ("2-3", 300),
+    "power-component": ("3-1", 20),
+    "power-component-renewable-vs-nonrenewable-energy": ("3-2", 20),
+    "test-conductivity": ("3-3", 900),
+    "test-conductivity-of-unknown-substances": ("3-4", 600),
+    "find-living-thing": ("4-1", 300),
+    "find-non-living-thing": ("4-2", 300),
+    "find-plant": ("4-3", 300),
+    "find-animal": ("4-4", 300),
+    "grow-plant": ("5-1", 126),
+    "grow-fruit": ("5-2", 126),
+    "chemistry-mix": ("6-1", 32),
+    "chemistry-mix-paint-secondary-color": ("6-2", 36),
+    "chemistry-mix-paint-tertiary-color": ("6-3", 36),
+    "lifespan-longest-lived": ("7-1", 125),
+    "lifespan-shortest-lived": ("7-2", 125),
+    "lifespan-longest-lived-then-shortest-lived": ("7-3", 125),
+    "identify-life-stages-1": ("8-1", 14),
+    "identify-life-stages-2": ("8-2", 10),
+    "inclined-plane-determine-angle": ("9-1", 168),
+    "inclined-plane-friction-named-surfaces": ("9-2", 1386),
+    "inclined-plane-friction-unnamed-surfaces": ("9-3", 162),
+    "mendelian-genetics-known-plant": ("10-1", 120),
+    "mendelian-genetics-unknown-plant": ("10-2", 480),
+}
+"""Name -> its number in the paper, and the number of its variations. As the engine counts them, which takes seconds."""
+
+SIMPLIFICATIONS = ("teleportAction", "openDoors", "openContainers", "selfWateringFlowerPots", "noElectricalAction")
+EASY = "easy"
+"""All simplifications but `openContainers`, without `noElectricalAction` in tasks on electricity."""
+
+_ELECTRICAL = ("power-component", "conductivity")
+
+
+class Split(StrEnum):
+    """The official splits: the first half of a task's variations, the next quarter, and the rest."""
+
+    TRAIN = "train"
+    DEV = "dev"
+    TEST = "test"
+
+    def variations(self, task: str) -> range:
+        """Return the numbers of a task's variations in this split."""
+        _, count = TASKS[task]
+        quarter = count // 4
+        bounds = {Split.TRAIN: (0, 2 * quarter), Split.DEV: (2 * quarter, 3 * quarter)}
+        return range(*bounds.get(self, (3 * quarter, count)))
+
+
+def named(task: Any, field: str = "task") -> str:
+    """Return the name of the task with this name or number. Raises SettingError if there is none."""
+    numbers = {number: name for name, (number, _) in TASKS.items()}
+    if isinstance(task, str) and (task in TASKS or task in numbers):
+        return numbers.get(task, task)
+    raise SettingError(field, f"got {short(task)}", f"use one of {', '.join(TASKS)}, or a number from 1-1 to 10-2")
+
+
+def check_variation(task: str, variation: Any) -> int:
+    """Return `variation`. Raises SettingError if the task has none of this number."""
+    _, count = TASKS[task]
+    if type(variation) is not int or not 0 <= variation < count:
+        raise SettingError("variation", f"got {short(variation)}", f"{task} has the variations 0 to {count - 1}")
+    return variation
+
+
+def resolved(simplifications: Any, task: str | None = None) -> tuple[str, ...]:
+    """Return the simplifications of a text such as `easy` or `openDoors,teleportAction`, for a task.
+
+    Raises SettingError: it names others, or the task cannot be done without the electrical actions.
+    """
+    if not isinstance(simplifications, str):
+        raise SettingError("simplifications", f"got {short(simplifications)}", "give names with commas between them")
+    electrical = task is not None and any(word in task for word in _ELECTRICAL)
+    if simplifications == EASY:
+        left_out = ("openContainers", "noElectricalAction") if electrical else ("openContainers",)
+        return tuple(name for name in SIMPLIFICATIONS if name not in left_out)
+    names = tuple(name for name in simplifications.split(",") if name)
+    if unknown := [name for name in names if name not in SIMPLIFICATIONS]:
+        fix = f"use {EASY}, or names out of {', '.join(SIMPLIFICATIONS)} with commas and no spaces between them"
+        raise SettingError("simplifications", f"got {short(unknown[0])}", fix)
+    if electrical and "noElectricalAction" in names:
+        problem = f"{task} cannot be done with noElectricalAction"
+        raise SettingError("simplifications", problem, "leave it out for this task")
+    return tuple(name for name in SIMPLIFICATIONS if name in names)
+
+
+def rows(
+    split: str, question: str, tasks: Sequence[str] | None, per_task: int | None, simplifications: str
+) -> list[dict[str, Any]]:
+    """Return a row per variation, task by task. Raises SettingError."""
+    if split not in tuple(Split):
+        raise SettingError("split", f"got {short(split)}", f"use one of {', '.join(Split)}")
+    if per_task is not None and (type(per_task) is not int or per_task < 1):
+        raise SettingError("per_task", f"got {short(per_task)}", "give a whole number from 1, or null for all")
+    if isinstance(tasks, str) or tasks == []:
+        raise SettingError("tasks", f"got {short(tasks)}", "give a list of names, or null for all")
+    names = list(TASKS) if tasks is None else [named(task, "tasks") for task in tasks]
+    for name in names:
+        resolved(simplifications, name)
+    return [
+        {"question": question, "task": name, "variation": variation, "simplifications": simplifications}
+        for name in names
+        for variation in Split(split).variations(name)[:per_task]
+    ]
