@@ -203,8 +203,6 @@ class _Process:
 
 def check_python(python: str | None) -> None:
     """Raise SettingError if a Python (null: this one) cannot be run, or lacks ALFWorld's packages. Imports nothing."""
-    where = "" if python is None else f" where {python} is"
-    fix = f"pip install 'agentfactory[alfworld]'{where and ', or alfworld alone,'}{where}; it is built with gcc and cmake"
     if python is None:
         lacking = [name for name in PACKAGES if not is_installed(name)]
     else:
@@ -217,4 +215,6 @@ def check_python(python: str | None) -> None:
             raise SettingError("python", f"{python} fails: {asked.stderr.strip()[-200:]}", "name a Python")
         lacking = [name for name in PACKAGES if name in asked.stdout]
     if lacking:
-        raise SettingError("python", f"ALFWorld needs {' and '.join(lacking)}, not installed{where or ' here'}", fix)
+        where = "here" if python is None else f"where {python} is"
+        fix = "pip install 'agentfactory[alfworld]' (gcc and cmake build it), or name by `python` one that has alfworld"
+        raise SettingError("python", f"ALFWorld needs {' and '.join(lacking)}, not installed {where}", fix)

@@ -48,8 +48,10 @@ class Engine:
                 state, _, _ = self._plays[request["play"]].step(request["action"])
                 return _shown(state)
             case "close":
-                # its planner's library is unloaded with it
-                self._plays.pop(request["play"]).close()
+                import fast_downward
+
+                # a game has a copy of the planner's library to itself
+                fast_downward.close_lib(self._plays.pop(request["play"]).unwrapped.downward_lib)
                 return {}
             case "read_package":
                 return read_package()
@@ -57,8 +59,9 @@ class Engine:
 
     def _open(self, play: int, game: str | dict[str, Any]) -> dict[str, Any]:
         import textworld
-        from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
         from textworld.envs import PddlEnv
+
+        from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
 
         # without "walkthrough" and "policy_commands", for which the planner searches, sometimes for minutes
         infos = textworld.EnvInfos(won=True, admissible_commands=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.tools.alfworld.engine import Engine, GameError, Play, Scene, check_python
-from agentfactory.tools.alfworld.games import GeneratedGames, Games, PublishedGames, Split
+from agentfactory.tools.alfworld.games import Games, GeneratedGames, PublishedGames, Split
 from agentfactory.tools.alfworld.generator import TaskType
 from agentfactory.tools.environment import Environment
 from agentfactory.tools.errors import SettingError
@@ -48,7 +48,7 @@ class AlfWorld(Environment):
         show_actions: bool = False,
         max_steps: int = MAX_STEPS,
         processes: int | None = None,
-        games_per_process: int = 50,
+        games_per_process: int = 200,
         python: str | None = None,
     ) -> None:
         count = processes or os.cpu_count() or 1
@@ -83,15 +83,15 @@ class AlfWorld(Environment):
         return self._shown(scene)
 
     @tool
-    def step(self, action: str) -> Any:
+    def action(self, command: str) -> Any:
         """Take an action in the room, and see what happens.
 
         Args:
-            action: Such as go to fridge 1, open drawer 2, take apple 1 from countertop 1, move apple 1 to fridge 1,
+            command: Such as go to fridge 1, open drawer 2, take apple 1 from countertop 1, move apple 1 to fridge 1,
                 heat apple 1 with microwave 1, use desklamp 1, look, inventory or help.
         """
         assert self._play is not None, "reset() begins a game"
-        scene = self._play.act(action)
+        scene = self._play.act(command)
         self._steps += 1
         self._won = scene.won
         if scene.won or self._steps >= self._max_steps:

@@ -12,7 +12,8 @@ from agentfactory.tools.errors import SettingError
 
 FOLDER = "json_2.1.1"
 """The folder of the games in ALFWORLD_DATA."""
-_GAME, _TRAJECTORY = "game.tw-pddl", "traj_data.json"
+GAME, TRAJECTORY = "game.tw-pddl", "traj_data.json"
+"""The files of a game."""
 _GET = "run alfworld-download, which fetches the games into $ALFWORLD_DATA (default: ~/.cache/alfworld)"
 
 
@@ -42,7 +43,7 @@ class Games(Protocol):
 
 class PublishedGames:
     """The games of a folder, by their paths in it: ALFWORLD_DATA, its folder json_2.1.1, or one that `write_games`
-    made. As the published loader does, it leaves out games that are not known to be solvable, and tasks with movable
+    wrote. As the published loader does, it leaves out games that are not known to be solvable, and tasks with movable
     receptacles and sliced objects.
 
     Raises SettingError if there is no such folder.
@@ -56,8 +57,8 @@ class PublishedGames:
 
     def names(self, split: Split, types: list[TaskType]) -> Iterator[tuple[str, TaskType]]:
         """Yield name and type of each game of a split, by name."""
-        for trajectory in sorted((self._root / split).rglob(_TRAJECTORY)):
-            name, game = str(trajectory.parent.relative_to(self._root)), trajectory.with_name(_GAME)
+        for trajectory in sorted((self._root / split).rglob(TRAJECTORY)):
+            name, game = str(trajectory.parent.relative_to(self._root)), trajectory.with_name(GAME)
             if "movable" in name or "Sliced" in name or not game.exists():
                 continue
             task_type = json.loads(trajectory.read_bytes())["task_type"]
@@ -66,7 +67,7 @@ class PublishedGames:
 
     def content(self, name: str) -> Path:
         """Return the game's file. Raises ValueError if there is none."""
-        file = self._root / name / _GAME
+        file = self._root / name / GAME
         if not isinstance(name, str) or not file.is_file():
             raise ValueError(f"game: got {name!r}, and there is no file {file}")
         return file
@@ -102,14 +103,3 @@ class GeneratedGames:
 def _type_of(number: int) -> TaskType:
     types = list(TaskType)
     return types[number % len(types)]
-
-
-def write_game(game: Game, folder: Path, name: str) -> Path:
-    """Write a game's two files below `folder`/json_2.1.1, as the published ones are, and return the file of the game.
-    `name` is that which `GeneratedGames` gave it."""
-    split, number = name.split("/")
-    place = folder / FOLDER / split / game.folder / f"trial_{number}"
-    place.mkdir(parents=True, exist_ok=True)
-    (place / _TRAJECTORY).write_text(json.dumps(game.trajectory, indent=1), encoding="utf-8")
-    (place / _GAME).write_text(json.dumps(game.content), encoding="utf-8")
-    return place / _GAME

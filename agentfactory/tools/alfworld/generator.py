@@ -120,7 +120,7 @@ def make_game(package: Package, task_type: TaskType, floor_plans: list[str], see
         "solvable": True,
         "walkthrough": _solve(package, room, task_type, target, destination),
     }
-    looks = task_type is TaskType.LOOK
+    looks, scene = task_type is TaskType.LOOK, int(room.floor_plan.removeprefix("FloorPlan"))
     trajectory = {
         "task_type": task_type.value,
         "task_id": seed,
@@ -131,9 +131,9 @@ def make_game(package: Package, task_type: TaskType, floor_plans: list[str], see
             "mrecep_target": "",
             "object_sliced": False,
         },
-        "scene": {"floor_plan": room.floor_plan, "scene_num": int(room.floor_plan.removeprefix("FloorPlan"))},
+        "scene": {"floor_plan": room.floor_plan, "scene_num": scene},
     }
-    folder = f"{task_type}-{target}-None-{lamp if looks else destination}-{trajectory['scene']['scene_num']}"
+    folder = f"{task_type}-{target}-None-{lamp if looks else destination}-{scene}"
     return Game(task_type, folder, content, trajectory)
 
 
@@ -143,7 +143,9 @@ def _furnish(package: Package, floor_plan: str, rng: random.Random) -> Room:
     # the basin of a sink is what holds and cleans: Sink|+00.00|+00.89|-02.00|SinkBasin
     parts = {name: name.split("|") for name in plan["openable"]}
     receptacles = {name: part[-1] if part[-1].endswith("Basin") else part[0] for name, part in parts.items()}
-    listed = [kind for kind in plan["objects"] if kind in package.tables["receptacles"] and kind in package.tables["holds"]]
+    listed = [
+        kind for kind in plan["objects"] if kind in package.tables["receptacles"] and kind in package.tables["holds"]
+    ]
     for kind in listed:
         if kind not in receptacles.values():
             for number in range(rng.choice((1, 1, 2, 3)) if kind in _SEVERAL else 1):
@@ -175,7 +177,9 @@ def _goals(package: Package, room: Room, task_type: TaskType) -> list[tuple[str,
         holders = [kind for kind in kinds if package.holds(kind, thing)]
         if treatment is not None and thing not in package.tables["affords"][treatment.affords]:
             continue
-        goals += [(thing, kind) for kind in holders if len(holders) > 1 and (not treatment or kind != treatment.station)]
+        goals += [
+            (thing, kind) for kind in holders if len(holders) > 1 and (not treatment or kind != treatment.station)
+        ]
     return goals
 
 
@@ -185,9 +189,7 @@ def _lamps(package: Package, room: Room) -> list[str]:
     return [lamp for lamp in package.lamps if lamp in listed] if set(room.receptacles.values()) & {*_FLAT} else []
 
 
-def _fill(
-    package: Package, room: Room, task_type: TaskType, target: str, destination: str, rng: random.Random
-) -> None:
+def _fill(package: Package, room: Room, task_type: TaskType, target: str, destination: str, rng: random.Random) -> None:
     """Put objects into the room; the target's lie elsewhere than where they shall be."""
     for thing in _portable(package, room):
         wanted = thing == target
@@ -214,12 +216,15 @@ def _problem(package: Package, room: Room) -> str:
     objects = {"agent1": "agent", "loc|0": "location", **dict.fromkeys(locations.values(), "location")}
     objects |= {f"{kind}Type": "otype" for kind in things} | dict.fromkeys(room.things, "object")
     objects |= {f"{kind}Type": "rtype" for kind in kinds} | dict.fromkeys(room.receptacles, "receptacle")
-    facts = [("atLocation", "agent1", "loc|0")]
+    facts: list[tuple[str, ...]] = [("atLocation", "agent1", "loc|0")]
     for name, kind in room.receptacles.items():
         facts += [("receptacleType", name, f"{kind}Type"), ("receptacleAtLocation", name, locations[name])]
         facts += [("openable", name)] if kind in tables["openable"] else []
     facts += [
-        ("canContain", f"{kind}Type", f"{thing}Type") for kind in kinds for thing in things if package.holds(kind, thing)
+        ("canContain", f"{kind}Type", f"{thing}Type")
+        for kind in kinds
+        for thing in things
+        if package.holds(kind, thing)
     ]
     for name, kind in room.things.items():
         place = room.places[name]
