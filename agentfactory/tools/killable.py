@@ -89,6 +89,13 @@ class KillableProcess:
         line = self._process.stdout.readline()
         return json.loads(line) if line else None
 
+    def exit_status(self) -> int:
+        """Wait for the end of a process that gives no more answers; return its status, -N if signal N ended it."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        self._process.kill()
+        return self._process.wait()
+
     def end(self) -> None:
         """Kill the process."""
         self._process.kill()

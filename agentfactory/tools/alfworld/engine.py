@@ -188,8 +188,10 @@ class _Process:
                 raise ToolInfrastructureError(str(error)) from error
             if answer is None:
                 self.dead = True
+                status = self._process.exit_status()
                 self._process.end()
-                raise ToolInfrastructureError("ALFWorld's process ended, with this chain's game in it")
+                problem = f"ALFWorld's process ended (status {status}), with this chain's game in it"
+                raise ToolInfrastructureError(problem)
         if "error" in answer:
             raise GameError(answer["error"])
         return answer

@@ -14,6 +14,7 @@ one whose parent is gone ends by itself.
 
 import contextlib
 import copy
+import faulthandler
 import json
 import os
 import re
@@ -37,7 +38,14 @@ class Engine:
     """The games that are being played in this process, by number."""
 
     def __init__(self) -> None:
+        import fast_downward
+
         self._plays: dict[int, Any] = {}
+        self._libraries: list[Any] = []
+        """Copies of the planner's library that no game uses. A game has one to itself, and loads its problem into it;
+        they are used again, because they are large, and because unloading one can crash the process."""
+        load = fast_downward.load_lib
+        fast_downward.load_lib = lambda: self._libraries.pop() if self._libraries else load()
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Do what a request asks for."""
@@ -48,10 +56,7 @@ class Engine:
                 state, _, _ = self._plays[request["play"]].step(request["action"])
                 return _shown(state)
             case "close":
-                import fast_downward
-
-                # a game has a copy of the planner's library to itself
-                fast_downward.close_lib(self._plays.pop(request["play"]).unwrapped.downward_lib)
+                self._libraries.append(self._plays.pop(request["play"]).unwrapped.downward_lib)
                 return {}
             case "read_package":
                 return read_package()
@@ -66,8 +71,12 @@ class Engine:
         # without "walkthrough" and "policy_commands", for which the planner searches, sometimes for minutes
         infos = textworld.EnvInfos(won=True, admissible_commands=True)
         environment = AlfredDemangler(PddlEnv(infos), shuffle=False)
-        environment.load(game)
-        state = environment.reset()
+        try:
+            environment.load(game)
+            state = environment.reset()
+        except Exception:
+            self._libraries.append(environment.unwrapped.downward_lib)
+            raise
         self._plays[play] = environment
         return _shown(state)
 
@@ -134,6 +143,7 @@ def end_with_parent() -> None:
 
 def main() -> None:
     """Answer requests until stdin ends."""
+    faulthandler.enable()  # the planner's library is C++
     end_with_parent()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     replies = os.fdopen(os.dup(1), "w", buffering=1)

@@ -159,7 +159,7 @@ async def test_a_killed_process_ends_its_chains_as_infrastructure_and_no_others(
                 assert judged is not None
                 assert judged.reward == 1.0
             assert len(ended) == 1
-            assert "ALFWorld's process ended, with this chain's game in it" in ended[0]
+            assert "ALFWorld's process ended (status -9), with this chain's game in it" in ended[0]
         assert (await win(toolset, games, rows[2]))["reward"] == 1.0
     wait_for(lambda: not engine_processes())
 
