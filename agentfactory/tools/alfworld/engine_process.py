@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 REQUEST_SECONDS = 120.0
+GAMES_REMEMBERED = 16
 _POLL_SECONDS = 0.5
 
 # the package makes this folder when it is imported, by default one in the user's home; nothing here uses it
@@ -112,20 +113,25 @@ def read_package() -> dict[str, Any]:
     }
 
 
-def remember_translations() -> None:
-    """Let TextWorld parse each text, and translate each problem, once: a game is loaded four times as fast, and a step
-    takes half the time. By itself it translates a problem again for the planner, and both again at the reset."""
+def remember() -> None:
+    """Let TextWorld parse each text, and translate each of the last problems, once. By itself it translates a problem
+    again for its planner, and both again at the reset, and parses the texts of all actions at each step."""
     import fast_downward
     import textworld.logic
-    from textworld.envs.pddl import textgen
+    from textworld.envs.pddl import logic, textgen
 
-    parse, query, translate = textgen._parse_and_convert, textworld.logic.Rule.parse_conjunctive_query, None
-    parsed = lru_cache(maxsize=10_000)(lambda text, rule_name: parse(text, rule_name=rule_name))
+    parse, read, query = (
+        textgen._parse_and_convert,
+        logic._parse_and_convert,
+        textworld.logic.Rule.parse_conjunctive_query,
+    )
+    translate = fast_downward.pddl2sas
+    parsed = lru_cache(maxsize=10_000)(lambda text, rule: parse(text, rule_name=rule))
     # symbols get their contexts later
     textgen._parse_and_convert = lambda text, rule_name, **_: copy.deepcopy(parsed(text, rule_name))
     textworld.logic.Rule.parse_conjunctive_query = lru_cache(maxsize=10_000)(query)
-    translate = fast_downward.pddl2sas
-    translated = lru_cache(maxsize=1)(lambda domain, problem: translate(domain, problem))
+    logic._parse_and_convert = lru_cache(maxsize=GAMES_REMEMBERED)(read)
+    translated = lru_cache(maxsize=GAMES_REMEMBERED)(lambda domain, problem: translate(domain, problem))
     fast_downward.pddl2sas = lambda domain, problem, **_: translated(domain, problem)
 
 
@@ -148,7 +154,7 @@ def main() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # other output is not a reply
-    remember_translations()
+    remember()
     engine = Engine()
     print(json.dumps({"ready": True}), file=replies)
     for line in sys.stdin:
