@@ -14,7 +14,7 @@ from agentfactory.tools.killable import KillableProcess
 from agentfactory.tools.messages import ToolInfrastructureError
 
 PACKAGES = ("alfworld", "fast_downward")
-_PROCESS = Path(__file__).with_name("engine_process.py")
+PROCESS = Path(__file__).with_name("engine_process.py")
 
 
 class GameError(ValueError):
@@ -180,7 +180,7 @@ class _Process:
                 raise ToolInfrastructureError("ALFWorld's process, with this chain's game, has ended")
             try:
                 if self._process is None:
-                    self._process = KillableProcess(str(_PROCESS), executable=self._python)
+                    self._process = KillableProcess(str(PROCESS), executable=self._python)
                 self._process.send(request)
                 answer = self._process.receive()
             except ChildProcessError as error:

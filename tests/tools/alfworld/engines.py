@@ -9,6 +9,6 @@ from agentfactory.tools.import_path import is_installed
 
 PYTHON = os.environ.get("AGENTFACTORY_ALFWORLD_PYTHON")
 """`make test-alfworld` names it; None: this one."""
-_HERE = PYTHON is not None or all(map(is_installed, PACKAGES))
+HAS_ENGINE = PYTHON is not None or all(map(is_installed, PACKAGES))
 
-needs_engine = pytest.mark.skipif(not _HERE, reason="alfworld is not installed: make test-alfworld")
+needs_engine = pytest.mark.skipif(not HAS_ENGINE, reason="alfworld is not installed: make test-alfworld")
