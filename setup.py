@@ -43,6 +43,8 @@ EXTRAS = {
     "vllm": ["vllm>=0.32,<0.33"],
     "dense": DENSE,
     "scienceworld": SCIENCEWORLD,
+    # built with gcc and cmake; parts are GPL, so it runs in processes of its own
+    "alfworld": ["alfworld>=0.4.2,<0.5"],
     "liger": ["liger-kernel>=0.8"],
     "bitsandbytes": ["bitsandbytes>=0.46.1"],
     "wandb": ["wandb"],
@@ -69,6 +71,7 @@ setup(
         "agentfactory.rollout.parsers",
         "agentfactory.rollout.rewards",
         "agentfactory.tools",
+        "agentfactory.tools.alfworld",
         "agentfactory.tools.sandbox",
         "agentfactory.tools.scienceworld",
         "agentfactory.tools.search",

@@ -33,7 +33,7 @@ class KillableProcesses:
         Raises ChildProcessError if it does not start.
         """
         with self._places:
-            process = self._idle.pop() if self._idle else KillableProcess(self._module)
+            process = self._idle.pop() if self._idle else KillableProcess("-m", self._module)
             process.answered = False
             try:
                 yield process
@@ -50,13 +50,13 @@ class KillableProcesses:
 
 
 class KillableProcess:
-    """One process. Its user sets `answered` after the last answer to a request. Raises ChildProcessError if it does
-    not start."""
+    """One process, which runs Python with `arguments`: ours, or `executable`. Its user sets `answered` after the last
+    answer to a request. Raises ChildProcessError if it does not start."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, *arguments: str, executable: str | None = None) -> None:
         # a separate session, so that Ctrl-C in a terminal does not reach it
         self._process = subprocess.Popen(
-            own_python("-m", module),
+            own_python(*arguments, executable=executable),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **parent_watch.environment()},
@@ -65,7 +65,16 @@ class KillableProcess:
         self.answered = False
         if self.receive() is None:
             self.end()
-            raise ChildProcessError(f"{module} did not start; what it said is in the log")
+            raise ChildProcessError(f"{arguments[-1]} did not start; what it said is in the log")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
 
     def send(self, request: dict[str, Any], content: bytes = b"") -> None:
         """Send a line of JSON, and bytes that follow it. A process that has ended gives no answer."""
@@ -79,6 +88,13 @@ class KillableProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         return json.loads(line) if line else None
+
+    def exit_status(self) -> int:
+        """Wait for the end of a process that gives no more answers; return its status, -N if signal N ended it."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        self._process.kill()
+        return self._process.wait()
 
     def end(self) -> None:
         """Kill the process."""

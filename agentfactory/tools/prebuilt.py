@@ -1,6 +1,7 @@
 """The prebuilt tools, by their names in a recipe's `tools:` and `module:`."""
 
 PREBUILT = {
+    "alfworld": "agentfactory.tools.alfworld.environment:AlfWorld",
     "browse": "agentfactory.tools.web.browse:Browse",
     "calculator": "agentfactory.tools.calculator:calculator",
     "code_interpreter": "agentfactory.tools.code_interpreter:CodeInterpreter",
