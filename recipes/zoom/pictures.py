@@ -18,7 +18,7 @@ REDUCTION = 4
 """How many times smaller a network sees the whole picture. A pattern of this period vanishes then: every weighted sum
 that makes a pixel of the smaller picture has each place of the square with the same weight."""
 SIDE = CELLS * CELL
-GROUNDS = range(100, 150, 10)
+GROUND = 120
 COLOURS = {"red": (190, 70, 70), "blue": (70, 70, 190)}
 _CONTRAST = 40
 _FADING = 16
@@ -57,8 +57,6 @@ class Picture:
     """The pattern of the box of each colour."""
     shifts: dict[str, tuple[int, int]]
     """How far each box is from the middle of its cell, in pixels down and to the right: a multiple of PERIOD."""
-    ground: tuple[int, ...]
-    """Brightness of the cells, row by row."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> "Picture":
@@ -69,15 +67,13 @@ class Picture:
             cells=dict(zip(COLOURS, rng.sample(places, len(COLOURS)), strict=True)),
             patterns=dict(zip(COLOURS, rng.sample(list(PATTERNS), len(COLOURS)), strict=True)),
             shifts=dict(zip(COLOURS, shifts, strict=True)),
-            ground=tuple(rng.choice(GROUNDS) for _ in places),
         )
 
     def paint(self) -> Image.Image:
         """Return the picture, SIDE x SIDE pixels. Reduced, its pixels are the same whatever the patterns are."""
-        ground = np.array(self.ground, dtype=np.uint8).reshape(CELLS, CELLS)
-        pixels = np.repeat(ground.repeat(CELL, 0).repeat(CELL, 1)[..., None], 3, axis=2)
+        pixels = np.full((SIDE, SIDE, 3), GROUND, dtype=np.uint8)
         for colour, (row, column) in self.cells.items():
-            cell = _cell(colour, self.patterns[colour], self.shifts[colour], self.ground[row * CELLS + column])
+            cell = _cell(colour, self.patterns[colour], self.shifts[colour])
             pixels[row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL] = cell
         return Image.fromarray(pixels)
 
@@ -89,14 +85,14 @@ class Picture:
 
 
 @cache
-def _cell(colour: str, pattern: str, shift: tuple[int, int], ground: int) -> UInt8[np.ndarray, "side side 3"]:
+def _cell(colour: str, pattern: str, shift: tuple[int, int]) -> UInt8[np.ndarray, "side side 3"]:
     """Return a cell with its box. Reduced, it is the same with any pattern."""
     top, left = ((CELL - BOX) // 2 + by for by in shift)
     box = slice(top, top + BOX), slice(left, left + BOX)
     place = np.arange(BOX) + 0.5
     fade = np.minimum(1, np.minimum(place, BOX - place) / _FADING)
     seen = np.tile(PATTERNS[pattern], (BOX // PERIOD, BOX // PERIOD)) * np.outer(fade, fade)
-    plain = np.full((CELL, CELL, 3), ground)
+    plain = np.full((CELL, CELL, 3), GROUND)
     plain[box] = COLOURS[colour]
     pixels = plain.copy()
     pixels[box] += np.round(_CONTRAST * seen[..., None]).astype(int)

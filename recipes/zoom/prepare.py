@@ -67,17 +67,22 @@ def prepare(folder: Path, seed: int) -> None:
     same files."""
     rng = random.Random(seed)
     (folder / "pictures").mkdir()
-    heldout = [paint(Picture.draw(rng), folder, f"heldout-{number}")[0] for number in range(HELD_OUT)]
-    train = [paint(Picture.draw(rng), folder, f"train-{number}") for number in range(TRAINED)]
+    unseen = [Picture.draw(rng) for _ in range(HELD_OUT)]
+    seen: list[Any] = []
+    while len(seen) < TRAINED:
+        if (picture := Picture.draw(rng)) not in unseen:
+            seen.append(picture)
+    heldout = [paint(picture, folder, f"heldout-{number}") for number, picture in enumerate(unseen)]
+    train = [paint(picture, folder, f"train-{number}") for number, picture in enumerate(seen)]
     specs = [Zoom.zoom.spec.to_openai()]
     transcripts = [
         look(task, picture, told, folder) if looks else give_up(task, told)
-        for task, picture in train
+        for task, picture in zip(train, seen, strict=True)
         for told, looks in LOOKS
     ]
     rng.shuffle(transcripts)
     write_jsonl(folder / "heldout.jsonl", heldout)
-    write_jsonl(folder / "train.jsonl", [task for task, _ in train])
+    write_jsonl(folder / "train.jsonl", train)
     write_jsonl(folder / "transcripts.jsonl", [{"messages": messages, "tools": specs} for messages in transcripts])
     tokenizer = train_tokenizer(transcripts)
     tokenizer.save_pretrained(folder / "model")
@@ -85,11 +90,11 @@ def prepare(folder: Path, seed: int) -> None:
     write_processors(folder / "model")
 
 
-def paint(picture: Any, folder: Path, name: str) -> tuple[dict[str, Any], Any]:
-    """Store a picture; returns the row of its task, and the picture."""
+def paint(picture: Any, folder: Path, name: str) -> dict[str, Any]:
+    """Store a picture; returns the row of its task."""
     file = f"pictures/{name}.png"
     picture.paint().save(folder / file, compress_level=1)
-    return {"question": QUESTION, "images": [file], "answer": picture.patterns[ASKED]}, picture
+    return {"question": QUESTION, "images": [file], "answer": picture.patterns[ASKED]}
 
 
 def look(task: dict[str, Any], picture: Any, told: str, folder: Path) -> list[dict[str, Any]]:
