@@ -112,6 +112,8 @@ def _reduced(pixels: Int[np.ndarray, "side side 3"]) -> Int[np.ndarray, "reduced
 
 @reward
 def named(prediction: str | None, answer: str) -> dict[str, float]:
-    """Return 1 if the answer is the pattern's name, else 0."""
-    right = float(prediction is not None and prediction.strip() == answer)
-    return {"reward": right, "success": right}
+    """Return 1 if the answer is the pattern's name, -0.5 if it is another's, so that guessing does not pay, and else
+    0."""
+    said = (prediction or "").strip()
+    right = float(said == answer)
+    return {"reward": -0.5 if said in PATTERNS and not right else right, "success": right}

@@ -147,7 +147,12 @@ def test_a_released_environment_has_forgotten_its_images() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prediction", "right"), [("dots", 1.0), (" dots\n", 1.0), ("mesh", 0.0), ("dots or mesh", 0.0), (None, 0.0)]
+    ("prediction", "reward"),
+    [("dots", 1.0), (" dots\n", 1.0), ("mesh", -0.5), ("dots or mesh", 0.0), (GIVE_UP, 0.0), (None, 0.0)],
 )
-def test_only_the_pattern_of_the_box_counts(prediction: str | None, right: float) -> None:
-    assert named(prediction=prediction, answer="dots") == {"reward": right, "success": right}
+def test_the_pattern_of_the_box_pays_and_a_guess_does_not(prediction: str | None, reward: float) -> None:
+    assert named(prediction=prediction, answer="dots") == {"reward": reward, "success": float(reward == 1)}
+
+
+def test_guessing_does_not_pay_on_average() -> None:
+    assert sum(named(prediction="dots", answer=name)["reward"] for name in PATTERNS) < 0
