@@ -62,7 +62,7 @@ def test_children_end_when_their_parent_is_killed(folder: Path, tmp_path: Path) 
         ([], "the following arguments are required: FILE.py[:NAME]"),
         (["scratchpad.py:sub"], "scratchpad.py defines no sub"),
         (["missing.py"], "there is no file"),
-        (["nothing"], "'nothing' is not prebuilt (browse, calculator, "),
+        (["nothing"], "'nothing' is not prebuilt (alfworld, browse, calculator, "),
         (["scratchpad.py:add", "scratchpad.py:add"], "two tools are called add"),
         (["scratchpad.py:add", "--http", "many"], "argument --http: invalid int value: 'many'"),
         (["scratchpad.py:Scratchpad", "--capacity", "0"], "--capacity: Input should be greater than 0, got 0"),

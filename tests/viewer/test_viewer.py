@@ -222,7 +222,7 @@ def test_the_list_is_filtered_sorted_and_paged_by_the_server(viewer: str, page: 
     counted("1–50 of 60 trajectories")
     assert rewards() == [0.5] * 12 + [0.375] * 12 + [0.25] * 12 + [0.125] * 12 + [0.0] * 2
     page.locator("thead").get_by_role("button", name="reward").click()
-    page.wait_for_function("() => document.querySelector('tbody td:nth-child(7)').textContent === '0'")
+    page.wait_for_function("() => document.querySelector('tbody td:nth-child(7)')?.textContent === '0'")
     assert rewards() == [0.0] * 12 + [0.125] * 12 + [0.25] * 12 + [0.375] * 12 + [0.5] * 2
     # what is asked for stands in the address
     page.reload()
@@ -233,7 +233,7 @@ def test_the_list_is_filtered_sorted_and_paged_by_the_server(viewer: str, page: 
     counted("1–1 of 1 groups")
     assert rows.inner_text().split("\t")[0] == "g-00011"
     page.get_by_label("reward, highest").fill("")
-    page.wait_for_function("() => document.querySelector('tbody tr').textContent.includes('0.4375')")
+    page.wait_for_function("() => document.querySelector('tbody tr')?.textContent?.includes('0.4375')")
     rows.get_by_role("link").click()
     counted("1–8 of 8 trajectories")
     page.get_by_role("button", name="group g-00011").click()
@@ -274,14 +274,14 @@ def test_twenty_thousand_trajectories_list_without_stalling(
             setInterval(() => { const now = performance.now(); window.longest = Math.max(window.longest, now - last);
             last = now; }, 10); }""")
         page.wait_for_function(
-            "() => document.querySelector('.count').textContent.endsWith('of 20,000 trajectories')", timeout=60_000
+            "() => document.querySelector('.count')?.textContent?.endsWith('of 20,000 trajectories')", timeout=60_000
         )
         complete = time.monotonic() - started
 
         def filtered(label: str, change: Callable[[Any], None], total: str) -> float:
             begun = time.monotonic()
             change(page.get_by_label(label, exact=True))
-            page.wait_for_function("text => document.querySelector('.count').textContent.endsWith(text)", arg=total)
+            page.wait_for_function("text => document.querySelector('.count')?.textContent?.endsWith(text)", arg=total)
             return time.monotonic() - begun
 
         tool = filtered("any tool", lambda choice: choice.select_option("tool3"), "of 2,500 trajectories")
@@ -359,7 +359,7 @@ def test_a_trajectory_shows_what_it_earned_and_how_it_ended(viewer: str, page: "
     page.locator(".run", has_text="step 40").wait_for()
     assert page.evaluate("lastState.runs.every((run, number) => colourOf(run.id) === COLOURS[number])")
     page.locator(".member", has_text="-1").click()
-    page.wait_for_function("() => document.querySelector('h1').textContent.startsWith('c1')")
+    page.wait_for_function("() => document.querySelector('h1')?.textContent?.startsWith('c1')")
     assert page.locator("#ending dl").inner_text().startswith("outcome\ntool_limit\nstop reason\ncost\n")
 
 

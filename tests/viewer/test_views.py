@@ -457,11 +457,11 @@ def test_a_histogram_shows_the_rewards_of_a_step(viewer: str, page: "Page") -> N
     assert bins_of(page) == {"reward 0 to below 0.05": 1, "reward 0.95 to 1": 2}
     # a bar leads to its chains
     page.locator("#rewards button.bin").last.click()
-    page.wait_for_function("() => document.querySelector('.count').textContent === '1–2 of 2 trajectories'")
+    page.wait_for_function("() => document.querySelector('.count')?.textContent === '1–2 of 2 trajectories'")
     page.get_by_role("button", name="all steps").click()
     page.get_by_role("button", name="all rewards").click()
     page.wait_for_function(
-        "text => document.querySelector('.count').textContent === text", arg=f"1–50 of {4 * STEPS} trajectories"
+        "text => document.querySelector('.count')?.textContent === text", arg=f"1–50 of {4 * STEPS} trajectories"
     )
     wait_for(lambda: sum(bins_of(page).values()) == 3 * STEPS)
     # runs without a step are told apart by their versions, those without trajectories have no histogram
@@ -613,7 +613,7 @@ def test_the_difference_of_two_recipes_is_shown_side_by_side(viewer: str, page: 
     }
     assert page.locator("main script, main b, main [onerror]").count() == 0
     page.get_by_role("button", name="swap").click()
-    page.wait_for_function("() => document.querySelector('.difference thead').textContent.startsWith('setting old')")
+    page.wait_for_function("() => document.querySelector('.difference thead')?.textContent?.startsWith('setting old')")
     assert shown()["name"] == ["old", "staged"]
     page.reload()
     rows.first.wait_for()
@@ -666,7 +666,7 @@ def test_a_phone_lists_filters_and_opens_trajectories(viewer: str, browser: "Bro
         assert button.get_attribute("aria-expanded") == "true"
         page.get_by_label("any outcome").select_option("timeout")
         page.wait_for_function(
-            "count => document.querySelector('.count').textContent.includes(`of ${count} `)", arg=STEPS
+            "count => document.querySelector('.count')?.textContent?.includes(`of ${count} `)", arg=STEPS
         )
         page.locator("tbody tr").first.tap()
         page.get_by_role("tab", name="time").tap()
