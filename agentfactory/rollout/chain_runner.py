@@ -160,15 +160,15 @@ class ChainRunner:
         await self.play(trajectory, task, sampling, scored)
         return trajectory
 
-    async def take(self, task: Task, section: str = "data") -> Task:
-        """Return a row of `section` as its chains get it: its images are stored once for all of them. Raises
-        SettingError for an image that cannot be shown."""
+    async def take(self, task: Task, section: str = "data", row: int | None = None) -> Task:
+        """Return a row of `section`, the one numbered `row` if that is given, as its chains get it: its images are
+        stored once for all of them. Raises SettingError for an image that cannot be shown."""
         if not has_images(task):
             return task
         sight = self.renderer.sight
         if sight is None or not sight.shows:
             raise _blind(self.setup.recipe, self.renderer, section)
-        return await sight.take_task(task, section)
+        return await sight.take_task(task, section, row)
 
     async def check(self, tasks: Sequence[Task], section: str = "data") -> None:
         """Check for errors that would fail chains of these tasks, the rows of `section`: a field that a reward or a
@@ -186,7 +186,7 @@ class ChainRunner:
                 raise _blind(self.setup.recipe, self.renderer, section)
             await asyncio.to_thread(sight.check_tasks, tasks, self.setup.recipe.limits.images, section)
         _tell_nulls(tasks, section, {**self.toolset.needed, **self.rewards.needed})
-        async with self.toolset.chain("check", await self.take(tasks[0], section)):
+        async with self.toolset.chain("check", await self.take(tasks[0], section, 1)):
             pass
         self._verdicts = FirstVerdicts(self.setup.config.group_size, len(tasks))
         self._outcomes = self._outcomes or ChainOutcomes(self.setup.config)

@@ -31,7 +31,9 @@ def load_tasks(config: DataConfig, section: str = "data") -> list[Task]:
             rows = rows[: config.limit]
         if not rows:
             raise SettingError(_origin(config), f"{config.path or config.source} holds no rows", "name one that does")
-        return [_rename(row, number, config) for number, row in enumerate(rows, 1)]
+        column = config.columns.get("images", "images")
+        has_images = any(isinstance(row, dict) and column in row for row in rows)
+        return [_rename(row, number, config, has_images) for number, row in enumerate(rows, 1)]
     except SettingError as error:
         raise error.at(f"{section}.{error.field}") from error.__cause__
 
@@ -113,7 +115,8 @@ def _origin(config: DataConfig) -> str:
     return "path" if config.source is None else "source"
 
 
-def _rename(row: Any, number: int, config: DataConfig) -> Task:
+def _rename(row: Any, number: int, config: DataConfig, has_images: bool) -> Task:
+    """Return a row with its columns renamed. `has_images`: there is a column of images, which a row may leave out."""
     if not isinstance(row, dict):
         problem = f"row {number} of {config.path or config.source} is a {type(row).__name__}, not an object"
         raise SettingError(_origin(config), problem, "correct it")
@@ -129,6 +132,8 @@ def _rename(row: Any, number: int, config: DataConfig) -> Task:
         )
         fix = "rename one with data.columns, such as data.columns.question=problem"
         raise SettingError(_origin(config), problem, fix)
+    if has_images:
+        row.setdefault("images", None)
     try:
         return clean_row(row, _folder(config))
     except ValueError as error:

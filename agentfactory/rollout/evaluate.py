@@ -118,7 +118,7 @@ async def _play(
 
     async def run_group(mode: str, number: int) -> Group:
         temperature, samples = modes[mode]
-        task = await runner.take(tasks[number], "eval.data")
+        task = await runner.take(tasks[number], "eval.data", number + 1)
         # the seed does not depend on `name`, so that the same weights give the same metrics wherever they are evaluated
         chains = [
             runner.run(
@@ -248,7 +248,7 @@ def run_rollout(
 
     async def run_group(runner: ChainRunner, number: int) -> Group:
         ids = [f"g{number:06d}.{member}" for member in range(recipe.rollout.group_size)]
-        task = await runner.take(tasks[number])
+        task = await runner.take(tasks[number], row=number + 1)
         chains = [run_chain(runner, chain_id, task) for chain_id in ids]
         group = await runner.run_group(f"g{number:06d}", task, chains)
         append_group(path, group)

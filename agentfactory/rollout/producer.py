@@ -171,7 +171,7 @@ class GroupProducer:
         return group
 
     async def _run_group(self, group: _OpenGroup) -> None:
-        group.task = await self.runner.take(group.task)
+        group.task = await self.runner.take(group.task, row=self.order.row(group.place.position) + 1)
         async with asyncio.TaskGroup() as chains:
             for index in range(len(group.chains)):
                 chains.create_task(self._run_chain(group, index))

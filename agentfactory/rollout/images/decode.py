@@ -4,76 +4,125 @@ import base64
 import binascii
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from PIL import Image, ImageOps
+import numpy as np
+from PIL import Image, UnidentifiedImageError
 
 MOST_PIXELS = 100_000_000
 """Pixels of the largest image that is decoded: a small file may hold a huge one."""
+_ORIENTATION = 0x0112
+"""EXIF tag: how the image has to be turned."""
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
 def decode(source: Any, base: Path = Path()) -> Image.Image:
-    """Return an image in RGB, turned as its EXIF data says; what is transparent becomes white.
+    """Return an image in RGB, turned as its EXIF data says; what is transparent becomes white, and of an animation the
+    first picture is taken.
 
     `source` is a Pillow image, bytes of a file, a path (relative to `base`), a `data:` address, base64 text, or a dict
     with `bytes` or `path`, as data sets have it. Raises ValueError if it is none of these or cannot be decoded;
     addresses on the web are not fetched.
     """
-    image = source if isinstance(source, Image.Image) else _open(content_of(source, base))
+    name = _name_of(source)
+    image = source if isinstance(source, Image.Image) else _open(BytesIO(content_of(source, base)), name)
     try:
-        image = ImageOps.exif_transpose(image)
+        image.load()
+        image = _upright(image)
+        if image.mode.startswith("I;16"):
+            # as Pillow itself reads colours of 16 bits; its own conversion makes nearly everything white
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        if image.mode in ("I", "F"):
+            raise ValueError(f"its pixels are numbers of 32 bits ({image.mode}); save it with 8 or 16 bits per colour")
         if image.has_transparency_data:
             image = image.convert("RGBA")
             white = Image.new("RGBA", image.size, "white")
             image = Image.alpha_composite(white, image)
         return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:  # Pillow's decoders raise these for damaged files
-        raise ValueError(f"the image cannot be decoded: {error}") from error
+    except Exception as error:  # boundary: each of Pillow's decoders raises others for damaged files
+        raise ValueError(f"{name} cannot be decoded: {error}") from error
 
 
 def size_of(source: Any) -> tuple[int, int]:
     """Return the width and height of an image without decoding it; see `decode`. Raises ValueError."""
-    return source.size if isinstance(source, Image.Image) else _open(content_of(source)).size
-
-
-def _open(content: bytes) -> Image.Image:
+    if isinstance(source, Image.Image):
+        return source.size
+    if (path := _path_of(source, Path())) is None:
+        return _open(BytesIO(content_of(source)), _name_of(source)).size
     try:
-        image = Image.open(BytesIO(content))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"the image cannot be decoded: {error}") from error
+        with path.open("rb") as file:
+            return _open(file, _name_of(source)).size
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _name_of(source: Any) -> str:
+    """Return what errors call an image: by its path, if it has one."""
+    path = _path_of(source, Path()) if isinstance(source, dict | Path | str) else None
+    return "the image" if path is None else f"the image {path}"
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    # Pillow's own exif_transpose also writes the EXIF data anew, and fails for what it cannot write
+    try:
+        turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+    except Exception:  # boundary: damaged EXIF data raises anything, and viewers show such an image as it is stored
+        return image
+    return image if turn is None else image.transpose(turn)
+
+
+def _open(file: BinaryIO, name: str) -> Image.Image:
+    try:
+        image = Image.open(file)
+    except UnidentifiedImageError as error:
+        kinds = "PNG, JPEG, WebP, GIF, TIFF and BMP are possible"
+        raise ValueError(f"{name} is damaged, or of a kind that cannot be decoded; {kinds}") from error
+    except Exception as error:  # boundary: each of Pillow's decoders raises others for damaged files
+        raise ValueError(f"{name} cannot be decoded: {error}") from error
     if image.width * image.height > MOST_PIXELS:
-        raise ValueError(f"the image has {image.width} x {image.height} pixels; at most {MOST_PIXELS:,} are possible")
+        raise ValueError(f"{name} has {image.width} x {image.height} pixels; at most {MOST_PIXELS:,} are possible")
     return image
 
 
 def content_of(source: Any, base: Path = Path()) -> bytes:
     """Return the bytes of an image's file; see `decode`. Raises ValueError."""
+    if (path := _path_of(source, base)) is not None:
+        try:
+            return path.read_bytes()
+        except (OSError, ValueError) as error:
+            raise _unreadable(path, error) from error
     if isinstance(source, bytes | bytearray):
         return bytes(source)
-    if isinstance(source, dict):
-        if source.get("bytes") is not None:
-            return content_of(source["bytes"], base)
-        if source.get("path") is not None:
-            return _read(base / source["path"])
-    if isinstance(source, Path):
-        return _read(base / source)
+    if isinstance(source, dict) and source.get("bytes") is not None:
+        return content_of(source["bytes"], base)
     if isinstance(source, str):
         if source.startswith(("http:", "https:")):
             raise ValueError(f"{source[:200]} is on the web; download it, and give its path")
-        if source.startswith("data:"):
-            return _from_base64(source.partition(",")[2])
-        # a path is short; base64 text of an image is not
-        if len(source) < 1024:
-            return _read(base / source.removeprefix("file://"))
-        return _from_base64(source)
+        return _from_base64(source.partition(",")[2] if source.startswith("data:") else source)
     raise ValueError(f"an image is a path, bytes, base64 text or a Pillow image, and not {type(source).__name__}")
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"the image {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+def _path_of(source: Any, base: Path) -> Path | None:
+    """Return the path of an image that is given by one; None for any other."""
+    if isinstance(source, dict) and source.get("bytes") is None:
+        source = source.get("path")
+    if isinstance(source, Path):
+        return base / source
+    # a path is short; base64 text of an image is not
+    is_path = isinstance(source, str) and len(source) < 1024 and not source.startswith(("data:", "http:", "https:"))
+    return base / source.removeprefix("file://") if is_path else None
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"the image {path} cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
 def _from_base64(text: str) -> bytes:

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import time
 from base64 import b64encode
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ from agentfactory.tools.messages import Message
 
 _REMEMBERED = 4096
 """Images that are recognised without decoding them again: the chains of a group share those of their task."""
+_CHECK_SECONDS = 10.0
+"""How long the images of all rows may be decoded before the first chain. Of the rest, only the headers are read."""
 
 
 class Sight:
@@ -45,18 +48,20 @@ class Sight:
 
     # ---- images come in
 
-    async def take_task(self, task: dict[str, Any], source: str) -> dict[str, Any]:
+    async def take_task(self, task: dict[str, Any], source: str, row: int | None = None) -> dict[str, Any]:
         """Return a row of data whose `messages` have stored images in their places. `images` become paths of files for
         tools and rewards: those of the data, or of lossless copies where the data holds the images themselves.
 
-        Raises SettingError, which names the field `source`, for an image that cannot be shown.
+        Raises SettingError, which names the field `source` and the number of the `row`, if it has one, for an image that
+        cannot be shown.
         """
         if not has_images(task):
             return task
         try:
             return await asyncio.to_thread(self._take_task, task)
         except ValueError as error:
-            raise SettingError(source, f"a row has an image that cannot be shown: {error}", "correct it") from error
+            where = "an image cannot be shown" if row is None else f"row {row}"
+            raise SettingError(source, f"{where}: {error}", "correct it, or leave it out") from error
 
     def take_tasks(self, tasks: Sequence[dict[str, Any]], source: str) -> list[dict[str, Any]]:
         """Take many rows, as `take_task` does; blocking. Raises SettingError that names the row."""
@@ -69,8 +74,9 @@ class Sight:
         return taken
 
     def check_tasks(self, tasks: Sequence[dict[str, Any]], most: int | None, source: str) -> None:
-        """Check that each row has at most `most` images, and that they exist and have sizes that can be shown; they are
-        not decoded. Blocking. Raises SettingError that names the row."""
+        """Check that each row has at most `most` images, and that they can be shown: as many as take _CHECK_SECONDS are
+        decoded, and of the rest the headers are read. Blocking. Raises SettingError that names the row."""
+        until = time.monotonic() + _CHECK_SECONDS
         for number, task in enumerate(tasks, 1):
             images = [*(task.get("images") or []), *image_urls(task.get("messages") or ())]
             if most is not None and len(images) > most:
@@ -78,12 +84,16 @@ class Sight:
                 raise SettingError(source, problem, "raise it")
             try:
                 for image in images:
-                    if (digest := _stored(image)) is not None:
-                        self.grid(digest)
-                    else:
-                        self.vision.fitted(*size_of(image))
+                    self._check(image, decodes=time.monotonic() < until)
             except ValueError as error:
                 raise SettingError(source, f"row {number}: {error}", "correct it, or leave the row out") from error
+
+    def _check(self, image: Any, decodes: bool) -> None:
+        """Raise ValueError if an image cannot be shown, as far as is seen without decoding it unless it `decodes`."""
+        if (digest := _stored(image)) is not None:
+            self.grid(digest)
+        else:
+            self.vision.fitted(*(decode(image).size if decodes else size_of(image)))
 
     async def take_messages(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages of tools with stored images in the place of those that come with them as `data:` addresses.
@@ -131,21 +141,20 @@ class Sight:
             return digest
         if isinstance(image, Image.Image):
             return self._put(image, fits)
-        content = content_of(image)
-        key = hashlib.sha256(content).digest(), fits
+        key = hashlib.sha256(content_of(image)).digest(), fits
         with self._lock:
             if (known := self._taken.get(key)) is not None:
                 self._taken.move_to_end(key)
         # files may have been deleted meanwhile
         if known is None or not self.store.path(known).exists():
-            known = self._put(content, fits)
+            known = self._put(image, fits)
             with self._lock:
                 self._taken[key] = known
                 while len(self._taken) > _REMEMBERED:
                     self._taken.popitem(last=False)
         return known
 
-    def _put(self, image: Image.Image | bytes, fits: bool) -> str:
+    def _put(self, image: Any, fits: bool) -> str:
         decoded = decode(image)
         return self.store.put(self.vision.fit(decoded) if fits else decoded)
 

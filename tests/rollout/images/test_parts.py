@@ -111,3 +111,11 @@ def test_images_of_tools_follow_in_a_user_turn_where_a_template_has_none():
     assert text_of(shown[1]["content"]) == "seen\n[image: see below]"
     assert shown[3]["content"] == [image] == shown[-1]["content"]
     assert image_urls(shown) == ["image:a"] * 2
+
+
+def test_a_row_that_says_image_and_leaves_out_the_column_is_refused(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    rows = [{"question": "<image>?", "images": ["a.png"]}, {"question": "q"}, {"question": "what is <image>?"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(SettingError, match=r"row 3 of .*it has 0 images, and its text has places \(<image>\) for 1"):
+        load_tasks(DataConfig(path=str(file)))

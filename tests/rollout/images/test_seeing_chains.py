@@ -296,6 +296,22 @@ async def test_tasks_with_images_are_small_and_usable(model, tmp_path):
     ] * 5
 
 
+async def test_a_damaged_body_of_an_image_is_told_with_its_row_before_and_during_a_run(model, tmp_path, monkeypatch):
+    whole = file_of(picture(3, (500, 400)))
+    cut = tmp_path / "cut.png"
+    cut.write_bytes(whole[: len(whole) // 2])
+    tasks = [{"question": "q", "images": [whole]}, {"question": "q", "images": [whole, str(cut)]}]
+    told = f"data: row 2: the image {cut} cannot be decoded: "
+    async with seeing(model, tmp_path, ["done"]) as chains:
+        with pytest.raises(SettingError, match=told):
+            await chains.runner.check(tasks)
+        # there are more images than can be decoded before the first chain
+        monkeypatch.setattr("agentfactory.rollout.images.sight._CHECK_SECONDS", 0.0)
+        await chains.runner.check(tasks)
+        with pytest.raises(SettingError, match=told):
+            await chains.runner.take(tasks[1], row=2)
+
+
 async def test_a_model_that_reads_text_refuses_rows_with_images(tmp_path):
     from agentfactory.rollout.renderer import make_renderer
     from tests.chat_tokenizers import make_tokenizer, trl_template

@@ -1,0 +1,109 @@
+"""Images as files have them: what is decoded, what is refused and how, damaged files of every kind."""
+
+import random
+import struct
+import warnings
+import zlib
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from agentfactory.rollout.images.decode import decode, size_of
+
+PIXELS = np.random.default_rng(0).integers(0, 255, (24, 30, 3), dtype=np.uint8)
+
+
+def file_of(image: Image.Image, kind: str, **options: object) -> bytes:
+    file = BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def png(width: int, height: int, depth: int, colour: int, rows: bytes) -> bytes:
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def test_sixteen_bits_keep_their_brightness():
+    grey = png(4, 2, 16, 0, (b"\0" + struct.pack(">4H", 0, 0x4000, 0x8000, 0xFFFF)) * 2)
+    colour = png(1, 1, 16, 2, b"\0" + struct.pack(">3H", 0xFFFF, 0x8000, 0x1000))
+    assert np.asarray(decode(grey))[0].tolist() == [[v] * 3 for v in (0, 0x40, 0x80, 0xFF)]
+    assert np.asarray(decode(colour)).tolist() == [[[0xFF, 0x80, 0x10]]]
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.float32])
+def test_pixels_of_an_unknown_range_are_refused(kind):
+    image = Image.fromarray(PIXELS[..., 0].astype(kind))
+    with pytest.raises(ValueError, match=r"numbers of 32 bits .*; save it with 8 or 16 bits"):
+        decode(file_of(image, "TIFF"))
+
+
+def test_other_modes_become_rgb():
+    image = Image.fromarray(PIXELS)
+    for mode, kind in [("CMYK", "JPEG"), ("L", "PNG"), ("P", "PNG"), ("1", "PNG"), ("LA", "PNG")]:
+        decoded = decode(file_of(image.convert(mode), kind))
+        assert (decoded.mode, decoded.size) == ("RGB", image.size)
+    inks = np.asarray(decode(file_of(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG", quality=100)))
+    assert inks[4, 4].tolist() == pytest.approx([255, 0, 0], abs=4)
+
+
+def test_the_first_picture_of_an_animation_is_taken():
+    frames = [Image.new("RGB", (8, 6), colour) for colour in ("red", "blue")]
+    decoded = decode(file_of(frames[0], "GIF", save_all=True, append_images=frames[1:]))
+    assert np.asarray(decoded)[0, 0].tolist() == [255, 0, 0]
+
+
+def test_an_image_with_damaged_exif_data_is_shown_as_it_is_stored():
+    image, exif = Image.fromarray(PIXELS), Image.Exif()
+    exif[0x0112] = 6
+    content = file_of(image, "WEBP", exif=exif, lossless=True)
+    assert np.array_equal(np.asarray(decode(content)), np.asarray(image.transpose(Image.Transpose.ROTATE_270)))
+    damaged = content.replace(b"MM\0*", b"XX\0*").replace(b"II*\0", b"XX*\0")
+    assert damaged != content
+    assert np.array_equal(np.asarray(decode(damaged)), PIXELS)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "is damaged, or of a kind that cannot be decoded; PNG"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is damaged, or of a kind that cannot be decoded; PNG"),
+        (png(60_000, 60_000, 8, 2, b""), "3600000000 pixels"),
+        (png(12_000, 9_000, 8, 2, b""), "has 12000 x 9000 pixels; at most 100,000,000 are possible"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_what_cannot_be_decoded_is_refused_by_its_header_and_named(tmp_path, content, problem):
+    path = tmp_path / "picture.png"
+    path.write_bytes(content)
+    for read in (size_of, decode):
+        with pytest.raises(ValueError, match=f"the image {path} .*{problem}"):
+            read(str(path))
+        with pytest.raises(ValueError, match=f"the image .*{problem}"):
+            read(content)
+
+
+def test_damaged_files_are_value_errors(tmp_path: Path):
+    image, exif = Image.fromarray(PIXELS), Image.Exif()
+    exif[0x0112], exif[0x010E] = 6, "words"
+    files = [file_of(image, kind) for kind in ("GIF", "BMP", "TIFF", "PPM", "ICO", "TGA", "AVIF")]
+    files += [file_of(image, kind, exif=exif) for kind in ("PNG", "JPEG", "WEBP")]
+    draw, refused = random.Random(0), 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(1000):
+            content = bytearray(draw.choice(files))
+            for _ in range(draw.choice([1, 2, 9])):
+                content[draw.randrange(min(len(content), draw.choice([64, 200, 9999])))] = draw.choice([0, 1, 255])
+            for read in (size_of, decode):
+                try:
+                    read(bytes(content))
+                except ValueError:
+                    refused += 1
+    assert refused > 300
