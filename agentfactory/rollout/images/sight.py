@@ -52,8 +52,8 @@ class Sight:
         """Return a row of data whose `messages` have stored images in their places. `images` become paths of files for
         tools and rewards: those of the data, or of lossless copies where the data holds the images themselves.
 
-        Raises SettingError, which names the field `source` and the number of the `row`, if it has one, for an image that
-        cannot be shown.
+        Raises SettingError, which names the field `source` and the number of the `row`, if it has one, for an image
+        that cannot be shown.
         """
         if not has_images(task):
             return task

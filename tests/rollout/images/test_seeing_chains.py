@@ -192,7 +192,7 @@ async def test_an_image_that_cannot_be_shown_is_told(model, tmp_path):
     async with seeing(model, tmp_path, [broken, look(4, 900), "done"]) as chains:
         chain = await chains.run()
         chains.check(chain)
-    assert "image not shown: the image cannot be decoded" in str(chain.messages[2]["content"])
+    assert "image not shown: the image is damaged" in str(chain.messages[2]["content"])
     assert "at most 200 times the other" in str(chain.messages[4]["content"])
     assert not chain.rows[0].images
 
