@@ -68,6 +68,7 @@ setup(
         "agentfactory.recipe",
         "agentfactory.rollout",
         "agentfactory.rollout.embedded",
+        "agentfactory.rollout.images",
         "agentfactory.rollout.parsers",
         "agentfactory.rollout.rewards",
         "agentfactory.tools",
