@@ -21,3 +21,6 @@ IMAGE_SHARE = 0.5
 """Share of a micro-batch's tokens that are images', for a model that sees."""
 IMAGE_PIXELS = 12_845_056
 """Area of the largest image that a model takes if the recipe says nothing: that of the published Qwen2.5-VL."""
+OWN_PIXELS = 2048 * 2048
+"""Area of the largest image that a model takes whose own processor may enlarge it: that of the published SmolVLM, the
+most of those families."""

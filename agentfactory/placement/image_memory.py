@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from agentfactory.placement.assumed import IMAGE_PIXELS, IMAGE_SHARE
+from agentfactory.placement.assumed import IMAGE_PIXELS, IMAGE_SHARE, OWN_PIXELS
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.embedded.image_encoder import FEATURE_BYTES
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import Policy
-from agentfactory.trainers.vision_tower import tower_is_trained, tower_of
+from agentfactory.trainers.vision_tower import is_rotary, tower_is_trained, tower_of
 
 
 def image_memory(recipe: TrainRecipe, policy: Policy) -> int:
@@ -23,7 +23,7 @@ def image_memory(recipe: TrainRecipe, policy: Policy) -> int:
     tower = tower_of(policy.network)
     if tower is None:
         return 0
-    patches = round(IMAGE_SHARE * recipe.train.token_budget) * tower.spatial_merge_size**2
+    patches = round(IMAGE_SHARE * recipe.train.token_budget * _patches_per_token(policy.network.config))
     trained = tower_is_trained(policy.network)
     return patches * patch_memory(tower, policy.dtype, trained, recipe.train.gradient_checkpointing)
 
@@ -38,23 +38,42 @@ def server_image_memory(recipe: RolloutRecipe, network: Any, dtype: torch.dtype,
     tower = tower_of(network)
     if tower is None:
         return 0
-    merged = tower.spatial_merge_size**2
-    largest = (recipe.model.max_image_pixels or IMAGE_PIXELS) // (tower.config.patch_size**2 * merged)
+    merged = _patches_per_token(network.config)
+    pixels = recipe.model.max_image_pixels or IMAGE_PIXELS
+    if not is_rotary(network.config):
+        pixels = OWN_PIXELS
+    patch = _first(tower).shape[-2:].numel()
+    largest = round(pixels / (patch * merged))
     embedded = recipe.server.engine == "embedded"
     tokens = largest if embedded else max(step_tokens, largest)
-    computed = tokens * merged * patch_memory(tower, dtype, trained=False, checkpointing=False)
+    computed = round(tokens * merged) * patch_memory(tower, dtype, trained=False, checkpointing=False)
     # Qwen3-VL adds features of some blocks to its first layers
-    levels = 1 + len(getattr(tower.config, "deepstack_visual_indexes", None) or ())
+    levels = 1 + len(getattr(network.config.vision_config, "deepstack_visual_indexes", None) or ())
     features = tokens * levels * network.config.get_text_config().hidden_size * dtype.itemsize
     return computed + (max(FEATURE_BYTES, features) if embedded else features)
 
 
+def _patches_per_token(config: Any) -> float:
+    """Return how many patches a network merges into one token, by what its family calls it."""
+    if (ratio := getattr(config, "downsample_ratio", None)) is not None:
+        return 1 / ratio**2
+    side = getattr(config, "scale_factor", None) or getattr(config, "spatial_merge_size", None)
+    return float((side or config.vision_config.spatial_merge_size) ** 2)
+
+
+def _first(tower: Any) -> Any:
+    """Return the weights of a tower's first layer, [width, colours, ...]: a patch's pixels are its inputs."""
+    return next(part.weight for part in tower.modules() if isinstance(part, nn.Conv2d | nn.Conv3d))
+
+
 def patch_memory(tower: Any, dtype: torch.dtype, trained: bool, checkpointing: bool) -> int:
     """Return the bytes per patch of an image."""
-    first = tower.patch_embed.proj.weight
+    first = _first(tower)
     width, values = first.shape[0], first[0].numel()
-    blocks = list(tower.blocks)
-    linear = [module for module in blocks[0].mlp.modules() if isinstance(module, nn.Linear)]
+    lists = [part for part in tower.modules() if isinstance(part, nn.ModuleList) and part is not tower]
+    blocks = max(lists, key=len)
+    inside = next(part for name, part in blocks[0].named_children() if name in ("mlp", "feed_forward"))
+    linear = [module for module in inside.modules() if isinstance(module, nn.Linear)]
     inner = max(module.out_features for module in linear)
     gated = sum(module.out_features == inner for module in linear) > 1
     # under autocast some results are in float32, as are the weights that are trained

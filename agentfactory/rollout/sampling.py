@@ -85,7 +85,7 @@ class Sampler:
             if images:
                 from agentfactory.rollout.images.requests import RequestImages
 
-                shown = RequestImages(ids, images, self.sight.store)
+                shown = RequestImages(ids, images, self.sight)
         completion = await self.client.generate(ids, model, parameters, sampling.cache_salt, sampling.seed, shown)
         if self.sight and not (banned := set(self.sight.vision.banned_token_ids)).isdisjoint(completion.token_ids):
             token = next(token for token in completion.token_ids if token in banned)

@@ -37,9 +37,14 @@ def vllm_arguments(recipe: RolloutRecipe, adapters: Mapping[str, Path], weight_t
 def _image_flags(recipe: RolloutRecipe) -> list[str]:
     """Return the flags for a model that sees. Images are resized before they are sent, and the server must leave them
     as they are."""
-    given = {"min_pixels": recipe.model.min_image_pixels, "max_pixels": recipe.model.max_image_pixels}
-    sizes = {name: pixels for name, pixels in given.items() if pixels is not None}
-    flags = ["--mm-processor-kwargs", json.dumps(sizes)] if sizes else []
+    flags = []
+    limits = recipe.model.min_image_pixels, recipe.model.max_image_pixels
+    if limits != (None, None):
+        from agentfactory.rollout.images.vision import load_vision
+
+        vision = load_vision(recipe.model.path, *limits)
+        if vision is not None and (options := vision.server_options()):
+            flags = ["--mm-processor-kwargs", json.dumps(options)]
     if recipe.limits.images is not None:
         flags += ["--limit-mm-per-prompt", json.dumps({"image": recipe.limits.images, "video": 0})]
     return flags

@@ -13,7 +13,7 @@ from agentfactory.trainers.adapters import has_adapter
 from agentfactory.trainers.attention import BY_BLOCKS, attention_arguments, use_ours, whole_blocks
 from agentfactory.trainers.images import Images
 from agentfactory.trainers.network import decoder_layers
-from agentfactory.trainers.vision_tower import sees, tower_is_trained
+from agentfactory.trainers.vision_tower import is_rotary, tower_is_trained
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -74,7 +74,7 @@ class Backbone(nn.Module):
         if positions is not None and ends is not None:
             arguments = attention_arguments(kind, positions, ends, self.dtype)
         places = positions
-        if sees(self.network.config):
+        if is_rotary(self.network.config):
             places = _rotary(positions, images.rotary if images is not None else None)
         # each weight is used once, so autocast copies in self.dtype would only take up memory until the pass ends,
         # which gradient checkpointing and fsdp2 are meant to avoid
@@ -82,7 +82,7 @@ class Backbone(nn.Module):
         with torch.autocast(ids.device.type, dtype=self.dtype, enabled=lower, cache_enabled=False):
             features = self._features(images) if images is not None else []
             if images is not None and images.places:
-                arguments |= encoder_outputs([features[number] for number in images.places])
+                arguments |= encoder_outputs(self.network, [features[number] for number in images.places])
             found = self.network.base_model(input_ids=ids, position_ids=places, use_cache=False, **arguments)
         hidden = found.last_hidden_state[:, :length]
         if images is not None and not images.places:
@@ -92,7 +92,7 @@ class Backbone(nn.Module):
 
     def _features(self, images: Images) -> list[Features]:
         with torch.set_grad_enabled(torch.is_grad_enabled() and tower_is_trained(self.network)):
-            return compute_features(self.network, images.pixels, images.grids)
+            return compute_features(self.network, images.inputs, images.counts)
 
 
 def _rotary(

@@ -91,7 +91,8 @@ class MicroBatch:
     images: tuple[ImageSpan, ...] = ()
     """The images in the lines, in the order of their places; the offsets are those in their rows."""
     rotary: Int[Tensor, "3 batch length"] | None = None
-    """Rotary positions in time, height and width; None without images: the places in the rows."""
+    """Rotary positions in time, height and width; None for the places in the rows: without images, or if the model just
+    counts tokens."""
     in_step_with_images: bool = False
     """Whether any micro-batch of the step has images, on any process."""
 
@@ -196,7 +197,7 @@ def _micro_batch(
     positions, ends = np.zeros((2, 1, width), dtype=np.int64)
     members: list[int] = []
     sources: list[np.ndarray] = []
-    rotary = np.zeros((3, len(lines), width), dtype=np.int64)
+    rotary: np.ndarray | None = None
     images: dict[int, ImageSpan] = {}
     for number, line in enumerate(lines):
         start = 0
@@ -210,7 +211,9 @@ def _micro_batch(
                 # not the tree's own: the keys of images are not ids
                 ids[number, path + start] = inputs[index]
                 if seen and vision is not None:
-                    rotary[:, number, path + start] = vision.positions(len(path), row.images)
+                    if (places := vision.positions(len(path), row.images)) is not None:
+                        rotary = np.zeros((3, len(lines), width), dtype=np.int64) if rotary is None else rotary
+                        rotary[:, number, path + start] = places
                     images |= {number * width + start + int(path[image.offset]): image for image in row.images}
             start = place.stop
     causal = all(len(line) == 1 and line[0].plain for line in lines)
@@ -228,7 +231,7 @@ def _micro_batch(
             for name in names
         },
         images=tuple(images[place] for place in sorted(images)),
-        rotary=torch.from_numpy(rotary) if images else None,
+        rotary=torch.from_numpy(rotary) if images and rotary is not None else None,
         in_step_with_images=seen,
     )
 

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
-from PIL import Image
+from jaxtyping import Int
 from torch import Tensor
 
 from agentfactory.rollout.byte_cache import ByteCache
-from agentfactory.rollout.images.features import load_processor, pixels_of
+from agentfactory.rollout.images.features import Inputs, PixelMaker, join
 from agentfactory.rollout.images.store import ImageStore
 from agentfactory.rollout.images.vision import Grid, Vision
 from agentfactory.rollout.trajectory import ImageSpan
@@ -21,14 +20,15 @@ from agentfactory.rollout.trajectory import ImageSpan
 class Images:
     """The images that a forward pass encodes, each once, and where they are seen."""
 
-    pixels: Float[Tensor, "patches values"]
-    grids: Int[Tensor, "images 3"]
-    """Each image's patches in time, height and width."""
+    inputs: Inputs
+    """Pixels, and what else describes images to the network."""
+    counts: tuple[int, ...]
+    """Each image's number of features."""
     places: tuple[int, ...]
     """Number of the image at each place of the input that has one, row by row; empty if the image is only encoded to
     keep a process in step with others."""
     rotary: Int[Tensor, "3 batch length"] | None
-    """Rotary positions of the input's tokens; None if nothing is seen."""
+    """Rotary positions of the input's tokens; None if nothing is seen, or tokens are just counted."""
 
 
 KEPT_BYTES = 256 * 2**20
@@ -40,10 +40,10 @@ class ImageLoader:
 
     def __init__(self, model: str, vision: Vision, folder: Path | None) -> None:
         """`folder` is the store's; None if no row has images."""
-        self._processor = load_processor(model)
+        self._maker = PixelMaker(model, vision)
         self._vision = vision
         self._store = ImageStore(folder) if folder is not None else None
-        self._kept: ByteCache[str, tuple[Tensor, Tensor]] = ByteCache(KEPT_BYTES)
+        self._kept: ByteCache[str, Inputs] = ByteCache(KEPT_BYTES)
 
     def load(self, spans: Sequence[ImageSpan], rotary: Tensor | None, device: torch.device) -> Images:
         """Return the images of `spans`, in the order in which a micro-batch's lines have them. Raises ValueError if one
@@ -51,23 +51,35 @@ class ImageLoader:
         grids = {span.digest: span.grid for span in spans}
         numbers = {digest: number for number, digest in enumerate(grids)}
         read = [self._read(digest, grid) for digest, grid in grids.items()]
-        return _images(read, tuple(numbers[span.digest] for span in spans), rotary, device)
+        return self._images(read, [*grids.values()], tuple(numbers[span.digest] for span in spans), rotary, device)
 
     def load_block(self, length: int, rows: Sequence[Sequence[ImageSpan]], device: torch.device) -> Images | None:
         """Return the images of rows of `length` tokens each, one below the other; None if they have none."""
         spans = [span for row in rows for span in row]
-        rotary = np.stack([self._vision.positions(length, row) for row in rows], axis=1)
-        return self.load(spans, torch.from_numpy(rotary), device) if spans else None
+        positions = [found for row in rows if (found := self._vision.positions(length, row)) is not None]
+        rotary = torch.from_numpy(np.stack(positions, axis=1)) if positions else None
+        return self.load(spans, rotary, device) if spans else None
 
     def blank(self, device: torch.device) -> Images:
-        """Return an image of one token that is nowhere in the input: the vision tower's collective calls are made on
-        processes without images, too."""
-        side = self._vision.patch_size * self._vision.merge_size
-        picture = Image.new("RGB", (side, side))
-        return _images([pixels_of(self._processor, [picture])], (), None, device)
+        """Return a small image that is nowhere in the input: the vision tower's collective calls are made on processes
+        without images, too."""
+        grid = self._vision.smallest()
+        return self._images([self._maker.make(self._vision.blank(grid))], [grid], (), None, device)
 
-    def _read(self, digest: str, grid: Grid) -> tuple[Tensor, Tensor]:
-        """Return the patches of one image, and their numbers, as pixels_of does."""
+    def _images(
+        self,
+        read: Sequence[Inputs],
+        grids: Sequence[Grid],
+        places: tuple[int, ...],
+        rotary: Tensor | None,
+        device: torch.device,
+    ) -> Images:
+        inputs = {name: value.to(device) for name, value in join(read).items()}
+        counts = tuple(self._vision.features(grid) for grid in grids)
+        return Images(inputs, counts, places, None if rotary is None else rotary.to(device))
+
+    def _read(self, digest: str, grid: Grid) -> Inputs:
+        """Return what the network gets of one image."""
         kept = self._kept.get(digest)
         if kept is not None:
             return kept
@@ -75,17 +87,10 @@ class ImageLoader:
             raise ValueError(f"the rows have the image {digest}, and the run has no folder of images")
         picture = self._store.load(digest)
         if self._vision.grid(picture) != grid:
-            raise ValueError(f"the image {digest} has {picture.size} pixels, which are not its {grid} patches")
-        made = pixels_of(self._processor, [picture])
-        self._kept.put(digest, made, made[0].nbytes)
+            raise ValueError(f"the image {digest} has {picture.size} pixels, which are not its size {grid}")
+        made = self._maker.make(picture)
+        self._kept.put(digest, made, sum(value.nbytes for value in made.values()))
         return made
-
-
-def _images(
-    read: Sequence[tuple[Tensor, Tensor]], places: tuple[int, ...], rotary: Tensor | None, device: torch.device
-) -> Images:
-    pixels, grids = (torch.cat(parts) for parts in zip(*read, strict=True))
-    return Images(pixels.to(device), grids.to(device), places, None if rotary is None else rotary.to(device))
 
 
 def images_beside(saved: Path) -> Path:

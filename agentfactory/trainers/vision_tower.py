@@ -1,22 +1,42 @@
-"""The vision tower of a network that sees: found, frozen, and kept apart from what adapters train."""
+"""The eyes of a network that sees, its vision tower and what leads from it to the language model: found, frozen, and
+kept apart from what adapters train."""
 
 import re
 from typing import Any
 
 from torch import nn
 
-from agentfactory.rollout.images.vision import QWEN
+from agentfactory.rollout.images.vision import BY_PATCHES, is_seen
+from agentfactory.rollout.images.vision import banned_token_ids as banned_in
 from agentfactory.tools.errors import SettingError
+
+_LANGUAGE = ("language_model", "text_model")
+"""How the networks of transformers call their language model; all that stands beside it are its eyes."""
 
 
 def sees(config: Any) -> bool:
     """Return whether networks of this configuration are trained with images."""
-    return getattr(config, "vision_config", None) is not None and config.model_type in QWEN
+    return getattr(config, "vision_config", None) is not None and is_seen(config.model_type)
+
+
+def is_rotary(config: Any) -> bool:
+    """Return whether networks of this configuration take positions in time, height and width."""
+    return sees(config) and config.model_type in BY_PATCHES
+
+
+def language_name(network: Any) -> str:
+    """Return the name of the language model in a network that sees, with or without its head."""
+    return next(name for name in _LANGUAGE if hasattr(network.base_model, name))
 
 
 def tower_of(network: Any) -> Any:
-    """Return the vision tower of a transformers network, with or without its head; None if it reads only text."""
-    return getattr(network.base_model, "visual", None) if sees(network.config) else None
+    """Return the vision tower of a transformers network, with or without its head; several modules as one if others
+    lead from it to the language model. None if it reads only text."""
+    if not sees(network.config):
+        return None
+    language = language_name(network)
+    eyes = [module for name, module in network.base_model.named_children() if name != language]
+    return eyes[0] if len(eyes) == 1 else nn.ModuleList(eyes)
 
 
 def tower_is_trained(network: Any) -> bool:
@@ -27,15 +47,15 @@ def tower_is_trained(network: Any) -> bool:
 
 def is_of_tower(name: str) -> bool:
     """Return whether a weight of this name is one of a vision tower."""
-    return name.startswith(("visual.", "model.visual."))
+    return re.match(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|connector)\.", name) is not None
 
 
 def banned_token_ids(network: Any) -> list[int]:
     """Return the tokens that stand for images and videos, which servers never sample: see Vision.banned_token_ids."""
     if not sees(network.config):
         return []
-    ids = [getattr(network.config, name, None) for name in ("image_token_id", "video_token_id")]
-    return [i for i in ids if i is not None]
+    names = ("image_token_id", "video_token_id")
+    return [*banned_in({name: getattr(network.config, name, None) for name in names})]
 
 
 def adapted_modules(network: Any, asked: str | list[str], vision: str) -> str | list[str]:
@@ -47,25 +67,26 @@ def adapted_modules(network: Any, asked: str | list[str], vision: str) -> str | 
     tower = tower_of(network)
     if tower is None or vision == "trained":
         return asked
+    language = language_name(network)
     if asked == "all-linear":
         linear = {
             name.rpartition(".")[2]
-            for name, module in network.base_model.language_model.named_modules()
+            for name, module in getattr(network.base_model, language).named_modules()
             if isinstance(module, nn.Linear)
         }
-        return within_language_model(sorted(linear))
+        return within(language, sorted(linear))
     inside = set(tower.modules())
     hit = [name for name, module in network.named_modules() if module in inside and _is_target(name, asked)]
     if hit:
-        names = within_language_model(asked) if isinstance(asked, list) else r".*\.language_model\..*"
+        names = within(language, asked) if isinstance(asked, list) else rf".*\.{language}\..*"
         problem = f"got {asked}, which is also in the vision tower ({hit[0]}), and train.vision is frozen"
         raise SettingError("model.lora.target_modules", problem, f"use all-linear, or the pattern {names!r}")
     return asked
 
 
-def within_language_model(names: list[str]) -> str:
+def within(language: str, names: list[str]) -> str:
     """Return the pattern of the language model's modules of these names."""
-    return rf".*\.language_model\..*\.({'|'.join(map(re.escape, names))})"
+    return rf".*\.{language}\..*\.({'|'.join(map(re.escape, names))})"
 
 
 def _is_target(name: str, asked: str | list[str]) -> bool:

@@ -53,9 +53,10 @@ def test_a_towers_memory_is_planned(kind: str, dtype: str, train: dict[str, Any]
     values = tower.patch_embed.proj.weight[0].numel()
     low = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16", cache_enabled=False)
     with LiveBytes(0) as live:
-        pixels, grids = torch.zeros(2048, values), torch.tensor([[1, 32, 32], [1, 32, 32]])
+        grids = torch.tensor([[1, 32, 32], [1, 32, 32]])
+        inputs = {"pixel_values": torch.zeros(2048, values), "image_grid_thw": grids}
         with torch.set_grad_enabled(trained), low:
-            features = compute_features(network, pixels, grids)
+            features = compute_features(network, inputs, [256, 256])
         if trained:
             for weight in network.parameters():
                 weight.grad = torch.zeros_like(weight)

@@ -192,7 +192,7 @@ def test_a_sampled_image_token_is_no_image(model: Path) -> None:
     ids = torch.tensor([[*forced.token_ids, *forced.tokens]])
     embedded = network.get_input_embeddings()(ids)
     seen = encoder_of(engine).pixels(forced.images.held)
-    image = features.compute_features(network, seen["pixel_values"], seen["image_grid_thw"])[0]
+    image = features.compute_features(network, seen, [held.tokens for held in forced.images.held])[0]
     places = torch.zeros_like(ids, dtype=torch.bool)
     places[0, : len(forced.prompt)] = torch.from_numpy(forced.prompt < 0)
     embedded[places] = image.tokens
@@ -213,9 +213,9 @@ def count_images(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     compute: Callable[..., Any] = features.compute_features
 
-    def counted(network: Any, pixels: Any, grids: Any) -> Any:
-        counts.append(len(grids))
-        return compute(network, pixels, grids)
+    def counted(network: Any, inputs: Any, tokens: Any) -> Any:
+        counts.append(len(tokens))
+        return compute(network, inputs, tokens)
 
     monkeypatch.setattr("agentfactory.rollout.embedded.image_encoder.compute_features", counted)
     return counts
@@ -378,7 +378,7 @@ def test_the_proof_at_start_sees_wrong_positions(model: Path, monkeypatch: pytes
     def flat(self: Any, length: int, spans: Any) -> np.ndarray:
         return np.repeat(np.arange(length)[None], 3, 0)
 
-    monkeypatch.setattr("agentfactory.rollout.images.vision.Vision.positions", flat)
+    monkeypatch.setattr("agentfactory.rollout.images.patches.PatchVision.positions", flat)
     with pytest.raises(UnsupportedModel, match="after an image differ by"):
         make_engine(model)
 

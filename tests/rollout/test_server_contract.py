@@ -32,7 +32,7 @@ from transformers import (
 
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.connection import ContextOverflowError, InferenceError, authorization
-from agentfactory.rollout.images.features import load_processor, pixels_of
+from agentfactory.rollout.images.features import PixelMaker, join
 from agentfactory.rollout.images.store import digest_of
 from agentfactory.rollout.images.vision import Vision, load_vision
 from agentfactory.trainers.config import TrainRecipe
@@ -514,7 +514,7 @@ class Seeing:
 
     client: Client
     vision: Vision
-    processor: Any
+    maker: PixelMaker
     network: Any
 
     def picture(self, seed: int, width: int = 150, height: int = 100) -> Image.Image:
@@ -542,11 +542,11 @@ class Seeing:
         assert [{"offset": p["offset"], "length": p["length"]} for p in answer["mm_placeholders"]["image"]] == places
         [choice] = answer["choices"]
         row = torch.tensor([[*expanded, *choice["token_ids"]]])
-        pixels, grids = pixels_of(self.processor, images)
+        shown = join([self.maker.make(image) for image in images])
         kinds = (row == self.vision.image_token_id).int()
-        logits = (network or self.network)(
-            input_ids=row, pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=kinds
-        ).logits[0, len(expanded) - 1 : -1]
+        logits = (network or self.network)(input_ids=row, mm_token_type_ids=kinds, **shown).logits[
+            0, len(expanded) - 1 : -1
+        ]
         logits[:, list(self.vision.banned_token_ids)] -= 100
         wanted = torch.log_softmax(logits, -1).gather(1, row[0, len(expanded) :, None])[:, 0]
         got = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
@@ -584,7 +584,7 @@ async def seeing(seeing_server: Served) -> AsyncIterator[Seeing]:
         path = str(seeing_server.model)
         vision = load_vision(path)
         assert vision is not None
-        yield Seeing(client, vision, load_processor(path), seeing_network(seeing_server.model))
+        yield Seeing(client, vision, PixelMaker(path, vision), seeing_network(seeing_server.model))
 
 
 async def test_two_turns_with_two_images_each(seeing: Seeing) -> None:

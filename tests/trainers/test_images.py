@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from agentfactory.rollout.images.features import load_processor, pixels_of
+from agentfactory.rollout.images.features import PixelMaker, join
 from agentfactory.rollout.images.vision import copy_processor
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.errors import SettingError
@@ -178,13 +178,13 @@ def test_equals_transformers_own_forward(model: Path, album: Album) -> None:
     (batch,) = make_batches(rows, "tree", 10_000, vision=learner.vision)
     _, logprobs, _ = computed(learner, batch)
     network = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float64)
-    processor = load_processor(str(model))
+    maker = PixelMaker(str(model), album.vision)
     for number, row in enumerate(rows):
         ids = torch.as_tensor(row.token_ids)[None]
         pictures: dict[str, Any] = {}
         if row.images:
-            pixels, grids = pixels_of(processor, [album.store.load(image.digest) for image in row.images])
-            pictures = {"pixel_values": pixels.double(), "image_grid_thw": grids}
+            pictures = join([maker.make(album.store.load(image.digest)) for image in row.images])
+            pictures["pixel_values"] = pictures["pixel_values"].double()
         kinds = (ids == album.vision.image_token_id).int()
         logits = network(ids, mm_token_type_ids=kinds, **pictures).logits[0]
         logits[:, list(album.vision.banned_token_ids)] -= 100.0

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 from agentfactory.rollout.byte_cache import ByteCache
 from agentfactory.rollout.embedded.images import HeldImage, ImageCache
 from agentfactory.rollout.embedded.request import Request
-from agentfactory.rollout.images.features import Features, compute_features, encoder_outputs, load_processor, pixels_of
-from agentfactory.rollout.images.vision import Vision, load_vision
+from agentfactory.rollout.images.features import Features, PixelMaker, compute_features, encoder_outputs, join
+from agentfactory.rollout.images.patches import PatchVision
+from agentfactory.rollout.images.vision import load_vision
 
 FEATURE_BYTES = 2**28
 """Limit of the features that are kept. Images in the cache of keys and values do not need them any more."""
@@ -21,10 +22,12 @@ FEATURE_BYTES = 2**28
 class ImageEncoder:
     """The vision tower of `model`, with the features that it computed last."""
 
-    def __init__(self, model: PreTrainedModel, vision: Vision, processor: Any, limit: int = FEATURE_BYTES) -> None:
+    def __init__(
+        self, model: PreTrainedModel, vision: PatchVision, maker: PixelMaker, limit: int = FEATURE_BYTES
+    ) -> None:
         self.images = ImageCache(vision)
         """The images of requests."""
-        self._model, self._processor = model, processor
+        self._model, self._maker = model, maker
         self._image_token_id = vision.image_token_id
         self._features: ByteCache[int, Features] = ByteCache(limit)
 
@@ -34,9 +37,8 @@ class ImageEncoder:
 
     def pixels(self, images: Sequence[HeldImage]) -> dict[str, Tensor]:
         """Return images as the model's arguments `pixel_values` and `image_grid_thw`."""
-        pixels, grids = pixels_of(self._processor, [image.image for image in images])
-        device = self._model.device
-        return {"pixel_values": pixels.to(device), "image_grid_thw": grids.to(device)}
+        made = join([self._maker.make(image.image) for image in images])
+        return {name: value.to(self._model.device) for name, value in made.items()}
 
     def prepare(
         self, requests: Sequence[Request], ids: np.ndarray, rotary: np.ndarray, start: np.ndarray, after: np.ndarray
@@ -80,7 +82,7 @@ class ImageEncoder:
             step.tokens[rows] = features[image].tokens[within]
             for deep, new in zip(step.deep, features[image].deep, strict=True):
                 deep[rows] = new[within]
-        return encoder_outputs([step])
+        return encoder_outputs(self._model, [step])
 
     def _compute(self, images: set[HeldImage]) -> dict[HeldImage, Features]:
         """Return the features of images; those that are not kept are computed together."""
@@ -88,8 +90,7 @@ class ImageEncoder:
         missing = [image for image, features in kept.items() if features is None]
         found = {image: features for image, features in kept.items() if features is not None}
         if missing:
-            pixels = self.pixels(missing)
-            computed = compute_features(self._model, pixels["pixel_values"], pixels["image_grid_thw"])
+            computed = compute_features(self._model, self.pixels(missing), [image.tokens for image in missing])
             for image, features in zip(missing, computed, strict=True):
                 found[image] = features
                 nbytes = sum(tensor.nbytes for tensor in (features.tokens, *features.deep))
@@ -100,5 +101,6 @@ class ImageEncoder:
 def load_encoder(path: str, model: PreTrainedModel) -> ImageEncoder:
     """Return the encoder of the vision-language model at `path`. Raises ValueError if its images are not supported."""
     vision = load_vision(path)
-    assert vision is not None
-    return ImageEncoder(model, vision, load_processor(path))
+    if not isinstance(vision, PatchVision):
+        raise ValueError(f"the embedded engine has no images of {model.config.model_type}: use engine: vllm")
+    return ImageEncoder(model, vision, PixelMaker(path, vision))

@@ -11,8 +11,9 @@ from PIL import Image
 
 from agentfactory.rollout.byte_cache import ByteCache
 from agentfactory.rollout.images.decode import decode
+from agentfactory.rollout.images.patches import PatchVision
 from agentfactory.rollout.images.store import digest_of
-from agentfactory.rollout.images.vision import Grid, Vision
+from agentfactory.rollout.images.vision import Grid
 from agentfactory.rollout.trajectory import ImageSpan
 
 IMAGE_BYTES = 2**30
@@ -52,7 +53,7 @@ class PromptImages(NamedTuple):
 class ImageCache:
     """The images that were sent, each held by its uuid."""
 
-    def __init__(self, vision: Vision, limit: int = IMAGE_BYTES) -> None:
+    def __init__(self, vision: PatchVision, limit: int = IMAGE_BYTES) -> None:
         self.vision = vision
         self._held: ByteCache[str, HeldImage] = ByteCache(limit)
         self._next_id = -1

@@ -1,53 +1,94 @@
 """What the network's vision tower makes of images, and how the language model gets it; for the trainer and the embedded
 engine."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxtyping import Float, Int
+import torch
+from jaxtyping import Float
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+from agentfactory.rollout.images.own_processor import OwnProcessor
+from agentfactory.rollout.images.vision import Vision
+
+Inputs = Mapping[str, Tensor]
+"""The arguments by which a network gets images: their pixels, and what describes them."""
+
+_AS_ONE = frozenset({"internvl", "idefics3", "smolvlm"})
+"""Values of model_type whose networks take the features of all tiles as one tensor; others take a list."""
 
 
 class Features(NamedTuple):
-    """The vision tower's output for one image: a vector per token, and further ones that are added after the first
-    decoder layers (Qwen3-VL's DeepStack, arXiv:2511.21631)."""
+    """The vision tower's output for one image: a vector per image token, and further ones that are added after the
+    first decoder layers (Qwen3-VL's DeepStack, arXiv:2511.21631)."""
 
     tokens: Float[Tensor, "tokens width"]
     deep: tuple[Float[Tensor, "tokens width"], ...] = ()
 
 
-def load_processor(path: str) -> Any:
-    """Return the image processor of a model: Pillow's kind, which needs no torchvision. It does not resize."""
-    return AutoImageProcessor.from_pretrained(path, backend="pil", do_resize=False)
+class PixelMaker:
+    """Makes what a network gets of stored images."""
+
+    def __init__(self, path: str, vision: Vision) -> None:
+        """`path` is the model's."""
+        self._vision = vision
+        # Pillow's kind needs no torchvision, and resizes nothing here
+        own = isinstance(vision, OwnProcessor)
+        self._resized = None if own else AutoImageProcessor.from_pretrained(path, backend="pil", do_resize=False)
+
+    def make(self, image: Image.Image) -> Inputs:
+        """Return the arguments for an image that `Vision.fit` returned."""
+        if self._resized is None:
+            assert isinstance(self._vision, OwnProcessor)
+            return self._vision.process(image)[1]
+        # the model's own limits may be others than the recipe's (model.max_image_pixels)
+        return {**self._resized(images=[image], do_resize=False, return_tensors="pt")}
 
 
-def pixels_of(
-    processor: Any, images: Sequence[Image.Image]
-) -> tuple[Float[Tensor, "patches values"], Int[Tensor, "images 3"]]:
-    """Return the patches of images that were resized by `Vision.fit`, and their numbers in time, height and width."""
-    # the model's own limits may be others than the recipe's (model.max_image_pixels)
-    found = processor(images=list(images), do_resize=False, return_tensors="pt")
-    return found["pixel_values"], found["image_grid_thw"]
+def join(images: Sequence[Inputs]) -> dict[str, Tensor]:
+    """Return the arguments for several images, in one call: each tensor one below the other, padded with zeros where
+    they differ in size, as the processors of transformers do it."""
+    # Idefics3 has the tiles of an image in a second dimension
+    nested = images[0]["pixel_values"].ndim == 5
+    joined = {}
+    for name in images[0]:
+        parts = [image[name][0] if nested else image[name] for image in images]
+        most = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+        whole = torch.cat([_padded(part, most) for part in parts])
+        joined[name] = whole[None] if nested else whole
+    return joined
 
 
-def compute_features(
-    network: Any, pixels: Float[Tensor, "patches values"], grids: Int[Tensor, "images 3"]
-) -> list[Features]:
-    """Run the vision tower of a network (with or without its head) on images."""
-    found = network.base_model.get_image_features(pixels, grids, return_dict=True)
+def _padded(part: Tensor, sizes: list[int]) -> Tensor:
+    """Return a tensor with zeros after its own values in all dimensions but the first."""
+    missing = [most - size for size, most in zip(part.shape[1:], sizes, strict=True)]
+    if not any(missing):
+        return part
+    return nn.functional.pad(part, [n for each in reversed(missing) for n in (0, each)])
+
+
+def compute_features(network: Any, inputs: Inputs, counts: Sequence[int]) -> list[Features]:
+    """Run the vision tower of a network (with or without its head) on images; `counts` are their numbers of image
+    tokens."""
+    found = network.base_model.get_image_features(**inputs, return_dict=True)
+    whole = found.pooler_output
+    # tiles stand one below the other
+    each = whole.flatten(0, -2).split(list(counts)) if isinstance(whole, Tensor) else whole
     deep = getattr(found, "deepstack_features", None) or []
-    return [Features(tokens, tuple(each)) for tokens, *each in zip(found.pooler_output, *deep, strict=True)]
+    return [Features(tokens, tuple(more)) for tokens, *more in zip(each, *deep, strict=True)]
 
 
-def encoder_outputs(features: Sequence[Features]) -> dict[str, Any]:
+def encoder_outputs(network: Any, features: Sequence[Features]) -> dict[str, Any]:
     """Return the network's argument `mm_encoder_outputs` for images in the order of their tokens in the input."""
     deep = [list(each) for each in zip(*(image.deep for image in features), strict=True)]
-    output = _Outputs([image.tokens for image in features], deep)
-    return {"mm_encoder_outputs": {"image": output}}
+    tokens = [image.tokens for image in features]
+    # as tiles of one token: tiles of images may differ in size
+    whole = torch.cat(tokens)[:, None] if network.config.model_type in _AS_ONE else tokens
+    return {"mm_encoder_outputs": {"image": _Outputs(whole, deep)}}
 
 
 class _Outputs(NamedTuple):
-    pooler_output: list[Tensor]
+    pooler_output: list[Tensor] | Tensor
     deepstack_features: list[list[Tensor]]

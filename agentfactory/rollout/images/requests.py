@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentfactory.rollout.images.sight import data_url
-from agentfactory.rollout.images.store import ImageStore
-from agentfactory.rollout.images.vision import collapse
+from agentfactory.rollout.images.sight import Sight, data_url
 from agentfactory.rollout.trajectory import ImageSpan
 
 _REMEMBERED = 16_384
@@ -22,11 +20,11 @@ class RequestImages:
 
     ids: Sequence[int]
     spans: Sequence[ImageSpan]
-    store: ImageStore
+    sight: Sight
 
     def collapsed(self) -> list[int]:
         """Return the ids with one token for each image, as the server takes them."""
-        return collapse(self.ids, self.spans)
+        return self.sight.vision.collapse(self.ids, self.spans)
 
     async def parts(self, sent: "SentImages") -> list[dict[str, Any]]:
         """Return the request's `content_parts`: the server that `sent` describes gets the bytes of new images, and of
@@ -37,7 +35,7 @@ class RequestImages:
         return [{"type": "image_url", "url": read.get(digest), "uuid": digest} for digest in digests]
 
     def _data(self, digests: Sequence[str]) -> dict[str, str]:
-        return {digest: data_url(self.store.png(digest)) for digest in digests}
+        return {digest: data_url(self.sight.store.png(digest)) for digest in digests}
 
     def fault(self, prompt_ids: Any) -> str | None:
         """Return what is wrong with the ids in which the server says that it saw the request; None if nothing is."""

@@ -22,7 +22,7 @@ from agentfactory.rollout.images.parts import (
     text_part,
 )
 from agentfactory.rollout.images.store import ImageStore, stored_digest, url_of
-from agentfactory.rollout.images.vision import Grid, Vision, collapse
+from agentfactory.rollout.images.vision import Grid, Vision
 from agentfactory.rollout.trajectory import ImageSpan, Row
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message
@@ -93,7 +93,7 @@ class Sight:
         if (digest := _stored(image)) is not None:
             self.grid(digest)
         else:
-            self.vision.fitted(*(decode(image).size if decodes else size_of(image)))
+            self.vision.check(*(decode(image).size if decodes else size_of(image)))
 
     async def take_messages(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages of tools with stored images in the place of those that come with them as `data:` addresses.
@@ -190,17 +190,15 @@ class Sight:
         for place, (token, mask, weight) in enumerate(zip(row.token_ids, row.mask, weights, strict=True)):
             is_image = token == self.vision.image_token_id
             count = next(rest).length if is_image else 1
-            expanded.token_ids += [token] * count
             expanded.mask += [0 if is_image else mask] * count
             expanded.weights += [0.0 if is_image else weight] * count
             expanded.logprobs += [row.logprobs[place]] * count
-        assert expanded.token_ids == ids
-        expanded.images = images
+        expanded.token_ids, expanded.images = ids, images
         return expanded
 
     def collapse(self, row: Row) -> list[int]:
         """Return the ids of a row with one token for each image, as the chat template writes them."""
-        return collapse(row.token_ids, row.images) if row.images else row.token_ids
+        return self.vision.collapse(row.token_ids, row.images) if row.images else row.token_ids
 
     async def with_data(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages with the images themselves, as `data:` addresses."""

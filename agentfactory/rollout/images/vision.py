@@ -1,8 +1,12 @@
-"""How a model sees: the size that it gets an image in, the tokens that stand for it, and their positions."""
+"""How a model sees: the image that it gets, the tokens that stand for it, and their positions.
+
+Two ways lead to the tokens of an image. Families of `patches` have one rule for sizes, and images are resized once,
+here. All others are left to the model's own processor (own_processor), which the server runs, too.
+"""
 
 import json
-import math
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,74 +19,103 @@ from transformers.utils.hub import cached_file
 
 from agentfactory.rollout.trajectory import ImageSpan
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.import_path import is_installed
 
 Grid = tuple[int, int, int]
-"""Patches of an image in time (1), height and width."""
+"""Size of an image in time (1), height and width: in patches, or in pixels for models of `own_processor`."""
 
-QWEN = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
+BY_PATCHES = frozenset(
+    {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v"}
+)
 """Values of model_type whose images are resized and placed as in Qwen2-VL (arXiv:2409.12191, section 2.1)."""
+BY_OWN_PROCESSOR = frozenset({"internvl", "mistral3", "idefics3", "smolvlm"})
+"""Values of model_type whose images are left to their own processor. The positions of their tokens are one-dimensional,
+and images change nothing in the attention."""
 BANNED_BIAS = -100.0
 """Added to the logits of `Vision.banned_token_ids`, by servers and trainer alike."""
-MOST_ASPECT = 200
-"""Largest ratio of an image's sides."""
+
+
+def is_seen(model_type: str) -> bool:
+    """Return whether images of models of this kind are supported here. Processors of transformers that resize as
+    servers do need torchvision."""
+    return model_type in BY_PATCHES or (model_type in BY_OWN_PROCESSOR and is_installed("torchvision"))
+
+
+UNSEEN = {
+    "gemma3": "the tokens of an image see each other in both directions, and rows here attend causally",
+    "gemma4": "it has sizes in which the tokens of an image see each other in both directions, and rows here attend "
+    "causally",
+}
+"""Values of model_type whose images are not supported, with the reason."""
+
+
+def why_unseen(path: str) -> str:
+    """Return why the images of the model at `path` are not supported."""
+    config = _read(path, "config.json")
+    kind = config.get("model_type")
+    if "vision_config" not in config:
+        return f"{path} reads only text"
+    if kind in BY_OWN_PROCESSOR:
+        return f"{path} ({kind}) needs torchvision for its images, which is not installed"
+    if kind in UNSEEN:
+        return f"{path} ({kind}): {UNSEEN[kind]}"
+    return f"{path} sees as {kind} does, which is not supported"
 
 
 @dataclass(frozen=True)
-class Vision:
-    """The images of one model. An image takes as many tokens `image_token_id` as its patches have blocks of
-    `merge_size` x `merge_size`."""
+class Vision(ABC):
+    """The images of one model."""
 
     image_token_id: int
+    """The token that the chat template writes for an image, and that each of its features replaces."""
     banned_token_ids: tuple[int, ...]
     """Tokens that stand for images and videos: a sampled one would be an image that is not there."""
-    patch_size: int
-    merge_size: int
-    min_pixels: int
-    max_pixels: int
 
+    @abstractmethod
     def fit(self, image: Image.Image) -> Image.Image:
-        """Resize an RGB image as the model's own processor does, which then leaves it as it is. Raises ValueError if it
-        is too narrow."""
-        size = self.fitted(*image.size)
-        return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
+        """Return the image that is stored of an RGB image: the model's processor gets it, here and in the server.
+        Raises ValueError if it cannot be shown."""
 
-    def fitted(self, width: int, height: int) -> tuple[int, int]:
-        """Return the (width, height) in which the model gets an image: multiples of the size of a token, an area from
-        `min_pixels` to `max_pixels`, and nearly the same aspect. Raises ValueError if the aspect exceeds
-        MOST_ASPECT."""
-        size = self._fitted(width, height)
-        # a narrow image may still be too large: the server would resize it again
-        while (again := self._fitted(*size)) != size:
-            size = again
-        return size
+    @abstractmethod
+    def check(self, width: int, height: int) -> None:
+        """Raise ValueError if an image of this size cannot be shown."""
 
-    def _fitted(self, width: int, height: int) -> tuple[int, int]:
-        """Return the size that transformers' processor gives an image (its `smart_resize`)."""
-        if max(width, height) > MOST_ASPECT * min(width, height):
-            raise ValueError(
-                f"the image has {width} x {height} pixels, and one side may be at most {MOST_ASPECT} times the other"
-            )
-        factor = self.patch_size * self.merge_size
-        sides = [round(side / factor) * factor for side in (width, height)]
-        if math.prod(sides) > self.max_pixels:
-            scale = math.sqrt(width * height / self.max_pixels)
-            sides = [max(factor, math.floor(side / scale / factor) * factor) for side in (width, height)]
-        elif math.prod(sides) < self.min_pixels:
-            scale = math.sqrt(self.min_pixels / (width * height))
-            sides = [math.ceil(side * scale / factor) * factor for side in (width, height)]
-        return sides[0], sides[1]
-
+    @abstractmethod
     def grid(self, image: Image.Image) -> Grid:
-        """Return the patches of an image that `fit` returned."""
-        return 1, image.height // self.patch_size, image.width // self.patch_size
+        """Return the size of an image that `fit` returned."""
+
+    @abstractmethod
+    def ids(self, grid: Grid) -> Sequence[int]:
+        """Return the ids that stand for an image: image tokens, and what the model has around and between them."""
+
+    @abstractmethod
+    def positions(self, length: int, spans: Sequence[ImageSpan]) -> Int[np.ndarray, "3 length"] | None:
+        """Return the rotary positions in time, height and width of a row's tokens; None if tokens are just counted."""
+
+    def server_options(self) -> dict[str, Any]:
+        """Return vLLM's `mm_processor_kwargs` by which it leaves an image as it is stored, where the recipe has
+        limits."""
+        return {}
+
+    @abstractmethod
+    def smallest(self) -> Grid:
+        """Return the size of an image with few tokens."""
+
+    @abstractmethod
+    def blank(self, grid: Grid) -> Image.Image:
+        """Return a black image of this size."""
 
     def tokens(self, grid: Grid) -> int:
         """Return the number of tokens that stand for an image."""
-        return math.prod(grid) // self.merge_size**2
+        return len(self.ids(grid))
+
+    def features(self, grid: Grid) -> int:
+        """Return the number of an image's features: of its image tokens."""
+        return sum(i == self.image_token_id for i in self.ids(grid))
 
     def expand(self, ids: Sequence[int], images: Sequence[tuple[str, Grid]]) -> tuple[list[int], list[ImageSpan]]:
-        """Replace each image token in `ids` by those of the next one of `images`, (digest, grid). Returns the ids, and
-        where the images are in them. Raises ValueError if there are more or fewer images than tokens."""
+        """Replace each image token in `ids` by the ids of the next one of `images`, (digest, grid). Returns the ids,
+        and where the images are in them. Raises ValueError if there are more or fewer images than tokens."""
         if (count := sum(i == self.image_token_id for i in ids)) != len(images):
             raise ValueError(f"the text has places for {count} images, and there are {len(images)}")
         expanded: list[int] = []
@@ -91,39 +124,22 @@ class Vision:
         for i in ids:
             if i == self.image_token_id:
                 digest, grid = next(rest)
-                spans.append(ImageSpan(len(expanded), self.tokens(grid), digest, grid))
-                expanded += [i] * self.tokens(grid)
+                shown = self.ids(grid)
+                spans.append(ImageSpan(len(expanded), len(shown), digest, grid))
+                expanded += shown
             else:
                 expanded.append(i)
         return expanded, spans
 
-    def positions(self, length: int, spans: Sequence[ImageSpan]) -> Int[np.ndarray, "3 length"]:
-        """Return the rotary positions in time, height and width of a row's tokens. The token of a text has the same in
-        all three; text after an image continues at the largest position plus one."""
-        positions = np.empty((3, length), dtype=np.int64)
-        place = start = 0
+    def collapse(self, ids: Sequence[int], spans: Sequence[ImageSpan]) -> list[int]:
+        """Return `ids` with one token in the place of each image: the inverse of `expand`."""
+        collapsed: list[int] = []
+        place = 0
         for span in spans:
-            text = span.offset - place
-            positions[:, place : span.offset] = np.arange(start, start + text)
-            start += text
-            rows, columns = span.grid[1] // self.merge_size, span.grid[2] // self.merge_size
+            collapsed += ids[place : span.offset]
+            collapsed.append(self.image_token_id)
             place = span.offset + span.length
-            # a row that was cut inside an image has only a part of it
-            within = np.indices((span.grid[0], rows, columns)).reshape(3, -1)
-            positions[:, span.offset : place] = (start + within)[:, : max(0, length - span.offset)]
-            start += max(rows, columns)
-        positions[:, place:] = np.arange(start, start + max(0, length - place))
-        return positions
-
-
-def collapse(ids: Sequence[int], spans: Sequence[ImageSpan]) -> list[int]:
-    """Return `ids` with one token in the place of each image: the inverse of `Vision.expand`."""
-    collapsed: list[int] = []
-    place = 0
-    for span in spans:
-        collapsed += ids[place : span.offset + 1]
-        place = span.offset + span.length
-    return [*collapsed, *ids[place:]]
+        return [*collapsed, *ids[place:]]
 
 
 def shifted(spans: Sequence[ImageSpan], by: int) -> list[ImageSpan]:
@@ -133,33 +149,34 @@ def shifted(spans: Sequence[ImageSpan], by: int) -> list[ImageSpan]:
 
 def load_vision(path: str, min_pixels: int | None = None, max_pixels: int | None = None) -> Vision | None:
     """Return how the model at `path`, a folder or hub name, sees; None if it reads only text, or sees in a way that is
-    not supported: its chains are of text, then.
+    not supported (see why_unseen): its chains are of text, then.
 
-    `min_pixels` and `max_pixels` replace those of the model's own processor. Raises SettingError if that is missing, or
-    the limits cannot be kept.
+    `min_pixels` and `max_pixels` are the recipe's limits. Raises SettingError if the model has no processor, or the
+    limits cannot be kept.
     """
     config = _read(path, "config.json")
-    if "vision_config" not in config or config.get("model_type") not in QWEN:
+    kind = config.get("model_type", "")
+    if "vision_config" not in config or not is_seen(kind):
         return None
-    processor = _read(path, "preprocessor_config.json")
+    processor = _read(path, "preprocessor_config.json") or _read(path, "processor_config.json").get("image_processor")
     if not processor:
         problem = f"{path} has no preprocessor_config.json, which says how images are resized"
         raise SettingError("model.path", problem, "add the file of the original model")
-    # the newer name of either limit is an area, too
-    size = processor.get("size") or {}
-    least = min_pixels or processor.get("min_pixels") or size.get("shortest_edge") or 56 * 56
-    most = max_pixels or processor.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
-    if least > most:
-        raise SettingError("model.max_image_pixels", f"got {most}, less than the {least} of the smallest", "raise it")
-    ids = [config.get(name) for name in ("image_token_id", "video_token_id")]
-    return Vision(
-        image_token_id=config["image_token_id"],
-        banned_token_ids=tuple(i for i in ids if i is not None),
-        patch_size=processor.get("patch_size", config["vision_config"].get("patch_size", 14)),
-        merge_size=processor.get("merge_size", config["vision_config"].get("spatial_merge_size", 2)),
-        min_pixels=least,
-        max_pixels=most,
-    )
+    banned = banned_token_ids(config)
+    if kind in BY_PATCHES:
+        from agentfactory.rollout.images.patches import patch_vision
+
+        return patch_vision(config, processor, banned, min_pixels, max_pixels)
+    # transformers' processors load torch
+    from agentfactory.rollout.images.own_processor import OwnProcessor, load_own_processor
+
+    return OwnProcessor(banned[0], banned, load_own_processor(path), min_pixels, max_pixels)
+
+
+def banned_token_ids(config: dict[str, Any]) -> tuple[int, ...]:
+    """Return the tokens that stand for images and videos, those of images first, from a model's configuration."""
+    image = config.get("image_token_id", config.get("image_token_index"))
+    return tuple(i for i in (image, config.get("video_token_id")) if i is not None)
 
 
 def copy_processor(path: str, folder: Path) -> None:

@@ -27,7 +27,7 @@ from PIL import Image
 from torch import Tensor
 
 from agentfactory.rollout.images.store import ImageStore
-from agentfactory.rollout.images.vision import Vision, collapse
+from agentfactory.rollout.images.vision import Vision
 from agentfactory.rollout.routing import Replica
 from agentfactory.rollout.trajectory import ImageSpan
 from agentfactory.trainers.images import ImageLoader
@@ -83,6 +83,8 @@ class CanaryRow:
     """Tokens that stand for images: see Policy."""
     images: tuple[ImageSpan, ...] = ()
     """Those in the context: one image, or none."""
+    collapsed: tuple[int, ...] = ()
+    """The context with one token for the image, as servers take it."""
     png: bytes = b""
     """The file of the image."""
 
@@ -102,8 +104,7 @@ def with_eyes(rows: Sequence[CanaryRow], vision: Vision, store: ImageStore | Non
     if store is None:
         return rows
     noise = Image.frombytes("RGB", (8, 8), random.Random(seed).randbytes(192))
-    side = vision.patch_size * vision.merge_size
-    picture = vision.fit(noise.resize((2 * side, 2 * side), Image.Resampling.NEAREST))
+    picture = vision.fit(noise.resize(vision.blank(vision.smallest()).size, Image.Resampling.NEAREST))
     image = store.put(picture), vision.grid(picture)
     tokens, length = vision.tokens(image[1]), len(rows[0].context)
     if tokens + 2 > length:
@@ -111,8 +112,15 @@ def with_eyes(rows: Sequence[CanaryRow], vision: Vision, store: ImageStore | Non
     for number in range(0, len(rows), 2):
         text = rows[number].context[tokens:]
         half = len(text) // 2
-        context, spans = vision.expand([*text[:half], vision.image_token_id, *text[half:]], [image])
-        rows[number] = replace(rows[number], context=context, images=tuple(spans), png=store.png(image[0]))
+        collapsed = [*text[:half], vision.image_token_id, *text[half:]]
+        context, spans = vision.expand(collapsed, [image])
+        rows[number] = replace(
+            rows[number],
+            context=context,
+            images=tuple(spans),
+            collapsed=tuple(collapsed),
+            png=store.png(image[0]),
+        )
     return rows
 
 
@@ -154,7 +162,7 @@ def server_scores(
         if row.images:
             url = f"data:image/png;base64,{base64.b64encode(row.png).decode()}"
             body["content_parts"] = [{"type": "image_url", "url": url, "uuid": image.digest} for image in row.images]
-            body |= {"token_ids": collapse(row.context, row.images), "return_token_ids": True}
+            body |= {"token_ids": row.collapsed, "return_token_ids": True}
         salt = secrets.token_hex(16) if fresh else report.cache_salt
         if salt is not None:
             body["cache_salt"] = salt

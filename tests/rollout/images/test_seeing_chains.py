@@ -18,7 +18,6 @@ from agentfactory.rollout.chain_runner import ChainRunner
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.parts import image_urls
-from agentfactory.rollout.images.vision import collapse
 from agentfactory.rollout.renderer import TemplateRenderer, load_renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
@@ -97,10 +96,9 @@ class Seeing:
             assert not any(row.mask[i] for i in inside)
             for start, end in row.turn_spans():
                 answered.remove((row.token_ids[:start], row.token_ids[start:end]))
-            assert vision.expand(collapse(row.token_ids, row.images), [(i.digest, i.grid) for i in row.images]) == (
-                row.token_ids,
-                row.images,
-            )
+            collapsed = vision.collapse(row.token_ids, row.images)
+            again = vision.expand(collapsed, [(i.digest, i.grid) for i in row.images])
+            assert again == (row.token_ids, row.images)
         assert not answered
         for server in self.servers:
             for digest, image in server.images.items():
@@ -160,7 +158,7 @@ async def test_images_of_the_task_and_of_tools_are_seen_where_they_stand(model, 
     [server] = chains.servers
     assert sorted(server.sent) == sorted(span.digest for span in row.images)
     # what people and tools wrote is text
-    text = chains.renderer.tokenizer.decode(collapse(row.token_ids, row.images))
+    text = chains.renderer.tokenizer.decode(vision.collapse(row.token_ids, row.images))
     assert text.count("<|image_pad|>") == 4 + 1 + 2
 
 

@@ -9,8 +9,9 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from agentfactory.rollout.images.features import load_processor, pixels_of
-from agentfactory.rollout.images.vision import Vision, collapse, load_vision
+from agentfactory.rollout.images.features import PixelMaker
+from agentfactory.rollout.images.patches import PatchVision
+from agentfactory.rollout.images.vision import load_vision
 from agentfactory.tools.errors import SettingError
 from tests.vision_models import KINDS, make_vision_model
 
@@ -25,9 +26,9 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     return small.resize((width, height), Image.Resampling.BICUBIC)
 
 
-def vision_of(model: str, **limits: int) -> Vision:
+def vision_of(model: str, **limits: int) -> PatchVision:
     vision = load_vision(model, **limits)
-    assert vision is not None
+    assert isinstance(vision, PatchVision)
     return vision
 
 
@@ -60,19 +61,20 @@ def test_images_get_the_size_that_transformers_gives_them(model):
 def test_the_processor_leaves_an_image_as_it_was_resized(model, size):
     vision = vision_of(model)
     fitted = vision.fit(picture(*size))
-    processor = load_processor(model)
-    pixels, grids = pixels_of(processor, [fitted])
+    made = PixelMaker(model, vision).make(fitted)
+    pixels, grids = made["pixel_values"], made["image_grid_thw"]
+    processor = AutoImageProcessor.from_pretrained(model, backend="pil")
     again = processor(images=[fitted], return_tensors="pt")
     assert torch.equal(again["pixel_values"], pixels)
     assert tuple(grids[0].tolist()) == vision.grid(fitted)
     assert len(pixels) == vision.tokens(vision.grid(fitted)) * vision.merge_size**2
     # and resizes the original to the same
-    theirs = AutoImageProcessor.from_pretrained(model, backend="pil")(images=[picture(*size)], return_tensors="pt")
+    theirs = processor(images=[picture(*size)], return_tensors="pt")
     assert torch.equal(theirs["image_grid_thw"], grids)
     torch.testing.assert_close(theirs["pixel_values"], pixels, atol=2.1 / 127, rtol=0)
 
 
-def row_with_images(vision: Vision, sizes: list[tuple[int, int]]):
+def row_with_images(vision: PatchVision, sizes: list[tuple[int, int]]):
     ids, images = [20, 21], []
     for number, size in enumerate(sizes):
         ids += [30 + number, vision.image_token_id, 40]
@@ -88,7 +90,7 @@ def test_images_are_expanded_and_collapsed(model):
     for span in spans:
         assert row[span.offset : span.offset + span.length] == [vision.image_token_id] * span.length
         assert row[span.offset + span.length] == 40
-    assert collapse(row, spans) == ids
+    assert vision.collapse(row, spans) == ids
     with pytest.raises(ValueError, match="places for 3 images, and there are 2"):
         vision.expand(ids, images[:2])
 

@@ -1,0 +1,196 @@
+"""Small random models of the families whose images are left to their own processor, and GLM's: made on the spot.
+
+They need torchvision where transformers' processors do.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
+from transformers import (
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    PreTrainedTokenizerFast,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
+)
+
+_CLIP = {
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+_TEXT: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 4096,
+}
+_TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "patch_size": 14,
+}
+_CHAT = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_TEMPLATE = (
+    "{%- for m in messages -%}<|im_start|>{{ m.role }}\n{%- if m.content is string -%}{{ m.content }}{%- else -%}"
+    "{%- for p in m.content -%}{{ IMAGE if p.type == 'image' else p.text }}{%- endfor -%}{%- endif -%}<|im_end|>\n"
+    "{%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
+)
+
+
+def _internvl(folder: Path) -> None:
+    named = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
+    named["video_token"] = "<video>"
+    tokenizer = _tokenizer([*_CHAT, *named.values()], "<IMG_CONTEXT>", named)
+    config = InternVLConfig(
+        text_config={"model_type": "qwen2", **_TEXT, **_ends(tokenizer)},
+        vision_config={**_TOWER, "image_size": [56, 56], "patch_size": [14, 14]},
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )
+    size = {"size": {"height": 56, "width": 56}, "crop_to_patches": True, "min_patches": 1, "max_patches": 12}
+    _write(folder, InternVLForConditionalGeneration(config), tokenizer, "InternVL", "GotOcr2", {**size, **_CLIP})
+    _dump(folder / "processor_config.json", {"image_seq_length": 4, "processor_class": "InternVLProcessor"})
+
+
+def _mistral3(folder: Path) -> None:
+    marks = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+    tokenizer = _tokenizer([*_CHAT, *marks], marks[0])
+    config = Mistral3Config(
+        text_config={"model_type": "mistral", "head_dim": 32, **_TEXT, "sliding_window": None, **_ends(tokenizer)},
+        vision_config={"model_type": "pixtral", **_TOWER, "head_dim": 16, "image_size": 224},
+        image_token_index=tokenizer.convert_tokens_to_ids(marks[0]),
+        spatial_merge_size=2,
+        vision_feature_layer=-1,
+    )
+    size = {"size": {"longest_edge": 224}, "patch_size": 14}
+    _write(folder, Mistral3ForConditionalGeneration(config), tokenizer, "Pixtral", "Pixtral", {**size, **_CLIP})
+    names = dict(zip(("image_token", "image_break_token", "image_end_token"), marks, strict=True))
+    described = {"patch_size": 14, "spatial_merge_size": 2, **names, "processor_class": "PixtralProcessor"}
+    _dump(folder / "processor_config.json", described)
+
+
+def _idefics3(folder: Path) -> None:
+    _tiles(folder, "Idefics3", Idefics3Config, Idefics3ForConditionalGeneration)
+
+
+def _smolvlm(folder: Path) -> None:
+    _tiles(folder, "SmolVLM", SmolVLMConfig, SmolVLMForConditionalGeneration)
+
+
+def _tiles(folder: Path, name: str, config_class: Any, network: Any) -> None:
+    marks = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
+    marks += [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+    tokenizer = _tokenizer([*_CHAT, *marks], "<image>")
+    config = config_class(
+        text_config={"model_type": "llama", **_TEXT, **_ends(tokenizer)},
+        vision_config={**_TOWER, "image_size": 56},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=False,
+    )
+    size = {"size": {"longest_edge": 224}, "max_image_size": {"longest_edge": 56}, "do_image_splitting": True}
+    halves = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_pad": True, "resample": 1}
+    _write(folder, network(config), tokenizer, name, name, {**size, **halves})
+    _dump(folder / "processor_config.json", {"image_seq_len": 4, "processor_class": f"{name}Processor"})
+
+
+def _glm4v(folder: Path) -> None:
+    parts = ("begin_of_image", "end_of_image", "image", "video", "begin_of_video", "end_of_video")
+    tokenizer = _tokenizer([*_CHAT, *(f"<|{part}|>" for part in parts)], "<|begin_of_image|><|image|><|end_of_image|>")
+    ids = tokenizer.convert_tokens_to_ids
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}
+    tower = {**_TOWER, "depth": 2, "num_heads": 2, "out_hidden_size": 64, "image_size": 56}
+    config = Glm4vConfig(
+        text_config={**_TEXT, "head_dim": 32, "rope_parameters": rope, **_ends(tokenizer)},
+        vision_config={key: tower[key] for key in tower if not key.startswith("num_") or key == "num_heads"},
+        image_token_id=ids("<|image|>"),
+        video_token_id=ids("<|video|>"),
+        image_start_token_id=ids("<|begin_of_image|>"),
+        image_end_token_id=ids("<|end_of_image|>"),
+        video_start_token_id=ids("<|begin_of_video|>"),
+        video_end_token_id=ids("<|end_of_video|>"),
+    )
+    # the pixels of an image count twice
+    size = {"size": {"shortest_edge": 2 * 4 * 28**2, "longest_edge": 2 * 64 * 28**2}, "patch_size": 14}
+    patches = {"temporal_patch_size": 2, "merge_size": 2}
+    _write(folder, Glm4vForConditionalGeneration(config), tokenizer, "Glm4v", "Glm4v", {**size, **patches, **_CLIP})
+
+
+_MADE: dict[str, Callable[[Path], None]] = {
+    "glm4v": _glm4v,
+    "internvl": _internvl,
+    "mistral3": _mistral3,
+    "idefics3": _idefics3,
+    "smolvlm": _smolvlm,
+}
+FAMILIES = tuple(_MADE)
+OWN = ("internvl", "mistral3", "idefics3", "smolvlm")
+"""Those whose images are left to their own processor."""
+
+
+def make_family(folder: Path, kind: str) -> Path:
+    """Write a model of `kind`, 0.3 million random weights, with its tokenizer and processors to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    _MADE[kind](folder)
+    return folder
+
+
+def _ends(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    return {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+
+
+def _tokenizer(special: Sequence[str], image: str, named: dict[str, str] | None = None) -> PreTrainedTokenizerFast:
+    """Train a tokenizer of single bytes and a few words; its chat template writes `image` for an image."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=440, special_tokens=list(special), initial_alphabet=alphabet)
+    core.train_from_iterator(["user assistant system tool You are helpful. What is shown?\n\n\n"] * 50, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=named or {}
+    )
+    tokenizer.chat_template = _TEMPLATE.replace("IMAGE", repr(image))
+    return tokenizer
+
+
+def _write(
+    folder: Path, network: Any, tokenizer: PreTrainedTokenizerFast, name: str, images: str, processor: dict[str, Any]
+) -> None:
+    network = network.float()
+    for parameter in network.parameters():
+        if parameter.ndim >= 2:
+            # distributions far from uniform, so that a wrong context shows
+            nn.init.normal_(parameter, std=0.08)
+    network.generation_config.eos_token_id = tokenizer.eos_token_id
+    network.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    common = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
+    described = {**common, "do_convert_rgb": True, **processor, "processor_class": f"{name}Processor"}
+    _dump(folder / "preprocessor_config.json", {"image_processor_type": f"{images}ImageProcessor", **described})
+    _dump(folder / "video_preprocessor_config.json", {"video_processor_type": f"{name}VideoProcessor", **described})
+    known = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    _dump(folder / "tokenizer_config.json", {**known, "processor_class": f"{name}Processor"})
+
+
+def _dump(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1), encoding="utf-8")
