@@ -14,6 +14,8 @@ from torch import nn
 from transformers import (
     Glm4vConfig,
     Glm4vForConditionalGeneration,
+    Glm4vMoeConfig,
+    Glm4vMoeForConditionalGeneration,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     InternVLConfig,
@@ -113,13 +115,22 @@ def _tiles(folder: Path, name: str, config_class: Any, network: Any) -> None:
 
 
 def _glm4v(folder: Path) -> None:
+    _glm(folder, Glm4vConfig, Glm4vForConditionalGeneration, {})
+
+
+def _glm4v_moe(folder: Path) -> None:
+    experts = {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    _glm(folder, Glm4vMoeConfig, Glm4vMoeForConditionalGeneration, experts)
+
+
+def _glm(folder: Path, config_class: Any, network: Any, text: dict[str, Any]) -> None:
     parts = ("begin_of_image", "end_of_image", "image", "video", "begin_of_video", "end_of_video")
     tokenizer = _tokenizer([*_CHAT, *(f"<|{part}|>" for part in parts)], "<|begin_of_image|><|image|><|end_of_image|>")
     ids = tokenizer.convert_tokens_to_ids
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}
     tower = {**_TOWER, "depth": 2, "num_heads": 2, "out_hidden_size": 64, "image_size": 56}
-    config = Glm4vConfig(
-        text_config={**_TEXT, "head_dim": 32, "rope_parameters": rope, **_ends(tokenizer)},
+    config = config_class(
+        text_config={**_TEXT, **text, "head_dim": 32, "rope_parameters": rope, **_ends(tokenizer)},
         vision_config={key: tower[key] for key in tower if not key.startswith("num_") or key == "num_heads"},
         image_token_id=ids("<|image|>"),
         video_token_id=ids("<|video|>"),
@@ -131,17 +142,19 @@ def _glm4v(folder: Path) -> None:
     # the pixels of an image count twice
     size = {"size": {"shortest_edge": 2 * 4 * 28**2, "longest_edge": 2 * 64 * 28**2}, "patch_size": 14}
     patches = {"temporal_patch_size": 2, "merge_size": 2}
-    _write(folder, Glm4vForConditionalGeneration(config), tokenizer, "Glm4v", "Glm4v", {**size, **patches, **_CLIP})
+    _write(folder, network(config), tokenizer, "Glm4v", "Glm4v", {**size, **patches, **_CLIP})
 
 
 _MADE: dict[str, Callable[[Path], None]] = {
     "glm4v": _glm4v,
+    "glm4v_moe": _glm4v_moe,
     "internvl": _internvl,
     "mistral3": _mistral3,
     "idefics3": _idefics3,
     "smolvlm": _smolvlm,
 }
-FAMILIES = tuple(_MADE)
+FAMILIES = tuple(kind for kind in _MADE if kind != "glm4v_moe")
+"""Those that vLLM serves on a CPU."""
 OWN = ("internvl", "mistral3", "idefics3", "smolvlm")
 """Those whose images are left to their own processor."""
 

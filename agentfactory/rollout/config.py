@@ -43,8 +43,9 @@ class ModelConfig(Section):
     min_image_pixels: PositiveInt | None = None
     """Smallest area of an image, in pixels; the model gets smaller ones enlarged. Null: as its own processor does."""
     max_image_pixels: PositiveInt | None = None
-    """Largest area of an image, in pixels; the model gets larger ones reduced, and each block of 28 x 28 (Qwen2.5-VL)
-    or 32 x 32 pixels (Qwen3-VL) is a token. Null: as its own processor does."""
+    """Largest area of an image, in pixels; the model gets larger ones reduced, and each block of 28 x 28 (Qwen2.5-VL,
+    GLM-4.1V) or 32 x 32 pixels (Qwen3-VL) is a token. Processors that cut images into tiles may enlarge them again.
+    Null: as its own processor does."""
 
 
 class DataConfig(Section):

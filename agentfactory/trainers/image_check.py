@@ -6,8 +6,6 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from agentfactory.rollout.images.own_processor import OwnProcessor
 from agentfactory.rollout.images.store import ImageStore, digest_of
@@ -21,7 +19,7 @@ _SIZES = ((60, 60), (90, 45))
 
 
 @torch.no_grad()
-def check_images(network: PreTrainedModel, path: str) -> None:
+def check_images(policy: Policy, path: str) -> None:
     """Compare a row with two images, as rollouts and the trainer make it, with the model's own processor and forward
     pass: its ids, and the log-probability of each of its tokens.
 
@@ -31,7 +29,7 @@ def check_images(network: PreTrainedModel, path: str) -> None:
     vision = load_vision(path)
     if not isinstance(vision, OwnProcessor):
         return
-    network.eval()
+    network = policy.network
     device = network.device
     draw = np.random.default_rng(0)
     images = [Image.fromarray(draw.integers(0, 255, (*size[::-1], 3), dtype=np.uint8)) for size in _SIZES]
@@ -54,11 +52,11 @@ def check_images(network: PreTrainedModel, path: str) -> None:
         seen = ImageLoader(path, vision, store.folder).load(spans, None, device)
     tokens = torch.tensor([ids], device=device)
     sources = torch.arange(len(ids) - 1, device=device)
-    found, _ = Policy(network, network.dtype, banned=vision.banned_token_ids)(
-        tokens, sources, tokens[0, 1:], images=seen
-    )
-    arguments = {name: _like(value, network) for name, value in theirs.items() if name != "attention_mask"}
-    logits = network(**arguments, use_cache=False).logits[0, :-1].float()
+    found, _ = policy(tokens, sources, tokens[0, 1:], images=seen)
+    arguments = {name: value.to(device) for name, value in theirs.items() if name != "attention_mask"}
+    lower = policy.dtype.itemsize < 4
+    with torch.autocast(device.type, dtype=policy.dtype, enabled=lower, cache_enabled=False):
+        logits = network(**arguments, use_cache=False).logits[0, :-1].float()
     logits[:, list(vision.banned_token_ids)] -= BAN
     expected = logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
     # what stands for an image is never a target
@@ -66,13 +64,9 @@ def check_images(network: PreTrainedModel, path: str) -> None:
     for span in spans:
         shown[span.offset : span.offset + span.length] = True
     difference = float((found - expected)[~shown[1:]].abs().max())
-    if not difference < (1e-3 if network.dtype.itemsize >= 4 else 0.1):
+    if not difference < (0.1 if lower else 1e-3):
         problem = f"{kind} gives tokens after two images the log-probabilities of its own processor and forward pass"
         raise _different(f"{problem} only to {difference:.2g}")
-
-
-def _like(value: Tensor, network: PreTrainedModel) -> Tensor:
-    return value.to(network.device, network.dtype if value.is_floating_point() else None)
 
 
 def _different(problem: str) -> SettingError:

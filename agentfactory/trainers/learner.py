@@ -4,6 +4,7 @@ batch."""
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from agentfactory.rollout.images.vision import load_vision
 from agentfactory.trainers.batch import Batch, MicroBatch, TrainingRow, make_batches, scatter
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.critic import ActorCritic, Role, make_actor_critic
+from agentfactory.trainers.image_check import check_images
 from agentfactory.trainers.images import ImageLoader, Images
 from agentfactory.trainers.optimizer import clip_gradients, make_optimizer, make_schedule
 from agentfactory.trainers.policy import Policy, load_policy
 from agentfactory.trainers.reference import make_reference
-from agentfactory.trainers.sharding import weights_of_rank_0
+from agentfactory.trainers.sharding import decided_by_rank_0, weights_of_rank_0
 from agentfactory.trainers.vision_tower import sees, tower_is_trained
 
 Targets = Float[Tensor, "targets"]
@@ -79,6 +81,10 @@ class Learner:
         self.batching = self.policy.batching
         self.vision = load_vision(recipe.model.path) if sees(self.policy.network.config) else None
         self.images = ImageLoader(recipe.model.path, self.vision, images) if self.vision else None
+        if self.vision is not None:
+            check = partial(check_images, self.policy, recipe.model.path)
+            # only rank 0 has weights under fsdp2
+            decided_by_rank_0(check) if train.strategy == "fsdp2" else check()
         model = make_actor_critic(recipe, self.policy, accelerator.device) if train.has_critic else self.policy
         optimizer = make_optimizer(model, train)
         with weights_of_rank_0(model) if accelerator.is_fsdp2 else contextlib.nullcontext():

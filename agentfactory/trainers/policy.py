@@ -157,11 +157,7 @@ def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu") -> Poli
     network = load_network(recipe, device)
 
     def checked() -> Batching:
-        # both call a policy
-        from agentfactory.trainers.image_check import check_images
-
         _check_head(network)
-        check_images(network, recipe.model.path)
         return resolve_batching(network, recipe.train)
 
     # the checks compute with the weights

@@ -25,14 +25,16 @@ from agentfactory.rollout.embedded.quantization import quantize
 from agentfactory.rollout.embedded.request import Request, UnsupportedModel
 from agentfactory.rollout.images import features
 from agentfactory.rollout.images.vision import load_vision
+from tests.vision_families import make_family
 from tests.vision_models import KINDS, make_vision_model
 
 pytestmark = pytest.mark.numbers
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS, "glm4v"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_vision_model(tmp_path_factory.mktemp("vision") / request.param, request.param)
+    make = make_vision_model if request.param in KINDS else make_family
+    return make(tmp_path_factory.mktemp("vision") / request.param, request.param)
 
 
 def load(model: Path) -> Any:

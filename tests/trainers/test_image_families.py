@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
 
+from agentfactory.rollout.images.features import PixelMaker, join
 from agentfactory.rollout.images.own_processor import OwnProcessor
 from agentfactory.rollout.images.patches import PatchVision
 from agentfactory.rollout.images.vision import load_vision, why_unseen
@@ -18,7 +20,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import is_installed
 from agentfactory.trainers.batch import make_batches, training_row
 from agentfactory.trainers.image_check import check_images
-from agentfactory.trainers.network import load_network
+from agentfactory.trainers.learner import Learner
 from agentfactory.trainers.policy import load_policy
 from agentfactory.trainers.vision_tower import tower_of
 from tests.trainers.float64 import never_through_float32
@@ -103,20 +105,19 @@ def test_rows_equal_transformers_own_processor_and_forward(own: Path, tmp_path: 
 
 
 def test_the_start_compares_with_transformers(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = recipe_of(own)
-    network = load_network(recipe)
-    check_images(network, str(own))
+    policy = load_policy(recipe_of(own))
+    check_images(policy, str(own))
     expansion = OwnProcessor._expansion
     monkeypatch.setattr(OwnProcessor, "_expansion", lambda self, grid: expansion(self, grid)[:-1])
     with pytest.raises(SettingError, match=r"reads a row with two images as .* tokens, and rows here would have"):
-        check_images(network, str(own))
+        check_images(policy, str(own))
     monkeypatch.undo()
     process = OwnProcessor.process
     monkeypatch.setattr(
         OwnProcessor, "process", lambda self, image: process(self, Image.eval(image, lambda value: 255 - value))
     )
     with pytest.raises(SettingError, match=r"the log-probabilities of its own processor and forward pass only to 0\."):
-        check_images(network, str(own))
+        check_images(policy, str(own))
 
 
 def test_an_image_keeps_to_the_limits_of_the_recipe(own: Path) -> None:
@@ -149,6 +150,30 @@ def test_images_without_torchvision_are_refused_with_the_reason(
     monkeypatch.setattr("agentfactory.rollout.images.vision.is_installed", lambda name: False)
     assert load_vision(path) is None
     assert why_unseen(path) == f"{path} (internvl) needs torchvision for its images, which is not installed"
+
+
+@pytest.mark.parametrize("kind", ["glm4v", "glm4v_moe"])
+def test_rows_equal_transformers_own_forward_of_glm(kind: str, tmp_path: Path) -> None:
+    path = make_family(tmp_path / kind, kind)
+    album = Album(path, tmp_path / "images")
+    learner = Learner(recipe_of(path), Accelerator(cpu=True), temperature=0.7, images=album.store.folder)
+    # transformers takes two images without a token between them for one
+    rows = rows_of(album)[:-1]
+    (batch,) = make_batches(rows, "tree", 10_000, vision=learner.vision)
+    _, logprobs, _ = computed(learner, batch)
+    # experts have no float64
+    network = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    maker = PixelMaker(str(path), album.vision)
+    for number, row in enumerate(rows):
+        ids, targets = torch.as_tensor(row.token_ids)[None], torch.as_tensor(row.targets)
+        pictures: dict[str, Any] = {}
+        if row.images:
+            pictures = join([maker.make(album.store.load(image.digest)) for image in row.images])
+        kinds = (ids == album.vision.image_token_id).int()
+        logits = network(ids, mm_token_type_ids=kinds, use_cache=False, **pictures).logits[0]
+        logits[:, list(album.vision.banned_token_ids)] -= 100.0
+        expected = (logits / 0.7).log_softmax(-1)[targets - 1].gather(-1, ids[0, targets][:, None])[:, 0]
+        torch.testing.assert_close(logprobs[number], expected, atol=1e-4, rtol=0)
 
 
 def test_glm_has_transformers_sizes_and_positions(tmp_path: Path) -> None:

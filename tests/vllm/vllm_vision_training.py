@@ -9,15 +9,18 @@ import torch
 from agentfactory.tools.notices import notice_of
 from agentfactory.trainers.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.full import FORGET_FEATURES
+from agentfactory.trainers.vision_tower import tower_of
 from tests.server_process import VLLM_PYTHON, serve
+from tests.vision_families import FAMILIES, make_family
 from tests.vision_models import KINDS, make_vision_model
 from tests.vision_training import STEPS, SeeingRun
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS, *FAMILIES])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeeingRun]:
     folder = tmp_path_factory.mktemp(request.param)
-    model = {"path": str(make_vision_model(folder / "model", request.param)), "dtype": "float32"}
+    make = make_vision_model if request.param in KINDS else make_family
+    model = {"path": str(make(folder / "model", request.param)), "dtype": "float32"}
     server = {"engine": "vllm", "python": VLLM_PYTHON, "max_model_len": 512}
     with serve({"model": model, "server": server}, folder, "file") as url:
         yield SeeingRun(folder, url)
@@ -36,9 +39,8 @@ def test_vllm_with_features_of_older_weights_is_caught(run: SeeingRun, monkeypat
     version = STEPS + 1
     run.push(version)
     with torch.no_grad():
-        for name, weight in run.learner.policy.named_parameters():
-            if ".visual." in name:
-                weight.add_(0.05 * torch.randn_like(weight))
+        for weight in tower_of(run.learner.policy.network).parameters():
+            weight.add_(0.05 * torch.randn_like(weight))
     post = ServerControl.post
     monkeypatch.setattr(
         ServerControl, "post", lambda self, path, *more: {} if path == FORGET_FEATURES else post(self, path, *more)

@@ -2,9 +2,10 @@
 and whatever else stands for an image comes from there."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ def load_own_processor(path: str) -> Any:
 
     try:
         return AutoProcessor.from_pretrained(path)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
         problem = f"the processor of {path}, which makes tokens of its images, cannot be loaded: {error}"
         raise SettingError("model.path", problem, "install what is missing, or add the files of the model") from error
 
@@ -37,6 +38,8 @@ class OwnProcessor(Vision):
     min_pixels: int | None = None
     max_pixels: int | None = None
     """Limits on the area of an image before the processor gets it."""
+    _ids: Callable[[Grid], Sequence[int]] = field(init=False, repr=False, compare=False)
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         token = self.processor.image_token
@@ -46,7 +49,6 @@ class OwnProcessor(Vision):
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             problem = f"got {self.max_pixels}, less than the {self.min_pixels} of the smallest"
             raise SettingError("model.max_image_pixels", problem, "raise it")
-        # not hashed with self: a grid decides
         object.__setattr__(self, "_ids", lru_cache(1024)(self._expansion))
 
     def fit(self, image: Image.Image) -> Image.Image:
@@ -74,8 +76,7 @@ class OwnProcessor(Vision):
 
     def ids(self, grid: Grid) -> Sequence[int]:
         """See Vision. Raises ValueError if the processor refuses the size."""
-        ids: Sequence[int] = self._ids(grid)  # type: ignore[attr-defined]
-        return ids
+        return self._ids(grid)
 
     def _expansion(self, grid: Grid) -> tuple[int, ...]:
         try:
@@ -86,9 +87,10 @@ class OwnProcessor(Vision):
 
     def process(self, image: Image.Image) -> tuple[list[int], dict[str, Any]]:
         """Return the ids that stand for an image, and what the network gets of it, as the processor makes them."""
-        made = self.processor(
-            text=[self.processor.image_token], images=[image], add_special_tokens=False, return_tensors="pt"
-        )
+        text = [self.processor.image_token]
+        # tokenizers refuse to be called by several threads
+        with self._lock:
+            made = self.processor(text=text, images=[image], add_special_tokens=False, return_tensors="pt")
         ids: list[int] = made["input_ids"][0].tolist()
         return ids, {name: value for name, value in made.items() if name not in _OF_TEXT}
 

@@ -25,7 +25,7 @@ Grid = tuple[int, int, int]
 """Size of an image in time (1), height and width: in patches, or in pixels for models of `own_processor`."""
 
 BY_PATCHES = frozenset(
-    {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v"}
+    {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe"}
 )
 """Values of model_type whose images are resized and placed as in Qwen2-VL (arXiv:2409.12191, section 2.1)."""
 BY_OWN_PROCESSOR = frozenset({"internvl", "mistral3", "idefics3", "smolvlm"})
