@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.images.store import ImageStore
-from agentfactory.rollout.images.vision import Vision, load_vision
+from agentfactory.rollout.images.vision import Vision
 from agentfactory.rollout.trajectory import Row, Span
 
 LEAST, MOST = 20, 300

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from agentfactory.rollout.images.vision import load_vision
+from agentfactory.rollout.images.families import load_vision
 from agentfactory.trainers.batch import training_row
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.learner import Learner

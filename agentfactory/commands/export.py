@@ -74,7 +74,7 @@ def _merge(checkpoint: Path, base: str, output: Path) -> None:
     from peft import PeftModel
     from transformers import AutoConfig
 
-    from agentfactory.rollout.images.vision import copy_processor
+    from agentfactory.rollout.images.families import copy_processor
     from agentfactory.trainers.network import class_of
 
     # AutoPeftModelForCausalLM would cut the embeddings to the tokenizer's length

@@ -25,8 +25,8 @@ from agentfactory.launching.run_folder import Hold, RunFolder
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.delivery import Job
+from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.images.store import ImageStore
-from agentfactory.rollout.images.vision import load_vision
 from agentfactory.rollout.renderer import TemplateRenderer, load_renderer
 from agentfactory.rollout.trajectory import Group, Row
 from agentfactory.rollout.workers import RolloutWorkers

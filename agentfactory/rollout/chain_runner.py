@@ -101,7 +101,7 @@ def _tell_nulls(tasks: Sequence[Task], section: str, needed: Mapping[str, str]) 
 def _blind(recipe: RolloutRecipe, renderer: Renderer, section: str) -> SettingError:
     """Return the error for rows with images and a model that cannot be shown any."""
     if renderer.sight is None:
-        from agentfactory.rollout.images.vision import why_unseen
+        from agentfactory.rollout.images.families import why_unseen
 
         problem = f"its rows have images, and {why_unseen(recipe.model.path)}"
         return SettingError(section, problem, "use a model that sees, or leave out the column `images`")

@@ -508,9 +508,9 @@ def load_sight(model: ModelConfig, images: Path) -> "Sight | None":
     file = cached_file(model.path, "config.json", _raise_exceptions_for_missing_entries=False)
     if file is None or "vision_config" not in json.loads(Path(file).read_text(encoding="utf-8")):
         return None
+    from agentfactory.rollout.images.families import load_vision
     from agentfactory.rollout.images.sight import Sight
     from agentfactory.rollout.images.store import ImageStore
-    from agentfactory.rollout.images.vision import load_vision
 
     vision = load_vision(model.path, model.min_image_pixels, model.max_image_pixels)
     return None if vision is None else Sight(vision, ImageStore(images))

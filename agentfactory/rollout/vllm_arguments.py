@@ -40,7 +40,7 @@ def _image_flags(recipe: RolloutRecipe) -> list[str]:
     flags = []
     limits = recipe.model.min_image_pixels, recipe.model.max_image_pixels
     if limits != (None, None):
-        from agentfactory.rollout.images.vision import load_vision
+        from agentfactory.rollout.images.families import load_vision
 
         vision = load_vision(recipe.model.path, *limits)
         if vision is not None and (options := vision.server_options()):

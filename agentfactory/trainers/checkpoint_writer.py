@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
-from agentfactory.rollout.images.vision import copy_processor
+from agentfactory.rollout.images.families import copy_processor
 from agentfactory.tools.disk import DiskError, writing
 from agentfactory.trainers.accelerator import PATIENCE
 from agentfactory.trainers.checkpoint_folder import (

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from PIL import Image
 
+from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.images.own_processor import OwnProcessor
 from agentfactory.rollout.images.store import ImageStore, digest_of
-from agentfactory.rollout.images.vision import load_vision
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.images import ImageLoader
 from agentfactory.trainers.policy import BAN, Policy

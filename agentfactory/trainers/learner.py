@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from agentfactory.rollout.images.vision import load_vision
+from agentfactory.rollout.images.families import load_vision
 from agentfactory.trainers.batch import Batch, MicroBatch, TrainingRow, make_batches, scatter
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.critic import ActorCritic, Role, make_actor_critic

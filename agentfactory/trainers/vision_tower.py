@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from agentfactory.rollout.images.vision import BY_PATCHES, is_seen
-from agentfactory.rollout.images.vision import banned_token_ids as banned_in
+from agentfactory.rollout.images.families import BY_PATCHES, is_seen
+from agentfactory.rollout.images.families import banned_token_ids as banned_in
 from agentfactory.tools.errors import SettingError
 
 _LANGUAGE = ("language_model", "text_model")

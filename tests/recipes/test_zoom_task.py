@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from agentfactory.rollout.images.vision import load_vision
+from agentfactory.rollout.images.families import load_vision
 from agentfactory.tools.user_code import load_object
 from tests.conftest import REPOSITORY
 

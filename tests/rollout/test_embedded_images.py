@@ -24,7 +24,7 @@ from agentfactory.rollout.embedded.lora import AdapterError
 from agentfactory.rollout.embedded.quantization import quantize
 from agentfactory.rollout.embedded.request import Request, UnsupportedModel
 from agentfactory.rollout.images import features
-from agentfactory.rollout.images.vision import load_vision
+from agentfactory.rollout.images.families import load_vision
 from tests.vision_families import make_family
 from tests.vision_models import KINDS, make_vision_model
 

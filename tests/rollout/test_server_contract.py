@@ -32,9 +32,10 @@ from transformers import (
 
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.connection import ContextOverflowError, InferenceError, authorization
+from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.images.features import PixelMaker, join
 from agentfactory.rollout.images.store import digest_of
-from agentfactory.rollout.images.vision import Vision, load_vision
+from agentfactory.rollout.images.vision import Vision
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.policy import load_policy
 from agentfactory.trainers.server_control import ServerControl

@@ -12,10 +12,10 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
 
+from agentfactory.rollout.images.families import load_vision, why_unseen
 from agentfactory.rollout.images.features import PixelMaker, join
 from agentfactory.rollout.images.own_processor import OwnProcessor
 from agentfactory.rollout.images.patches import PatchVision
-from agentfactory.rollout.images.vision import load_vision, why_unseen
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import is_installed
 from agentfactory.trainers.batch import make_batches, training_row
@@ -147,7 +147,7 @@ def test_images_without_torchvision_are_refused_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = str(make_family(tmp_path / "internvl", "internvl"))
-    monkeypatch.setattr("agentfactory.rollout.images.vision.is_installed", lambda name: False)
+    monkeypatch.setattr("agentfactory.rollout.images.families.is_installed", lambda name: False)
     assert load_vision(path) is None
     assert why_unseen(path) == f"{path} (internvl) needs torchvision for its images, which is not installed"
 

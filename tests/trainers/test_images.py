@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from agentfactory.rollout.images.families import copy_processor
 from agentfactory.rollout.images.features import PixelMaker, join
-from agentfactory.rollout.images.vision import copy_processor
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batch import Batch, TrainingRow, make_batches, training_row

@@ -9,9 +9,9 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.images.features import PixelMaker
 from agentfactory.rollout.images.patches import PatchVision
-from agentfactory.rollout.images.vision import load_vision
 from agentfactory.tools.errors import SettingError
 from tests.vision_models import KINDS, make_vision_model
 
