@@ -158,7 +158,7 @@ async def test_images_of_the_task_and_of_tools_are_seen_where_they_stand(model, 
     [server] = chains.servers
     assert sorted(server.sent) == sorted(span.digest for span in row.images)
     # what people and tools wrote is text
-    text = chains.renderer.tokenizer.decode(vision.collapse(row.token_ids, row.images))
+    text = chains.renderer.tokenizer.decode(chains.renderer.sight.collapse(row))
     assert text.count("<|image_pad|>") == 4 + 1 + 2
 
 
