@@ -80,6 +80,7 @@ def _mistral3(folder: Path) -> None:
         image_token_index=tokenizer.convert_tokens_to_ids(marks[0]),
         spatial_merge_size=2,
         vision_feature_layer=-1,
+        tie_word_embeddings=False,
     )
     size = {"size": {"longest_edge": 224}, "patch_size": 14}
     _write(folder, Mistral3ForConditionalGeneration(config), tokenizer, "Pixtral", "Pixtral", {**size, **_CLIP})
@@ -124,7 +125,7 @@ def _glm4v_moe(folder: Path) -> None:
 
 
 def _glm(folder: Path, config_class: Any, network: Any, text: dict[str, Any]) -> None:
-    parts = ("begin_of_image", "end_of_image", "image", "video", "begin_of_video", "end_of_video")
+    parts = ("begin_of_image", "end_of_image", "video", "image", "begin_of_video", "end_of_video")
     tokenizer = _tokenizer([*_CHAT, *(f"<|{part}|>" for part in parts)], "<|begin_of_image|><|image|><|end_of_image|>")
     ids = tokenizer.convert_tokens_to_ids
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}
