@@ -1,5 +1,6 @@
 """Images in messages, and in the rows of data: where they stand, in the forms that other projects write."""
 
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ _SHORT = 1024
 def image_part(url: str) -> dict[str, Any]:
     """Return the part of a message for an image at an address."""
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def data_url(png: bytes) -> str:
+    """Return the `data:` address of a PNG file."""
+    return f"data:image/png;base64,{b64encode(png).decode()}"
 
 
 def text_part(text: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentfactory.rollout.images.sight import data_url
+from agentfactory.rollout.images.parts import data_url
 from agentfactory.rollout.images.store import ImageStore
 from agentfactory.rollout.images.vision import collapse
 from agentfactory.rollout.trajectory import ImageSpan

@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import time
-from base64 import b64encode
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -15,6 +14,7 @@ from PIL import Image
 
 from agentfactory.rollout.images.decode import content_of, decode, size_of
 from agentfactory.rollout.images.parts import (
+    data_url,
     has_images,
     image_part,
     image_urls,
@@ -202,6 +202,11 @@ class Sight:
         """Return the ids of a row with one token for each image, as the chat template writes them."""
         return collapse(row.token_ids, row.images) if row.images else row.token_ids
 
+    def files_of(self, messages: Sequence[Message]) -> list[str]:
+        """Return the files of the stored images in messages, in order, in the size that the model gets."""
+        digests = filter(None, map(_stored, image_urls(messages)))
+        return [str(self.store.path(digest).absolute()) for digest in digests]
+
     async def with_data(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages with the images themselves, as `data:` addresses."""
         if not image_urls(messages):
@@ -219,11 +224,6 @@ class Sight:
             else message
             for message in messages
         ]
-
-
-def data_url(png: bytes) -> str:
-    """Return the `data:` address of a PNG file."""
-    return f"data:image/png;base64,{b64encode(png).decode()}"
 
 
 def _stored(image: Any) -> str | None:
