@@ -11,8 +11,18 @@ MARK = "<image>"
 """In the text of a row with `images`: an image stands here (ms-swift, verl)."""
 _SOURCES = ("image", "url", "path", "base64", "bytes")
 """Keys of a part `{"type": "image"}` under which the image itself may be."""
-_SHORT = 1024
-"""Longest path; a longer text is an image in base64."""
+_LONGEST_PATH = 1024
+"""A longer text is an image in base64."""
+_ADDRESSES = ("data:", "http:", "https:", "image:")
+_IN_BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
+"""How PNG, JPEG, GIF and WebP files begin in base64, also if they are as short as a path."""
+
+
+def is_path(image: Any) -> bool:
+    """Return whether an image is given by a path, and not by an address, or as base64."""
+    if not isinstance(image, str):
+        return isinstance(image, Path)
+    return len(image) < _LONGEST_PATH and not image.startswith((*_ADDRESSES, *_IN_BASE64))
 
 
 def image_part(url: str) -> dict[str, Any]:
@@ -150,10 +160,7 @@ def _rooted(image: Any, base: Path) -> Any:
     """Return an image, a relative path made absolute."""
     if isinstance(image, dict) and not image.get("bytes") and image.get("path"):
         image = image["path"]
-    is_path = isinstance(image, Path) or (
-        isinstance(image, str) and len(image) < _SHORT and not image.startswith(("data:", "http:", "https:", "image:"))
-    )
-    return str(base / str(image).removeprefix("file://")) if is_path else image
+    return str(base / str(image).removeprefix("file://")) if is_path(image) else image
 
 
 def _texts(row: dict[str, Any]) -> Iterator[str]:

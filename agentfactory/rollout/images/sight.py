@@ -6,13 +6,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from PIL import Image
 
 from agentfactory.rollout.images.decode import content_of, decode, size_of
+from agentfactory.rollout.images.files import is_file
 from agentfactory.rollout.images.parts import (
     data_url,
     has_images,
@@ -111,8 +111,8 @@ class Sight:
 
     def _file(self, image: Any) -> str:
         """Return a file with an image in its full size."""
-        if isinstance(image, str) and len(image) < 1024 and Path(image).is_file():
-            return image
+        if is_file(image):
+            return str(image)
         return str(self.store.path(_stored(image) or self._take(image, fits=False)).absolute())
 
     def _take_messages(self, messages: Sequence[Message]) -> list[Message]:
