@@ -69,9 +69,15 @@ def image_urls(messages: Sequence[Message]) -> list[Any]:
     ]
 
 
+def images_of_row(task: dict[str, Any]) -> list[Any]:
+    """Return the images of a row of data, as `clean_row` returned it: of `images`, and of its messages."""
+    messages = task.get("messages")
+    return [*(task.get("images") or ()), *image_urls(_dicts(messages if isinstance(messages, list) else ()))]
+
+
 def has_images(task: dict[str, Any]) -> bool:
     """Return whether a row of data, as `clean_row` returned it, has images."""
-    return bool(task.get("images") or image_urls(task.get("messages") or ()))
+    return bool(images_of_row(task))
 
 
 def clean_row(row: dict[str, Any], base: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from agentfactory.rollout.images.parts import (
     has_images,
     image_part,
     image_urls,
+    images_of_row,
     place_images,
     text_part,
 )
@@ -78,7 +79,7 @@ class Sight:
         decoded, and of the rest the headers are read. Blocking. Raises SettingError that names the row."""
         until = time.monotonic() + _CHECK_SECONDS
         for number, task in enumerate(tasks, 1):
-            images = [*(task.get("images") or []), *image_urls(task.get("messages") or ())]
+            images = images_of_row(task)
             if most is not None and len(images) > most:
                 problem = f"row {number} has {len(images)} images, and limits.images={most}"
                 raise SettingError(source, problem, "raise it")
