@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ from agentfactory.rollout.chain_runner import ChainRunner, begin
 from agentfactory.rollout.client import Completion
 from agentfactory.rollout.connection import ContextOverflowError, InferenceError, ServerUnreachableError
 from agentfactory.rollout.data import Task, load_tasks
-from agentfactory.rollout.episode import Episode, Setup
+from agentfactory.rollout.episode import Episode
 from agentfactory.rollout.evaluate import open_runner
+from agentfactory.rollout.images.decode import size_of
+from agentfactory.rollout.images.parts import clean_row, text_part
+from agentfactory.rollout.images.store import stored_digest
 from agentfactory.rollout.renderer import Parsed
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
@@ -32,9 +36,23 @@ from agentfactory.tools.session import ToolSession
 
 NEW = "/new"
 """Begins a new conversation."""
+IMAGE = "/image"
+"""Followed by a path: shows the image with the next line."""
 _COMMAND = re.compile(r"/\w*(\s|$)")
 """Matches a line that is meant as a command; a path such as /etc/hosts does not match."""
-_COMMANDS = f"{NEW} begins a new conversation, Ctrl-D ends"
+_COMMANDS = f"{NEW} begins a new conversation, {IMAGE} PATH shows an image with your next line, Ctrl-D ends"
+
+
+@dataclass(frozen=True)
+class Said:
+    """A line of the person, with the paths of the images that are shown with it."""
+
+    text: str
+    images: list[str]
+
+    def row(self) -> Task:
+        """Return the line as a row of data. Raises ValueError if its text has places for other numbers of images."""
+        return clean_row({"question": self.text, **({"images": self.images} if self.images else {})}, Path.cwd())
 
 
 def run(options: argparse.Namespace) -> None:
@@ -92,15 +110,20 @@ async def _converse(runner: ChainRunner, sampling: Sampling, row: Task) -> None:
         _say("its environment begins with the first task of the run's data; an empty line asks that task's question")
     lines = _lines()
     number = 0
-    while (text := await _next(lines)) is not None:
-        if text == NEW or not (text or runner.toolset.environments):
+    while (said := await _next(lines)) is not None:
+        if said.text == NEW or not (said.text or runner.toolset.environments):
             continue
-        task = {**{k: v for k, v in row.items() if k != "messages"}, "question": text} if text else row
-        task = await runner.take(task)
+        try:
+            task = {**{k: v for k, v in row.items() if k != "messages"}, **said.row()} if said.text else row
+            task = await runner.take(task, "the images")
+        except ValueError as error:
+            _say(f"  [not said: {error}]")
+            continue
         number += 1
         try:
             async with runner.toolset.chain(f"chat{number}", task) as session:
-                await Conversation(runner.setup, task, sampling, f"chat{number}").hold(session, lines, shown=bool(text))
+                conversation = Conversation(runner, task, sampling, f"chat{number}")
+                await conversation.hold(session, lines, shown=bool(said.text))
                 await _show_reward(session)
         except (InferenceError, ToolInfrastructureError) as error:
             _say(f"  [the conversation broke: {error}]")
@@ -109,8 +132,9 @@ async def _converse(runner: ChainRunner, sampling: Sampling, row: Task) -> None:
 class Conversation(Episode):
     """A chain that a person continues: it shows messages, calls and results as they happen."""
 
-    def __init__(self, setup: Setup, task: Task, sampling: Sampling, name: str) -> None:
-        super().__init__(setup, begin(name), task, sampling)
+    def __init__(self, runner: ChainRunner, task: Task, sampling: Sampling, name: str) -> None:
+        super().__init__(runner.setup, begin(name), task, sampling)
+        self._runner = runner
         self._most = self.config.max_turns
         self._shown = 0
 
@@ -126,18 +150,27 @@ class Conversation(Episode):
             # these end the conversation for good
             if stopped in (StopReason.FINISH, StopReason.CONTEXT_OVERFLOW) or self.limits.stopped:
                 return
-            text = await _next(lines)
-            while text == "":
-                text = await _next(lines)
-            if text is None or text == NEW:
-                return
-            stopped = await self._hear(session, text)
+            message = None
+            while message is None:
+                said = await _next(lines)
+                if said is None or said.text == NEW:
+                    return
+                message = await self._message(said) if said.text else None
+            stopped = await self._hear(session, message)
 
-    async def _hear(self, session: ToolSession, text: str) -> StopReason:
-        said: Message = {"role": "user", "content": text}
-        self.trajectory.messages.append(said)
+    async def _message(self, said: Said) -> Message | None:
+        """Return a line as a message with stored images; None if they cannot be shown, which is told."""
+        try:
+            row = await self._runner.take(said.row(), "the images")
+        except ValueError as error:
+            _say(f"  [not said: {error}]")
+            return None
+        return self._limited(row["messages"][0]) if said.images else {"role": "user", "content": said.text}
+
+    async def _hear(self, session: ToolSession, message: Message) -> StopReason:
+        self.trajectory.messages.append(message)
         self._shown = len(self.trajectory.messages)
-        self.context.hear([said])
+        self.context.hear([message])
         # each line allows as many turns as a chain
         self.config = self.config.model_copy(update={"max_turns": self.trajectory.turns + self._most})
         try:
@@ -155,14 +188,28 @@ class Conversation(Episode):
 
     def _show(self) -> None:
         for message in self.trajectory.messages[self._shown :]:
-            _show_message(message, opening=self.trajectory.turns == 0)
+            _show_message(message, self._told(message), opening=self.trajectory.turns == 0)
         self._shown = len(self.trajectory.messages)
 
+    def _told(self, message: Message) -> str:
+        """Return a message's content as text, with the files of the images that the model gets."""
+        content, sight = message.get("content") or "", self.renderer.sight
+        if isinstance(content, str) or sight is None:
+            return text_of(content)
+        files = iter(sight.files_of([message]))
+        return text_of(
+            [
+                text_part(f"[image: {next(files)}]")
+                if part["type"] == "image_url" and stored_digest(part["image_url"]["url"])
+                else part
+                for part in content
+            ]
+        )
 
-def _show_message(message: Message, opening: bool) -> None:
-    """Print a message. `opening`: the agent has not said anything yet, so a user message belongs to the task and is not
-    a tool's answer."""
-    content = text_of(message.get("content") or "")
+
+def _show_message(message: Message, content: str, opening: bool) -> None:
+    """Print a message with this text. `opening`: the agent has not said anything yet, so a user message belongs to the
+    task and is not a tool's answer."""
     match message["role"]:
         case "system":
             return
@@ -198,18 +245,33 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-async def _next(lines: AsyncIterator[str]) -> str | None:
-    """Return the next line, stripped; None at the end of the input. Report unknown commands."""
+async def _next(lines: AsyncIterator[str]) -> Said | None:
+    """Return the next line, stripped, with the images that were named before it; None at the end of the input. Report
+    unknown commands, and images that cannot be read."""
     typed = sys.stdin.isatty()
+    images: list[str] = []
     while True:
         if typed:
             print("you> ", end="", flush=True)
         text = await anext(lines, None)
         if text and not typed:
             _say(f"you> {text}")
-        if not text or text == NEW or not _COMMAND.match(text):
-            return text
-        _say(f"  [there is no command {text.split()[0]}: {_COMMANDS}]")
+        if text is None:
+            return None
+        if text == NEW or not _COMMAND.match(text):
+            if text or not images:
+                return Said(text, images)
+        elif text.split()[0] == IMAGE:
+            path = str(Path(text.removeprefix(IMAGE).strip()).expanduser())
+            try:
+                width, height = size_of(path)
+            except ValueError as error:
+                _say(f"  [{error}]")
+            else:
+                images.append(path)
+                _say(f"  [an image of {width} x {height} pixels; it is shown with your next line]")
+        else:
+            _say(f"  [there is no command {text.split()[0]}: {_COMMANDS}]")
 
 
 async def _lines() -> AsyncIterator[str]:

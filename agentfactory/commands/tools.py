@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from jsonschema.exceptions import SchemaError
@@ -22,6 +23,8 @@ from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.data import Task, load_tasks
+from agentfactory.rollout.images.files import with_files
+from agentfactory.rollout.images.parts import clean_row
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe
 from agentfactory.tools.errors import SettingError
@@ -64,13 +67,14 @@ def run(options: argparse.Namespace) -> None:
         ToolsFailed: a server cannot be used, or the call failed.
     """
     recipe = stages_of(load_recipe(options.recipe, getattr(options, "overrides", ()), "tools"))[-1]
-    match options.action:
-        case "list":
-            asyncio.run(_list(recipe, options.json))
-        case "call":
-            asyncio.run(_call(recipe, options))
-        case "check":
-            asyncio.run(_check(recipe, options.task))
+    with TemporaryDirectory(prefix="agentfactory-images-") as images:
+        match options.action:
+            case "list":
+                asyncio.run(_list(recipe, options.json))
+            case "call":
+                asyncio.run(_call(recipe, options, Path(images)))
+            case "check":
+                asyncio.run(_check(recipe, options.task, Path(images)))
 
 
 @dataclass
@@ -184,15 +188,16 @@ async def _list(recipe: Recipe, as_json: bool) -> None:
     _fail([f"{server.name}: {problem}" for server in servers for problem in server.problems])
 
 
-async def _check(recipe: Recipe, task: Task | None) -> None:
+async def _check(recipe: Recipe, task: Task | None, images: Path) -> None:
+    given = None if task is None else [_given_row(task, images)]
     finding: asyncio.Task[tuple[list[Task], str]] | None = None
 
     async def find_tasks() -> list[Task]:
         nonlocal finding
-        if task is not None:
-            return [task]
+        if given is not None:
+            return given
         # load the data in a thread, so that the other servers continue
-        finding = finding or asyncio.create_task(asyncio.to_thread(_first_rows, recipe))
+        finding = finding or asyncio.create_task(asyncio.to_thread(_first_rows, recipe, images))
         return (await finding)[0]
 
     async def find_task() -> Task | None:
@@ -258,9 +263,17 @@ async def _try_rewards(
     return [f"rewards: {names}: called on a made answer to {len(tasks)} tasks; {end}"], faults
 
 
-def _first_rows(recipe: Recipe) -> tuple[list[Task], str]:
+def _given_row(task: Task, images: Path) -> Task:
+    """Return the row of --task as tools get it. Raises ToolsCommandError."""
+    try:
+        return with_files(clean_row(task, Path.cwd()), images)
+    except ValueError as error:
+        raise ToolsCommandError(f"--task: {error}; fix: correct it") from error
+
+
+def _first_rows(recipe: Recipe, images: Path) -> tuple[list[Task], str]:
     """Return the tasks to try environments and rewards with, and their origin; none if the recipe's data does not
-    exist.
+    exist. Their images are files, in the folder `images` where the data holds the images themselves.
 
     Raises ToolsCommandError if the data cannot be read.
     """
@@ -270,7 +283,8 @@ def _first_rows(recipe: Recipe) -> tuple[list[Task], str]:
         if data.file is not None and not data.file.exists():
             return [], f"none, and no environment was reset: there is no {display(data.file)} yet; give --task"
         try:
-            return load_tasks(data, name)[:TRIED_ROWS], f"the first row of {name}"
+            rows = [with_files(row, images) for row in load_tasks(data, name)[:TRIED_ROWS]]
+            return rows, f"the first row of {name}"
         except SettingError as error:
             raise ToolsCommandError(f"{error.told}; fix: {error.fix}, or give --task") from error
         except Exception as error:  # boundary: files of any content, and the hub
@@ -288,14 +302,15 @@ def _schema_fault(spec: ToolSpec) -> str | None:
     return None if kind == "object" else f"its type is {kind!r}, not 'object'"
 
 
-async def _call(recipe: Recipe, options: argparse.Namespace) -> None:
+async def _call(recipe: Recipe, options: argparse.Namespace, images: Path) -> None:
+    given = None if options.task is None else _given_row(options.task, images)
     try:
         async with open_toolset(recipe, Path.cwd()) as toolset:
             spec = next((spec for spec in toolset.specs if spec.name == options.tool), None)
             call = ToolCall("call_0", options.tool, _parse_arguments(options.arguments, spec))
-            task = options.task
+            task = given
             if task is None:
-                task = next(iter(_first_rows(recipe)[0] if toolset.environments else []), {})
+                task = next(iter(_first_rows(recipe, images)[0] if toolset.environments else []), {})
             async with toolset.chain("call", task) as session:
                 result = await session.call(call)
     except (ToolInfrastructureError, ValueError, TypeError) as error:

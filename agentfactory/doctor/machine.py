@@ -92,7 +92,7 @@ def check_devices(seen: dict[str, Any], drivers: tuple[str, ...] = GPU_DRIVERS) 
             yield ok("devices", f"no GPU: {cores} of a CPU, for the embedded engine and small models")
     if seen["torchvision"]:
         text = f"torchvision cannot be imported, which peft and vLLM try: {seen['torchvision']}"
-        fix = "pip uninstall torchvision torchaudio torchcodec, or install those of torch's own build"
+        fix = "install torch's own (vLLM needs it for images), or pip uninstall torchvision torchaudio torchcodec"
         yield problem("packages", text, fix)
 
 

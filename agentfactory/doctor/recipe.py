@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -19,6 +20,7 @@ from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.client import NEEDED_ROUTES, missing_routes
 from agentfactory.rollout.data import load_tasks
+from agentfactory.rollout.images.files import with_files
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.serving import address_fault
 from agentfactory.tools.import_path import own_python
@@ -88,11 +90,16 @@ def check_rewards(recipe: Recipe) -> Iterator[Finding]:
     assert recipe.data is not None
     tasks = load_tasks(recipe.data)[:_TRIED_ROWS]
 
-    async def try_them() -> list[str]:
+    async def try_them(images: Path) -> list[str]:
+        try:
+            shown = [with_files(task, images) for task in tasks]
+        except ValueError as error:
+            return [f"data: {error}"]
         async with Rewards.load(recipe.rewards, Path.cwd()) as rewards:
-            return await rewards.try_on(tasks, EnvironmentReward(0.0))
+            return await rewards.try_on(shown, EnvironmentReward(0.0))
 
-    faults = asyncio.run(try_them())
+    with TemporaryDirectory(prefix="agentfactory-images-") as images:
+        faults = asyncio.run(try_them(Path(images)))
     for fault in faults:
         yield problem("rewards", fault, "correct it: a model may answer anything")
     if not faults:

@@ -16,6 +16,7 @@ from agentfactory.recipe.train_checks import Lack, check_placement, check_traini
 from agentfactory.rollout.config import Inflight
 from agentfactory.rollout.context import check_context
 from agentfactory.rollout.data import Task, check_source, load_tasks
+from agentfactory.rollout.images.parts import images_of_row, is_path
 from agentfactory.rollout.parsers import load_parser
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.serving import missing_from
@@ -168,9 +169,19 @@ def _check_rows(recipe: Recipe, purpose: Purpose, prepared: Path | None) -> None
         if is_made or path.suffix == ".parquet" or path.stat().st_size > _MOST_BYTES_READ:
             continue
         tasks = load_tasks(data, section)
+        _check_images(tasks, section)
         if acts:
             Rewards.load(recipe.rewards, Path.cwd()).check_rows(tasks, section)
             _check_resets(recipe, tasks, section)
+
+
+def _check_images(tasks: list[Task], section: str) -> None:
+    """Check that the files of images exist; whether they can be decoded is checked before the first chain."""
+    for number, row in enumerate(tasks, 1):
+        for image in images_of_row(row):
+            if is_path(image) and not Path(image).is_file():
+                problem = f"row {number}: the image {display(Path(image))}: no such file"
+                raise SettingError(section, problem, "correct it, or leave the row out")
 
 
 def _check_resets(recipe: Recipe, tasks: list[Task], section: str) -> None:

@@ -248,9 +248,11 @@ class ChainRunner:
                 return
             with chain.timeline.measure(Activity.REWARD):
                 environment = await session.reward()
+                sight = self.renderer.sight
+                seen = [] if sight is None else sight.files_of(trajectory.messages)
                 # a user's reward may raise anything, which says nothing about the policy
                 try:
-                    verdict = await self.rewards.score(trajectory, chain.task, environment)
+                    verdict = await self.rewards.score(trajectory, chain.task, environment, seen)
                 except Exception as error:
                     logger.exception("the reward of chain %s raised", trajectory.id)
                     trajectory.outcome, trajectory.error = Outcome.REWARD_ERROR, f"{type(error).__name__}: {error}"

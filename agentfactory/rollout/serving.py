@@ -95,8 +95,14 @@ _FAILURES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"operator torchvision::nms does not exist",
-        "torchvision is built for another torch, and vLLM imports it; fix: pip uninstall torchvision torchaudio "
-        "torchcodec, which a server of text needs not",
+        "torchvision is built for another torch, and vLLM imports it; fix: install torch's own build of it, which a "
+        "model that sees needs (without a GPU: docs/servers.md, Images); for a model of text it is enough to pip "
+        "uninstall torchvision torchaudio torchcodec",
+    ),
+    (
+        r"No module named 'torchvision'|requires the Torchvision library",
+        "torchvision is not installed where vLLM is, and a model that sees needs it; fix: install torch's own build of "
+        "it (without a GPU: docs/servers.md, Images)",
     ),
     (
         r"vLLM cannot be imported by (\S+): (.*)",

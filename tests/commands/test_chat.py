@@ -8,14 +8,23 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from agentfactory.commands import chat
 from agentfactory.commands.served_weights import Served
 from agentfactory.launching.run_folder import RunFolderError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.evaluate import open_runner
+from agentfactory.rollout.images.vision import load_vision
+from agentfactory.rollout.renderer import load_tokenizer
+from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.sampling import Sampling
 from agentfactory.tools.errors import SettingError
 from tests.forked import COMMAND, Forked
+from tests.seeing_server import serve_seeing
+from tests.vision_models import make_vision_model
 
 pytestmark = pytest.mark.processes
 
@@ -79,14 +88,47 @@ def test_only_a_word_behind_a_slash_is_taken_for_a_command(capsys: pytest.Captur
         for line in ("/help me", "/", "/etc/hosts is a file", "", "/new"):
             yield line
 
-    async def read() -> list[str | None]:
+    async def read() -> list[chat.Said | None]:
         typed = lines()
         return [await chat._next(typed) for _ in range(4)]
 
-    assert asyncio.run(read()) == ["/etc/hosts is a file", "", "/new", None]
+    assert asyncio.run(read()) == [*(chat.Said(text, []) for text in ("/etc/hosts is a file", "", "/new")), None]
     said = capsys.readouterr().out
     assert said.startswith("you> /help me\n  [there is no command /help: /new begins")
     assert said.count("there is no command") == 2
+
+
+async def test_images_are_shown_by_their_paths_in_any_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = str(make_vision_model(tmp_path / "model"))
+    for name, colour in (("first", "red"), ("second", "blue"), ("third", "white")):
+        Image.new("RGB", (64, 32), colour).save(f"{name}.png")
+    vision = load_vision(model)
+    assert vision is not None
+    answer = load_tokenizer(model).encode("as it is<|im_end|>", add_special_tokens=False)
+
+    async def lines() -> AsyncIterator[str]:
+        typed = "/image none.png", "/image first.png", "", "/image second.png", "What are <image> and <image>?"
+        for line in (*typed, "/image third.png", "And <image> and <image>?", "/image third.png", "And this?", "Bye"):
+            yield line
+
+    monkeypatch.setattr(chat, "_lines", lines)
+    recipe = RolloutRecipe.model_validate({"model": {"path": model}})
+    async with serve_seeing(lambda _: answer, vision) as server:
+        opened = open_runner(recipe, tmp_path, server.url, rewards=Rewards([], tmp_path), images=tmp_path / "seen")
+        async with opened as runner:
+            await chat._converse(runner, Sampling("policy", 1.0, "chat"), {})
+    told = capsys.readouterr().out
+    assert "you> /image none.png\n  [the image none.png cannot be read: No such file or directory]\n" in told
+    assert told.count("an image of 64 x 32 pixels") == 4
+    assert "[not said: it has 1 images, and its text has places (<image>) for 2]" in told
+    # both of the first line, in their places, and the one of the later line
+    with Image.open("first.png") as first:
+        each = vision.tokens(vision.grid(vision.fit(first)))
+    assert [prompt.count(vision.image_token_id) for prompt in server.prompts] == [2 * each, 3 * each, 3 * each]
+    assert told.count("agent> as it is") == 3
 
 
 def test_what_cannot_be_talked_to_is_told(project: Path) -> None:

@@ -1,5 +1,6 @@
 """`agentfactory tools`: what it lists, calls, checks and serves, with no model in sight."""
 
+import base64
 import json
 import os
 import re
@@ -57,6 +58,26 @@ class World(Environment):
     def reward(self):
         return {"reward": 1.0, "success": self.at == "there"}
 '''
+SEEING = """
+from PIL import Image
+
+from agentfactory import Environment, reward, tool
+
+
+class Album(Environment):
+    def reset(self, images, **task):
+        self.images = [Image.open(image) for image in images]
+
+    @tool
+    def first(self) -> str:
+        '''Measure.'''
+        return "{} x {}".format(*self.images[0].size)
+
+
+@reward
+def wide(images):
+    return Image.open(images[0]).width
+"""
 UNFIT = """
 from agentfactory import Environment, tool
 
@@ -177,6 +198,26 @@ def test_call_saves_images(recipe: Path, tmp_path: Path, capsys: Output) -> None
             assert (image.size, image.getpixel((0, 0))) == (size, (255, 0, 0))
     assert tools("call", recipe, "add", "a=1", "--output", picture) == 1
     assert "--output: the result holds no image" in capsys.readouterr().err
+
+
+def test_images_of_a_row_are_files_as_in_training(tmp_path: Path, capsys: Output) -> None:
+    (tmp_path / "seeing.py").write_text(SEEING)
+    Image.new("RGB", (3, 4), "red").save(tmp_path / "red.png")
+    inside = base64.b64encode((tmp_path / "red.png").read_bytes()).decode()
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("tools: [seeing.py:Album]\nrewards: [seeing.py:wide]\ndata: {path: rows.jsonl}")
+    for image in ("red.png", inside):
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "?", "images": [image]}))
+        assert tools("call", recipe, "first") == 0
+        assert capsys.readouterr().out == "3 x 4\n"
+        assert tools("check", recipe) == 0
+        assert "each is a number" in capsys.readouterr().out
+        # a path in --task is relative to the current folder, as every other on the command line
+        named = image if image == inside else str(tmp_path / image)
+        assert tools("call", recipe, "first", "--task", json.dumps({"images": [named]})) == 0
+        assert capsys.readouterr().out == "3 x 4\n"
+    assert tools("call", recipe, "first", "--task", '{"images": ["none.png"]}') == 2
+    assert "--task: the image" in capsys.readouterr().err
 
 
 def test_calls_that_fail(recipe: Path, capsys: Output) -> None:

@@ -1,5 +1,6 @@
 """Composition of recipes: extends, overrides, paths, placeholders, stages."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -304,6 +305,16 @@ def test_rows_are_read_where_that_is_quick(project: Path, monkeypatch: pytest.Mo
     load_recipe("recipe.yaml", ["train.from_trajectories=heldout.jsonl"])
     monkeypatch.setattr("agentfactory.recipe.checks._MOST_BYTES_READ", 3)
     load_recipe("recipe.yaml")
+
+
+def test_images_that_are_not_there_are_told_before_anything_starts(project: Path) -> None:
+    (project / "seen.png").write_text("any")
+    part = {"type": "image_url", "image_url": {"url": "lost.png"}}
+    for lost in ({"question": "?", "images": ["lost.png"]}, {"messages": [{"role": "user", "content": [part]}]}):
+        rows = [{"question": "?", "images": ["seen.png", "data:image/png;base64,AAAA"]}, lost]
+        (project / "tasks.jsonl").write_text("".join(json.dumps({**row, "answer": "2"}) + "\n" for row in rows))
+        with pytest.raises(SettingError, match=r"data: row 2: the image lost\.png: no such file; fix: correct it"):
+            load_recipe("recipe.yaml")
 
 
 @pytest.mark.processes

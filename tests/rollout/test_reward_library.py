@@ -16,9 +16,12 @@ import pytest
 import pytest_asyncio
 import yaml
 from aiohttp import web
+from PIL import Image
 from trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward
 
 from agentfactory.rollout.config import RewardConfig, RolloutRecipe
+from agentfactory.rollout.images.parts import data_url, image_part, text_part
+from agentfactory.rollout.images.store import ImageStore, url_of
 from agentfactory.rollout.rewards import PREBUILT, RewardError, Rewards
 from agentfactory.rollout.rewards.answers import F1, ExactMatch, normalize, token_f1
 from agentfactory.rollout.rewards.judge import Judge
@@ -341,6 +344,30 @@ async def test_a_judge_can_read_the_whole_chain_and_scores_can_fall(judge: Judge
     asked = Judge(url=judge.url, model="m", prompt="{conversation}", pattern=r"penalty (\d)", worst=5, best=0)
     assert await asked(chain) == pytest.approx(0.2)
     await asked.close()
+
+
+async def test_a_judge_that_sees_gets_the_images_where_they_stood(judge: JudgeServer, tmp_path: Path) -> None:
+    store = ImageStore(tmp_path)
+    digests = [store.put(Image.new("RGB", (32, 32), colour)) for colour in ("red", "blue")]
+    first, second = (image_part(url_of(digest)) for digest in digests)
+    chain = said("<image 0>", "red")
+    chain.messages[0]["content"] = [first, text_part("what?")]
+    chain.messages[2]["content"] = [text_part("here:"), second]
+    options = {"url": judge.url, "model": "m", "prompt": "Say:\n{conversation}\nSo?"}
+    async with Rewards.load([RewardConfig(reward="judge", options={**options, "images": True})], Path()) as rewards:
+        await rewards.score(chain, {"images": ["ours.png"]}, None, [str(store.path(digest)) for digest in digests])
+    async with Rewards.load([RewardConfig(reward="judge", options=options)], Path()) as rewards:
+        await rewards.score(chain, {}, None, [])
+    with pytest.raises(SettingError, match=r"images stand in \{conversation\}, which the prompt lacks"):
+        Rewards.load([RewardConfig(reward="judge", options={**options, "prompt": "?", "images": True})], Path())
+    seeing, blind = (request["messages"][-1]["content"] for request in judge.requests)
+    shown = [image_part(data_url(store.png(digest))) for digest in digests]
+    told = ["Say:\nuser: ", "\nwhat?\n\nassistant: <image 0>\n\ntool: here:\n"]
+    assert seeing[:4] == [text_part(told[0]), shown[0], text_part(told[1]), shown[1]]
+    assert seeing[4]["text"].startswith("\n\nassistant: red")
+    assert seeing[4]["text"].endswith("\nSo?")
+    assert len(seeing) == 5
+    assert blind.startswith("Say:\nuser: [image]\nwhat?\n\nassistant: <image 0>\n\ntool: here:\n[image]\n\n")
 
 
 async def test_a_judge_gets_so_many_requests_at_a_time(judge: JudgeServer) -> None:

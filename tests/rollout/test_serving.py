@@ -72,6 +72,8 @@ SAID = {
     "(EngineCore pid=1) ERROR Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting": (
         "Worker proc VllmWorker-0 was killed: out of memory?"
     ),
+    "RuntimeError: operator torchvision::nms does not exist": "pip uninstall torchvision torchaudio torchcodec",
+    "(APIServer pid=1) ERROR 1 ModuleNotFoundError: No module named 'torchvision'": "a model that sees needs it",
     "error: vLLM cannot be imported by /v/bin/python: No module named 'vllm'": "server.python",
 }
 

@@ -103,6 +103,12 @@ def test_a_new_task_learns(place: Path) -> None:
     assert after["success_after"] >= 0.85
 
 
+def test_a_new_task_with_images_is_written_whole(programs: Path, tmp_path: Path) -> None:
+    run(tmp_path, programs / "agentfactory", "new", "cloths", "--vision")
+    assert "all right" in run(tmp_path, programs / "agentfactory", "tools", "check", "cloths/recipe.yaml")
+    assert (tmp_path / "cloths" / "tiny" / "seeing_model.py").is_file()
+
+
 def test_a_run_is_evaluated_and_viewed(programs: Path, place: Path) -> None:
     run(place, programs / "agentfactory", "eval", "runs/word_problems-tiny/recipe.yaml", "data.limit=8")
     page = place / "page.html"

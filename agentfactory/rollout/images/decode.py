@@ -9,6 +9,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from agentfactory.rollout.images.parts import is_path
+
 MOST_PIXELS = 100_000_000
 """Pixels of the largest image that is decoded: a small file may hold a huge one."""
 _ORIENTATION = 0x0112
@@ -114,11 +116,7 @@ def _path_of(source: Any, base: Path) -> Path | None:
     """Return the path of an image that is given by one; None for any other."""
     if isinstance(source, dict) and source.get("bytes") is None:
         source = source.get("path")
-    if isinstance(source, Path):
-        return base / source
-    # a path is short; base64 text of an image is not
-    is_path = isinstance(source, str) and len(source) < 1024 and not source.startswith(("data:", "http:", "https:"))
-    return base / source.removeprefix("file://") if is_path else None
+    return base / str(source).removeprefix("file://") if is_path(source) else None
 
 
 def _unreadable(path: Path, error: Exception) -> ValueError:

@@ -1,5 +1,6 @@
 """Images in messages, and in the rows of data: where they stand, in the forms that other projects write."""
 
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,28 @@ MARK = "<image>"
 """In the text of a row with `images`: an image stands here (ms-swift, verl)."""
 _SOURCES = ("image", "url", "path", "base64", "bytes")
 """Keys of a part `{"type": "image"}` under which the image itself may be."""
-_SHORT = 1024
-"""Longest path; a longer text is an image in base64."""
+_LONGEST_PATH = 1024
+"""A longer text is an image in base64."""
+_ADDRESSES = ("data:", "http:", "https:", "image:")
+_IN_BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
+"""How PNG, JPEG, GIF and WebP files begin in base64, also if they are as short as a path."""
+
+
+def is_path(image: Any) -> bool:
+    """Return whether an image is given by a path, and not by an address, or as base64."""
+    if not isinstance(image, str):
+        return isinstance(image, Path)
+    return len(image) < _LONGEST_PATH and not image.startswith((*_ADDRESSES, *_IN_BASE64))
 
 
 def image_part(url: str) -> dict[str, Any]:
     """Return the part of a message for an image at an address."""
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def data_url(png: bytes) -> str:
+    """Return the `data:` address of a PNG file."""
+    return f"data:image/png;base64,{b64encode(png).decode()}"
 
 
 def text_part(text: str) -> dict[str, Any]:
@@ -53,9 +69,15 @@ def image_urls(messages: Sequence[Message]) -> list[Any]:
     ]
 
 
+def images_of_row(task: dict[str, Any]) -> list[Any]:
+    """Return the images of a row of data, as `clean_row` returned it: of `images`, and of its messages."""
+    messages = task.get("messages")
+    return [*(task.get("images") or ()), *image_urls(_dicts(messages if isinstance(messages, list) else ()))]
+
+
 def has_images(task: dict[str, Any]) -> bool:
     """Return whether a row of data, as `clean_row` returned it, has images."""
-    return bool(task.get("images") or image_urls(task.get("messages") or ()))
+    return bool(images_of_row(task))
 
 
 def clean_row(row: dict[str, Any], base: Path) -> dict[str, Any]:
@@ -144,10 +166,7 @@ def _rooted(image: Any, base: Path) -> Any:
     """Return an image, a relative path made absolute."""
     if isinstance(image, dict) and not image.get("bytes") and image.get("path"):
         image = image["path"]
-    is_path = isinstance(image, Path) or (
-        isinstance(image, str) and len(image) < _SHORT and not image.startswith(("data:", "http:", "https:", "image:"))
-    )
-    return str(base / str(image).removeprefix("file://")) if is_path else image
+    return str(base / str(image).removeprefix("file://")) if is_path(image) else image
 
 
 def _texts(row: dict[str, Any]) -> Iterator[str]:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentfactory.rollout.images.sight import Sight, data_url
+from agentfactory.rollout.images.parts import data_url
+from agentfactory.rollout.images.sight import Sight
 from agentfactory.rollout.trajectory import ImageSpan
 
 _REMEMBERED = 16_384

@@ -3,21 +3,22 @@
 import asyncio
 import hashlib
 import time
-from base64 import b64encode
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from PIL import Image
 
 from agentfactory.rollout.images.decode import content_of, decode, size_of
+from agentfactory.rollout.images.files import is_file
 from agentfactory.rollout.images.parts import (
+    data_url,
     has_images,
     image_part,
     image_urls,
+    images_of_row,
     place_images,
     text_part,
 )
@@ -78,7 +79,7 @@ class Sight:
         decoded, and of the rest the headers are read. Blocking. Raises SettingError that names the row."""
         until = time.monotonic() + _CHECK_SECONDS
         for number, task in enumerate(tasks, 1):
-            images = [*(task.get("images") or []), *image_urls(task.get("messages") or ())]
+            images = images_of_row(task)
             if most is not None and len(images) > most:
                 problem = f"row {number} has {len(images)} images, and limits.images={most}"
                 raise SettingError(source, problem, "raise it")
@@ -111,8 +112,8 @@ class Sight:
 
     def _file(self, image: Any) -> str:
         """Return a file with an image in its full size."""
-        if isinstance(image, str) and len(image) < 1024 and Path(image).is_file():
-            return image
+        if is_file(image):
+            return str(image)
         return str(self.store.path(_stored(image) or self._take(image, fits=False)).absolute())
 
     def _take_messages(self, messages: Sequence[Message]) -> list[Message]:
@@ -200,6 +201,11 @@ class Sight:
         """Return the ids of a row with one token for each image, as the chat template writes them."""
         return self.vision.collapse(row.token_ids, row.images) if row.images else row.token_ids
 
+    def files_of(self, messages: Sequence[Message]) -> list[str]:
+        """Return the files of the stored images in messages, in order, in the size that the model gets."""
+        digests = filter(None, map(_stored, image_urls(messages)))
+        return [str(self.store.path(digest).absolute()) for digest in digests]
+
     async def with_data(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages with the images themselves, as `data:` addresses."""
         if not image_urls(messages):
@@ -217,11 +223,6 @@ class Sight:
             else message
             for message in messages
         ]
-
-
-def data_url(png: bytes) -> str:
-    """Return the `data:` address of a PNG file."""
-    return f"data:image/png;base64,{b64encode(png).decode()}"
 
 
 def _stored(image: Any) -> str | None:

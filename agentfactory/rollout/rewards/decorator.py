@@ -19,6 +19,7 @@ def reward(given: Judge | None = None, *, group: bool = False) -> Judge | Callab
     - `prediction`, or `final_response`: text of the last assistant message
     - `trajectory`: the `Trajectory`
     - `environment`: the environment's own reward for the chain, an `EnvironmentReward` or None
+    - `seen_images`: paths of the images in the trajectory's messages, in order, in the size that the model saw
     - any of the recipe entry's `options`, and any field of the task's row; `**row` takes the rest of both
 
     It returns a number (of Python, numpy or torch), or a dict with `reward` and further numbers, which become metrics

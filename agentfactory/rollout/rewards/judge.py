@@ -3,24 +3,28 @@
 import asyncio
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import field
 from functools import partial
+from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any
+from uuid import uuid4
 
 import aiohttp
 from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from agentfactory.rollout.connection import authorization
+from agentfactory.rollout.images.parts import data_url, image_part, parts_of, text_part
+from agentfactory.rollout.images.store import stored_digest
 from agentfactory.rollout.rewards.decorator import reward
 from agentfactory.rollout.rewards.reward_spec import RewardError
 from agentfactory.rollout.rewards.scoring import prediction_of
 from agentfactory.rollout.rewards.text import OPTIONS, Pattern, field_of, last_match
 from agentfactory.rollout.server_keys import pinned
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.messages import Message, text_of
+from agentfactory.tools.messages import Content, Message, text_of
 from agentfactory.tools.threads import run_in_thread
 
 _HEALS = frozenset({408, 429, 500, 502, 503, 504})
@@ -44,6 +48,9 @@ class Judge:
     prompt: str
     """The judge's prompt, with `{prediction}`, `{conversation}` (all messages and calls) and any field of the row;
     double any literal braces."""
+    images: bool = False
+    """Also send the images of the conversation, where they stand in `{conversation}`, in the size that the policy saw:
+    for a judge that sees. Otherwise each is the text `[image]`."""
     system: str | None = None
     """System message for the judge."""
     pattern: Pattern = r"[Ss]core[\s:=*]*(-?\d+(?:\.\d+)?)"
@@ -90,6 +97,12 @@ class Judge:
             raise ValueError(f"best and worst are both {self.best:g}")
         return self
 
+    @model_validator(mode="after")
+    def _images_have_a_place(self) -> "Judge":
+        if self.images and "conversation" not in _fields(self.prompt):
+            raise ValueError("images stand in {conversation}, which the prompt lacks")
+        return self
+
     def __post_init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -101,10 +114,10 @@ class Judge:
             elif name in row:
                 raise ValueError(f"fills {{{name}}} from the chain, and the data has a field {name!r} too")
 
-    async def __call__(self, trajectory: Trajectory, **row: Any) -> float:
-        chain = {"prediction": prediction_of(trajectory), "conversation": _told(trajectory)}
-        messages = [{"role": "system", "content": self.system}] if self.system is not None else []
-        messages.append({"role": "user", "content": self.prompt.format(**{**row, **chain})})
+    async def __call__(self, trajectory: Trajectory, seen_images: Sequence[str] = (), **row: Any) -> float:
+        messages: list[Message] = [{"role": "system", "content": self.system}] if self.system is not None else []
+        content = await run_in_thread(partial(self._question, trajectory, seen_images, row))
+        messages.append({"role": "user", "content": content})
         answer = await self._ask({**self.parameters, "model": self.model, "messages": messages})
         found = await run_in_thread(partial(last_match, self.pattern, answer))
         try:
@@ -116,6 +129,28 @@ class Judge:
         if not min(self.worst, self.best) <= score <= max(self.worst, self.best):
             raise RewardError(f"the judge gave {score:g}, which is not from {self.worst:g} to {self.best:g}")
         return (score - self.worst) / (self.best - self.worst)
+
+    def _question(self, trajectory: Trajectory, seen_images: Sequence[str], row: dict[str, Any]) -> Content:
+        # what a model writes cannot be taken for the place of an image
+        place = f"<image {uuid4().hex}>" if self.images else None
+        told, shown = [], []
+        files = iter(seen_images)
+        for message in trajectory.messages:
+            for part in parts_of(message) if self.images else ():
+                if part["type"] == "image_url":
+                    url = part["image_url"]["url"]
+                    shown.append(data_url(Path(next(files)).read_bytes()) if stored_digest(url) else url)
+            told.append("\n".join(_lines(message, place)))
+        chain = {"prediction": prediction_of(trajectory), "conversation": "\n\n".join(told)}
+        text = self.prompt.format(**{**row, **chain})
+        if not shown:
+            return text
+        first, *rest = text.split(str(place))
+        # the prompt may tell the conversation more than once
+        parts = [text_part(first)]
+        for number, after in enumerate(rest):
+            parts += [image_part(shown[number % len(shown)]), text_part(after)]
+        return [part for part in parts if part != text_part("")]
 
     async def _ask(self, request: dict[str, Any]) -> str:
         """Return the judge's answer. Raises RewardError if there is none."""
@@ -169,11 +204,11 @@ def _content(answer: Any) -> str:
     return content
 
 
-def _told(trajectory: Trajectory) -> str:
-    return "\n\n".join("\n".join(_lines(message)) for message in trajectory.messages)
-
-
-def _lines(message: Message) -> Iterator[str]:
-    yield f"{message['role']}: {text_of(message.get('content') or '')}"
+def _lines(message: Message, image: str | None) -> Iterator[str]:
+    """Yield the lines that tell a message; `image` stands for each image instead of the usual marker."""
+    content: Content = message.get("content") or ""
+    if image is not None and isinstance(content, list):
+        content = [part if part["type"] == "text" else text_part(image) for part in content]
+    yield f"{message['role']}: {text_of(content)}"
     for call in message.get("tool_calls") or ():
         yield f"[calls {call['function']['name']} with {json.dumps(call['function']['arguments'], ensure_ascii=False)}]"

@@ -118,10 +118,15 @@ class Rewards:
                     raise SettingError(entry.label, f"{entry.name} {error}", fix) from error
 
     async def score(
-        self, trajectory: Trajectory, task: Task, environment: EnvironmentReward | None
+        self,
+        trajectory: Trajectory,
+        task: Task,
+        environment: EnvironmentReward | None,
+        seen_images: Sequence[str] = (),
     ) -> EnvironmentReward:
         """Return the weighted sum of the chain's rewards and turn rewards, with their metrics. Group rewards are not
-        included; without other rewards the sum is 0.
+        included; without other rewards the sum is 0. `seen_images` are the files of the stored images in the chain's
+        messages, in order.
 
         Raises RewardError if a reward raises or takes too long; TypeError if its result is not a reward; ValueError if
         the number of turn rewards differs from the chain's turns, or if two rewards give the same metric.
@@ -131,8 +136,7 @@ class Rewards:
                 raise ValueError("no reward: the recipe names no rewards and no environment gives one")
             check_turns(environment, trajectory, "the environment")
             return environment
-        prediction = prediction_of(trajectory)
-        offered = dict(zip(OFFERED, (prediction, prediction, trajectory, environment), strict=True))
+        offered = _offered(trajectory, environment, seen_images)
         total = EnvironmentReward(0.0, dict(environment.metrics) if environment else {})
         for entry in self._entries:
             if not entry.group:
@@ -145,9 +149,8 @@ class Rewards:
         faults = []
         for number, task in enumerate(tasks, 1):
             made = _made_chain(task)
-            prediction = prediction_of(made)
-            offered = dict(zip(OFFERED, (prediction, prediction, made, environment), strict=True))
-            together = dict(zip(GROUP_OFFERED, ([prediction] * 2, [made] * 2), strict=True))
+            offered = _offered(made, environment, ())
+            together = dict(zip(GROUP_OFFERED, ([prediction_of(made)] * 2, [made] * 2), strict=True))
             for entry in self._entries:
                 try:
                     verdict = await entry.ask(together if entry.group else offered, task)
@@ -212,6 +215,14 @@ class Rewards:
                     await run(close)
                 except Exception:  # boundary: user code
                     logger.exception("closing the reward %s failed", entry.name)
+
+
+def _offered(
+    trajectory: Trajectory, environment: EnvironmentReward | None, seen_images: Sequence[str]
+) -> dict[str, Any]:
+    """Return the arguments that a reward may take."""
+    prediction = prediction_of(trajectory)
+    return dict(zip(OFFERED, (prediction, prediction, trajectory, environment, list(seen_images)), strict=True))
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:

@@ -30,7 +30,7 @@ from tests.vision_models import KINDS, make_vision_model, vision_template
 TOOLS = '''
 import numpy as np
 from PIL import Image
-from agentfactory import tool
+from agentfactory import reward, tool
 from mcp.server.mcpserver import Image as Part
 
 
@@ -45,6 +45,12 @@ def look(width: int, height: int, seed: int = 0, count: int = 1):
 def broken():
     """Look at a file that is no image."""
     return ["look:", Part(data=b"no image", format="png")]
+
+
+@reward
+def widths(images, seen_images):
+    sizes = [Image.open(path).width for path in (*images, *seen_images)]
+    return {"reward": 1.0, "widths": sum(width * 1000**place for place, width in enumerate(sizes))}
 
 
 def picture(draw, width, height):
@@ -160,6 +166,29 @@ async def test_images_of_the_task_and_of_tools_are_seen_where_they_stand(model, 
     # what people and tools wrote is text
     text = chains.renderer.tokenizer.decode(chains.renderer.sight.collapse(row))
     assert text.count("<|image_pad|>") == 4 + 1 + 2
+
+
+async def test_a_reward_gets_the_images_of_the_chain(model, tmp_path):
+    async with seeing(model, tmp_path, [look(200, 100), "done"], rewards=["looking.py:widths"]) as chains:
+        task = await chains.runner.take({"question": "?", "images": [picture(0, (300, 200))]})
+        chain = await chains.runner.run("c0", task, Sampling("policy", 1.0, seed="c0"))
+        fit = chains.renderer.sight.vision.fitted
+    assert chain.error is None
+    # the task's image in full size, and all images as the model saw them
+    widths = [300, fit(300, 200)[0], fit(200, 100)[0]]
+    assert chain.metrics["widths"] == sum(width * 1000**place for place, width in enumerate(widths))
+
+
+async def test_more_images_than_a_row_can_hold_end_the_chain(model, tmp_path):
+    async with seeing(
+        model, tmp_path, [look(200, 200, count=50), "done"], rollout={"max_total_tokens": 2000}
+    ) as chains:
+        chain = await chains.run()
+        chains.check(chain)
+    assert chain.outcome is Outcome.CONTEXT_OVERFLOW
+    assert len(image_urls(chain.messages)) == 50
+    # nothing was sampled after them
+    assert chain.rows[0].images[0].offset > chain.rows[0].turn_ends[-1]
 
 
 async def test_two_hundred_random_chains_are_sent_as_they_stand_in_the_rows(model, tmp_path):

@@ -1,0 +1,22 @@
+"""The images of a row as files, the form in which tools and rewards get them."""
+
+from pathlib import Path
+from typing import Any
+
+from agentfactory.rollout.images.decode import decode
+from agentfactory.rollout.images.parts import is_path
+from agentfactory.rollout.images.store import ImageStore
+
+
+def is_file(image: Any) -> bool:
+    """Return whether an image of a row is the path of a file."""
+    return is_path(image) and Path(image).is_file()
+
+
+def with_files(task: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a row of data with `images` as paths: those of the data, or of lossless copies in `folder` where the data
+    holds the images themselves. Raises ValueError for an image that cannot be decoded."""
+    if "images" not in task:
+        return task
+    store = ImageStore(folder)
+    return {**task, "images": [i if is_file(i) else str(store.path(store.put(decode(i)))) for i in task["images"]]}
