@@ -163,7 +163,7 @@ def _new(options: argparse.Namespace) -> int:
     from agentfactory.commands.new import NewError, describe, write_task
 
     try:
-        folder = write_task(options.task, options.output)
+        folder = write_task(options.task, options.output, options.vision)
     except NewError as error:
         return _refuse(error)
     _say(describe(folder, options.task))

@@ -5,6 +5,7 @@ import json
 import keyword
 import random
 import re
+import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -13,11 +14,13 @@ from typing import Any
 from agentfactory.recipe.composition import RECIPES, display
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_QUICKSTART = RECIPES / "quickstart"
 _NAME = "my_task"
 """The name of the task in the templates and in their file names."""
 _FILES = ("README.md", "my_task.py", "test_my_task.py", "recipe.yaml", "tiny/recipe.yaml", "tiny/prepare.py")
-_TINY_MODEL = ("tiny_model.py", "chat_template.jinja")
+_PICTURES = "make_pictures.py"
+_TINY_MODEL = ("quickstart/tiny_model.py", "quickstart/chat_template.jinja")
+_EYES = "zoom/seeing_model.py"
+_OURS = ("agentfactory", "tiny", "prepare", "tiny_model", "seeing_model", "make_pictures")
 _QUESTIONS = {
     "add": "{name} has {left} {things} and gets {right} more. How many is that?",
     "subtract": "{name} has {left} {things} and gives {right} away. How many are left?",
@@ -30,9 +33,9 @@ class NewError(Exception):
     """The task cannot be written; the message gives the reason and a fix."""
 
 
-def write_task(task: str, output: Path | None) -> Path:
-    """Write the task called `task` into the folder `output`, which must be new or empty (default: a folder with the
-    task's name in the current one). Return the folder. Raises NewError."""
+def write_task(task: str, output: Path | None, vision: bool = False) -> Path:
+    """Write the task called `task`, with images if `vision`, into the folder `output`, which must be new or empty
+    (default: a folder with the task's name in the current one). Return the folder. Raises NewError."""
     _check_name(task)
     folder = (output or Path(task)).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -42,14 +45,17 @@ def write_task(task: str, output: Path | None) -> Path:
         raise NewError(f"TASK: {task!r} is the name of an installed package; fix: choose another name")
     try:
         (folder / "tiny").mkdir(parents=True, exist_ok=True)
-        for file in _FILES:
-            text = (_TEMPLATES / file).read_text(encoding="utf-8")
+        for file in (*_FILES, _PICTURES) if vision else _FILES:
+            text = (_TEMPLATES / ("vision" if vision else "") / file).read_text(encoding="utf-8")
             (folder / file.replace(_NAME, task)).write_text(text.replace(_NAME, task), encoding="utf-8")
-        for file in _TINY_MODEL:
-            shutil.copyfile(_QUICKSTART / file, folder / "tiny" / file)
-        rows = _make_rows()
-        _write_rows(folder / "heldout.jsonl", rows[:_HELD_OUT])
-        _write_rows(folder / "tasks.jsonl", rows[_HELD_OUT:])
+        for file in (*_TINY_MODEL, _EYES) if vision else _TINY_MODEL:
+            shutil.copyfile(RECIPES / file, folder / "tiny" / Path(file).name)
+        if vision:
+            runpy.run_path(str(folder / _PICTURES))["make"](folder)
+        else:
+            rows = _make_rows()
+            _write_rows(folder / "heldout.jsonl", rows[:_HELD_OUT])
+            _write_rows(folder / "tasks.jsonl", rows[_HELD_OUT:])
     except OSError as error:
         raise NewError(f"{folder}: {error.strerror}: {error.filename}; fix: choose another --output") from None
     return folder
@@ -72,7 +78,7 @@ def _check_name(task: str) -> None:
     fix = "choose another name, such as word_problems"
     if not re.fullmatch(r"[a-z][a-z0-9_]*", task) or keyword.iskeyword(task):
         raise NewError(f"TASK: got {task!r}, which is to name a Python file; fix: {fix}: a-z, 0-9 and _")
-    if task in sys.stdlib_module_names or task in ("tiny", "agentfactory"):
+    if task in sys.stdlib_module_names or task in _OURS:
         raise NewError(f"TASK: {task!r} is the name of a module of Python's or AgentFactory's; fix: {fix}")
 
 

@@ -26,7 +26,7 @@ _ABOUT = {
     "completion": "print the script that lets your shell complete commands, options and recipe fields",
 }
 _EXAMPLES = {
-    "new": ["new word_problems", "new word_problems --output tasks/words"],
+    "new": ["new word_problems", "new word_problems --output tasks/words", "new cloths --vision"],
     "doctor": ["doctor", "doctor recipe.yaml", "doctor recipe.yaml server.url=http://127.0.0.1:8000"],
     "train": [
         "train recipe.yaml",
@@ -154,6 +154,8 @@ def _add_options(name: str, command: argparse.ArgumentParser, with_viewer: bool)
             command.add_argument("task", metavar="TASK", help="name of the task and of its Python file: a-z, 0-9 and _")
             about = "folder to create; default: TASK in the current folder"
             command.add_argument("--output", type=Path, metavar="DIR", help=about)
+            about = "a task with images: pictures, a tool that returns one, a model that sees"
+            command.add_argument("--vision", action="store_true", help=about)
         case "train":
             there = command.add_mutually_exclusive_group()
             there.add_argument("--overwrite", action="store_true", help="delete the existing run folder")

@@ -1,6 +1,7 @@
 """Creates a tokenizer and an untrained network of half a million parameters for the transcripts that will teach it."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 CHAT_TEMPLATE = Path(__file__).parent / "chat_template.jinja"
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+"""Special tokens of the tokenizer."""
 
 
 def make_model(folder: Path, transcripts: list[list[dict[str, Any]]], specs: list[dict[str, Any]], seed: int) -> None:
     """Write a model and its tokenizer into `folder`, for conversations such as `transcripts` with the tools `specs`
     (in the OpenAI shape)."""
-    tokenizer = train_tokenizer(transcripts, specs)
+    tokenizer = train_tokenizer(transcripts, specs, CHAT_TEMPLATE.read_text(encoding="utf-8"), SPECIAL)
     tokenizer.save_pretrained(folder)
     make_network(tokenizer, seed).save_pretrained(folder)
 
@@ -24,7 +27,9 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def train_tokenizer(transcripts: list[list[dict[str, Any]]], specs: list[dict[str, Any]]) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    transcripts: list[list[dict[str, Any]]], specs: list[dict[str, Any]], template: str, special: Sequence[str]
+) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE that splits only at digits and line ends, so that a call is a handful of tokens."""
     bpe = Tokenizer(models.BPE())
     bpe.decoder = decoders.ByteLevel()
@@ -38,13 +43,13 @@ def train_tokenizer(transcripts: list[list[dict[str, Any]]], specs: list[dict[st
 
     def wrap() -> PreTrainedTokenizerFast:
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<|endoftext|>", eos_token="<|im_end|>")
-        tokenizer.chat_template = CHAT_TEMPLATE.read_text(encoding="utf-8")
+        tokenizer.chat_template = template
         return tokenizer
 
     texts = [wrap().apply_chat_template(messages, tools=specs, tokenize=False) for messages in transcripts[:1000]]
     trainer = trainers.BpeTrainer(
         vocab_size=1000,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -24,10 +24,10 @@ SHORT = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new task."""
-    return write_task("word_problems", tmp_path_factory.mktemp("new") / "deep" / "task")
+@pytest.fixture(scope="module", params=["text", "vision"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new task, of either kind."""
+    return write_task("my_own", tmp_path_factory.mktemp("new") / "deep" / "task", vision=request.param == "vision")
 
 
 def test_the_command_says_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agentfactory: Command) -> None:
@@ -46,7 +46,8 @@ def test_the_command_says_what_it_wrote(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "sums" / "sums.py").read_text() == "mine"
     # an empty folder may be there
     (tmp_path / "empty").mkdir()
-    assert agentfactory("new", "sums", "--output", "empty").returncode == 0
+    assert agentfactory("new", "sums", "--output", "empty", "--vision").returncode == 0
+    assert (tmp_path / "empty" / "pictures" / "000.png").is_file()
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,7 @@ def test_the_command_says_what_it_wrote(tmp_path: Path, monkeypatch: pytest.Monk
         ("class", "is to name a Python file"),
         ("json", "a module of Python's or AgentFactory's"),
         ("agentfactory", "a module of Python's or AgentFactory's"),
+        ("make_pictures", "a module of Python's or AgentFactory's"),
         ("yaml", "the name of an installed package"),
     ],
 )
@@ -73,27 +75,38 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 
 def test_nothing_is_left_of_the_templates_name(folder: Path) -> None:
     files = [path for path in folder.rglob("*") if path.is_file()]
-    assert folder / "word_problems.py" in files
+    assert folder / "my_own.py" in files
     for path in files:
         assert "my_task" not in path.name
-        assert "my_task" not in path.read_text()
+        assert b"my_task" not in path.read_bytes()
 
 
 def test_its_own_tests_pass(folder: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_word_problems.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_own.py"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     assert result.returncode == 0, result.stdout
-    assert "5 passed" in result.stdout
+    assert re.search(r"^(5|15) passed", result.stdout, re.MULTILINE)
 
 
-def test_no_held_out_question_is_trained(folder: Path) -> None:
+def test_no_held_out_task_is_trained(folder: Path) -> None:
     trained, held_out = (
-        {json.loads(line)["question"] for line in (folder / file).read_text().splitlines()}
+        [json.loads(line) for line in (folder / file).read_text().splitlines()]
         for file in ("tasks.jsonl", "heldout.jsonl")
     )
-    assert len(trained) > 1000
+    assert len(trained) >= 900
     assert len(held_out) == 100
-    assert not trained & held_out
+    # the same is asked of every picture
+    for subject in ("images",) if "images" in trained[0] else ("question",):
+        assert not {str(row[subject]) for row in trained} & {str(row[subject]) for row in held_out}
+
+
+def test_the_pictures_of_a_task_differ_and_are_small(tmp_path: Path) -> None:
+    folder = write_task("cloths", tmp_path / "new", vision=True)
+    pictures = [path.read_bytes() for path in (folder / "pictures").iterdir()]
+    assert len(set(pictures)) == len(pictures) == 250
+    assert sum(map(len, pictures)) < 2**20
+    first = json.loads((folder / "heldout.jsonl").read_text().splitlines()[0])
+    assert (folder / first["images"][0]).is_file()
 
 
 @pytest.mark.long

@@ -14,13 +14,14 @@ WITHIN = 180.0
 """Seconds, from the empty folder to the printed figures."""
 
 
+@pytest.mark.parametrize("kind", [[], ["--vision"]], ids=["text", "vision"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_new_task_learns_within_minutes(tmp_path: Path, seed: int) -> None:
+def test_a_new_task_learns_within_minutes(tmp_path: Path, seed: int, kind: list[str]) -> None:
     started = time.monotonic()
-    run(tmp_path, "new", "word_problems")
-    said = run(tmp_path, "train", "word_problems/tiny/recipe.yaml", f"seed={seed}")
+    run(tmp_path, "new", "my_own", *kind)
+    said = run(tmp_path, "train", "my_own/tiny/recipe.yaml", f"seed={seed}")
     seconds = time.monotonic() - started
-    summary = read_json(tmp_path / "runs" / "word_problems-tiny" / "summary.json")
+    summary = read_json(tmp_path / "runs" / "my_own-tiny" / "summary.json")
     print(f"seed {seed}: {seconds:.0f} s;\n{said}")
     assert f"success {summary['success_before']:.2f} -> {summary['success_after']:.2f}" in said
     assert summary["success_before"] <= 0.5
