@@ -14,7 +14,7 @@ WITHIN = 180.0
 """Seconds, from the empty folder to the printed figures."""
 
 
-@pytest.mark.parametrize("kind", [[], ["--vision"]], ids=["text", "vision"])
+@pytest.mark.parametrize("kind", [[], ["--vision"], ["--environment"]], ids=["text", "vision", "environment"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_new_task_learns_within_minutes(tmp_path: Path, seed: int, kind: list[str]) -> None:
     started = time.monotonic()
