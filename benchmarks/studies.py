@@ -127,8 +127,10 @@ def train(run: Run, folder: Path, threads: int, steps: int | None) -> Result:
         settings += ["train.schedule=wsd", f"train.decay_steps={DECAY_STEPS}"]
     else:
         settings += ["train.schedule=constant", f"train.steps={steps}", "eval.data.limit=100"]
-    summary = train_once(threads, folder / run.name, recipe, *settings, *run.setting.overrides)
-    success = [step["success"] for step in read_steps(folder / run.name)]
+    # a short run is never taken for a whole one
+    output = folder / (run.name if steps is None else f"{run.name}-quick")
+    summary = train_once(threads, output, recipe, *settings, *run.setting.overrides)
+    success = [step["success"] for step in read_steps(output)]
     result = Result(success, summary["success_before"], summary["success_after"])
     print(f"{run.name}: held-out success {result.before:.3f} -> {result.after:.3f}", flush=True)
     return result
@@ -178,13 +180,13 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, each with its share of the cores")
     parser.add_argument("--output", type=Path, help="where the runs are kept; a temporary folder by default")
     parser.add_argument("--curves", type=Path, help="where the pictures are written; none by default")
-    parser.add_argument("--quick", action="store_true", help="one seed of 4 steps, in the first world of each study")
+    parser.add_argument("--quick", action="store_true", help="one seed of 3 steps, in the first world of each study")
     options = parser.parse_args()
     studies = options.studies or list(STUDIES)
     if unknown := set(studies) - set(STUDIES):
         parser.error(f"no study is called {min(unknown)}; use some of {', '.join(STUDIES)}")
     threads = max(1, len(os.sched_getaffinity(0)) // options.jobs)
-    seeds, steps = ([0], 4) if options.quick else (options.seeds, None)
+    seeds, steps = ([0], 3) if options.quick else (options.seeds, None)
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(options.jobs) as pool:
         folder = options.output or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -199,7 +201,7 @@ def main() -> None:
                 results = {s.name: [result for run, result in found.items() if run.setting == s] for s in settings}
                 tell(study, world, results)
                 if options.curves is not None:
-                    draw(results, f"{study}, {world}: {len(seeds)} seeds", options.curves / f"{study}-{world}.png")
+                    draw(results, f"{study}, {world}: {len(seeds)} seeds", options.curves / f"studies-{study}-{world}.png")
                 for name, done in results.items():
                     mean = statistics.fmean(result.after for result in done)
                     figures[f"{study}/{world}/{name}"] = round(mean, 3)

@@ -83,7 +83,7 @@ def step_advantages(
     turn_returns: Sequence[Sequence[float]], anchors: Sequence[Sequence[str | None]], scale: Scale = "group"
 ) -> list[list[float]]:
     """Advantages of turns among those that begin in the same state (Feng et al., 2025, GiGPO, arXiv:2505.10978,
-    equations 6 to 8).
+    equation 7).
 
     The turns of a group's chains with equal anchors are a step group; their returns are normalised as the rewards of a
     group's chains are in `grpo_advantages`, by mean and standard deviation, or by the mean alone (scale "none"). A turn
@@ -233,8 +233,8 @@ def reinforce_pp_baseline(groups: Groups) -> PerToken:
 
 
 def gigpo(groups: Groups, scale: Scale, gamma: float, step_weight: float) -> PerToken:
-    """Group-in-group advantages (Feng et al., 2025, GiGPO, arXiv:2505.10978, equation 9): that of the whole chain among
-    the group's, from the sum of its rewards, plus `step_weight` times that of the turn among those that begin in the
+    """Group-in-group advantages (Feng et al., 2025, GiGPO, arXiv:2505.10978, equations 3, 5 and 8): that of the whole
+    chain among the group's, from the sum of its rewards, plus `step_weight` times that of the turn among those that begin in the
     same state (step_advantages), from the rewards from that turn on, discounted by `gamma` per turn."""
     advantages: PerToken = []
     for group in groups:

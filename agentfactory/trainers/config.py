@@ -361,7 +361,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "reinforce_pp_baseline": {"train.advantage.estimator": "reinforce_pp_baseline"},
     # arXiv:1707.06347
     "ppo": {"train.advantage.estimator": "gae"},
-    # arXiv:2505.10978, section 5.1
+    # arXiv:2505.10978, with the discount of its published code
     "gigpo": {"train.advantage.estimator": "gigpo", "train.advantage.gamma": 0.95},
     "sft": {},
 }
