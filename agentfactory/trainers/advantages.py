@@ -234,8 +234,8 @@ def reinforce_pp_baseline(groups: Groups) -> PerToken:
 
 def gigpo(groups: Groups, scale: Scale, gamma: float, step_weight: float) -> PerToken:
     """Group-in-group advantages (Feng et al., 2025, GiGPO, arXiv:2505.10978, equations 3, 5 and 8): that of the whole
-    chain among the group's, from the sum of its rewards, plus `step_weight` times that of the turn among those that begin in the
-    same state (step_advantages), from the rewards from that turn on, discounted by `gamma` per turn."""
+    chain among the group's, from the sum of its rewards, plus `step_weight` times that of the turn among those that
+    begin in the same state (step_advantages), from the rewards from that turn on, discounted by `gamma` per turn."""
     advantages: PerToken = []
     for group in groups:
         whole = grpo_advantages([chain.reward + sum(chain.turn_rewards) for chain in group], scale)
