@@ -201,11 +201,8 @@ def main() -> None:
                 results = {s.name: [result for run, result in found.items() if run.setting == s] for s in settings}
                 tell(study, world, results)
                 if options.curves is not None:
-                    draw(
-                        results,
-                        f"{study}, {world}: {len(seeds)} seeds",
-                        options.curves / f"studies-{study}-{world}.png",
-                    )
+                    picture = options.curves / f"studies-{study}-{world}.png"
+                    draw(results, f"{study}, {world}: {len(seeds)} seeds", picture)
                 for name, done in results.items():
                     mean = statistics.fmean(result.after for result in done)
                     figures[f"{study}/{world}/{name}"] = round(mean, 3)

@@ -8,8 +8,6 @@ from typing import Any
 from my_task import Lift
 from tiny_model import make_model, write_jsonl
 
-from agentfactory.tools.tool import Finish
-
 ROWS = Path(__file__).parents[1] / "tasks.jsonl"
 
 RIDES_AWAY = 0.7
@@ -29,14 +27,15 @@ def prepare(folder: Path, seed: int) -> None:
 def ride_badly(row: dict[str, Any], rng: random.Random) -> list[dict[str, Any]]:
     """Return a conversation of rides that mostly go in the wrong direction, up to the last call."""
     lift = Lift()
-    messages = [{"role": "user", "content": row["question"]}, {"role": "user", "content": lift.reset(**row)}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": row["question"]}]
+    messages.append({"role": "user", "content": lift.reset(**row)})
     while True:
         is_above = lift.parcel > lift.here
         direction = "up" if is_above != (rng.random() < RIDES_AWAY) else "down"
-        call = {"id": f"call_{len(messages)}", "type": "function"}
-        call["function"] = {"name": "ride", "arguments": {"direction": direction}}
+        function = {"name": "ride", "arguments": {"direction": direction}}
+        call = {"id": f"call_{len(messages)}", "type": "function", "function": function}
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         answer = lift.ride(direction)
-        if isinstance(answer, Finish):
+        if lift.here == lift.parcel or lift.power == 0:
             return messages
         messages.append({"role": "tool", "name": "ride", "tool_call_id": call["id"], "content": answer})
