@@ -30,7 +30,7 @@ _EXAMPLES = {
         "new word_problems",
         "new word_problems --output tasks/words",
         "new cloths --vision",
-        "new lift --environment",
+        "new aquarium --environment",
     ],
     "doctor": ["doctor", "doctor recipe.yaml", "doctor recipe.yaml server.url=http://127.0.0.1:8000"],
     "train": [

@@ -95,7 +95,7 @@ def test_no_held_out_task_is_trained(folder: Path) -> None:
     )
     assert len(trained) >= 900
     assert len(held_out) == 100
-    # the same is asked of every picture, and of every parcel
+    # the same is asked of every picture, and of all fish of a kind
     for subject in ("images",) if "images" in trained[0] else ("question",):
         assert not {str(row[subject]) for row in trained} & {str(row[subject]) for row in held_out}
 

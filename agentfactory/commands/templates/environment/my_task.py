@@ -1,46 +1,56 @@
-"""The world: a lift that fetches a parcel in a tower. Change state, tools and reward to make your own."""
+"""The world: an aquarium whose water is to be made right. Change state, tools and reward to make your own."""
 
 from typing import Any, Literal
 
 from agentfactory import Environment, finish, tool
 
 
-class Lift(Environment):
-    """A lift in a tower. Reward: 1 if it reaches the floor with the parcel before its power is used up, else 0.
+class Aquarium(Environment):
+    """An aquarium. Reward: 1 if the water gets right before the day is over, else 0.
 
     Each chain has an instance for itself; the next chain gets it after a `reset`.
     """
 
-    def reset(self, start: int, parcel: int, **task: Any) -> str:
-        """Begin a task: `start` and `parcel` are floors, fields of its row. Returns what the agent reads first."""
-        self.here, self.parcel = start, parcel
-        self.power = abs(parcel - start) + 2  # enough for one ride in the wrong direction, and back
+    def reset(self, wanted: int, degrees: int, dirt: int, **task: Any) -> str:
+        """Begin a task: the arguments are fields of its row. Returns what the agent reads first."""
+        self.wanted, self.degrees, self.dirt = wanted, degrees, dirt
+        self.hours = abs(degrees - wanted) + dirt + 2  # enough for one mistake, and to undo it
         return self._observe()
 
     @tool
-    def ride(self, direction: Literal["up", "down"]) -> Any:
-        """Ride one floor.
+    def tend(self, action: Literal["heat", "cool", "clean"]) -> Any:
+        """Tend the aquarium for an hour.
 
         Args:
-            direction: Where to ride.
+            action: heat and cool change the water by one degree; clean takes away some dirt.
         """
-        self.power -= 1
-        # below the lowest floor there is only the ground
-        self.here = max(1, self.here + (1 if direction == "up" else -1))
-        if self.here == self.parcel:
-            return finish("The doors open at the parcel.")
-        if self.power == 0:
-            return finish("The power is used up.")
+        self.hours -= 1
+        match action:
+            case "heat":
+                self.degrees += 1
+            case "cool":
+                self.degrees -= 1
+            case "clean":
+                self.dirt = max(0, self.dirt - 1)
+        if self._is_right() or self.hours == 0:
+            return finish(self._observe())
         return self._observe()
 
     def reward(self) -> dict[str, float]:
         """Judge the chain, which has ended. Numbers besides `reward` become metrics."""
-        arrived = float(self.here == self.parcel)
-        return {"reward": arrived, "success": arrived, "power_left": self.power}
+        right = float(self._is_right())
+        return {"reward": right, "success": right, "hours_left": self.hours}
 
-    def anchor(self) -> int:
-        """Return what identifies the state: `train.algorithm: gigpo` compares turns that begin on the same floor."""
-        return self.here
+    def anchor(self) -> tuple[int, int]:
+        """Return what identifies the state: `train.algorithm: gigpo` compares turns that begin with the same water."""
+        return self.degrees, self.dirt
+
+    def _is_right(self) -> bool:
+        return self.degrees == self.wanted and self.dirt == 0
 
     def _observe(self) -> str:
-        return f"Floor {self.here}. The parcel is {'above' if self.parcel > self.here else 'below'} you."
+        if self.dirt:
+            return "The water is dirty."
+        if self.degrees == self.wanted:
+            return "The water is right."
+        return f"The water is too {'cold' if self.degrees < self.wanted else 'warm'}: {self.degrees} degrees."

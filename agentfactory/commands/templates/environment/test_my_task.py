@@ -3,47 +3,48 @@
 import json
 from pathlib import Path
 
-from my_task import Lift
+from my_task import Aquarium
 
 from agentfactory.recipe.load import load_recipe
 
 HERE = Path(__file__).parent
 
 
-def test_the_way_to_the_parcel() -> None:
-    lift = Lift()
-    assert lift.reset(start=3, parcel=5) == "Floor 3. The parcel is above you."
-    assert lift.ride("up") == "Floor 4. The parcel is above you."
+def test_the_water_gets_right() -> None:
+    aquarium = Aquarium()
+    assert aquarium.reset(wanted=70, degrees=69, dirt=1) == "The water is dirty."
+    assert aquarium.tend("clean") == "The water is too cold: 69 degrees."
     # `finish(...)` ends the chain; its text is what the agent reads
-    assert lift.ride("up").value == "The doors open at the parcel."
-    assert lift.reward() == {"reward": 1, "success": 1, "power_left": 2}
+    assert aquarium.tend("heat").value == "The water is right."
+    assert aquarium.reward() == {"reward": 1, "success": 1, "hours_left": 2}
 
 
-def test_the_power_ends() -> None:
-    lift = Lift()
-    lift.reset(start=1, parcel=2)
-    assert lift.ride("down") == "Floor 1. The parcel is above you."
-    lift.ride("down")
-    assert lift.ride("down").value == "The power is used up."
-    assert lift.reward()["success"] == 0
+def test_the_day_ends() -> None:
+    aquarium = Aquarium()
+    aquarium.reset(wanted=70, degrees=71, dirt=0)
+    assert aquarium.tend("heat") == "The water is too warm: 72 degrees."
+    aquarium.tend("clean")
+    assert aquarium.tend("cool").value == "The water is too warm: 71 degrees."
+    assert aquarium.reward()["success"] == 0
 
 
 def test_nothing_is_left_of_the_last_task() -> None:
-    lift = Lift()
-    lift.reset(start=3, parcel=4)
-    lift.ride("up")
-    lift.reset(start=9, parcel=7)
-    assert (lift.anchor(), lift.power, lift.reward()["success"]) == (9, 4, 0)
+    aquarium = Aquarium()
+    aquarium.reset(wanted=70, degrees=69, dirt=0)
+    aquarium.tend("heat")
+    aquarium.reset(wanted=80, degrees=79, dirt=2)
+    assert (aquarium.anchor(), aquarium.hours, aquarium.reward()["success"]) == ((79, 2), 5, 0)
 
 
-def test_every_parcel_can_be_reached() -> None:
+def test_every_water_can_be_made_right() -> None:
     for file in ("tasks.jsonl", "heldout.jsonl"):
         for row in map(json.loads, (HERE / file).read_text(encoding="utf-8").splitlines()):
-            lift = Lift()
-            lift.reset(**row)
-            while lift.here != row["parcel"]:
-                lift.ride("up" if row["parcel"] > lift.here else "down")
-            assert lift.reward() == {"reward": 1, "success": 1, "power_left": 2}, row
+            aquarium = Aquarium()
+            aquarium.reset(**row)
+            needed = ["clean"] * row["dirt"] + ["heat"] * (row["wanted"] - row["degrees"])
+            for action in needed + ["cool"] * (row["degrees"] - row["wanted"]):
+                aquarium.tend(action)
+            assert aquarium.reward() == {"reward": 1, "success": 1, "hours_left": 2}, row
 
 
 def test_the_recipes_are_sound() -> None:
