@@ -185,6 +185,10 @@ def test_groups_keep_them(tmp_path: Path) -> None:
     (tmp_path / "old.jsonl").write_text(json.dumps(line) + "\n")
     (old,) = read_groups(tmp_path / "old.jsonl")
     assert [chain.anchors for chain in old.trajectories] == [[], []]
+    line["trajectories"][0]["anchors"] = ["[1, 2]"]
+    (tmp_path / "wrong.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(ValueError, match="chain a has 2 turns and 1 anchors"):
+        list(read_groups(tmp_path / "wrong.jsonl"))
 
 
 # what is refused
