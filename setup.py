@@ -86,7 +86,7 @@ setup(
     package_data={
         # the recipes, through a link to the folder at the root; the templates are for `agentfactory new`
         "agentfactory": ["recipes/*/*"],
-        "agentfactory.commands": ["templates/*", "templates/tiny/*", "templates/vision/*", "templates/vision/tiny/*"],
+        "agentfactory.commands": ["templates/*", "templates/*/*", "templates/*/tiny/*"],
         # model configurations for planning memory when the hub cannot be reached
         "agentfactory.placement": ["shapes/*.json"],
         # chat templates of ours

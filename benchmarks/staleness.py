@@ -17,8 +17,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +27,7 @@ from typing import Any
 
 import yaml
 from async_training import NO_LATENCY, QUICKSTART, write_recipe, write_tasks
+from training_runs import only_checkpoint, read_steps, train_once
 
 LATENCY = {"median": 0.03, "sigma": 0.5, "tail": 0.02, "factor": 10.0}
 STEPS = 50
@@ -49,24 +48,11 @@ class Run:
         return f"{self.algorithm}-{self.staleness}-{self.seed}"
 
 
-def agentfactory(threads: int, log: Path, *arguments: str) -> None:
-    """Run a command; raise RuntimeError if it fails, with the path of its log."""
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    with log.open("w") as output:
-        command = [sys.executable, "-m", "agentfactory", *arguments]
-        status = subprocess.run(command, env=environment, stdout=output, stderr=output, check=False).returncode
-    if status:
-        raise RuntimeError(f"{' '.join(arguments)} failed with status {status}; see {log}")
-
-
 def prepare(folder: Path, threads: int, steps: int) -> dict[str, Path]:
     """Create the warm start and the recipes, by algorithm (`ppo`; `grpo` stands for all others)."""
     warm = folder / "warm"
-    if not (warm / "summary.json").exists():
-        agentfactory(
-            threads, folder / "warm.log", "train", str(QUICKSTART / "sft.yaml"), f"output={warm}", "--overwrite"
-        )
-    (model,) = (warm / "checkpoints").iterdir()
+    train_once(threads, warm, QUICKSTART / "sft.yaml")
+    model = only_checkpoint(warm)
     tasks = write_tasks(warm / "prepared" / "train.jsonl", folder / "tasks.jsonl", LATENCY)
     # only training is measured: held-out tasks run without latency
     heldout = write_tasks(warm / "prepared" / "heldout.jsonl", folder / "heldout.jsonl", NO_LATENCY)
@@ -82,18 +68,16 @@ def prepare(folder: Path, threads: int, steps: int) -> dict[str, Path]:
 def train(run: Run, folder: Path, recipes: dict[str, Path], threads: int, overrides: list[str]) -> dict[str, Any]:
     """Train a run unless it exists, and return its results."""
     output = folder / run.name
-    if not (output / "summary.json").exists() or _read(output / "summary.json")["status"] != "completed":
-        settings = [f"train.algorithm={run.algorithm}", f"rollout.max_staleness={run.staleness}", f"seed={run.seed}"]
-        settings += [] if run.algorithm == "grpo" else OTHERS
-        recipe = str(recipes.get(run.algorithm, recipes["grpo"]))
-        log = folder / f"{run.name}.log"
-        agentfactory(threads, log, "train", recipe, f"output={output}", "--overwrite", *settings, *overrides)
-    steps = [entry for entry in map(json.loads, (output / "metrics.jsonl").open()) if "loss" in entry]
+    settings = [f"train.algorithm={run.algorithm}", f"rollout.max_staleness={run.staleness}", f"seed={run.seed}"]
+    settings += [] if run.algorithm == "grpo" else OTHERS
+    recipe = recipes.get(run.algorithm, recipes["grpo"])
+    summary = train_once(threads, output, recipe, *settings, *overrides)
+    steps = read_steps(output)
     figures = {
-        "success": _read(output / "summary.json")["success_after"],
+        "success": summary["success_after"],
         "age": statistics.fmean(step["staleness/mean"] for step in steps),
         "entropy": max(step["entropy"] for step in steps),
-        "warnings": _read(output / "summary.json")["warnings"],
+        "warnings": summary["warnings"],
     }
     print(
         f"{run.name}: success {figures['success']:.3f}, mean age of tokens {figures['age']:.2f}, "
@@ -101,10 +85,6 @@ def train(run: Run, folder: Path, recipes: dict[str, Path], threads: int, overri
         flush=True,
     )
     return figures
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def tell(found: dict[Run, dict[str, Any]]) -> dict[str, float]:

@@ -31,6 +31,11 @@ class World(Environment):
         return 1.0
 
 
+class Place(World):
+    def anchor(self):
+        return self.answer
+
+
 def plain():
     return 1
 '''

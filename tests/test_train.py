@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentfactory.launching.run_folder import Hold, RunFolder
+from agentfactory.rollout.group_files import read_groups, train_files
 from tests.conftest import QUICKSTART, REPOSITORY
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
@@ -96,6 +97,30 @@ def test_what_goes_wrong_on_the_way_is_told_where_a_person_looks(tmp_path: Path,
         (tmp_path / "run" / "summary.json").read_text()
     )["warnings"]
     assert told in (tmp_path / "run" / "logs" / "train.log").read_text()
+
+
+def test_credit_by_state_of_two_workers_over_a_resumption(tmp_path: Path, quickstart_run: Path) -> None:
+    """The hunt's cells are in the saved groups of both workers, and count in the steps before and after."""
+    prepared, (warm,) = quickstart_run / "prepared", (quickstart_run / "sft" / "checkpoints").iterdir()
+    settings = {"output": "run", "prepare": "null", "model.path": warm, "eval.data": "null", "data.limit": "16"}
+    settings |= {"data.path": prepared / "train.jsonl", "rollout.workers": "2", "rollout.group_size": "4"}
+    settings |= {"train.algorithm": "gigpo", "train.batch_size": "4", "train.warmup_steps": "0"}
+    words = [str(QUICKSTART / "grpo.yaml"), *(f"{name}={value}" for name, value in settings.items())]
+    for steps in (["train.steps=1"], ["train.steps=2", "--resume"]):
+        command = [sys.executable, "-m", "agentfactory", "train", *words, *steps]
+        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert result.returncode == 0, result.stdout + result.stderr
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    trained = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in trained] == [1, 2]
+    # all chains of a task begin in the same cell
+    assert all(line["step_groups/turns"] > 0.2 and line["step_groups/size"] >= 2 for line in trained)
+    files = train_files(tmp_path / "run" / "trajectories")
+    assert len(files) == 2
+    for group in (group for file in files for group in read_groups(file)):
+        for chain in group.trajectories:
+            assert len(chain.anchors) == chain.turns
+            assert chain.anchors[0] == json.dumps(group.task["start"])
 
 
 WORLD = """

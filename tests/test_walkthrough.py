@@ -24,7 +24,7 @@ from agentfactory.tools.toolset import open_toolset
 from tests.conftest import REPOSITORY
 from tests.test_docs import DOCS, FENCE, blocks
 
-FOLLOWED = {"README", "quickstart", "evaluation", "commands", "viewer", "placement", "environments", "tools"}
+FOLLOWED = {"README", "quickstart", "evaluation", "commands", "viewer", "placement", "environments", "tools", "studies"}
 ELSEWHERE = {"make test"}
 """What runs this very test, or is run beside it."""
 QUICKSTART = "agentfactory train recipes/quickstart/quickstart"
@@ -35,8 +35,9 @@ SHORTER = {
     f"{QUICKSTART}.yaml grpo.train.algorithm=ppo": [*HABIT, *(f"grpo.{words}" for words in TWO_STEPS)],
     f"{QUICKSTART}.yaml grpo.train.steps": [*HABIT, "grpo.train.batch_size=2", "grpo.eval.data=null"],
     "agentfactory eval runs/quickstart/recipe.yaml --": ["grpo.eval.data.limit=20"],
+    "python benchmarks/studies.py": ["--quick"],
 }
-"""Overrides behind lines that begin so: `make learn` trains these to their end."""
+"""Words behind lines that begin so: `make learn` trains these to their end, and studies take hours."""
 
 
 @dataclass
@@ -86,7 +87,7 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Terminal:
     if not installed.exists() or installed.stat().st_mtime < setup.stat().st_mtime:
         pytest.fail("`make quickstart` would install this folder's links; fix: run `make setup` first")
     folder = tmp_path_factory.mktemp("clone")
-    for name in ("Makefile", "setup.py", "train.py", "recipes"):
+    for name in ("Makefile", "setup.py", "train.py", "recipes", "benchmarks"):
         (folder / name).symlink_to(REPOSITORY / name)
     (folder / ".venv").symlink_to(sys.prefix)
     return Terminal(folder)
@@ -227,6 +228,18 @@ def test_evaluation(terminal: Terminal) -> None:
 @pytest.mark.parametrize("page", ["commands", "placement"])
 def test_what_the_other_pages_show(terminal: Terminal, page: str) -> None:
     follow(terminal, DOCS / f"{page}.md")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("readme")
+def test_the_studies(terminal: Terminal) -> None:
+    printed = follow(terminal, DOCS / "studies.md")
+    assert len(printed) >= 3
+    for line, text in printed.items():
+        study = shlex.split(line)[2]
+        assert all(name.startswith(f"{study}/") for name in json.loads(text.splitlines()[-1]))
+        assert list((terminal.folder / "docs").glob(f"studies-{study}-*.png"))
 
 
 @pytest.mark.long

@@ -163,10 +163,10 @@ def _new(options: argparse.Namespace) -> int:
     from agentfactory.commands.new import NewError, describe, write_task
 
     try:
-        folder = write_task(options.task, options.output, options.vision)
+        folder = write_task(options.task, options.output, options.kind)
     except NewError as error:
         return _refuse(error)
-    _say(describe(folder, options.task))
+    _say(describe(folder, options.task, options.kind))
     return OK
 
 

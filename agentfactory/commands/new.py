@@ -8,6 +8,7 @@ import re
 import runpy
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,8 @@ _TEMPLATES = Path(__file__).parent / "templates"
 _NAME = "my_task"
 """The name of the task in the templates and in their file names."""
 _FILES = ("README.md", "my_task.py", "test_my_task.py", "recipe.yaml", "tiny/recipe.yaml", "tiny/prepare.py")
-_PICTURES = "make_pictures.py"
 _TINY_MODEL = ("quickstart/tiny_model.py", "quickstart/chat_template.jinja")
-_EYES = "zoom/seeing_model.py"
-_OURS = ("agentfactory", "tiny", "prepare", "tiny_model", "seeing_model", "make_pictures")
+_OURS = ("agentfactory", "tiny", "prepare", "tiny_model", "seeing_model", "make_pictures", "make_tasks")
 _QUESTIONS = {
     "add": "{name} has {left} {things} and gets {right} more. How many is that?",
     "subtract": "{name} has {left} {things} and gives {right} away. How many are left?",
@@ -29,13 +28,37 @@ _QUESTIONS = {
 _ROWS, _HELD_OUT = 1500, 100
 
 
+@dataclass(frozen=True)
+class _Template:
+    """What a kind of task is written from."""
+
+    folder: str
+    """Below `templates`."""
+    told: str
+    maker: str | None = None
+    """File of the template that writes the rows; None: word problems."""
+    model: tuple[str, ...] = _TINY_MODEL
+    """Files of recipes that make the tiny network."""
+
+
+TEMPLATES = {
+    "text": _Template("", "a tool, a reward"),
+    "vision": _Template(
+        "vision", "a tool that returns images, a reward", "make_pictures.py", (*_TINY_MODEL, "zoom/seeing_model.py")
+    ),
+    "environment": _Template("environment", "a world with its state, tool and reward", "make_tasks.py"),
+}
+"""Kind of task -> its template."""
+
+
 class NewError(Exception):
     """The task cannot be written; the message gives the reason and a fix."""
 
 
-def write_task(task: str, output: Path | None, vision: bool = False) -> Path:
-    """Write the task called `task`, with images if `vision`, into the folder `output`, which must be new or empty
+def write_task(task: str, output: Path | None, kind: str = "text") -> Path:
+    """Write the task called `task`, of a kind of TEMPLATES, into the folder `output`, which must be new or empty
     (default: a folder with the task's name in the current one). Return the folder. Raises NewError."""
+    template = TEMPLATES[kind]
     _check_name(task)
     folder = (output or Path(task)).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -45,13 +68,13 @@ def write_task(task: str, output: Path | None, vision: bool = False) -> Path:
         raise NewError(f"TASK: {task!r} is the name of an installed package; fix: choose another name")
     try:
         (folder / "tiny").mkdir(parents=True, exist_ok=True)
-        for file in (*_FILES, _PICTURES) if vision else _FILES:
-            text = (_TEMPLATES / ("vision" if vision else "") / file).read_text(encoding="utf-8")
+        for file in (*_FILES, template.maker) if template.maker else _FILES:
+            text = (_TEMPLATES / template.folder / file).read_text(encoding="utf-8")
             (folder / file.replace(_NAME, task)).write_text(text.replace(_NAME, task), encoding="utf-8")
-        for file in (*_TINY_MODEL, _EYES) if vision else _TINY_MODEL:
+        for file in template.model:
             shutil.copyfile(RECIPES / file, folder / "tiny" / Path(file).name)
-        if vision:
-            runpy.run_path(str(folder / _PICTURES))["make"](folder)
+        if template.maker:
+            runpy.run_path(str(folder / template.maker))["make"](folder)
         else:
             rows = _make_rows()
             _write_rows(folder / "heldout.jsonl", rows[:_HELD_OUT])
@@ -61,12 +84,12 @@ def write_task(task: str, output: Path | None, vision: bool = False) -> Path:
     return folder
 
 
-def describe(folder: Path, task: str) -> str:
+def describe(folder: Path, task: str, kind: str) -> str:
     """Return a human-readable text about the next steps in the new folder."""
     place = display(folder.resolve())
     return "\n".join(
         [
-            f"wrote {place}: a tool, a reward, data, two recipes and a test",
+            f"wrote {place}: {TEMPLATES[kind].told}, data, two recipes and a test",
             f"  agentfactory train {place}/tiny/recipe.yaml   # a minute or two on any CPU, without a download",
             f"  agentfactory train {place}/recipe.yaml   # a model of the hub, on a GPU",
             f"  {place}/README.md says what is what; begin with {place}/{task}.py",

@@ -26,7 +26,12 @@ _ABOUT = {
     "completion": "print the script that lets your shell complete commands, options and recipe fields",
 }
 _EXAMPLES = {
-    "new": ["new word_problems", "new word_problems --output tasks/words", "new cloths --vision"],
+    "new": [
+        "new word_problems",
+        "new word_problems --output tasks/words",
+        "new cloths --vision",
+        "new aquarium --environment",
+    ],
     "doctor": ["doctor", "doctor recipe.yaml", "doctor recipe.yaml server.url=http://127.0.0.1:8000"],
     "train": [
         "train recipe.yaml",
@@ -155,7 +160,11 @@ def _add_options(name: str, command: argparse.ArgumentParser, with_viewer: bool)
             about = "folder to create; default: TASK in the current folder"
             command.add_argument("--output", type=Path, metavar="DIR", help=about)
             about = "a task with images: pictures, a tool that returns one, a model that sees"
-            command.add_argument("--vision", action="store_true", help=about)
+            kinds = command.add_mutually_exclusive_group()
+            kinds.add_argument("--vision", dest="kind", action="store_const", const="vision", help=about)
+            about = "a world with state: an Environment with its tool and reward"
+            kinds.add_argument("--environment", dest="kind", action="store_const", const="environment", help=about)
+            command.set_defaults(kind="text")
         case "train":
             there = command.add_mutually_exclusive_group()
             there.add_argument("--overwrite", action="store_true", help="delete the existing run folder")

@@ -20,7 +20,7 @@ from agentfactory.rollout.images.parts import images_of_row, is_path
 from agentfactory.rollout.parsers import load_parser
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.serving import missing_from
-from agentfactory.tools.environment import Environment, reset_schema
+from agentfactory.tools.environment import Environment, gives_anchors, reset_schema
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.prebuilt import PREBUILT
 from agentfactory.tools.tool import is_tool
@@ -310,13 +310,30 @@ def _judges(found: Any) -> bool:
     return _is_environment(found) and found.reward is not Environment.reward
 
 
+def _modules(recipe: Recipe) -> list[Any]:
+    """Return what the recipe names of Python: tools, Environment classes and MCP servers."""
+    names = [*recipe.tools, *(server.module for server in recipe.mcp_servers.values() if server.module)]
+    return [load_object(name, Path.cwd(), PREBUILT) for name in names]
+
+
 def _gives_reward(recipe: Recipe) -> bool:
-    modules = [*recipe.tools, *(server.module for server in recipe.mcp_servers.values() if server.module)]
     return (
         bool(recipe.rewards)
         or any(server.environment and server.environment.reward for server in recipe.mcp_servers.values())
-        or any(_judges(load_object(module, Path.cwd(), PREBUILT)) for module in modules)
+        or any(map(_judges, _modules(recipe)))
     )
+
+
+def _check_anchors(recipe: Recipe) -> None:
+    """Check that an environment says in which state a chain is. A server elsewhere may do so in its results."""
+    advantage = recipe.train.advantage
+    if advantage.estimator != "gigpo" or advantage.anchors != "environment":
+        return
+    elsewhere = any(server.module is None for server in recipe.mcp_servers.values())
+    if elsewhere or any(_is_environment(found) and gives_anchors(found) for found in _modules(recipe)):
+        return
+    problem = "got 'gigpo', and no environment of the recipe defines anchor(), which says what state a turn begins in"
+    raise SettingError("train.advantage.estimator", problem, "define it, or set train.advantage.anchors=observation")
 
 
 def _check_chains(recipe: Recipe, purpose: Purpose) -> None:
@@ -335,6 +352,8 @@ def _check_chains(recipe: Recipe, purpose: Purpose) -> None:
         raise SettingError(
             "rewards", "empty, and no environment gives a reward", "name FILE.py:NAME of a @reward, or an Environment"
         )
+    if purpose == "train":
+        _check_anchors(recipe)
     check_context(rollout)
     if rollout.max_total_tokens > server.max_model_len:
         raise SettingError(

@@ -10,7 +10,7 @@ from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.import_path import is_installed
 from agentfactory.trainers.advantages import Estimator
 from agentfactory.trainers.best_checkpoint import AUTO
-from agentfactory.trainers.config import owners
+from agentfactory.trainers.config import ALGORITHMS, owners
 from agentfactory.trainers.metrics import METRICS
 from agentfactory.trainers.sync.backends import backend_of, check_backend
 
@@ -201,11 +201,14 @@ def _check_sft(recipe: Recipe) -> None:
 
 def _check_algorithm(recipe: Recipe) -> None:
     train, estimator = recipe.train, recipe.train.advantage.estimator
-    compares = Estimator(train.advantage).compares
-    if (compares or estimator == "reinforce_pp_baseline") and recipe.rollout.group_size < 2:
+    compares = Estimator(train.advantage).compares or estimator in ("reinforce_pp_baseline", "gigpo")
+    if compares and recipe.rollout.group_size < 2:
         raise SettingError("rollout.group_size", f"got 1: {estimator} compares the chains of a task", "use at least 2")
-    if train.loss.kl.place == "reward" and (compares or estimator == "reinforce_pp_baseline"):
-        problem = f"got 'reward', but advantage.estimator={estimator} gives all tokens of a chain the same"
+    if estimator == "gigpo":
+        _check_gigpo(recipe)
+    if train.loss.kl.place == "reward" and compares:
+        whole = "turn" if estimator == "gigpo" else "chain"
+        problem = f"got 'reward', but advantage.estimator={estimator} gives all tokens of a {whole} the same"
         raise SettingError("train.loss.kl.place", problem, "use loss, or the estimator reinforce_pp or gae")
     if ".py:" in train.loss.policy:
         # imported here, because it imports torch
@@ -222,6 +225,17 @@ def _check_algorithm(recipe: Recipe) -> None:
     if train.overlong is not None and train.overlong.buffer > recipe.rollout.max_total_tokens:
         problem = f"got {train.overlong.buffer}, more than rollout.max_total_tokens={recipe.rollout.max_total_tokens}"
         raise SettingError("train.overlong.buffer", problem, "lower it")
+
+
+def _check_gigpo(recipe: Recipe) -> None:
+    train = recipe.train
+    preset = ALGORITHMS[train.algorithm].get("train.advantage.estimator", "gigpo")
+    if preset != "gigpo":
+        problem = f"got {train.algorithm!r} with advantage.estimator=gigpo: it is the estimator {preset}"
+        raise SettingError("train.algorithm", problem, "use gigpo, or remove the estimator")
+    if train.advantage.scale == "batch":
+        problem = "got 'batch' with advantage.estimator=gigpo: turns in the same state are too few chains' to share it"
+        raise SettingError("train.advantage.scale", problem, "use group or none")
 
 
 def _check_unused(recipe: Recipe) -> None:

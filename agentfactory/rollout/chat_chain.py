@@ -64,7 +64,7 @@ class ChatEpisode(Episode):
         specs = self.specs if words.parser.native else []
         with self.timeline.measure(Activity.MODEL, self.trajectory.turns):
             answer = await self.endpoint.ask(await self._shown(), specs, self.sampling.temperature, left)
-        self.trajectory.turns += 1
+        self.trajectory.note_turn(self.anchor)
         self.length = answer.length or self.length
         self.sampled = None if self.sampled is None or answer.sampled is None else self.sampled + answer.sampled
         parsed = words.read(answer.message, self.counts["tool_calls"], self.specs, self._call_ids())

@@ -63,6 +63,8 @@ class Episode:
         self.sampling = sampling
         self.limits = ChainLimits(setup.recipe.limits, setup.rates, setup.renderer.cut)
         self.timeline = Timeline(trajectory.timeline)
+        self.anchor: str | None = None
+        """That of the state in which the current turn is taken."""
         self.counts: Counter[str] = Counter()
         self.seconds: dict[str, float] = defaultdict(float)
         """Tool -> seconds spent in its calls."""
@@ -96,6 +98,7 @@ class Episode:
         trajectory = self.trajectory
         while True:
             try:
+                self.anchor = session.anchor
                 completion, parsed = await self._take_turn()
             except ContextOverflowError:
                 return StopReason.CONTEXT_OVERFLOW
@@ -134,7 +137,7 @@ class Episode:
         except Exception as error:
             self._blame_agent("generate", error)
             raise
-        self._append(completion)
+        self._append(completion, self.anchor)
         # keep what was sampled in the trajectory, even if the agent fails
         try:
             parsed = agent.parse(turn, completion)
@@ -171,9 +174,9 @@ class Episode:
             generate=generate,
         )
 
-    def _append(self, completion: Completion) -> None:
+    def _append(self, completion: Completion, anchor: str | None = None) -> None:
         self.row.append_sampled(completion.token_ids, completion.logprobs, completion.versions, completion.mask)
-        self.trajectory.turns += 1
+        self.trajectory.note_turn(anchor)
 
     def _note_roles(self, parsed: Parsed, completion: Completion) -> None:
         # a user's agent may have parsed something other than the turn

@@ -208,6 +208,8 @@ def _group(saved: Any) -> Group:
             # JSON as Python writes it can hold others
             if reward is not None and not math.isfinite(reward):
                 raise ValueError(f"chain {chain.id} has the reward {reward!r}, which is no finite number")
+        if chain.anchors and len(chain.anchors) != chain.turns:
+            raise ValueError(f"chain {chain.id} has {chain.turns} turns and {len(chain.anchors)} anchors")
     return group
 
 

@@ -218,8 +218,17 @@ class Trajectory:
     stop_reason: StopReason | None = None
     malformed_turns: list[int] = field(default_factory=list)
     """Numbers of the assistant turns, from 0, whose calls could not be read."""
+    anchors: list[str | None] = field(default_factory=list)
+    """Per assistant turn, the anchor of the state that its environment was in before it (None: it had none); empty if
+    no environment gives any."""
     timeline: list[Stretch] = field(default_factory=list)
     """Where the `seconds` went, in the order in which the stretches ended."""
+
+    def note_turn(self, anchor: str | None = None) -> None:
+        """Count an assistant turn, which was taken in the state with this anchor."""
+        if anchor is not None or self.anchors:
+            self.anchors += [*[None] * (self.turns - len(self.anchors)), anchor]
+        self.turns += 1
 
     def turn_spans(self) -> list[tuple[int, int, int]]:
         """Return (row, start, end) of each assistant turn: its tokens are [start, end) of `rows[row]`, starting at the

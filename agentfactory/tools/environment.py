@@ -37,6 +37,15 @@ class Environment:
         """
         raise NotImplementedError(f"{type(self).__name__} has no reward(): define one, or give the recipe `rewards:`")
 
+    def anchor(self) -> Any:
+        """Return what identifies the state that the chain is in, such as a position: a text, a number, or lists, tuples
+        and dicts of them. None: this state is to be compared with no other.
+
+        Turns of a task's chains that begin at equal anchors are compared with each other by the estimator `gigpo`.
+        Called after `reset` and after each tool; a plain method, which must not block.
+        """
+        return None
+
     def release(self, *args: Any, **kwargs: Any) -> Any:
         """Forget the chain, which has ended or failed. Called once for each chain, before another chain's `reset`."""
         return None
@@ -53,6 +62,11 @@ class Environment:
     def close(self, *args: Any, **kwargs: Any) -> Any:
         """Release the instance's resources. Called once, when no further chain will get it."""
         return None
+
+
+def gives_anchors(environment: type[Environment]) -> bool:
+    """Return whether the class says in which state a chain is."""
+    return environment.anchor is not Environment.anchor
 
 
 def reset_schema(environment: type[Environment]) -> dict[str, Any]:

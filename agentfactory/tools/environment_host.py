@@ -24,6 +24,10 @@ _CLOSE_SECONDS = 5.0
 """How long a server that ends waits for its instances to close."""
 
 
+Then = Callable[[Any, Environment], Any]
+"""Converts what a method of an instance returned, before another call of the instance begins."""
+
+
 class NoState(Exception):
     """A call for a chain that has no instance."""
 
@@ -41,15 +45,15 @@ class _Instance:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(
-        self, method: Callable[..., Any], arguments: dict[str, Any], then: Callable[[Any], Any] = lambda value: value
+        self, method: Callable[..., Any], arguments: dict[str, Any], then: Then = lambda value, environment: value
     ) -> Any:
         await self.lock.acquire()
         if is_async(method):
             try:
-                return then(await method(**arguments))
+                return then(await method(**arguments), self.environment)
             finally:
                 self.lock.release()
-        result = run_in_thread(lambda: then(method(**arguments)))
+        result = run_in_thread(lambda: then(method(**arguments), self.environment))
         result.add_done_callback(self._release)
         # cancelling the call does not stop the thread: the lock is held until the method has returned
         return await asyncio.shield(result)
@@ -121,10 +125,10 @@ class EnvironmentHost:
                 with anyio.move_on_after(_CLOSE_SECONDS, shield=True):
                     await pool.close()
 
-    async def reset(self, key: str, task: dict[str, Any], then: Callable[[Any], Any]) -> Any:
+    async def reset(self, key: str, task: dict[str, Any], then: Then) -> Any:
         """Lease an instance to the chain `key`, replacing one that it has, and begin `task` on it.
 
-        Returns the result of `then` for reset's answer.
+        Returns the result of `then` for reset's answer and the instance.
 
         Raises:
             ToolInfrastructureError: no instance became free in time.
@@ -154,8 +158,8 @@ class EnvironmentHost:
         chain.broken = False
         return opening
 
-    async def call(self, key: str, attribute: str, arguments: dict[str, Any], then: Callable[[Any], Any]) -> Any:
-        """Call a method of the chain's instance; return the result of `then` for its result.
+    async def call(self, key: str, attribute: str, arguments: dict[str, Any], then: Then) -> Any:
+        """Call a method of the chain's instance; return the result of `then` for its result and the instance.
 
         Raises:
             NoState: the chain has no instance.

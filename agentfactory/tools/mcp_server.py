@@ -23,8 +23,9 @@ from mcp_types import (
     Tool,
 )
 
+from agentfactory.tools.anchors import ANCHOR_KEY, anchor_text
 from agentfactory.tools.config import PoolConfig
-from agentfactory.tools.environment import Environment, reset_schema
+from agentfactory.tools.environment import Environment, gives_anchors, reset_schema
 from agentfactory.tools.environment_host import EnvironmentHost, NoState, gives_reward, is_async
 from agentfactory.tools.messages import CallError, EnvironmentReward, ToolInfrastructureError, ToolSpec
 from agentfactory.tools.results import failure, result_of
@@ -111,6 +112,7 @@ class _ToolHost:
         self._functions: dict[str, ToolFunction] = {}
         self._methods: dict[str, tuple[str, ToolFunction]] = {}
         self._listing: dict[str, Tool] = {}
+        self._gives_anchors = False
         environments = [given.__name__ for given in objects if _is_environment(given)]
         if len(environments) > 1:
             raise TypeError(
@@ -133,11 +135,14 @@ class _ToolHost:
 
     def _list_environment(self, environment: type[Environment]) -> None:
         attributes = dict.fromkeys(name for base in reversed(environment.__mro__) for name in vars(base))
+        if is_async(environment.anchor):
+            raise TypeError(f"{environment.__name__}.anchor is async; make it a plain method, which must not block")
+        self._gives_anchors = gives_anchors(environment)
         for attribute in attributes:
             method = getattr(environment, attribute)
             if not is_tool(method):
                 continue
-            if method.spec.name in _HIDDEN:
+            if method.spec.name in _HIDDEN or attribute == "anchor":
                 raise TypeError(f"{environment.__name__}.{method.spec.name} is not for the model: take @tool off it")
             self._methods[method.spec.name] = (attribute, method)
             self._list(method.spec, "tool")
@@ -205,20 +210,34 @@ class _ToolHost:
         if name == "reset":
             return await environment.reset(chain, arguments, self._opening)
         if name == "reward":
-            return await environment.call(chain, "reward", {}, _verdict)
+            return await environment.call(chain, "reward", {}, lambda value, _: _verdict(value))
         if name == "close":
             await environment.release(chain)
             return CallToolResult(content=[])
         attribute, method = self._methods[name]
-        return await environment.call(chain, attribute, method.parse_arguments(arguments), self._result)
+        return await environment.call(chain, attribute, method.parse_arguments(arguments), self._observed)
 
     def _result(self, value: Any) -> CallToolResult:
         return result_of(value, self._most)
 
-    def _opening(self, value: Any) -> CallToolResult:
+    def _opening(self, value: Any, environment: Environment) -> CallToolResult:
         if isinstance(value, Finish):
             raise TypeError("reset() returned finish(...), but it only begins the chain")
-        return self._result(value)
+        return self._observed(value, environment)
+
+    def _observed(self, value: Any, environment: Environment) -> CallToolResult:
+        """Return the result of a method of `environment`, with the anchor of the state that it is in now. Raises
+        ToolInfrastructureError if it fails to give one, which no model caused."""
+        result = self._result(value)
+        if not self._gives_anchors:
+            return result
+        try:
+            anchor = anchor_text(environment.anchor())
+        except Exception as error:
+            told = f"{type(environment).__name__}.anchor: {type(error).__name__}: {error}"
+            raise ToolInfrastructureError(f"{told}; fix: return text, numbers, or lists or dicts of them") from error
+        result.meta = {**(result.meta or {}), ANCHOR_KEY: False if anchor is None else anchor}
+        return result
 
     def _cut(self, name: str, text: str) -> str:
         if self._most is not None:

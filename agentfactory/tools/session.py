@@ -15,6 +15,7 @@ from jsonschema.protocols import Validator
 from mcp import MCPError
 from mcp_types import INVALID_PARAMS, CallToolResult
 
+from agentfactory.tools.anchors import ANCHOR_KEY, anchor_text
 from agentfactory.tools.errors import short
 from agentfactory.tools.mcp_client import CallTimeout, Connection
 from agentfactory.tools.messages import (
@@ -68,6 +69,19 @@ class _Share:
     """Generation of the server process that contains the chain's state."""
     spoiled: bool = False
     """The instance must not serve another chain: it failed, or may still be working on an abandoned call."""
+    anchored: bool = False
+    """A result had an anchor."""
+    anchor: str | None = None
+    """That of the state after the last call; None if it is unknown."""
+
+    def note_anchor(self, result: CallToolResult) -> None:
+        """Note the state after a call. One that failed may have changed it, unless its arguments were wrong."""
+        meta = result.meta or {}
+        if ANCHOR_KEY in meta:
+            given = meta[ANCHOR_KEY]
+            self.anchored, self.anchor = True, None if given is False else anchor_text(given)
+        elif result.is_error and meta.get(ERROR_KEY) != CallError.INVALID_ARGUMENTS:
+            self.anchor = None
 
 
 class ToolSession:
@@ -83,6 +97,15 @@ class ToolSession:
         self._servers = servers
         self._routes = routes
         self._shares: dict[str, _Share] = {}
+
+    @property
+    def anchor(self) -> str | None:
+        """The anchor of the state that the chain is in: that of its environment, or of all that give anchors; None if
+        none does, or one is in a state without an anchor."""
+        anchors = [share.anchor for share in self._shares.values() if share.anchored]
+        if not anchors or None in anchors:
+            return None
+        return anchors[0] if len(anchors) == 1 else anchor_text(anchors)
 
     async def call(self, call: ToolCall, timeout_seconds: float | None = None) -> ToolResult:
         """Make one call. Mistakes of the model are returned as a result that it can read.
@@ -241,11 +264,13 @@ class ToolSession:
         self, share: _Share, tool: str, arguments: dict[str, Any], timeout_seconds: float | None
     ) -> CallToolResult:
         try:
-            return await share.connection.call(tool, arguments, self._key, share.generation, timeout_seconds)
+            result = await share.connection.call(tool, arguments, self._key, share.generation, timeout_seconds)
         except (CallTimeout, ToolInfrastructureError, MCPError, asyncio.CancelledError) as error:
             if not isinstance(error, MCPError) or error.code != INVALID_PARAMS:
-                share.spoiled = True
+                share.spoiled, share.anchor = True, None
             raise
+        share.note_anchor(result)
+        return result
 
 
 _KINDS = {kind.value: kind for kind in CallError}

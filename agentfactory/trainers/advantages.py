@@ -79,8 +79,41 @@ def process_advantages(
     return [returns([next(normalised) for _ in chain]) for chain in turn_rewards]
 
 
+def step_advantages(
+    turn_returns: Sequence[Sequence[float]], anchors: Sequence[Sequence[str | None]], scale: Scale = "group"
+) -> list[list[float]]:
+    """Advantages of turns among those that begin in the same state (Feng et al., 2025, GiGPO, arXiv:2505.10978,
+    equation 7).
+
+    The turns of a group's chains with equal anchors are a step group; their returns are normalised as the rewards of a
+    group's chains are in `grpo_advantages`, by mean and standard deviation, or by the mean alone (scale "none"). A turn
+    without an anchor, or alone with its anchor, has an advantage of 0. Both arguments have one list per chain, with an
+    entry per turn; the result has the same shape. Raises ValueError if they differ in shape.
+    """
+    if [len(chain) for chain in turn_returns] != [len(chain) for chain in anchors]:
+        raise ValueError("each turn needs a return and an anchor, which may be None")
+    result = [[0.0] * len(chain) for chain in turn_returns]
+    for members in step_groups(anchors):
+        advantages = grpo_advantages([turn_returns[chain][turn] for chain, turn in members], scale)
+        for (chain, turn), advantage in zip(members, advantages, strict=True):
+            result[chain][turn] = advantage
+    return result
+
+
+def step_groups(anchors: Sequence[Sequence[str | None]]) -> list[list[tuple[int, int]]]:
+    """Return the turns of a group's chains, each as chain and turn, by their anchors: those that begin at the same one
+    are together. `anchors` has one list per chain, with an entry per turn."""
+    members: dict[str, list[tuple[int, int]]] = {}
+    for chain, of_chain in enumerate(anchors):
+        for turn, anchor in enumerate(of_chain):
+            if anchor is not None:
+                members.setdefault(anchor, []).append((chain, turn))
+    return list(members.values())
+
+
 def returns(rewards: Sequence[float], gamma: float = 1.0) -> list[float]:
-    """Returns-to-go over the sampled tokens of a chain: G_t = r_t + gamma G_(t+1), and 0 after the last token."""
+    """Returns-to-go over the sampled tokens, or the turns, of a chain: G_t = r_t + gamma G_(t+1), and 0 after the
+    last."""
     result: list[float] = []
     following = 0.0
     for reward in reversed(rewards):
@@ -159,11 +192,26 @@ class ChainRewards:
     to the reference (train.loss.kl.place: reward). Empty for a chain that is not trained."""
     values: list[float] = field(default_factory=list)
     """Per token, the critic's; empty without one."""
+    anchors: list[str | None] = field(default_factory=list)
+    """Per turn, what identifies the state that it begins in; None, or empty, if that is unknown."""
 
     @property
     def tokens(self) -> int:
         """The number of tokens."""
         return len(self.token_rewards)
+
+    @property
+    def turn_spans(self) -> list[tuple[int, int]]:
+        """The tokens [start, end) of each turn."""
+        return list(pairwise([0, *self.turn_ends]))
+
+    @property
+    def rewards_by_turn(self) -> list[float]:
+        """Those of the turns, with the chain's added to its last turn's. `turn_ends` has to be known."""
+        rewards = list(self.turn_rewards) or [0.0] * len(self.turn_ends)
+        if rewards:
+            rewards[-1] += self.reward
+        return rewards
 
 
 Groups = Sequence[Sequence[ChainRewards]]
@@ -184,6 +232,24 @@ def reinforce_pp_baseline(groups: Groups) -> PerToken:
     return whiten(spread(groups, partial(grpo_advantages, scale="none"), "none"))
 
 
+def gigpo(groups: Groups, scale: Scale, gamma: float, step_weight: float) -> PerToken:
+    """Group-in-group advantages (Feng et al., 2025, GiGPO, arXiv:2505.10978, equations 3, 5 and 8): that of the whole
+    chain among the group's, from the sum of its rewards, plus `step_weight` times that of the turn among those that
+    begin in the same state (step_advantages), from the rewards from that turn on, discounted by `gamma` per turn."""
+    advantages: PerToken = []
+    for group in groups:
+        whole = grpo_advantages([chain.reward + sum(chain.turn_rewards) for chain in group], scale)
+        later = [returns(chain.rewards_by_turn, gamma) for chain in group]
+        anchors = [chain.anchors or [None] * len(chain.turn_ends) for chain in group]
+        steps = step_advantages(later, anchors, scale)
+        for chain, advantage, by_turn in zip(group, whole, steps, strict=True):
+            tokens = [advantage] * chain.tokens
+            for (start, end), step in zip(chain.turn_spans, by_turn, strict=True):
+                tokens[start:end] = [value + step_weight * step for value in tokens[start:end]]
+            advantages.append(tokens)
+    return advantages
+
+
 def reinforce_pp(groups: Groups, gamma: float) -> PerToken:
     """Returns per token, whitened over the batch: see whiten."""
     return whiten([returns(chain.token_rewards, gamma) for group in groups for chain in group])
@@ -202,6 +268,7 @@ ESTIMATORS: dict[str, Callable[..., Any]] = {
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "gae": gae,
+    "gigpo": gigpo,
 }
 """`train.advantage.estimator` -> function. Its parameters are some of INPUTS, and fields of AdvantageConfig."""
 
@@ -280,7 +347,7 @@ def spread(groups: Groups, estimate: Callable[[list[float]], list[float]], scale
         for chain, advantage, by_turn in zip(group, whole, turns, strict=True):
             tokens = [advantage] * chain.tokens
             if by_turn:
-                for (start, end), added in zip(pairwise([0, *chain.turn_ends]), by_turn, strict=True):
+                for (start, end), added in zip(chain.turn_spans, by_turn, strict=True):
                     tokens[start:end] = [value + added for value in tokens[start:end]]
             advantages.append(tokens)
     return advantages

@@ -17,7 +17,7 @@ ACCELERATE = (Path(__file__).parents[1] / "recipes" / "accelerate").resolve()
 """Configurations for accelerate's launcher, one file per `train.strategy`."""
 
 
-ESTIMATORS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae")
+ESTIMATORS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "gigpo")
 POLICIES = ("clip", "gspo", "cispo", "sapo", "reinforce")
 
 
@@ -38,18 +38,24 @@ class AdvantageConfig(Section):
     estimator: str = "grpo"
     """grpo: reward minus the group's mean; rloo: reward minus the mean of the others; reinforce_pp: return, whitened
     over the batch; reinforce_pp_baseline: reward minus the group's mean, whitened over the batch; gae: with a learned
-    critic; or `FILE.py:NAME` of your own function (docs/add-an-algorithm.md)."""
+    critic; gigpo: grpo's, plus a turn's among those in the same state; or `FILE.py:NAME` of your own function
+    (docs/add-an-algorithm.md)."""
     options: Options = {}
     """FILE.py:NAME: arguments for its further parameters."""
-    scale: Literal["none", "group", "batch"] = Field(default="group", json_schema_extra=_of("grpo"))
-    """grpo: divide by the standard deviation of the group's rewards, or of the batch's."""
+    scale: Literal["none", "group", "batch"] = Field(default="group", json_schema_extra=_of("grpo", "gigpo"))
+    """grpo, gigpo: divide by the standard deviation of the group's rewards, or (grpo) of the batch's."""
     malformed_turns: Literal["blamed", "like_others"] = "blamed"
     """blamed: tokens of a turn whose calls cannot be read get an advantage of at most minus the root mean square of
     their group's advantages, so that a chain that succeeds despite such a turn does not reinforce it."""
-    gamma: Share = Field(default=1.0, json_schema_extra=_of("reinforce_pp", "gae"))
-    """reinforce_pp, gae: discount per sampled token."""
+    gamma: Share = Field(default=1.0, json_schema_extra=_of("reinforce_pp", "gae", "gigpo"))
+    """reinforce_pp, gae: discount per sampled token; gigpo: per turn."""
     gae_lambda: Share = Field(default=1.0, json_schema_extra=_of("gae"))
     """gae: 1 uses whole returns; lower values rely more on the critic."""
+    step_weight: float = Field(default=1.0, ge=0, json_schema_extra=_of("gigpo"))
+    """gigpo: weight of a turn's advantage among turns in the same state; that of its chain has 1."""
+    anchors: Literal["environment", "observation"] = Field(default="environment", json_schema_extra=_of("gigpo"))
+    """gigpo: turns begin in the same state if the environment says so (Environment.anchor), or if the model was shown
+    the same since its last turn."""
 
     @field_validator("estimator")
     @classmethod
@@ -185,6 +191,7 @@ class TrainConfig(Section):
         "reinforce_pp",
         "reinforce_pp_baseline",
         "ppo",
+        "gigpo",
         "sft",
     ] = "grpo"
     """Sets the defaults of `advantage`, `loss` and others; the recipe can change each of them. sft: supervised
@@ -354,6 +361,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "reinforce_pp_baseline": {"train.advantage.estimator": "reinforce_pp_baseline"},
     # arXiv:1707.06347
     "ppo": {"train.advantage.estimator": "gae"},
+    # arXiv:2505.10978, with the discount of its published code
+    "gigpo": {"train.advantage.estimator": "gigpo", "train.advantage.gamma": 0.95},
     "sft": {},
 }
 """The defaults of each algorithm, by recipe field."""

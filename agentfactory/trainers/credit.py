@@ -16,6 +16,7 @@ from agentfactory.rollout.config import OutcomePolicy
 from agentfactory.rollout.trajectory import Group, Row, Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.advantages import ChainRewards, Estimator
+from agentfactory.trainers.anchors import step_metrics, turn_anchors
 from agentfactory.trainers.batch import TrainingRow, training_row
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.losses import kl, token_weights
@@ -49,6 +50,8 @@ class _Chain:
     """Indices of these rows in the trajectory; rows without sampled tokens are not trained."""
     sources: list[Row]
     """The trajectory's rows that these were made from."""
+    anchors: list[str | None]
+    """Per turn; empty if they are not known."""
 
     @property
     def tokens(self) -> int:
@@ -134,13 +137,15 @@ class Credit:
         told = iter(zip(chains, costs, strict=True))
         groups = [
             [
-                ChainRewards(c.reward, c.turn_rewards, c.ends, cost, c.stream("value") if has_critic else [])
+                ChainRewards(c.reward, c.turn_rewards, c.ends, cost, c.stream("value") if has_critic else [], c.anchors)
                 for c, cost in (next(told) for _ in group)
             ]
             for group in self._groups
         ]
         advantages, targets = Estimator(self._recipe.train.advantage)(groups)
         _check_finite(advantages, self._recipe.train.advantage.estimator)
+        if self._recipe.train.advantage.estimator == "gigpo":
+            metrics |= step_metrics(groups)
         if targets:
             pairs = [(t, c.stream("value")) for c, t in zip(chains, targets, strict=True)]
             errors = [r - v for target, values in pairs for r, v in zip(target, values, strict=True)]
@@ -217,16 +222,18 @@ def _chain(trajectory: Trajectory, trained: bool, recipe: TrainRecipe) -> _Chain
     made = [(row, place) for place, row in enumerate(map(training_row, trajectory.rows)) if row] if trained else []
     rows, places = [row for row, _ in made], [place for _, place in made]
     sources = [trajectory.rows[place] for place in places]
-    malformed = trajectory.malformed_turns if recipe.train.advantage.malformed_turns == "blamed" else []
-    if trajectory.turn_rewards is None and not malformed:
-        return _Chain(trajectory.id, reward, [], [], [], rows, places, sources)
+    advantage = recipe.train.advantage
+    malformed = trajectory.malformed_turns if advantage.malformed_turns == "blamed" else []
+    anchors = turn_anchors(trajectory, advantage.anchors)
+    if trajectory.turn_rewards is None and not malformed and not anchors and advantage.estimator != "gigpo":
+        return _Chain(trajectory.id, reward, [], [], [], rows, places, sources, [])
     # without context to predict it from, the first token of a row is not trained: see training_row
     lengths = [
         int(np.count_nonzero(trajectory.rows[row].mask[max(start, 1) : end]))
         for row, start, end in trajectory.turn_spans()
     ]
     ends = list(accumulate(lengths))
-    return _Chain(trajectory.id, reward, trajectory.turn_rewards or [], ends, malformed, rows, places, sources)
+    return _Chain(trajectory.id, reward, trajectory.turn_rewards or [], ends, malformed, rows, places, sources, anchors)
 
 
 def _blame_malformed_turns(chains: Sequence[_Chain], advantages: Sequence[list[float]]) -> None:

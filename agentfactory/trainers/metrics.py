@@ -52,6 +52,8 @@ METRICS = [
     Metric("curriculum/passed_over", "", "tasks that rollout.curriculum skipped while the batch was created"),
     Metric("curriculum/solved", "", "tasks that are now solved"),
     Metric("curriculum/hopeless", "", "tasks that are now hopeless"),
+    Metric("step_groups/turns", "", "gigpo: share of the turns that are compared with others in the same state"),
+    Metric("step_groups/size", "", "gigpo: mean number of turns that are compared with each other"),
     Metric("clip_fraction", "", "share of the tokens whose probability ratio is clipped, mean over updates"),
     Metric("entropy", "nats", "mean entropy of the policy at the trained tokens, before the step's first update"),
     Metric("mismatch/mean", "nats", "mean |trainer - server| log-probability of the trained tokens, before the update"),

@@ -62,6 +62,11 @@ class TreasureHunt(Environment):
             return "You have no moves left."
         return f"The treasure lies {compass(self.here, self.treasure)}."
 
+    def anchor(self) -> Cell | None:
+        """Return where the agent stands, so that `gigpo` compares moves from the same cell; None once the hunt is
+        over."""
+        return None if self.here == self.treasure or self.moves_left == 0 else self.here
+
     def reward(self) -> dict[str, float]:
         """Return `reward` and `success`: whether the treasure was found."""
         success = float(self.here == self.treasure)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.commands.new import NewError, write_task
+from agentfactory.commands.new import TEMPLATES, NewError, write_task
 from agentfactory.launching.prepare import prepare
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
@@ -24,10 +24,10 @@ SHORT = [
 ]
 
 
-@pytest.fixture(scope="module", params=["text", "vision"])
+@pytest.fixture(scope="module", params=TEMPLATES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new task, of either kind."""
-    return write_task("my_own", tmp_path_factory.mktemp("new") / "deep" / "task", vision=request.param == "vision")
+    """A new task of each kind."""
+    return write_task("my_own", tmp_path_factory.mktemp("new") / "deep" / "task", kind=request.param)
 
 
 def test_the_command_says_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agentfactory: Command) -> None:
@@ -95,13 +95,13 @@ def test_no_held_out_task_is_trained(folder: Path) -> None:
     )
     assert len(trained) >= 900
     assert len(held_out) == 100
-    # the same is asked of every picture
+    # the same is asked of every picture, and of all fish of a kind
     for subject in ("images",) if "images" in trained[0] else ("question",):
         assert not {str(row[subject]) for row in trained} & {str(row[subject]) for row in held_out}
 
 
 def test_the_pictures_of_a_task_differ_and_are_small(tmp_path: Path) -> None:
-    folder = write_task("cloths", tmp_path / "new", vision=True)
+    folder = write_task("cloths", tmp_path / "new", kind="vision")
     pictures = [path.read_bytes() for path in (folder / "pictures").iterdir()]
     assert len(set(pictures)) == len(pictures) == 250
     assert sum(map(len, pictures)) < 2**20

@@ -11,7 +11,7 @@ import pytest
 
 from tests.learn.runs import FULL, SEEDS, assert_risen, shortened, train
 
-ALL = "ppo reinforce_pp rloo dapo gspo"
+ALL = "ppo reinforce_pp rloo dapo gspo gigpo"
 ALGORITHMS = os.environ.get("ALGORITHMS", ALL if FULL else "ppo rloo gspo").split()
 
 

@@ -8,6 +8,7 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import ALGORITHMS
 
+GIGPO = ["train.advantage.estimator=gigpo", "train.advantage.anchors=observation"]
 REFUSED = {
     "k1 in the loss": (
         ["train.loss.kl.coefficient=0.1", "train.loss.kl.estimator=k1"],
@@ -32,6 +33,22 @@ REFUSED = {
         "correction",
     ),
     "dropout of an adapter": (["model.lora={rank: 4, dropout: 0.1}"], "model.lora.dropout", "use 0"),
+    "distance in the reward of a turn": (
+        [*GIGPO, "train.loss.kl.coefficient=0.1", "train.loss.kl.place=reward"],
+        "train.loss.kl.place",
+        "reinforce_pp or gae",
+    ),
+    "states that nobody tells": (["train.algorithm=gigpo"], "train.advantage.estimator", "anchors=observation"),
+    "states and a critic": ([*GIGPO, "train.algorithm=ppo"], "train.algorithm", "use gigpo, or remove the estimator"),
+    "states and the others' mean": ([*GIGPO, "train.algorithm=rloo"], "train.algorithm", "use gigpo"),
+    "states and the batch's deviation": (
+        [*GIGPO, "train.advantage.scale=batch"],
+        "train.advantage.scale",
+        "use group or none",
+    ),
+    "states of one chain": ([*GIGPO, "rollout.group_size=1"], "rollout.group_size", "at least 2"),
+    "weight of no state": (["train.advantage.step_weight=0.5"], "train.advantage.step_weight", "remove it"),
+    "anchors of no state": (["train.advantage.anchors=observation"], "train.advantage.anchors", "remove it"),
     "another algorithm's option": (["train.algorithm=cispo", "train.loss.clip_low=0.1"], "train.loss.clip_low", "gspo"),
 }
 
@@ -51,7 +68,14 @@ def test_refused(project: Path, case: str) -> None:
         ["train.loss.kl={coefficient: 0.1, estimator: k2}"],
         ["train.loss.mismatch={correction: geometric_mask, low: 0.99, high: 1.01}"],
         ["train.loss.mismatch.high=0.4"],
-        *([f"train.algorithm={name}"] for name in ALGORITHMS),
+        *([f"train.algorithm={name}"] for name in ALGORITHMS if name != "gigpo"),
+        *(
+            [*GIGPO, f"train.algorithm={name}"]
+            for name in ("gigpo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo")
+        ),
+        # an environment that says where it is, and a server that may
+        ["train.algorithm=gigpo", "tools=[my_tools.py:Place]"],
+        ["train.algorithm=gigpo", "mcp_servers={parts: {command: python, args: [parts.py]}}"],
     ],
 )
 def test_accepted(project: Path, overrides: list[str]) -> None:

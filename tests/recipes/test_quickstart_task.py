@@ -54,6 +54,20 @@ def test_the_way_to_the_treasure() -> None:
     assert environment.reward() == {"reward": pytest.approx(0.5 * (1 - 1 / 3)), "success": 0.0}
 
 
+def test_the_anchor_is_the_cell_until_the_hunt_is_over() -> None:
+    environment = hunt([1, 1], [1, 3])
+    seen = [environment.anchor()]
+    for direction in ("north", "east", "east"):
+        environment.move(direction)
+        seen.append(environment.anchor())
+    # against the wall, one step, and the treasure
+    assert seen == [(1, 1), (1, 1), (1, 2), None]
+    environment = hunt([1, 1], [1, 3])
+    for _ in range(4):
+        environment.move("north")
+    assert environment.anchor() is None
+
+
 def test_moves_run_out() -> None:
     environment = hunt([1, 1], [1, 3])
     assert environment.move("north") == "The treasure lies east."  # a wall: the move is spent in place

@@ -62,6 +62,7 @@ class AlfWorld(Environment):
         published = None if data is None else PublishedGames(data)
         self._show_actions, self._max_steps = show_actions, max_steps
         self._play: Play | None = None
+        self._scene: Scene | None = None
         self._steps, self._won, self._type = 0, False, ""
         self._key = (count, games_per_process, python)
         self._engine = _engines.acquire(self._key, lambda: Engine(count, games_per_process, found_python(python)))
@@ -80,6 +81,7 @@ class AlfWorld(Environment):
         except GameError as error:
             raise ValueError(f"game: got {game!r}, which cannot be loaded: {error}") from error
         self._type = task_type
+        self._scene = scene
         return self._shown(scene)
 
     @tool
@@ -91,7 +93,7 @@ class AlfWorld(Environment):
                 heat apple 1 with microwave 1, use desklamp 1, look, inventory or help.
         """
         assert self._play is not None, "reset() begins a game"
-        scene = self._play.act(command)
+        scene = self._scene = self._play.act(command)
         self._steps += 1
         self._won = scene.won
         if scene.won or self._steps >= self._max_steps:
@@ -103,11 +105,16 @@ class AlfWorld(Environment):
         by_type = {self._type: float(self._won)} if self._type else {}
         return {"reward": float(self._won), "success": float(self._won), "steps": float(self._steps), **by_type}
 
+    def anchor(self) -> list[Any] | None:
+        """Return what the last action showed, and the actions that would do something; None once the task is done."""
+        scene = self._scene
+        return None if scene is None or scene.won else [scene.observation, scene.admissible]
+
     def release(self) -> None:
         """End the game."""
         if self._play is not None:
             self._play.close()
-        self._play = None
+        self._play = self._scene = None
         self._steps, self._won, self._type = 0, False, ""
 
     def gauges(self) -> dict[str, float]:

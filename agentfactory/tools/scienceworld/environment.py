@@ -69,6 +69,7 @@ class ScienceWorld(Environment):
         self._jvms: Jvms = open_jvms(heap_mb, games_per_jvm)
         self._play: Play | None = None
         self._last = Step("", 0, False, 0)
+        self._seen = ""
 
     @classmethod
     def check_machine(cls) -> None:
@@ -87,7 +88,8 @@ class ScienceWorld(Environment):
         chosen = resolved(self._simplifications if simplifications is None else simplifications, name)
         self._play = self._jvms.play(name, check_variation(name, variation), chosen)
         game = self._play.game
-        return f"{game.description()}\n\n{self._shown(game.look())}"
+        self._seen = game.look()
+        return f"{game.description()}\n\n{self._shown(self._seen)}"
 
     @tool
     def act(self, action: str) -> Any:
@@ -101,6 +103,7 @@ class ScienceWorld(Environment):
         # Java's texts have no lone surrogates
         text = action[:_LONGEST_ACTION].encode("utf-8", "replace").decode()
         last = self._last = game.step(text)
+        self._seen = last.observation
         info = {"score": last.score, "moves": last.moves, "reward": (last.score - before.score) / 100}
         if last.completed or last.moves > self._max_moves:
             return finish({"observation": last.observation, **info})
@@ -136,6 +139,12 @@ class ScienceWorld(Environment):
             "failed": float(last.score < 0),
             "moves": float(last.moves),
         }
+
+    def anchor(self) -> tuple[str, int] | None:
+        """Return what the last action showed, and the score: the engine's whole state would take it milliseconds. None
+        once the task is done or has failed."""
+        last = self._last
+        return None if last.completed else (self._seen, last.score)
 
     def release(self) -> None:
         """Let go of the game."""

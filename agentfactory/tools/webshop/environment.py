@@ -57,6 +57,7 @@ class WebShop(Environment):
         self._show_actions = show_actions
         self._visit: Visit | None = None
         self._score: Score | None = None
+        self._shown = ""
 
     def reset(self, goal: int, **task: Any) -> str:
         """Begin at the search page with the goal of this number.
@@ -111,6 +112,11 @@ class WebShop(Environment):
             "price": judged.price,
         }
 
+    def anchor(self) -> list[Any] | None:
+        """Return the page, and the options that are chosen, which it does not show; None after a purchase."""
+        visit = self._here()
+        return None if visit.page is Page.DONE else [self._shown, visit.options]
+
     def release(self) -> None:
         """Forget the visit."""
         self._visit = self._score = None
@@ -124,6 +130,7 @@ class WebShop(Environment):
         text = pages.render(visit, self._shop, self._layout)
         if self._show_actions and visit.page is not Page.DONE:
             text += f"\nClickable: {', '.join(pages.clickable(visit, self._shop, self._layout))}"
+        self._shown = text
         return text
 
 

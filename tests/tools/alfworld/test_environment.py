@@ -121,6 +121,21 @@ def test_what_does_nothing_is_told_so_and_the_limit_of_steps_ends_the_chain(game
         environment.close()
 
 
+def test_the_anchor_is_what_is_seen_and_what_can_be_done(environment: AlfWorld) -> None:
+    environment.reset("valid_seen/000002")
+    first = environment.anchor()
+    assert first is not None
+    environment.action("look")
+    look = environment.anchor()
+    environment.action("go to toilet 1")
+    there = environment.anchor()
+    environment.action("take cloth 2 from toilet 1")
+    environment.action("go to cabinet 4")
+    environment.action("go to toilet 1")
+    # what can be done tells that the agent holds a cloth
+    assert environment.anchor() not in (first, look, there)
+
+
 def test_observations_can_end_with_the_admissible_actions() -> None:
     environment = AlfWorld(python=PYTHON, processes=1, show_actions=True)
     try:

@@ -359,6 +359,23 @@ def test_a_missing_engine_is_told_with_the_tasks(monkeypatch: pytest.MonkeyPatch
             use()
 
 
+def test_the_anchor_is_what_was_seen_last_and_the_score() -> None:
+    world = ScienceWorld()
+    try:
+        world.reset("find-living-thing", 0)
+        first = world.anchor()
+        assert first is not None
+        assert first[1] == 0
+        world.valid_actions()
+        assert world.anchor() == first
+        world.act("teleport to outside")
+        assert world.anchor() == ("You teleport to the outside.", 8)
+        world.act("focus on air")
+        assert world.anchor() is None, "the task has failed"
+    finally:
+        world.close()
+
+
 def test_actions_of_a_tool_called_directly() -> None:
     world = ScienceWorld()
     try:

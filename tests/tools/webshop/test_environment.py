@@ -99,6 +99,27 @@ async def test_a_purchase_ends_the_chain_and_is_judged(theirs: Shopper) -> None:
     assert theirs.environment.reward() == {"reward": 1.0, "success": 1.0, "bought": 1.0, **parts}
 
 
+async def test_the_anchor_is_the_page_and_what_is_chosen(theirs: Shopper) -> None:
+    """The page does not show what is chosen."""
+
+    async def anchors(*targets: str) -> list[Any]:
+        seen = []
+        await theirs.act("search", "chair")
+        for target in targets:
+            await theirs.click(target)
+            seen.append(json.dumps(theirs.environment.anchor()))
+        return seen
+
+    page, chosen, again, back = await anchors("B000000005", "s", "s", "< Prev")
+    assert page != chosen == again
+    assert (await anchors("B000000005", "m"))[0] == page
+    assert (await anchors("B000000005", "m"))[1] not in (page, chosen)
+    assert back not in (page, chosen)
+    await theirs.click("B000000005")
+    await theirs.click("Buy Now")
+    assert theirs.environment.anchor() is None
+
+
 async def test_what_was_chosen_is_forgotten_with_the_next_search_and_replaced_by_the_next_value(
     theirs: Shopper,
 ) -> None:

@@ -1,0 +1,235 @@
+"""Anchors of states, from an environment or any MCP server into trajectories and back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mcp import MCPError
+
+from agentfactory.rollout.group_files import append_group, read_groups
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
+from agentfactory.tools.environment import Environment
+from agentfactory.tools.mcp_server import OwnServer, build_server
+from agentfactory.tools.tool import tool
+from tests.scripted_chains import scripted_chains
+
+WALK = '''
+import asyncio
+from agentfactory import Environment, reward, tool
+
+
+class Walk(Environment):
+    """A walk on a line. There is no state below 0."""
+
+    def reset(self, start: int = 0, **task):
+        self.here = start
+
+    @tool
+    def go(self, steps: int) -> str:
+        """Go some steps."""
+        self.here += steps
+        return f"at {self.here}"
+
+    @tool
+    async def rest(self, seconds: float) -> str:
+        """Stay."""
+        await asyncio.sleep(seconds)
+        return "rested"
+
+    @tool
+    def jump(self) -> str:
+        """Jump, and fall."""
+        self.here += 1
+        raise RuntimeError("fell")
+
+    def anchor(self):
+        return (self.here, "here") if self.here >= 0 else None
+
+    def reward(self):
+        return 1.0
+
+
+class Weather(Environment):
+    """The weather of a walk."""
+
+    def reset(self, weather: str = "sun", **task):
+        self.weather = weather
+
+    def anchor(self):
+        return self.weather
+
+
+@reward
+def one():
+    return 1.0
+'''
+
+PARTS = '''
+import sys
+from mcp.server.mcpserver import MCPServer
+from mcp_types import CallToolResult, TextContent
+
+server = MCPServer("parts")
+count = 0
+
+
+@server.tool()
+def take() -> CallToolResult:
+    """Take a part."""
+    global count
+    count += 1
+    meta = {"agentfactory/anchor": {"taken": count}}
+    return CallToolResult(content=[TextContent(type="text", text="took")], _meta=meta)
+
+
+@server.tool()
+def look() -> str:
+    """Look at the parts."""
+    return f"{count} parts"
+
+
+server.run()
+'''
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+async def play(folder: Path, texts: list[str], task: dict[str, Any] | None = None, **fields: Any) -> Trajectory:
+    fields = {"tools": ["notes.py:Walk"], "rewards": [], **fields}
+    async with scripted_chains(folder, texts, source=WALK, **fields) as scripted:
+        return await scripted.run(**(task or {}))
+
+
+SERVERS = {
+    "in process": {},
+    "stdio": {
+        "tools": [],
+        "mcp_servers": {
+            "walk": {"command": "python", "args": ["-m", "agentfactory.tools.serve", "notes.py:Walk"]},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("where", [pytest.param("in process"), pytest.param("stdio", marks=pytest.mark.processes)])
+async def test_each_turn_has_the_state_before_it(tmp_path: Path, where: str) -> None:
+    """A turn that cannot be read, an unknown tool and wrong arguments change nothing; a tool that raises may have
+    changed the state, which is known again after the next call."""
+    texts = [
+        call("go", steps=2), "<tool_call>\n{", call("fly"), call("go", steps="far"), call("jump"), call("go", steps=-1),
+        call("go", steps=-9), call("go", steps=10), "done",
+    ]  # fmt: skip
+    chain = await play(tmp_path, texts, {"start": 3}, rollout={"max_turns": 12}, **SERVERS[where])
+    here = ['[3, "here"]', *['[5, "here"]'] * 4, None, '[5, "here"]', None, '[6, "here"]']
+    assert (chain.outcome, chain.turns, chain.anchors) == (Outcome.COMPLETED, 9, here)
+
+
+async def test_calls_of_one_turn_leave_the_state_of_the_last(tmp_path: Path) -> None:
+    chain = await play(tmp_path, [call("go", steps=1) + "\n" + call("go", steps=1), "done"])
+    assert chain.anchors == ['[0, "here"]', '[2, "here"]']
+
+
+async def test_a_call_that_times_out_leaves_an_unknown_state(tmp_path: Path) -> None:
+    server = {"walk": {"module": "notes.py:Walk", "timeout_seconds": 0.05}}
+    chain = await play(tmp_path, [call("rest", seconds=0.5), "done"], tools=[], mcp_servers=server)
+    assert chain.anchors == ['[0, "here"]', None]
+
+
+async def test_several_environments_have_a_state_together(tmp_path: Path) -> None:
+    tools = ["notes.py:Walk", "notes.py:Weather"]
+    texts = [call("go", steps=1), call("go", steps=-5), "done"]
+    chain = await play(tmp_path, texts, tools=tools)
+    # the second is a text in a list of texts; a state without an anchor has none together with the others
+    assert chain.anchors == [json.dumps([f'[{step}, "here"]', "sun"]) for step in (0, 1)] + [None]
+    only = await play(tmp_path, ["done"], tools=["notes.py:Weather"], rewards=["notes.py:one"])
+    assert only.anchors == ["sun"]
+
+
+@pytest.mark.processes
+async def test_any_server_can_give_anchors(tmp_path: Path) -> None:
+    """A server of others gives the first one with the result of its first call; results without one change nothing."""
+    (tmp_path / "parts.py").write_text(PARTS)
+    server = {"parts": {"command": "python", "args": ["parts.py"]}}
+    texts = [call("look"), call("take"), call("look"), call("take"), "done"]
+    chain = await play(tmp_path, texts, tools=[], mcp_servers=server, rewards=["notes.py:one"])
+    assert chain.anchors == [None, None, '{"taken": 1}', '{"taken": 1}', '{"taken": 2}']
+
+
+async def test_worlds_without_anchors_leave_nothing(tmp_path: Path) -> None:
+    async with scripted_chains(tmp_path, [call("note", text="a"), "done"]) as scripted:
+        chain = await scripted.run()
+    assert (chain.turns, chain.anchors) == (2, [])
+
+
+async def test_a_summary_is_no_turn_of_a_state(tmp_path: Path) -> None:
+    context = {"policy": "summarize", "max_tokens": 260, "keep_turns": 1}
+    texts = [call("go", steps=1), call("go", steps=1), "so far so good", "done"]
+    chain = await play(tmp_path, texts, rollout={"context": context, "max_turns": 12, "max_total_tokens": 4000})
+    assert chain.outcome is Outcome.COMPLETED
+    assert chain.turns == len(chain.anchors) == 4
+    assert chain.anchors.count(None) == 1
+
+
+def test_groups_keep_them(tmp_path: Path) -> None:
+    with_anchors = Trajectory("a", [], [], Outcome.COMPLETED, 1.0, turns=2, anchors=["[1, 2]", None])
+    group = Group("g", {}, [with_anchors, Trajectory("b", [], [], Outcome.COMPLETED, 0.0)])
+    append_group(tmp_path / "train.jsonl", group)
+    assert list(read_groups(tmp_path / "train.jsonl")) == [group]
+    # lines from before there were anchors
+    line = json.loads((tmp_path / "train.jsonl").read_text())
+    for chain in line["trajectories"]:
+        del chain["anchors"]
+    (tmp_path / "old.jsonl").write_text(json.dumps(line) + "\n")
+    (old,) = read_groups(tmp_path / "old.jsonl")
+    assert [chain.anchors for chain in old.trajectories] == [[], []]
+    line["trajectories"][0]["anchors"] = ["[1, 2]"]
+    (tmp_path / "wrong.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(ValueError, match="chain a has 2 turns and 1 anchors"):
+        list(read_groups(tmp_path / "wrong.jsonl"))
+
+
+# what is refused
+
+
+class Broken(Environment):
+    """An anchor that JSON cannot hold."""
+
+    def reset(self, **task: Any) -> None:
+        pass
+
+    @tool
+    def look(self) -> str:
+        """Look."""
+        return "nothing"
+
+    def anchor(self) -> Any:
+        return {1, 2}
+
+
+class Waiting(Environment):
+    async def anchor(self) -> Any:  # type: ignore[override]
+        return 1
+
+
+class Shown(Environment):
+    @tool
+    def anchor(self) -> str:
+        """Drop the anchor."""
+        return "splash"
+
+
+async def test_an_anchor_that_fails_is_no_mistake_of_the_model() -> None:
+    server = build_server([Broken])
+    assert isinstance(server, OwnServer)
+    async with server.lifespan(server):
+        with pytest.raises(MCPError, match=r"Broken.anchor: TypeError: .*set.*; fix: return text, numbers"):
+            await server.call("reset", {}, "a")
+
+
+@pytest.mark.parametrize(("environment", "words"), [(Waiting, "make it a plain method"), (Shown, "take @tool off it")])
+def test_anchors_that_cannot_be_asked_for(environment: type[Environment], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        build_server([environment])
