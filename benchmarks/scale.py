@@ -29,12 +29,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 GROUP, TURNS, SAMPLED, ANSWER_WORDS, OPENING_WORDS = 8, 30, 64, 450, 400
 WORDS = 4000
+PAGES_WORDS = 500_000
+"""Words of all pages: each answer is a piece of them that begins elsewhere."""
 METRICS = "".join(
     f"vllm:{name} 0\n"
     for name in (
@@ -59,12 +62,17 @@ def words(seed: int) -> list[str]:
 
 
 TOOL_FILE = '''
-import asyncio, json, os, random, time
+import array, asyncio, os, random, time
 from agentfactory import reward, tool
 
-WORDS = json.loads(open(__file__.replace("pages.py", "words.json")).read())
+# made once, so that the tool takes none of the worker's time
+WORDS = open(__file__.replace("pages.py", "pages.txt")).read().split(" ")
+TEXT = " ".join(WORDS)
+ENDS = [0]
+for word in WORDS:
+    ENDS.append(ENDS[-1] + len(word) + 1)
 draw = random.Random(1)
-lags = []
+lags = array.array("d")
 watch = None
 
 
@@ -73,6 +81,10 @@ async def measure():
         asked = time.perf_counter()
         await asyncio.sleep(0.01)
         lags.append(1e3 * (time.perf_counter() - asked - 0.01))
+        if len(lags) == 20:
+            with open(__file__.replace("pages.py", f"lags-{os.getpid()}"), "ab") as file:
+                lags.tofile(file)
+            del lags[:]
 
 
 @tool
@@ -84,15 +96,12 @@ async def read(page: int) -> str:
     """
     global watch
     watch = watch or asyncio.create_task(measure())
-    return " ".join(draw.choices(WORDS, k=ANSWER_WORDS))
+    first = draw.randrange(len(WORDS) - ANSWER_WORDS)
+    return TEXT[ENDS[first] : ENDS[first + ANSWER_WORDS] - 1]
 
 
 @reward
 def chance() -> float:
-    if len(lags) > 1:
-        with open(__file__.replace("pages.py", f"lags-{os.getpid()}.json"), "w") as file:
-            json.dump(lags, file)
-        del lags[:-20000]
     return draw.random()
 '''
 
@@ -127,7 +136,7 @@ def make_folder(folder: Path, chains: int) -> None:
     tasks = ({"question": " ".join(draw.choices(vocabulary, k=OPENING_WORDS))} for _ in range(chains // GROUP))
     (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     (folder / "pages.py").write_text(TOOL_FILE.replace("ANSWER_WORDS", str(ANSWER_WORDS)))
-    (folder / "words.json").write_text(json.dumps(vocabulary))
+    (folder / "pages.txt").write_text(" ".join(draw.choices(vocabulary, k=PAGES_WORDS)))
     call = '<tool_call>\n{"name": "read", "arguments": {"page": 7}}\n</tool_call><|im_end|>'
     ids_of_call = fast.encode(call, add_special_tokens=False)
     thought = fast.encode(" " + " ".join(vocabulary[:SAMPLED]), add_special_tokens=False)
@@ -253,7 +262,7 @@ def run_workers(folder: Path, url: str, chains: int, workers: int) -> Run:
     after = received()
     assert turns == after["requests"] - before["requests"] == chains * TURNS
     assert len(cpu) == workers
-    lags = sorted(lag for file in folder.glob("lags-*.json") for lag in json.loads(file.read_text()))
+    lags = sorted(lag for file in folder.glob("lags-*") for lag in array("d", file.read_bytes()))
     return Run(
         chains,
         workers,

@@ -124,7 +124,8 @@ class Connection:
         limit = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
         try:
             async with self._session.request(method, url, data=body, headers=headers, timeout=limit) as response:
-                return response.status, await response.text(errors="replace"), response.headers
+                # JSON and metrics are UTF-8, whatever the header says
+                return response.status, (await response.read()).decode(errors="replace"), response.headers
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise LostError(str(error) or repr(error)) from error
 

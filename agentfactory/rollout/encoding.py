@@ -60,7 +60,11 @@ class Encoder:
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, with control tokens as their names."""
-        text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text: Any
+        if self._fast is not None:
+            text = self._fast.decode(ids, skip_special_tokens=False)
+        else:
+            text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 

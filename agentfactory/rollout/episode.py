@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from agentfactory.rollout.agent import AgentError, AgentHooks, Turn, TurnBudget
-from agentfactory.rollout.client import Completion
+from agentfactory.rollout.client import Completion, EncodedIds
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.connection import ContextOverflowError, InferenceError, ServerUnreachableError
 from agentfactory.rollout.context import Context, count_images, is_long
@@ -71,6 +71,7 @@ class Episode:
         opening = [self._limited(message) for message in opening_messages(task, self.config.system_prompt)]
         trajectory.messages += self.renderer.instruct(opening, self.specs)
         self.context = Context([])
+        self._encoded = EncodedIds()
 
     @property
     def row(self) -> Row:
@@ -157,8 +158,9 @@ class Episode:
 
         async def generate(ids: Sequence[int], most: int, sample: int) -> Completion:
             with self.timeline.measure(Activity.MODEL, number):
-                images = self.row.images
-                return await self.setup.sampler.sample(ids, self.sampling, number, most, sample, images)
+                row = self.row
+                encoded = self._encoded if ids is row.token_ids else None
+                return await self.setup.sampler.sample(ids, self.sampling, number, most, sample, row.images, encoded)
 
         return Turn(
             messages=self.context.messages,
@@ -230,6 +232,7 @@ class Episode:
 
     def _begin_row(self, piece: Piece) -> None:
         self.trajectory.rows.append(Row())
+        self._encoded = EncodedIds()
         self.row.append_context(piece.ids, piece.images)
 
     async def _go_on(self, answers: list[Message]) -> None:
@@ -241,10 +244,11 @@ class Episode:
                 self.context = fewer
                 self._begin_row(self._opened(fewer.messages))
                 return
-        extension, length = self._following(self.context.messages, answers)
+        messages = self.context.messages
+        extension, length = self._following(messages, answers)
         if is_long(length, self.config) and await self._shorten(answers, length):
             return
-        self._follow(extension, self.context.messages)
+        self._follow(extension, messages)
 
     def _following(self, messages: list[Message], new: list[Message]) -> tuple[Piece | None, int]:
         """Return what extends the current row to the end of `messages`, and the length that the row will have.

@@ -16,7 +16,7 @@ from agentfactory.rollout.filter import GroupFilter, Worth, counted, worth
 from agentfactory.rollout.group_files import EncodedGroup, append_group, encode_group
 from agentfactory.rollout.resume import Resumed
 from agentfactory.rollout.sampling import Sampling
-from agentfactory.rollout.staleness import Admission, BatchChoice, Candidate
+from agentfactory.rollout.staleness import Admission, BatchChoice, Candidate, Choice
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.rollout.weight_versions import Cancellations, Published
 
@@ -124,7 +124,7 @@ class GroupProducer:
                     group.runs = tasks.create_task(self._run_group(group))
                     # thousands of chains that begin in one turn of the event loop would hold it for seconds
                     await asyncio.sleep(0)
-                choice = self.batches.choose([self._candidate(group) for group in self._open.values()])
+                choice = self._choose()
                 if choice is None:
                     await self._wake.wait()
                     self._wake.clear()
@@ -133,6 +133,13 @@ class GroupProducer:
                 for group_id in choice.cancel:
                     self._cancel(self._open.pop(group_id))
                 await self.deliver(batch, await self._take_figures())
+
+    def _choose(self) -> Choice | None:
+        """Choose the next batch; None if it is not due."""
+        # judging hundreds of groups each time that one of them ends would hold the event loop
+        if not self.batches.is_due(sum(group.complete for group in self._open.values())):
+            return None
+        return self.batches.choose([self._candidate(group) for group in self._open.values()])
 
     def _candidate(self, group: _OpenGroup) -> Candidate:
         # rewards that compare the chains of a group exist only once it is complete

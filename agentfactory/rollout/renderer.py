@@ -146,7 +146,7 @@ class TemplateRenderer:
         self._tools = "[]"
         # the cached functions take JSON, which is hashable and cheaper to create than a render
         self._opening = cached(1024, self._render_opening)
-        self._following = cached(16384, self._render_following)
+        self._following = cached(4096, self._render_following)
         self._ids = cached(4096, self._encode)
 
     @property

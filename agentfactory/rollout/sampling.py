@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from agentfactory.rollout.client import Completion, InferenceClient
+from agentfactory.rollout.client import Completion, EncodedIds, InferenceClient
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.connection import InferenceError
 from agentfactory.rollout.trajectory import ImageSpan, Span
@@ -67,9 +67,10 @@ class Sampler:
         max_tokens: int,
         sample: int = 0,
         images: Sequence[ImageSpan] = (),
+        encoded: EncodedIds | None = None,
     ) -> Completion:
-        """Sample the `sample`-th attempt at a turn after `ids`, in which `images` are. Raises InferenceError if a token
-        for an image is sampled."""
+        """Sample the `sample`-th attempt at a turn after `ids`, in which `images` are; `encoded` is that of the row, if
+        `ids` are the row's. Raises InferenceError if a token for an image is sampled."""
         parameters: dict[str, Any] = {
             "temperature": sampling.temperature,
             "max_tokens": max_tokens,
@@ -86,7 +87,9 @@ class Sampler:
                 from agentfactory.rollout.images.requests import RequestImages
 
                 shown = RequestImages(ids, images, self.sight)
-        completion = await self.client.generate(ids, model, parameters, sampling.cache_salt, sampling.seed, shown)
+        completion = await self.client.generate(
+            ids, model, parameters, sampling.cache_salt, sampling.seed, shown, encoded
+        )
         if self.sight and not (banned := set(self.sight.vision.banned_token_ids)).isdisjoint(completion.token_ids):
             token = next(token for token in completion.token_ids if token in banned)
             raise InferenceError(f"the server sampled token {token}, which stands for an image: it ignores logit_bias")

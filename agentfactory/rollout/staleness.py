@@ -102,15 +102,19 @@ class BatchChoice:
         self.empty += 1
         return True
 
+    def is_due(self, complete: int) -> bool:
+        """Return whether a batch can be chosen for the present version when `complete` groups are complete."""
+        return self.chosen <= self.version and complete >= self.batch_size - self.empty
+
     def choose(self, candidates: list[Candidate]) -> Choice | None:
-        """Return the batch for the present version; None if it is already chosen or too few groups are complete.
+        """Return the batch for the present version; None if it is not due.
 
         `candidates` must be in the order in which their groups were started.
         """
         complete = [group for group in candidates if group.complete]
-        places = self.batch_size - self.empty
-        if self.chosen > self.version or len(complete) < places:
+        if not self.is_due(len(complete)):
             return None
+        places = self.batch_size - self.empty
         last_chance = [group for group in candidates if self._expires(group)]
         whole = [group for group in last_chance if group.complete]
         cut = [group for group in last_chance if not group.complete and group.teaches]

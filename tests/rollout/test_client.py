@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from agentfactory.rollout.client import GENERATE, NEEDED_ROUTES, Completion, InferenceClient
+from agentfactory.rollout.client import GENERATE, NEEDED_ROUTES, Completion, EncodedIds, InferenceClient
 from agentfactory.rollout.connection import ContextOverflowError, InferenceError, ServerUnreachableError
 from agentfactory.rollout.server_metrics import METRICS_ROUTE, REPLICA_HEADER, Load, write_load
 from agentfactory.rollout.weight_versions import Published
@@ -393,6 +393,17 @@ async def test_a_token_id_that_is_none_never_passes(token: object) -> None:
     async with connected(Server(lambda: completion(token=token))) as client:
         with pytest.raises(InferenceError, match="as a token id"):
             await ask(client)
+
+
+async def test_a_row_that_grows_is_encoded_once_and_sent_whole() -> None:
+    server, encoded, row = Server(completion), EncodedIds(), [1, 151_643]
+    async with connected(server) as client:
+        for new in ([], [2], [], [0, 33]):
+            row += new
+            await client.generate(row, "base", {}, chain="c", encoded=encoded)
+        assert server.prompts == [[1, 151_643], [1, 151_643, 2], [1, 151_643, 2], [1, 151_643, 2, 0, 33]]
+        with pytest.raises(ValueError, match="the row had 5 tokens, and now has 1"):
+            await client.generate([1], "base", {}, chain="c", encoded=encoded)
 
 
 async def test_an_answer_that_is_no_json_fails_the_request_alone() -> None:
