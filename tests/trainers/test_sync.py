@@ -133,6 +133,18 @@ def test_weights_that_did_not_arrive_are_found(make_recipe: Callable[..., TrainR
         Content(policy.gather()).check(checksums)
 
 
+def test_a_server_chooses_the_digest() -> None:
+    """On a GPU, and in vLLM's environment, it is another one than on a CPU."""
+    state = {"model.norm.weight": torch.randn(3), "lm_head.weight": torch.randn(64, 3)}
+    for function in ("xxh3", "fold"):
+        right = {name: weight_digest(value, function) for name, value in state.items()}
+        Content(state).check(right)
+        with pytest.raises(SyncError, match=r"model\.norm\.weight differs from the trainer's"):
+            Content(state).check(right | {"model.norm.weight": weight_digest(torch.zeros(3), function)})
+    with pytest.raises(SyncError, match="checksums are by 'crc', and this release knows xxh3 and fold"):
+        Content(state).check(right | {"model.norm.weight": "crc:float32:3:00"})
+
+
 def test_the_content_of_each_replica_is_proven() -> None:
     state = {"model.norm.weight": torch.randn(3), "lm_head.weight": torch.randn(64, 3)}
     right = {f"dp0:pp0:pcp0:tp0:{name}": weight_digest(value) for name, value in state.items()}
