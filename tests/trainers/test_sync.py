@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,11 @@ def test_full_weights_arrive(make_recipe: Callable[..., TrainRecipe], server: Se
         tokens, logprobs, versions = sampled(server, report.model)
         assert versions == [str(version)]
         assert logprobs == pytest.approx(scored(policy, tokens), abs=1e-4)
-        # the last version's file stays, for a server that is started again
-        assert [child.name for child in tmp_path.iterdir()] == [str(version)]
+        # the last version's file stays, for a server that is started again; the one before is deleted meanwhile
+        deadline = time.monotonic() + 20
+        while (found := [child.name for child in tmp_path.iterdir()]) != [str(version)]:
+            assert time.monotonic() < deadline, found
+            time.sleep(0.01)
         disturb(policy, version)
     sync.close()
     assert list(tmp_path.iterdir()) == []
