@@ -112,6 +112,8 @@ setup(
         # shell completion
         "argcomplete>=3.5",
         "safetensors>=0.5",
+        # digests of weights on a CPU, at the speed of its memory
+        "xxhash>=3.5",
         "jaxtyping>=0.3",
         "psutil>=6",
         # quantiles, for the intervals of evaluations

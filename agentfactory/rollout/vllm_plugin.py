@@ -144,7 +144,8 @@ def used_weights_digests(model: torch.nn.Module) -> dict[str, str]:
             continue
         # a quantised parameter consists of several
         for key, used in _tensors(name, parameter):
-            digests[key] = weight_digest(_used(module, own_name, used) if packs else used)
+            # also on a CPU: an environment of vLLM need not have the library of the other function
+            digests[key] = weight_digest(_used(module, own_name, used) if packs else used, "fold")
     return digests
 
 

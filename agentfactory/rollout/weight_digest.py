@@ -1,12 +1,14 @@
-"""A fast digest of a weight, equal on every device: servers and trainer compare their weights by it.
+"""Fast digests of a weight, equal on every device: servers and trainer compare their weights by them.
 
 Imports nothing of AgentFactory: it also runs in vLLM's processes.
 """
 
 import hashlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,39 +19,88 @@ _LANES = ((2**17, 0x2C1B3C6D), (2**12, 0x297A2D39))
 """Per round: the number of columns, and the odd multiplier of its polynomial."""
 _ROWS_AT_ONCE = 128
 """Rows per kernel on a GPU, where each launch costs as much as reading a megabyte."""
-_THREADS = 4
-"""Most threads for a weight on a CPU: its memory is not faster for more."""
+_MOST_THREADS = 4
 _WORDS_FOR_THREADS = 2**20
-"""Size of a weight that is worth starting them."""
+"""Size of a weight that is worth starting them, for fold."""
+_BLOCK = 2**22
+_BLOCKS_FOR_THREADS = 4
+"""The same for xxh3."""
+_TAIL = 2**16
+"""Bytes at the end that are compared with zero at once."""
+
+Bytes = npt.NDArray[np.uint8]
 
 
-def weight_digest(weight: Tensor) -> str:
-    """Returns "fold:DTYPE:SHAPE:HEX", such as "fold:bfloat16:4096x1024:<32 hex digits>". The hex digits depend only on
-    the bytes in row-major order, without zeros at the end.
+def weight_digest(weight: Tensor, function: str | None = None) -> str:
+    """Returns "FUNCTION:DTYPE:SHAPE:HEX", such as "xxh3:bfloat16:4096x1024:<32 hex digits>". The hex digits depend only
+    on the bytes in row-major order, without zeros at the end.
+
+    `function` is "xxh3" or "fold"; by default, the faster one where the weight lies: xxh3 on a CPU, fold on a GPU. Each
+    gives equal digits for equal bytes on every device. Raises ValueError for another name.
+
+    They find what goes wrong by accident: older weights, torn or exchanged parts, another order, rounding, signs. They
+    do not resist someone who constructs weights for a given digest.
+    """
+    function = function or ("xxh3" if weight.device.type == "cpu" else "fold")
+    if function not in FUNCTIONS:
+        raise ValueError(f"a weight's digest is by {' or '.join(FUNCTIONS)}, not by {function!r}")
+    data = weight.detach().contiguous().view(-1).view(torch.uint8)
+    hexadecimal = FUNCTIONS[function](data)
+    dtype, shape = str(weight.dtype).removeprefix("torch."), "x".join(map(str, weight.shape))
+    return f"{function}:{dtype}:{shape}:{hexadecimal}"
+
+
+def _xxh3(data: Tensor) -> str:
+    """Returns the XXH3 (128 bits) of the XXH3s of blocks of 4 MiB. It takes as long as reading the memory, and misses
+    no change that happens by accident."""
+    # vLLM's own environment may be without it
+    import xxhash
+
+    content = _without_zeros(data.cpu().numpy()).data
+    blocks = [content[start : start + _BLOCK] for start in range(0, len(content), _BLOCK)]
+    if len(blocks) < _BLOCKS_FOR_THREADS:
+        digests = list(map(xxhash.xxh3_128_digest, blocks))
+    else:
+        with ThreadPoolExecutor(memory_threads(), "digest") as pool:
+            digests = list(pool.map(xxhash.xxh3_128_digest, blocks))
+    return xxhash.xxh3_128_hexdigest(b"".join(digests))
+
+
+def _without_zeros(content: Bytes) -> Bytes:
+    """Returns it without zeros at the end."""
+    end = len(content)
+    while end > 0 and not content[max(end - _TAIL, 0) : end].any():
+        end -= _TAIL
+    end = max(end, 0)
+    tail = content[max(end - _TAIL, 0) : end].tobytes()
+    return content[: end - len(tail) + len(tail.rstrip(b"\0"))]
+
+
+def _folded(data: Tensor) -> str:
+    """Returns a digest that integer arithmetic computes on the weight's own device, exact on each; a CPU needs twice as
+    long as for a copy.
 
     The bytes are read as 32-bit words w[0], w[1], ... in rows of 131,072. Each column is folded into the polynomial
     sum(m(w[row]) * M**row) modulo 2**32, where m(w) = w + (w >> 16) brings the sign into the middle of the word. The
-    columns are folded once more into 4096 words, whose sha256 is cut to 128 bits. All is integer arithmetic on the
-    weight's own device, and exact on each; on a CPU it takes about twice as long as a copy.
+    columns are folded once more into 4096 words, whose sha256 is cut to 128 bits.
 
-    It finds what goes wrong by accident: older weights, torn or exchanged parts, another order, rounding, signs. It
-    always finds the change of a single word (except for one pair of words, a denormal number and a NaN). It misses a
+    It always finds the change of a single word (except for one pair of words, a denormal number and a NaN). It misses a
     change of two words of one column with a probability of 2**-16 or less, and one of many columns practically never.
-    It does not resist someone who constructs weights for a given digest.
     """
-    words = _words(weight.detach())
+    words = _words(data)
     fold = _fold_in_cache if words.device.type == "cpu" else _fold
     for lanes, multiplier in _LANES:
         words = fold(words, lanes, multiplier)
     words = torch.nn.functional.pad(words, (0, lanes - len(words)))
-    hexadecimal = hashlib.sha256(words.cpu().numpy().tobytes()).hexdigest()[:32]
-    dtype, shape = str(weight.dtype).removeprefix("torch."), "x".join(map(str, weight.shape))
-    return f"fold:{dtype}:{shape}:{hexadecimal}"
+    return hashlib.sha256(words.cpu().numpy().tobytes()).hexdigest()[:32]
 
 
-def _words(weight: Tensor) -> Tensor:
-    """Returns the bytes as 32-bit words, filled with zeros at the end."""
-    data = weight.contiguous().view(-1).view(torch.uint8)
+FUNCTIONS: dict[str, Callable[[Tensor], str]] = {"xxh3": _xxh3, "fold": _folded}
+"""The functions that `weight_digest` can compute, of bytes."""
+
+
+def _words(data: Tensor) -> Tensor:
+    """Returns bytes as 32-bit words, filled with zeros at the end."""
     if len(data) % 4:
         data = torch.nn.functional.pad(data, (0, -len(data) % 4))
     # a slice of a larger buffer may begin between two words
@@ -90,11 +141,16 @@ def _fold_in_cache(words: Tensor, lanes: int, multiplier: int) -> Tensor:
     if len(numbers) < _WORDS_FOR_THREADS:
         fold(slice(0, lanes))
     else:
-        threads = min(torch.get_num_threads(), _THREADS)
+        threads = memory_threads()
         width = -(-lanes // threads)
         with ThreadPoolExecutor(threads, "digest") as pool:
             list(pool.map(fold, (slice(start, start + width) for start in range(0, lanes, width))))
     return torch.from_numpy(folded)
+
+
+def memory_threads() -> int:
+    """Returns how many threads should read a CPU's memory at once: it is not faster for more than a few."""
+    return min(torch.get_num_threads(), _MOST_THREADS)
 
 
 def _int32(value: int) -> int:

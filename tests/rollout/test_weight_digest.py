@@ -1,4 +1,4 @@
-"""The digest of a weight: it finds what goes wrong with weights, and is equal on every device."""
+"""The digests of a weight: they find what goes wrong with weights, and are equal on every device."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentfactory.rollout.weight_digest import _fold, _fold_in_cache, weight_digest
+from agentfactory.rollout.weight_digest import _BLOCK, _TAIL, FUNCTIONS, _fold, _fold_in_cache, weight_digest
 
+FUNCTION = pytest.mark.parametrize("function", FUNCTIONS)
 ROWS, COLUMNS = 300, 1000
 """More than two rows of the fold."""
 
@@ -16,8 +17,8 @@ def random_weight(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-def fold(weight: Tensor) -> str:
-    return weight_digest(weight).rpartition(":")[2]
+def digits(weight: Tensor, function: str) -> str:
+    return weight_digest(weight, function).rpartition(":")[2]
 
 
 def exchanged(weight: Tensor, first: int, second: int) -> Tensor:
@@ -33,11 +34,22 @@ def changed_at(weight: Tensor, *places: int) -> Tensor:
     return changed
 
 
-def test_names_dtype_and_shape() -> None:
-    assert weight_digest(torch.ones(3, 4, dtype=torch.bfloat16)).startswith("fold:bfloat16:3x4:")
-    assert weight_digest(torch.tensor(2.0)).startswith("fold:float32::")
+@FUNCTION
+def test_names_function_dtype_and_shape(function: str) -> None:
+    assert weight_digest(torch.ones(3, 4, dtype=torch.bfloat16), function).startswith(f"{function}:bfloat16:3x4:")
+    assert weight_digest(torch.tensor(2.0), function).startswith(f"{function}:float32::")
 
 
+def test_the_default_is_the_faster_one_where_the_weight_lies() -> None:
+    assert weight_digest(torch.ones(3)).startswith("xxh3:")
+
+
+def test_refuses_an_unknown_function() -> None:
+    with pytest.raises(ValueError, match="a weight's digest is by xxh3 or fold, not by 'crc'"):
+        weight_digest(torch.ones(3), "crc")
+
+
+@FUNCTION
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 @pytest.mark.parametrize(
     "change",
@@ -60,28 +72,53 @@ def test_names_dtype_and_shape() -> None:
         lambda w: changed_at(w, 0, ROWS * COLUMNS - 1),
     ],
 )
-def test_finds_changes(change: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+def test_finds_changes(change: Callable[[Tensor], Tensor], dtype: torch.dtype, function: str) -> None:
     weight = random_weight(dtype) if dtype != torch.int8 else (random_weight() * 20).to(dtype)
-    assert fold(change(weight)) != fold(weight)
+    assert digits(change(weight), function) != digits(weight, function)
 
 
-def test_finds_rounding() -> None:
+@FUNCTION
+def test_finds_rounding(function: str) -> None:
     weight = random_weight()
-    assert fold(weight.bfloat16().float()) != fold(weight)
+    assert digits(weight.bfloat16().float(), function) != digits(weight, function)
 
 
-def test_finds_every_change_of_one_number() -> None:
+@FUNCTION
+def test_finds_every_change_of_one_number(function: str) -> None:
     weight = torch.randn(3000, dtype=torch.float32)
-    digests = {fold(changed_at(weight, place)) for place in range(3000)}
+    digests = {digits(changed_at(weight, place), function) for place in range(3000)}
     assert len(digests) == 3000
 
 
-def test_zeros_at_the_end_change_nothing() -> None:
-    """A server fills its vocabulary; also across a row of the fold."""
-    weight = torch.randn(2**17 // 128 - 1, 128)
-    filled = torch.cat([weight, torch.zeros(64, 128)])
-    assert fold(filled) == fold(weight)
-    assert fold(torch.cat([torch.zeros(64, 128), weight])) != fold(weight)
+@FUNCTION
+@pytest.mark.parametrize("size", [2**17 - 128, _TAIL // 4, _BLOCK // 4 - 1, _BLOCK // 4, 3])
+@pytest.mark.parametrize("zeros", [1, 2**13, _TAIL // 2, _BLOCK // 4])
+def test_zeros_at_the_end_change_nothing(size: int, zeros: int, function: str) -> None:
+    """A server fills its vocabulary; also across a row of the fold, and across a block."""
+    weight = torch.rand(size) + 1
+    assert digits(torch.cat([weight, torch.zeros(zeros)]), function) == digits(weight, function)
+    assert digits(torch.cat([torch.zeros(zeros), weight]), function) != digits(weight, function)
+
+
+@FUNCTION
+@pytest.mark.parametrize("size", [0, 1, _TAIL, _BLOCK // 4 + 1])
+def test_zeros_alone_are_as_good_as_nothing(size: int, function: str) -> None:
+    assert digits(torch.zeros(size), function) == digits(torch.zeros(1), function)
+
+
+def test_blocks_are_hashed_by_threads_as_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And blocks that change places are found."""
+    weight = torch.randn(9 * _BLOCK // 8)
+    found = digits(weight, "xxh3")
+    swapped = weight.clone()
+    swapped[: _BLOCK // 4], swapped[_BLOCK // 4 : _BLOCK // 2] = (
+        weight[_BLOCK // 4 : _BLOCK // 2],
+        weight[: _BLOCK // 4],
+    )
+    assert digits(swapped, "xxh3") != found
+    assert digits(changed_at(weight, _BLOCK), "xxh3") != found
+    monkeypatch.setattr("agentfactory.rollout.weight_digest._BLOCKS_FOR_THREADS", 100)
+    assert digits(weight, "xxh3") == found
 
 
 @pytest.mark.parametrize("rest", [0, 5, 40, 63])
@@ -105,12 +142,15 @@ def test_each_way_gives_the_polynomials(rows: int, rest: int, monkeypatch: pytes
 def test_the_digest_is_always_the_same() -> None:
     """Trainer and server may have different releases."""
     weight = torch.arange(2**21 + 77, dtype=torch.int32).view(torch.float32)
-    assert weight_digest(weight) == "fold:float32:2097229:1e11a5e54e42a45449b1a45850688839"
-    assert weight_digest(weight[:3]) == "fold:float32:3:9602ced1199400e2498700bcdb79cf4c"
+    assert weight_digest(weight, "fold") == "fold:float32:2097229:1e11a5e54e42a45449b1a45850688839"
+    assert weight_digest(weight[:3], "fold") == "fold:float32:3:9602ced1199400e2498700bcdb79cf4c"
+    assert weight_digest(weight, "xxh3") == "xxh3:float32:2097229:e9f861ef60598219265c8dcb9b097b70"
+    assert weight_digest(weight[:3], "xxh3") == "xxh3:float32:3:8b4ab45291c29454c2c374afc12c7560"
 
 
+@FUNCTION
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-def test_a_slice_of_a_buffer_is_read_from_its_place(dtype: torch.dtype) -> None:
+def test_a_slice_of_a_buffer_is_read_from_its_place(dtype: torch.dtype, function: str) -> None:
     buffer = torch.arange(101).to(dtype)
     for start in range(4):
-        assert weight_digest(buffer[start:50]) == weight_digest(buffer[start:50].clone())
+        assert weight_digest(buffer[start:50], function) == weight_digest(buffer[start:50].clone(), function)

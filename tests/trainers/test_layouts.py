@@ -148,9 +148,9 @@ def test_each_digest_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     state, digested = attention(), []
     checksums = {k: v for dp in range(4) for k, v in served(stacked(state), f"dp{dp}:pp0:pcp0:tp0:").items()}
 
-    def counted(weight: Tensor) -> str:
+    def counted(weight: Tensor, function: str) -> str:
         digested.append(weight)
-        return weight_digest(weight)
+        return weight_digest(weight, function)
 
     monkeypatch.setattr("agentfactory.trainers.sync.content.weight_digest", counted)
     content = Content(state)

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,11 @@ def test_full_weights_arrive(make_recipe: Callable[..., TrainRecipe], server: Se
         tokens, logprobs, versions = sampled(server, report.model)
         assert versions == [str(version)]
         assert logprobs == pytest.approx(scored(policy, tokens), abs=1e-4)
-        # the last version's file stays, for a server that is started again
-        assert [child.name for child in tmp_path.iterdir()] == [str(version)]
+        # the last version's file stays, for a server that is started again; the one before is deleted meanwhile
+        deadline = time.monotonic() + 20
+        while (found := [child.name for child in tmp_path.iterdir()]) != [str(version)]:
+            assert time.monotonic() < deadline, found
+            time.sleep(0.01)
         disturb(policy, version)
     sync.close()
     assert list(tmp_path.iterdir()) == []
@@ -131,6 +135,18 @@ def test_weights_that_did_not_arrive_are_found(make_recipe: Callable[..., TrainR
     checksums = server.post("/weight_checker", {"action": "checksum"})["checksums"]
     with pytest.raises(SyncError, match="differs from the trainer's"):
         Content(policy.gather()).check(checksums)
+
+
+def test_a_server_chooses_the_digest() -> None:
+    """On a GPU, and in vLLM's environment, it is another one than on a CPU."""
+    state = {"model.norm.weight": torch.randn(3), "lm_head.weight": torch.randn(64, 3)}
+    for function in ("xxh3", "fold"):
+        right = {name: weight_digest(value, function) for name, value in state.items()}
+        Content(state).check(right)
+        with pytest.raises(SyncError, match=r"model\.norm\.weight differs from the trainer's"):
+            Content(state).check(right | {"model.norm.weight": weight_digest(torch.zeros(3), function)})
+    with pytest.raises(SyncError, match="checksums are by 'crc', and this release knows xxh3 and fold"):
+        Content(state).check(right | {"model.norm.weight": "crc:float32:3:00"})
 
 
 def test_the_content_of_each_replica_is_proven() -> None:

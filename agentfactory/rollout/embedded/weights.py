@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from agentfactory.rollout.embedded.shared_memory import SharedBuffers, SharedMemoryError
-from agentfactory.rollout.weight_digest import weight_digest
+from agentfactory.rollout.weight_digest import memory_threads, weight_digest
 
 _PACKED = ("names", "dtype_names", "shapes", "tensor_sizes")
 """Lists that describe one part sent through shared memory, with an entry per tensor."""
@@ -94,9 +95,14 @@ class WeightUpdate:
             if any(not torch.equal(read, holders[other].get_tensor(other)) for other in others):
                 raise WeightsError(f"{path}: {', '.join(sorted([first, *others]))} are tied but differ")
         self.overwritten = True
-        with torch.no_grad():
-            for name, file in holders.items():
-                self._state[name].copy_(file.get_tensor(name))
+
+        @torch.no_grad()
+        def copy(name: str) -> None:
+            self._state[name].copy_(holders[name].get_tensor(name))
+
+        # most of the time goes into mapping the file's pages, one at a time in each thread
+        with ThreadPoolExecutor(memory_threads()) as pool:
+            list(pool.map(copy, holders))
         self._given = given
 
     def _load_packed(self, info: Mapping[str, Any]) -> None:
@@ -149,7 +155,9 @@ class WeightUpdate:
 
 def checksums(model: nn.Module) -> dict[str, str]:
     """The `weight_digest` of each parameter, by name; tied parameters appear once, as in `named_parameters()`."""
-    return {name: weight_digest(parameter) for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    with ThreadPoolExecutor(memory_threads()) as pool:
+        return dict(zip(parameters, pool.map(weight_digest, parameters.values()), strict=True))
 
 
 def _tied(state: Mapping[str, Tensor]) -> list[list[str]]:

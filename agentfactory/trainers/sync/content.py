@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from agentfactory.rollout.weight_digest import UNKNOWN, weight_digest
+from agentfactory.rollout.weight_digest import FUNCTIONS, UNKNOWN, weight_digest
 from agentfactory.tools.notices import tell
 from agentfactory.trainers.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.layouts import Layout, Worker, is_experts, layouts
@@ -181,21 +181,26 @@ class Content:
     def _matches(self, layout: Layout, worker: Worker, checksum: str) -> bool:
         if checksum.startswith(UNKNOWN):
             return False
-        _, _, rest = checksum.partition(":")
+        function, _, rest = checksum.partition(":")
         if not rest:
             # all, since each may be asked for later
             filled = [self._sha256(layout, filled) for filled in {False, layout.vocabulary}]
             return checksum in filled
+        if function not in FUNCTIONS:
+            raise SyncError(
+                f"the server's checksums are by {function!r}, and this release knows {' and '.join(FUNCTIONS)}: "
+                "install the same release of agentfactory in both environments"
+            )
         dtype, shape, digest = rest.split(":")
 
-        def fold() -> str | None:
+        def digest_here() -> str | None:
             sizes = [int(size) for size in shape.split("x")] if shape else []
             arranged = layout.arranged(sizes, worker)
             # a server keeps a few weights in another precision than they are sent in
             converted = arranged.to(getattr(torch, dtype)) if arranged is not None else None
-            return weight_digest(converted).rpartition(":")[2] if converted is not None else None
+            return weight_digest(converted, function).rpartition(":")[2] if converted is not None else None
 
-        return self._digest(layout, (worker, dtype, shape), fold) == digest
+        return self._digest(layout, (function, worker, dtype, shape), digest_here) == digest
 
     def _sha256(self, layout: Layout, filled: bool) -> str | None:
         def sha256() -> str:

@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -40,6 +41,9 @@ class FileSync:
         self._written: tuple[Weights, Path, Content] | None = None
         self._served: Served = {}
         self._digest = ""
+        # takes a quarter of the time of writing, which no step need wait for
+        self._deletes = ThreadPoolExecutor(1, "delete")
+        self._deleted: Future[None] | None = None
         for server in servers:
             _init(server)
 
@@ -54,7 +58,7 @@ class FileSync:
         # a server that was skipped comes back with the layout that it had
         self._served = {**self._served, **content.served}
         if self._last is not None and self._last[1] != target:
-            _delete(self._last[1])
+            self._deleted = self._deletes.submit(_delete, self._last[1])
         # kept until the next version is proven: a restarted server needs it
         self._last = version, target
         return self._report(started)
@@ -74,6 +78,7 @@ class FileSync:
 
     def close(self) -> None:
         """See WeightSync."""
+        self._wait_for_deletes()
         if self._last is not None:
             _delete(self._last[1])
         if self._written is not None:
@@ -83,6 +88,8 @@ class FileSync:
 
     def _write(self, version: int, state: Weights) -> tuple[Path, Content]:
         """Writes the weights to a folder of files."""
+        # there need be room for two versions, not for three
+        self._wait_for_deletes()
         if not (self._served or state.resident):
             found: dict[str, dict[str, str]] = {}
             on_each(self._servers, lambda server: found.update({server.url: served_checksums(server)}))
@@ -110,6 +117,10 @@ class FileSync:
             server.post("/update_weights", {"update_info": {"path": str(target)}})
 
         self._digest = update_full_weights([server], self._label(version), content, transfer, self._keep_caches)
+
+    def _wait_for_deletes(self) -> None:
+        if self._deleted is not None:
+            self._deleted.result()
 
     def _label(self, version: int) -> str:
         return f"{self._prefix}{version}"
