@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
@@ -26,6 +27,8 @@ from transformers import (
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
 )
+
+from agentfactory.tools.import_path import is_installed
 
 _CLIP = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
@@ -156,8 +159,18 @@ _MADE: dict[str, Callable[[Path], None]] = {
 }
 FAMILIES = tuple(kind for kind in _MADE if kind != "glm4v_moe")
 """Those that vLLM serves on a CPU."""
+_NEEDED = {"glm4v": (), "smolvlm": ("torchvision", "num2words")}
 OWN = ("internvl", "mistral3", "idefics3", "smolvlm")
 """Those whose images are left to their own processor."""
+
+
+def params_of(kinds: Sequence[str]) -> list[Any]:
+    """Return parameters for a fixture: kinds of which something is not installed are skipped."""
+    missing = {kind: [n for n in _NEEDED.get(kind, ("torchvision",)) if not is_installed(n)] for kind in kinds}
+    return [
+        pytest.param(kind, marks=pytest.mark.skipif(bool(missing[kind]), reason=f"needs {', '.join(missing[kind])}"))
+        for kind in kinds
+    ]
 
 
 def make_family(folder: Path, kind: str) -> Path:

@@ -26,7 +26,7 @@ from agentfactory.rollout.sampling import Sampler, Sampling
 from agentfactory.rollout.trajectory import Row
 from agentfactory.tools.messages import Message, ToolCall, ToolResult
 from tests.server_process import VLLM_PYTHON, serve
-from tests.vision_families import FAMILIES, OWN, make_family
+from tests.vision_families import FAMILIES, OWN, make_family, params_of
 from tests.vision_models import KINDS, make_vision_model
 
 SAMPLING = Sampling("policy", 0.7, "c0")
@@ -41,10 +41,10 @@ class Served(NamedTuple):
     network: Any
 
 
-@pytest.fixture(scope="module", params=[*KINDS, *FAMILIES])
+@pytest.fixture(scope="module", params=[*KINDS, *params_of(FAMILIES)])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("vllm-vision")
-    make = make_vision_model if request.param in KINDS else make_family
+    make = make_vision_model if request.param in KINDS else make_family, params_of
     path = make(folder / request.param, request.param)
     patch = 32 if request.param == "qwen3_vl" else 28
     # more than the model's own processor allows, if it leaves sizes to us

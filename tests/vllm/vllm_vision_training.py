@@ -11,15 +11,15 @@ from agentfactory.trainers.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.full import FORGET_FEATURES
 from agentfactory.trainers.vision_tower import tower_of
 from tests.server_process import VLLM_PYTHON, serve
-from tests.vision_families import FAMILIES, make_family
+from tests.vision_families import FAMILIES, make_family, params_of
 from tests.vision_models import KINDS, make_vision_model
 from tests.vision_training import STEPS, SeeingRun
 
 
-@pytest.fixture(scope="module", params=[*KINDS, *FAMILIES])
+@pytest.fixture(scope="module", params=[*KINDS, *params_of(FAMILIES)])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeeingRun]:
     folder = tmp_path_factory.mktemp(request.param)
-    make = make_vision_model if request.param in KINDS else make_family
+    make = make_vision_model if request.param in KINDS else make_family, params_of
     model = {"path": str(make(folder / "model", request.param)), "dtype": "float32"}
     server = {"engine": "vllm", "python": VLLM_PYTHON, "max_model_len": 512}
     with serve({"model": model, "server": server}, folder, "file") as url:
