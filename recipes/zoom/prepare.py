@@ -192,7 +192,7 @@ def make_network(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3VLForCon
             "out_hidden_size": 128,
             "patch_size": PATCH,
             "num_position_embeddings": (SIDE // REDUCTION // PATCH) ** 2,
-            "initializer_range": 0.1,  # as above: with 0.02 some seeds name no pattern after 400 steps
+            "initializer_range": 0.1,  # for the same reason: with 0.02 patterns are named late or never
             "deepstack_visual_indexes": [0],
         },
         tie_word_embeddings=True,
