@@ -65,7 +65,7 @@ def make_seeing_network(tokenizer: PreTrainedTokenizerFast, side: int, seed: int
             "out_hidden_size": 128,
             "patch_size": PATCH,
             "num_position_embeddings": (side // PATCH) ** 2,
-            "initializer_range": 0.1,  # as above: with 0.02 some seeds name no pattern after 400 steps
+            "initializer_range": 0.1,  # for the same reason: with 0.02 patterns are named late or never
             "deepstack_visual_indexes": [0],
         },
         tie_word_embeddings=True,
