@@ -17,7 +17,7 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.evaluate import open_runner
-from agentfactory.rollout.images.vision import load_vision
+from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.renderer import load_tokenizer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
