@@ -40,7 +40,7 @@ def test_a_conversation_with_tools(quickstart_run: Path, tmp_path: Path) -> None
     assert starting == f"starting the embedded server on {last}"
     assert tools.startswith("its tools: move;")
     text = "\n".join(said)
-    assert "you> /quit\n  [there is no command /quit: /new begins a new conversation, Ctrl-D ends]\nyou> /new\n" in text
+    assert f"you> /quit\n  [there is no command /quit: {chat._COMMANDS}]\nyou> /new\n" in text
     first, second = text.split("you> /new")
     # the task's own question, the agent's calls, and what the environment answered
     assert re.search(r"task> The treasure lies [a-z-]+\.\n +You stand in row \d, column \d", first)
