@@ -88,7 +88,7 @@ $(VLLM_VENV)/images: $(VLLM_VENV)/.installed
 # Tests of them, in the trainer and on real vLLM. Not part of CI: each has a server of its own.
 test-families: $(VENV)/.installed-dev $(VLLM_VENV)/images
 	AGENTFACTORY_VLLM_PYTHON=$(VLLM_PYTHON) PYTHONPATH=$(abspath $(VLLM_VENV))/images $(BIN)/python -m pytest -v \
-		--timeout 600 -k "not qwen" tests/trainers/test_image_families.py tests/vllm/vllm_vision.py \
+		--timeout 600 -m '' -k "not qwen" tests/trainers/test_image_families.py tests/vllm/vllm_vision.py \
 		tests/vllm/vllm_vision_training.py $(ARGS)
 
 # ALFWorld's engine, of which parts are GPL and built from source, in a separate environment.

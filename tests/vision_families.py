@@ -134,7 +134,15 @@ def _glm(folder: Path, config_class: Any, network: Any, text: dict[str, Any]) ->
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}
     tower = {**_TOWER, "depth": 2, "num_heads": 2, "out_hidden_size": 64, "image_size": 56}
     config = config_class(
-        text_config={**_TEXT, **text, "head_dim": 32, "rope_parameters": rope, **_ends(tokenizer)},
+        # transformers' layers have biases whatever this says, vLLM's only if it says so, as published models do
+        text_config={
+            **_TEXT,
+            **text,
+            "attention_bias": True,
+            "head_dim": 32,
+            "rope_parameters": rope,
+            **_ends(tokenizer),
+        },
         vision_config={key: tower[key] for key in tower if not key.startswith("num_") or key == "num_heads"},
         image_token_id=ids("<|image|>"),
         video_token_id=ids("<|video|>"),
@@ -164,13 +172,13 @@ OWN = ("internvl", "mistral3", "idefics3", "smolvlm")
 """Those whose images are left to their own processor."""
 
 
-def params_of(kinds: Sequence[str]) -> list[Any]:
-    """Return parameters for a fixture: kinds of which something is not installed are skipped."""
+def params_of(kinds: Sequence[str], *marks: Any) -> list[Any]:
+    """Return parameters with `marks` for a fixture: kinds of which something is not installed are skipped."""
     missing = {kind: [n for n in _NEEDED.get(kind, ("torchvision",)) if not is_installed(n)] for kind in kinds}
-    return [
-        pytest.param(kind, marks=pytest.mark.skipif(bool(missing[kind]), reason=f"needs {', '.join(missing[kind])}"))
-        for kind in kinds
-    ]
+    skips = {
+        kind: pytest.mark.skipif(bool(needed), reason=f"needs {', '.join(needed)}") for kind, needed in missing.items()
+    }
+    return [pytest.param(kind, marks=[skips[kind], *marks]) for kind in kinds]
 
 
 def make_family(folder: Path, kind: str) -> Path:
