@@ -116,6 +116,13 @@ def test_the_start_compares_with_transformers(own: Path, monkeypatch: pytest.Mon
         check_images(policy, str(own))
 
 
+def test_an_image_has_more_than_one_token(own: Path) -> None:
+    vision = load_vision(str(own))
+    assert vision is not None
+    ids = vision.ids(vision.grid(vision.fit(Image.new("RGB", (1, 1)))))
+    assert list(ids).count(vision.image_token_id) > 1
+
+
 def test_an_image_keeps_to_the_limits_of_the_recipe(own: Path) -> None:
     vision = load_vision(str(own), min_pixels=30 * 30, max_pixels=100 * 100)
     assert vision is not None

@@ -52,7 +52,8 @@ class OwnProcessor(Vision):
         object.__setattr__(self, "_ids", lru_cache(1024)(self._expansion))
 
     def fit(self, image: Image.Image) -> Image.Image:
-        """Return an image within the limits; its size is kept if there are none."""
+        """Return an image within the limits; its size is kept if there are none. Raises ValueError if the processor
+        refuses the size."""
         area = image.width * image.height
         scale = 1.0
         if self.max_pixels is not None and area > self.max_pixels:
@@ -62,9 +63,10 @@ class OwnProcessor(Vision):
         # rounded such that the limit is kept
         turn = math.floor if scale < 1 else math.ceil
         size = max(1, turn(image.width * scale)), max(1, turn(image.height * scale))
-        resized = image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
-        self.check(*resized.size)
-        return resized
+        # transformers' Mistral 3 fails on a single token
+        while list(self.ids((1, size[1], size[0]))).count(self.image_token_id) == 1:
+            size = 2 * size[0], 2 * size[1]
+        return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
 
     def check(self, width: int, height: int) -> None:
         """See Vision."""
