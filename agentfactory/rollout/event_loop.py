@@ -6,7 +6,7 @@ import selectors
 
 _EVENTS = 1
 """Sockets that the loop serves before it looks at its timers again. What follows from each takes 1 to 3 ms, and a timer
-waits for several rounds: with four sockets a round, timers were three times as late. More rounds take 1 to 6 % more
+waits for several rounds: with four sockets a round, timers were three times as late. More rounds take 1 to 12 % more
 time."""
 
 
