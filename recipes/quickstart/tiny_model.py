@@ -11,10 +11,12 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 CHAT_TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 
 
-def make_model(folder: Path, transcripts: list[list[dict[str, Any]]], specs: list[dict[str, Any]], seed: int) -> None:
-    """Write a model and its tokenizer into `folder`, for conversations such as `transcripts` with the tools `specs`
-    (in the OpenAI shape)."""
-    tokenizer = train_tokenizer(transcripts, specs)
+def make_model(
+    folder: Path, transcripts: list[list[dict[str, Any]]], specs: list[dict[str, Any]], seed: int, tokens: int = 1000
+) -> None:
+    """Write a model and its tokenizer of at most `tokens` into `folder`, for conversations such as `transcripts` with
+    the tools `specs` (in the OpenAI shape)."""
+    tokenizer = train_tokenizer(transcripts, specs, tokens)
     tokenizer.save_pretrained(folder)
     make_network(tokenizer, seed).save_pretrained(folder)
 
@@ -24,7 +26,9 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def train_tokenizer(transcripts: list[list[dict[str, Any]]], specs: list[dict[str, Any]]) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    transcripts: list[list[dict[str, Any]]], specs: list[dict[str, Any]], tokens: int
+) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE that splits only at digits and line ends, so that a call is a handful of tokens."""
     bpe = Tokenizer(models.BPE())
     bpe.decoder = decoders.ByteLevel()
@@ -43,7 +47,7 @@ def train_tokenizer(transcripts: list[list[dict[str, Any]]], specs: list[dict[st
 
     texts = [wrap().apply_chat_template(messages, tools=specs, tokenize=False) for messages in transcripts[:1000]]
     trainer = trainers.BpeTrainer(
-        vocab_size=1000,
+        vocab_size=tokens,
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
