@@ -14,10 +14,13 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Special tokens of the tokenizer."""
 
 
-def make_model(folder: Path, transcripts: list[list[dict[str, Any]]], specs: list[dict[str, Any]], seed: int) -> None:
-    """Write a model and its tokenizer into `folder`, for conversations such as `transcripts` with the tools `specs`
-    (in the OpenAI shape)."""
-    tokenizer = train_tokenizer(transcripts, specs, CHAT_TEMPLATE.read_text(encoding="utf-8"), SPECIAL)
+def make_model(
+    folder: Path, transcripts: list[list[dict[str, Any]]], specs: list[dict[str, Any]], seed: int, tokens: int = 1000
+) -> None:
+    """Write a model and its tokenizer of at most `tokens` into `folder`, for conversations such as `transcripts` with
+    the tools `specs` (in the OpenAI shape)."""
+    template = CHAT_TEMPLATE.read_text(encoding="utf-8")
+    tokenizer = train_tokenizer(transcripts, specs, template, SPECIAL, tokens)
     tokenizer.save_pretrained(folder)
     make_network(tokenizer, seed).save_pretrained(folder)
 
@@ -28,7 +31,11 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def train_tokenizer(
-    transcripts: list[list[dict[str, Any]]], specs: list[dict[str, Any]], template: str, special: Sequence[str]
+    transcripts: list[list[dict[str, Any]]],
+    specs: list[dict[str, Any]],
+    template: str,
+    special: Sequence[str],
+    tokens: int = 1000,
 ) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE that splits only at digits and line ends, so that a call is a handful of tokens."""
     bpe = Tokenizer(models.BPE())
@@ -48,7 +55,7 @@ def train_tokenizer(
 
     texts = [wrap().apply_chat_template(messages, tools=specs, tokenize=False) for messages in transcripts[:1000]]
     trainer = trainers.BpeTrainer(
-        vocab_size=1000,
+        vocab_size=tokens,
         special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
