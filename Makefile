@@ -126,11 +126,12 @@ docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Short runs that must each show a rise: the quickstart per seed, with an adapter, with other algorithms, with rollouts
-# ahead of training, on rounded weights, in turns; the code interpreter; a network with eyes; the task that `agentfactory
-# new` writes.
+# ahead of training, on rounded weights, in turns; the code interpreter; a network with eyes; the tasks that `agentfactory
+# new` writes. recipes/scienceworld has no short form.
 learn: $(VENV)/.installed-dev
-	SEEDS="$(SEEDS)" OMP_NUM_THREADS=1 $(PYTEST) -v --timeout 1800 tests/learn/learn_*.py $(ARGS)
+	SEEDS="$(SEEDS)" OMP_NUM_THREADS=1 $(PYTEST) -v --timeout 1800 \
+		$(filter-out %/learn_scienceworld.py,$(wildcard tests/learn/learn_*.py)) $(ARGS)
 
-# The same runs at full length, compared with the numbers on the pages.
+# The same runs at full length, and recipes/scienceworld, compared with the numbers on the pages.
 learn-worlds: $(VENV)/.installed-dev
 	SEEDS="$(SEEDS)" LENGTH=full OMP_NUM_THREADS=1 $(PYTEST) -v --timeout 3600 tests/learn/learn_*.py $(ARGS)
