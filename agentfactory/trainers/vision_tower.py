@@ -11,7 +11,7 @@ from agentfactory.rollout.images.families import banned_token_ids as banned_in
 from agentfactory.tools.errors import SettingError
 
 _LANGUAGE = ("language_model", "text_model")
-"""How the networks of transformers call their language model; all that stands beside it are its eyes."""
+"""How the networks of transformers call their language model; everything else in them is for images."""
 
 
 def sees(config: Any) -> bool:

@@ -64,7 +64,7 @@ class OwnProcessor(Vision):
         turn = math.floor if scale < 1 else math.ceil
         size = max(1, turn(image.width * scale)), max(1, turn(image.height * scale))
         # transformers' Mistral 3 fails on a single token
-        while list(self.ids((1, size[1], size[0]))).count(self.image_token_id) == 1:
+        while list(self.ids((1, size[1], size[0]))).count(self.image_token_id) == 1 and max(size) < _SMALL:
             size = 2 * size[0], 2 * size[1]
         return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
 
