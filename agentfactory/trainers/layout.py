@@ -57,7 +57,8 @@ def _why_inexact(network: PreTrainedModel, batching: Batching, attention: str, m
         return None
     # a network's own declaration is not enough: some accept the arguments and do not use them
     error = _error(network, batching)
-    if error > (1e-4 if network.dtype == torch.float32 else 0.05):
+    # NaN is an error, too
+    if not error <= (1e-4 if network.dtype == torch.float32 else 0.05):
         return f"{type(network).__name__} gives rows that share a line other results, by {error:.1g} of the largest"
     return None
 

@@ -235,6 +235,10 @@ def test_a_network_that_ignores_who_sees_whom_is_found_out(make_recipe: Make, mo
     assert resolve_batching(network, TrainConfig(steps=1)) == "padded"
     with pytest.raises(ValueError, match="other results, by"):
         resolve_batching(network, TrainConfig(steps=1, batching="tree"))
+    with torch.no_grad():
+        next(network.parameters()).fill_(float("nan"))
+    with pytest.raises(ValueError, match="other results, by nan"):
+        resolve_batching(network, TrainConfig(steps=1, batching="tree"))
 
 
 @pytest.mark.parametrize("attention", ["eager", "flash_attention_2"])
