@@ -36,6 +36,7 @@ def figures(folder: Path) -> dict[str, Any]:
     return json.loads(line)
 
 
+@pytest.mark.extended
 def test_a_checkpoint_evaluates_to_what_training_logged(
     agentfactory: Command, quickstart_run: Path, whole: Path
 ) -> None:

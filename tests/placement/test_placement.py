@@ -379,6 +379,7 @@ def shaped(project: Path) -> Path:
     return project
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_a_dry_run_ends_with_the_tables_and_what_does_not_fit_is_refused(shaped: Path, agentfactory: Command) -> None:
     (shaped / "first.yaml").write_text((shaped / "recipe.yaml").read_text() + "placement: {gpu_memory_gib: 24}\n")

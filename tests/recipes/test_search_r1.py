@@ -12,6 +12,7 @@ from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.tools.search.corpus import Corpus
 from agentfactory.tools.search.local_index import build_index
+from agentfactory.tools.search.retrieval_client import RetrievalClient
 from agentfactory.tools.user_code import load_object
 from tests.conftest import REPOSITORY
 from tests.scripted_chains import scripted_chains
@@ -97,7 +98,7 @@ async def test_a_turn_that_cannot_be_read_is_told_so_and_searches_have_a_limit(t
 
 
 async def test_without_its_server_a_chain_has_no_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentfactory.tools.search.retrieval_client._RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(RetrievalClient.__init__, "__defaults__", (1.0, 0.1))
     gone = "http://127.0.0.1:9/retrieve"
     trajectory, _ = await act(tmp_path, "3b-lora-24gb-tags.yaml", gone, ["<search>a</search>"], **TWO_HOPS)
     assert trajectory.outcome is Outcome.TOOL_INFRASTRUCTURE

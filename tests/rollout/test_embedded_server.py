@@ -593,6 +593,7 @@ async def test_api_key_guards_everything_but_health(servers: tuple[Running, Runn
             await stranger.get("/health")
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_start_up_errors(servers: tuple[Running, Running], tmp_path: Path) -> None:
     def fails(*flags: str) -> str:

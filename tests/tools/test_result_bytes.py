@@ -205,6 +205,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("way", ["own", "stdio"])
 def test_eight_chains_with_results_of_50_mb_take_no_gigabyte(way: str, tmp_path: Path) -> None:
     (tmp_path / "served.py").write_text(SERVED.replace(str(SIZE // 5), "10_000_000"))

@@ -20,6 +20,7 @@ from tests.trainers.test_sharding import save_network
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.extended
 def test_three_ranks_send_what_none_of_them_holds(tmp_path: Path) -> None:
     # sent in half of the bytes that the file has
     size = save_network(tmp_path / "model", 24, 256) / 2

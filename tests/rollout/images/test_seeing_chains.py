@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from PIL import Image
+from transformers import Qwen3Config
 
 from agentfactory.rollout.chain_runner import ChainRunner
 from agentfactory.rollout.client import InferenceClient
@@ -343,11 +344,12 @@ async def test_a_model_that_reads_text_refuses_rows_with_images(tmp_path):
     from agentfactory.rollout.renderer import make_renderer
     from tests.chat_tokenizers import make_tokenizer, trl_template
 
-    recipe = RolloutRecipe.model_validate({"model": {"path": "x"}})
+    Qwen3Config().save_pretrained(tmp_path / "text")
+    recipe = RolloutRecipe.model_validate({"model": {"path": str(tmp_path / "text")}})
     async with InferenceClient("http://127.0.0.1:1") as client, open_toolset(recipe, tmp_path) as toolset:
         renderer = make_renderer(make_tokenizer(trl_template("qwen2_5")), tools=False)
         runner = ChainRunner(recipe, renderer, client, toolset, Rewards([]))
-        with pytest.raises(SettingError, match=r"eval.data: its rows have images, and x reads only text"):
+        with pytest.raises(SettingError, match=r"eval.data: its rows have images, and .*text reads only text"):
             await runner.check([{"question": "q", "images": [picture(0)]}], "eval.data")
 
 

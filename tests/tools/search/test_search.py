@@ -15,6 +15,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import CallError, ToolCall, ToolInfrastructureError, ToolResult
 from agentfactory.tools.search import sources
 from agentfactory.tools.search.passage import Passage
+from agentfactory.tools.search.retrieval_client import RetrievalClient
 from agentfactory.tools.search.search import Search
 from agentfactory.tools.session import ToolSession
 from agentfactory.tools.toolset import Toolset, open_toolset
@@ -140,7 +141,7 @@ async def test_a_search_that_was_made_before_asks_nobody() -> None:
 
 
 async def test_a_source_that_is_down_ends_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentfactory.tools.search.retrieval_client._RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(RetrievalClient.__init__, "__defaults__", (1.0, 0.1))
     async with TestServer(web.Application()) as server:
         gone = str(server.make_url("/"))
     search = Search(gone)
