@@ -16,12 +16,13 @@ from agentfactory.recipe.train_checks import Lack, check_placement, check_traini
 from agentfactory.rollout.config import Inflight
 from agentfactory.rollout.context import check_context
 from agentfactory.rollout.data import Task, check_source, load_tasks
-from agentfactory.rollout.images.parts import images_of_row, is_path
+from agentfactory.rollout.images.parts import images_of_row
 from agentfactory.rollout.parsers import load_parser
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.serving import missing_from
 from agentfactory.tools.environment import Environment, gives_anchors, reset_schema
 from agentfactory.tools.errors import SettingError, short
+from agentfactory.tools.images.decode import is_path
 from agentfactory.tools.prebuilt import PREBUILT
 from agentfactory.tools.tool import is_tool
 from agentfactory.tools.user_code import UserCodeError, load_object

@@ -210,6 +210,12 @@ class RolloutConfig(Section):
     """How a chain continues when its context grows long."""
     outcome_penalty: dict[Outcome, Annotated[float, Field(ge=0)]] = {}
     """Outcome -> amount subtracted from the chain's reward, such as {max_turns: 0.5}."""
+    coordinates: Literal["auto", "pixels", "resized", "relative1000", "relative1"] = "auto"
+    """How the model states places in images; tasks state them in pixels of the file, and tools and rewards convert.
+    pixels: of the image in full size. resized: pixels of the image as the model gets it. relative1000, relative1: from
+    0 to 1000, or to 1, on each side. auto: as the model's family has learned it, resized for Qwen2.5-VL and
+    relative1000 for Qwen2-VL, Qwen3-VL, Qwen3.5, GLM-4.xV and InternVL. `agentfactory doctor --coordinates` asks a
+    model."""
     concurrency: PositiveInt | Literal["auto"] = 64
     """Chains alive at a time. auto starts at server.max_num_seqs and, while training, follows the server's load. For
     generation to run ahead, train.batch_size x group_size x (max_staleness + 1) chains must fit."""

@@ -8,13 +8,14 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from agentfactory.tools.images.coordinates import Coordinates, ModelView, stating
+from agentfactory.tools.images.image_tools import ImageTools
 from agentfactory.tools.user_code import load_object
 
 HERE = Path(__file__).parent
 Picture, PATTERNS, SIDE, REDUCTION = (
     load_object(f"pictures.py:{name}", HERE) for name in ("Picture", "PATTERNS", "SIDE", "REDUCTION")
 )
-Zoom = load_object("zoom.py:Zoom", HERE)
 CHAT_TEMPLATE, write_jsonl = (
     load_object(f"../quickstart/tiny_model.py:{name}", HERE) for name in ("CHAT_TEMPLATE", "write_jsonl")
 )
@@ -24,6 +25,8 @@ SPECIAL, make_seeing_network, show_images, write_processors = (
 )
 TOOLS_BY_NAME = load_object("../webshop/prepare.py:TOOLS_BY_NAME", HERE)
 
+VIEW = ModelView(Coordinates.RELATIVE1000)
+"""How models of the network's family state places."""
 HELD_OUT = 200
 TRAINED = 1000
 ASKED = "red"
@@ -59,7 +62,7 @@ def prepare(folder: Path, seed: int) -> None:
             seen.append(picture)
     heldout = [paint(picture, folder, f"heldout-{number}") for number, picture in enumerate(unseen)]
     train = [paint(picture, folder, f"train-{number}") for number, picture in enumerate(seen)]
-    specs = [Zoom.zoom.spec.to_openai()]
+    specs = [stating(ImageTools.zoom.spec, VIEW).to_openai()]
     transcripts = [
         look(task, picture, told, folder) if looks else give_up(task, told)
         for task, picture in zip(train, seen, strict=True)
@@ -89,9 +92,9 @@ def look(task: dict[str, Any], picture: Any, told: str, folder: Path) -> list[di
     [file] = task["images"]
     part = Path(file).with_suffix(".part.png")
     if not (folder / part).exists():
-        environment = Zoom()
-        environment.reset([folder / file])
-        environment.zoom(picture.where(ASKED)).save(folder / part, compress_level=1)
+        tools = ImageTools(labels=False)
+        tools.reset([folder / file], VIEW.to_json())
+        tools.zoom(picture.where(ASKED))["observation"].save(folder / part, compress_level=1)
     function = {"name": "zoom", "arguments": {"bbox_2d": picture.where(ASKED)}}
     return [
         {"role": "user", "content": [image(file), {"type": "text", "text": told}]},

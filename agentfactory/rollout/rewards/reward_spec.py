@@ -30,7 +30,7 @@ PREBUILT = {
 }
 """The prebuilt rewards: name -> `package.module:NAME`, loaded on first use."""
 
-OFFERED = ("prediction", "final_response", "trajectory", "environment", "seen_images")
+OFFERED = ("prediction", "final_response", "trajectory", "environment", "seen_images", "model_view")
 GROUP_OFFERED = ("predictions", "trajectories")
 
 

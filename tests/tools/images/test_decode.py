@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from agentfactory.rollout.images.decode import decode, size_of
+from agentfactory.tools.images.decode import decode, size_of
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (24, 30, 3), dtype=np.uint8)
 

@@ -9,8 +9,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from agentfactory.rollout.images.parts import is_path
-
+_LONGEST_PATH = 1024
+"""A longer text is an image in base64."""
+_ADDRESSES = ("data:", "http:", "https:", "image:")
+_IN_BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
+"""How PNG, JPEG, GIF and WebP files begin in base64, also if they are as short as a path."""
 MOST_PIXELS = 100_000_000
 """Pixels of the largest image that is decoded: a small file may hold a huge one."""
 _ORIENTATION = 0x0112
@@ -24,6 +27,13 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+
+
+def is_path(image: Any) -> bool:
+    """Return whether an image is given by a path, and not by an address, or as base64."""
+    if not isinstance(image, str):
+        return isinstance(image, Path)
+    return len(image) < _LONGEST_PATH and not image.startswith((*_ADDRESSES, *_IN_BASE64))
 
 
 def decode(source: Any, base: Path = Path()) -> Image.Image:
