@@ -38,11 +38,12 @@ Check = Callable[[], Iterable[Finding]]
 _COLORS = {Level.OK: "32", Level.WARNING: "33", Level.PROBLEM: "1;31"}
 
 
-def run(recipe: str | None, overrides: Sequence[str], say: Callable[[str], None]) -> bool:
-    """Report everything that is found. Return whether there is no problem."""
+def run(recipe: str | None, overrides: Sequence[str], say: Callable[[str], None], *, coordinates: bool = False) -> bool:
+    """Report everything that is found; with `coordinates`, also ask the model how it states places in images. Return
+    whether there is no problem."""
     counts: Counter[Level] = Counter()
     said = set()
-    for finding in examine(recipe, overrides):
+    for finding in examine(recipe, overrides, coordinates):
         # findings that several stages share are reported once
         if finding not in said:
             said.add(finding)
@@ -64,7 +65,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
 
 
-def examine(recipe: str | None, overrides: Sequence[str]) -> Iterator[Finding]:
+def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = False) -> Iterator[Finding]:
     """Yield all findings, the machine's first, each as soon as it is available."""
     stages: list[Recipe] = []
     yield from _safely("versions", check_versions)
@@ -95,6 +96,11 @@ def examine(recipe: str | None, overrides: Sequence[str]) -> Iterator[Finding]:
     for stage in stages:
         for subject, check in _checks(stage, len(devices["gpus"])):
             yield from _safely(subject, check)
+    if coordinates and stages:
+        # takes a while to import
+        from agentfactory.doctor.coordinates import check_coordinates
+
+        yield from _safely("coordinates", partial(check_coordinates, stages[-1]))
 
 
 def _checks(recipe: Recipe, gpus: int) -> Iterator[tuple[str, Check]]:

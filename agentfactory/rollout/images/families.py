@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers.utils.hub import cached_file
 
+from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.images.own_processor import OwnProcessor, load_own_processor
 from agentfactory.rollout.images.patches import patch_vision
 from agentfactory.rollout.images.vision import Vision
@@ -101,6 +102,13 @@ def view_of(path: str, vision: Vision, coordinates: str = "auto") -> ModelView |
         problem = f"got resized, and {path} resizes images within its own processor"
         raise SettingError("rollout.coordinates", problem, "use relative1000, relative1 or pixels, as it has learned")
     return None if stated is None else ModelView(stated, vision.sizes)
+
+
+def view_of_model(model: ModelConfig, coordinates: str) -> ModelView | None:
+    """Return how a recipe's model states places in images; None if it sees none, or its way is not known. Raises
+    SettingError, and OSError if the model's files are not here."""
+    vision = load_vision(model.path, model.min_image_pixels, model.max_image_pixels)
+    return None if vision is None else view_of(model.path, vision, coordinates)
 
 
 def banned_token_ids(config: dict[str, Any]) -> tuple[int, ...]:

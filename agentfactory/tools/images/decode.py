@@ -27,6 +27,7 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_QUARTER_TURNS = tuple(_TURNS[orientation] for orientation in (5, 6, 7, 8))
 
 
 def is_path(image: Any) -> bool:
@@ -64,14 +65,14 @@ def decode(source: Any, base: Path = Path()) -> Image.Image:
 
 
 def size_of(source: Any) -> tuple[int, int]:
-    """Return the width and height of an image without decoding it; see `decode`. Raises ValueError."""
+    """Return the width and height that `decode` gives an image, without decoding it. Raises ValueError."""
     if isinstance(source, Image.Image):
-        return source.size
+        return _upright_size(source)
     if (path := _path_of(source, Path())) is None:
-        return _open(BytesIO(content_of(source)), _name_of(source)).size
+        return _upright_size(_open(BytesIO(content_of(source)), _name_of(source)))
     try:
         with path.open("rb") as file:
-            return _open(file, _name_of(source)).size
+            return _upright_size(_open(file, _name_of(source)))
     except OSError as error:
         raise _unreadable(path, error) from error
 
@@ -84,11 +85,21 @@ def _name_of(source: Any) -> str:
 
 def _upright(image: Image.Image) -> Image.Image:
     # Pillow's own exif_transpose also writes the EXIF data anew, and fails for what it cannot write
-    try:
-        turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # boundary: damaged EXIF data raises anything, and viewers show such an image as it is stored
-        return image
+    turn = _turn_of(image)
     return image if turn is None else image.transpose(turn)
+
+
+def _upright_size(image: Image.Image) -> tuple[int, int]:
+    width, height = image.size
+    return (height, width) if _turn_of(image) in _QUARTER_TURNS else (width, height)
+
+
+def _turn_of(image: Image.Image) -> Image.Transpose | None:
+    """Return how an image has to be turned."""
+    try:
+        return _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+    except Exception:  # boundary: damaged EXIF data raises anything, and viewers show such an image as it is stored
+        return None
 
 
 def _open(file: BinaryIO, name: str) -> Image.Image:
