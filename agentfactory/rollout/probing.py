@@ -51,6 +51,8 @@ class Behaviour:
     """Whether it describes the tools; otherwise the system message has to."""
     complains_as_tool: bool = True
     """Whether it renders a tool message that answers no call; otherwise a user message tells of a malformed call."""
+    questions_after_results: bool = True
+    """Whether it renders a user message right after a result."""
     parallel_calls: bool = True
     """Whether it renders several calls in one turn."""
     words_with_calls: bool = True
@@ -117,7 +119,7 @@ def probe(template: ChatTemplate, tools: bool, parser: Parser, image: str | None
         tags=reasoning_tags(template.source if reasoned is None else reasoned),
         system=_shows(template, [{"role": "system", "content": "wordsystem"}, *question], specs, "wordsystem"),
         frame=template.render([*question, answer, *question], prompt=True),
-        turns=closed[_start(opened, closed) :] + (reasoned or closed)[_start(opened, closed) :],
+        turns=closed[turn_start(opened, closed) :] + (reasoned or closed)[turn_start(opened, closed) :],
     )
     behaviour.whole_frame = behaviour.frame
     if _writes_clock(template, question, specs):
@@ -203,7 +205,7 @@ def _opening_of_next(template: ChatTemplate, following: str) -> Closing:
     return Closing(end=token, opens_next=True) if token else Closing()
 
 
-def _start(opened: str, *turns: str) -> int:
+def turn_start(opened: str, *turns: str) -> int:
     """Return where the assistant's own text begins, given a generation prompt and texts with turns. Where they differ
     within a tag, it begins with the tag: `<think>` and `<tool_call>` share two letters."""
     at = min(shared_length(opened, text) for text in turns)
@@ -276,7 +278,7 @@ def _as_call(call: dict[str, Any]) -> Call:
 def said(text: str, opened: str, tags: tuple[str, str], parser: Parser, closing: Closing) -> str:
     """Return what a turn at the end of `text` says after its reasoning: what `parser` gets. `opened` is the
     conversation before it, with the generation prompt."""
-    turn = text[_start(opened, text) :].rstrip() if not closing.text else text[_start(opened, text) :]
+    turn = text[turn_start(opened, text) :].rstrip() if not closing.text else text[turn_start(opened, text) :]
     turn = turn.removesuffix(closing.text)
     opens = opened.rstrip().endswith(tags[0].rstrip())
     within = opens and (text.startswith(opened) or turn.lstrip().startswith(tags[1]))
@@ -318,8 +320,9 @@ def _check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, pars
         raise RenderError("the chat template cannot render a tool message: it leaves them out")
     closing = _closing_of_calls(template, text, after, words, lambda ending: reads(text, ending, expected))
     behaviour.closings = Closings(words, closing)
-    behaviour.turns += text[_start(opened, text) :].removesuffix(closing.text)
+    behaviour.turns += text[turn_start(opened, text) :].removesuffix(closing.text)
     behaviour.whole_frame += after[len(text) :] if after.startswith(text) else ""
+    behaviour.questions_after_results = _shows(template, [*messages, *told, messages[0]], specs, "wordresult0")
     if template.write_calls is not None:
         behaviour.notes.append("leaves out tool calls: they are in the content, as the tokenizer's tokens mark them")
     if ignores:
@@ -517,6 +520,7 @@ def _conversations(behaviour: Behaviour, parser: Parser | None) -> list[list[Mes
                 result(look, "wordtwo"),
                 said("wordthree", "wordwherefore", [move]),
                 result(move, "wordfour"),
+                *([] if behaviour.questions_after_results else [said("wordmore.")]),
                 asked("wordfive"),
                 said("wordsix", "wordhence"),
                 asked("wordseven"),

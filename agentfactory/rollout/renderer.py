@@ -470,11 +470,12 @@ class TemplateRenderer:
 
 
 def _without_reasoning(message: Message, tags: tuple[str, str]) -> Message:
-    """Return an assistant's message without its reasoning."""
+    """Return an assistant's message without its reasoning, unless it is nothing else: many templates refuse a turn that
+    is empty."""
     left = {key: value for key, value in message.items() if key != "reasoning_content"}
     if isinstance(left.get("content"), str):
         left["content"] = split_reasoning(left["content"], False, tags)[2]
-    return left
+    return left if left.get("content") or left.get("tool_calls") else message
 
 
 def _as_texts(arguments: dict[str, Any]) -> dict[str, str]:
