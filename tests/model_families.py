@@ -1,4 +1,4 @@
-"""The model families whose chat templates the tests know, and a renderer for each. No code of the product reads this."""
+"""The model families whose chat templates the tests know, and a renderer for each; the product knows none by name."""
 
 import re
 from dataclasses import dataclass

@@ -186,6 +186,11 @@ class TemplateRenderer:
                 following = following[1:]  # the model has begun what follows, as GLM does
         return None if following is None else self._counted([*missing, *following], new)
 
+    def end_of(self, calls: bool) -> int:
+        """Return the token that ends a turn of words, or one with calls."""
+        end: int = self._ends[calls]
+        return end
+
     def _missing(self, ids: list[int], calls: bool) -> list[int]:
         """Return what a sampled turn lacks of its closing, if it was cut or ended with another token. `calls`: results
         of calls follow."""

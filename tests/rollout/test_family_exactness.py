@@ -1,4 +1,4 @@
-"""Token in, token out for every model family, whatever becomes of its reasoning: what is trained was sent and sampled."""
+"""Token in, token out for every model family, whatever becomes of reasoning: what is trained was sent and sampled."""
 
 import asyncio
 import random

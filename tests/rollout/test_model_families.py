@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from agentfactory.rollout.first_prompt import describe_prompt
 from agentfactory.rollout.probing import turn_start
 from agentfactory.rollout.renderer import TemplateRenderer
 from agentfactory.rollout.templates import RenderError
@@ -166,6 +167,21 @@ def test_families_without_native_calls_are_refused_with_the_reason(name: str) ->
     template, reason = REFUSED[name]
     with pytest.raises(RenderError, match=f"{reason}.*rollout.parser=react"):
         renderer_of(Family(name, template, ""))
+
+
+@by_template
+def test_the_first_prompt_is_shown_with_a_made_call_and_its_answer(family: Family) -> None:
+    renderer = renderer_of(family)
+    opening: list[Message] = [{"role": "user", "content": "Will it rain?"}]
+    text = describe_prompt(renderer, opening, SPECS)
+    assert text.startswith(f"format: {family.parser}\n")
+    assert f"because: rollout.parser=auto: {family.parser} reads the calls" in text
+    prompt = renderer.open(renderer.instruct(opening, SPECS), SPECS)
+    assert f"--- the first prompt: {len(prompt)} ids\n{renderer.tokenizer.decode(prompt)}\n--- {prompt}\n" in text
+    _, _, made = text.partition("--- a made call of do_it: ")
+    call, _, answer = made.partition("--- its answer")
+    assert "(text)" in call
+    assert "(its result)" in answer
 
 
 def test_the_table_of_the_documentation() -> None:
