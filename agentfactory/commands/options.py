@@ -244,6 +244,8 @@ def _add_tools(command: argparse.ArgumentParser) -> None:
             action.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=about)
         if name == "list":
             action.add_argument("--json", action="store_true", help="print the tools as the model sees them")
+            about = "print the text and ids of the first prompt, of a made call and of its answer; needs the tokenizer"
+            action.add_argument("--prompt", action="store_true", help=about)
         else:
             about = "data row to reset environments with; default: the first row of the recipe's data"
             action.add_argument("--task", type=json_object, metavar="JSON", help=about)

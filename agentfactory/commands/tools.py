@@ -25,6 +25,7 @@ from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.images.files import with_files
 from agentfactory.rollout.images.parts import clean_row
+from agentfactory.rollout.prompt import opening_messages
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe
 from agentfactory.tools.errors import SettingError
@@ -70,6 +71,8 @@ def run(options: argparse.Namespace) -> None:
     recipe = stages_of(load_recipe(options.recipe, getattr(options, "overrides", ()), "tools"))[-1]
     with TemporaryDirectory(prefix="agentfactory-images-") as images:
         match options.action:
+            case "list" if options.prompt:
+                asyncio.run(_prompt(recipe, Path(images)))
             case "list":
                 asyncio.run(_list(recipe, options.json))
             case "call":
@@ -205,6 +208,28 @@ async def _list(recipe: Recipe, as_json: bool) -> None:
         if not any(server.specs or server.problems for server in servers):
             print("no tools")
     _fail([f"{server.name}: {problem}" for server in servers for problem in server.problems])
+
+
+async def _prompt(recipe: Recipe, images: Path) -> None:
+    """Print the first prompt of a chain on the first row of the data, as a run would send it."""
+    # imported here, because it imports transformers
+    from agentfactory.rollout.first_prompt import describe_prompt
+    from agentfactory.rollout.renderer import load_renderer
+
+    task = next(iter(_first_rows(recipe, images)[0]), {})
+    task = task if {"question", "messages"} & task.keys() else {**task, "question": "(the question of a task)"}
+    rollout = recipe.rollout
+    try:
+        async with open_toolset(recipe, Path.cwd()) as toolset, toolset.chain("prompt", task) as session:
+            messages = opening_messages(task, rollout.system_prompt)
+            if session.opening:
+                messages.append({"role": "user", "content": session.opening})
+            renderer = load_renderer(
+                recipe.model, rollout.parser, reasoning=rollout.reasoning, tools=bool(toolset.specs), base=Path.cwd()
+            )
+            print(describe_prompt(renderer, messages, toolset.specs))
+    except (ToolInfrastructureError, ValueError) as error:
+        raise ToolsFailed(str(error)) from error
 
 
 async def _check(recipe: Recipe, task: Task | None, images: Path) -> None:

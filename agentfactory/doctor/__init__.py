@@ -20,6 +20,7 @@ from agentfactory.doctor.machine import (
 from agentfactory.doctor.recipe import (
     check_address,
     check_fit,
+    check_format,
     check_hub,
     check_output,
     check_rewards,
@@ -29,6 +30,7 @@ from agentfactory.doctor.recipe import (
     runs_code,
     starts_server,
 )
+from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.tools.errors import SettingError
@@ -108,6 +110,8 @@ def _checks(recipe: Recipe, gpus: int) -> Iterator[tuple[str, Check]]:
     yield "run folder", partial(check_output, recipe)
     yield "memory", lambda: check_fit(recipe, memory_room())
     yield "hub", partial(check_hub, recipe)
+    if runs_chains(recipe, "train") and Path(recipe.model.path).is_dir():
+        yield "format", partial(check_format, recipe)
     if recipe.rewards and recipe.data is not None and recipe.data.file is not None and recipe.data.file.exists():
         yield "rewards", partial(check_rewards, recipe)
     if starts_server(recipe):

@@ -198,9 +198,14 @@ class RolloutConfig(Section):
     """Sampling temperature; the trainer divides its logits by the same value."""
     system_prompt: str | None = None
     """System prompt, inserted before each task's messages."""
-    parser: str = "hermes"
-    """Tool-call format. Formats that chat templates write: hermes | qwen3_coder | llama3_json | pythonic. Plain-text
-    formats: react | code_block | tags. Or `FILE.py:NAME` of your own parser."""
+    parser: str = "auto"
+    """Tool-call format. auto: the one that the chat template writes, or its name: hermes | qwen3_coder | llama3_json |
+    pythonic | deepseek_v3 | glm | harmony | kimi | mistral | ... (docs/tool-call-formats.md). Plain-text formats: react
+    | code_block | tags. Or `FILE.py:NAME` of your own parser."""
+    reasoning: Literal["auto", "keep", "drop", "template"] = "auto"
+    """What becomes of the reasoning of earlier turns. keep: all turns stay as they were sampled, in one row. template:
+    history is as the model's chat template has it, with a new row wherever it changes. drop: history has no reasoning.
+    auto: keep if the template, or TRL's training variant of it, does; otherwise template."""
     agent: str | None = None
     """`FILE.py:NAME` of an `Agent` class that overrides `generate` or `parse`; it is created without arguments."""
     assistant_prefix: str = ""
