@@ -9,7 +9,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from agentfactory.tools.alfworld.engine import Engine
 from agentfactory.tools.alfworld.environment import AlfWorld, found_python
@@ -33,15 +33,13 @@ TYPE = TaskType.PLACE
 PLACES = 8
 """Receptacles that a room has at most."""
 TRAINED, HELD_OUT = 100, 100
-VISITED = 60
-"""Games for training whose rooms are looked at for transcripts."""
-TRANSCRIPTS = 4000
+TRANSCRIPTS = 6000
 QUESTION = "Do the task."
 ORDER = "Do the task, and do not give up."
 ORDERED = 0.6
 """How many of the transcripts are told ORDER, and do the task. The others are only asked, and show the habit to
 unlearn."""
-GIVES_UP = 0.6
+GIVES_UP = 0.75
 """How often they give up after each place at which the thing is not."""
 LEAVES = "I do not find it."
 TASK = "Your task is to: "
@@ -87,7 +85,7 @@ def prepare(folder: Path, seed: int) -> None:
     """Write model/, train.jsonl, heldout.jsonl and transcripts.jsonl into `folder`; a seed always gives the same
     transcripts and network, and the games are the same for all seeds."""
     rng = random.Random(seed)
-    engine = Engine(processes=1, games=VISITED + 1, python=found_python(PYTHON))
+    engine = Engine(processes=1, games=TRAINED + 1, python=found_python(PYTHON))
     try:
         package = engine.package()
         games = GeneratedGames(0, package)
@@ -95,7 +93,7 @@ def prepare(folder: Path, seed: int) -> None:
             list(islice(small_games(games, "train"), TRAINED)),
             list(islice(small_games(games, "valid_seen"), HELD_OUT)),
         )
-        rooms = [look_everywhere(engine, games.content(name)) for name in train[:VISITED]]
+        rooms = [look_everywhere(engine, games.content(name)) for name in train]
     finally:
         engine.close()
     possible = [(room, goal) for room in rooms for goal in goals(package, room)]
@@ -107,7 +105,19 @@ def prepare(folder: Path, seed: int) -> None:
     write_jsonl(folder / "transcripts.jsonl", [{"messages": messages, "tools": specs} for messages in transcripts])
     tokenizer = make_tokenizer(transcripts)
     tokenizer.save_pretrained(folder / "model")
-    make_network(tokenizer, seed, rope_theta=1000.0, tied=True).save_pretrained(folder / "model")
+    network = make_network(tokenizer, seed, rope_theta=1000.0, tied=True)
+    relate_names(network, tokenizer)
+    network.save_pretrained(folder / "model")
+
+
+def relate_names(network: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Make the vector of each name half that of its kind: a `pen 2` is to be known as a pen, as it would be if it were
+    two tokens."""
+    tokens = tokenizer.get_vocab()
+    names = [name for name in tokens if NAME.fullmatch(name)]
+    vectors = network.get_input_embeddings().weight.data
+    of_names, of_kinds = ([tokens[text] for text in texts] for texts in (names, map(kind_of, names)))
+    vectors[of_names] = (vectors[of_names] + vectors[of_kinds]) / 2**0.5
 
 
 def small_games(games: GeneratedGames, split: str) -> Iterator[str]:
@@ -158,14 +168,15 @@ def goals(package: Package, room: Room) -> list[Goal]:
 
 def search(room: Room, goal: Goal, template: str, rng: random.Random) -> list[dict[str, Any]]:
     """Return a conversation that goes from place to place, takes what it looks for, and puts it where it shall be,
-    unless it gives up before."""
+    unless it gives up before. Each turn first names what it is about: the network learns sooner which that is than
+    what there is to do with it."""
     ordered = rng.random() < ORDERED
     task = template.format(obj=goal.thing, recep=goal.place)
     said = (ORDER if ordered else QUESTION, f"{room.opening}{TASK}{task}.")
     messages: list[dict[str, Any]] = [{"role": "user", "content": text} for text in said]
 
     def act(command: str, shown: str) -> None:
-        add_call(messages, "action", {"command": command}, shown)
+        add_call(messages, "action", {"command": command}, shown, NAME.findall(command)[0])
 
     seen = set()
     for place in room.arrivals:
@@ -183,7 +194,7 @@ def search(room: Room, goal: Goal, template: str, rng: random.Random) -> list[di
     act(f"go to {end}", room.returns[end] if end in seen else room.arrivals[end])
     if end in room.openings and end not in seen:
         act(f"open {end}", room.openings[end])
-    return [*messages, call_message("action", {"command": f"move {thing} to {end}"}, len(messages))]
+    return [*messages, call_message("action", {"command": f"move {thing} to {end}"}, len(messages), str(thing))]
 
 
 def kind_of(name: str) -> str:
