@@ -40,7 +40,7 @@ ROOM = Room(
         "drawer 2": "You open the drawer 2. The drawer 2 is open. In it, you see a cd 2.",
         "drawer 1": "You open the drawer 1. The drawer 1 is open. In it, you see nothing.",
     },
-    {"bed 1": "Bed.", "drawer 2": "Second drawer.", "drawer 1": "First drawer.", "shelf 1": "Shelf."},
+    {"drawer 2": "Second drawer.", "drawer 1": "First drawer."},
 )
 
 
