@@ -1,12 +1,12 @@
-"""Linear layers in float32 on the CPU with oneDNN's packed weights: from 32 rows on up to twice as fast as torch's own."""
+"""Linear layers in float32 on the CPU with oneDNN's packed weights: from 32 rows on, up to twice as fast as torch's."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 # oneDNN compiles a kernel per shape (0.4 ms) and keeps 1024 of them: batches are padded to a multiple of ROWS to limit
-# the number of shapes; smaller ones would take as long as ROWS. Below MULTIPLICATIONS, its slower call costs more than it
-# saves. Measured on an EPYC with torch 2.13: 0.9 to 1.5 times as fast with one thread, 0.7 to 2.5 with two; 8 rows,
+# the number of shapes; smaller ones would take as long as ROWS. Below MULTIPLICATIONS, its slower call costs more than
+# it saves. Measured on an EPYC with torch 2.13: 0.9 to 1.5 times as fast with one thread, 0.7 to 2.5 with two; 8 rows,
 # padded, took three to five times as long.
 ROWS = 32
 MULTIPLICATIONS = 2**20
