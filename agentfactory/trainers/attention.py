@@ -216,7 +216,7 @@ def attention_arguments(
     FlashAttention gets none: it finds rows that are placed end to end by their positions, and does not support trees.
     """
     if kind == BY_RUNS:
-        # without a four-dimensional mask, transformers would make a dense one from the positions; by this one, a network
+        # without a four-dimensional mask, transformers would make a dense one from the positions; by this, a network
         # that ignores the runs sees everything, which `resolve_batching` finds
         return {"runs": Runs(positions, ends, dtype), "attention_mask": torch.zeros(1, 1, 1, 1, device=ends.device)}
     if kind == BY_BLOCKS:
