@@ -14,7 +14,7 @@ from typing import Any
 
 from agentfactory.rollout.images.parts import for_template, image_part, show_in_user_turns
 from agentfactory.rollout.parsers import PARSERS, Call, NativeParser, Parser, load_parser
-from agentfactory.rollout.reasoning import reasoning_tags
+from agentfactory.rollout.reasoning_tags import reasoning_tags
 from agentfactory.rollout.templates import ChatTemplate, Closing, Closings, RenderError, Tools, shared_length
 from agentfactory.tools.messages import Message, ToolCall, ToolSpec
 

@@ -16,7 +16,7 @@ from agentfactory.rollout.encoding import MARK, Encoder, map_strings, skip_marke
 from agentfactory.rollout.images.parts import for_template, image_urls, show_in_user_turns
 from agentfactory.rollout.parsers import AUTO, Parser, Reading, load_parser
 from agentfactory.rollout.probing import PROBE_TOOLS, Behaviour
-from agentfactory.rollout.reasoning import split_reasoning
+from agentfactory.rollout.reasoning_tags import split_reasoning
 from agentfactory.rollout.roles import TokenLengths, turn_roles
 from agentfactory.rollout.template_choice import Reasoning, Use, choose_template, recognise
 from agentfactory.rollout.templates import ChatTemplate, RenderError, cached, shared_length

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from agentfactory.rollout.parsers import Call, Parser
-from agentfactory.rollout.reasoning import split_reasoning
+from agentfactory.rollout.reasoning_tags import split_reasoning
 from agentfactory.rollout.templates import RenderError
 from agentfactory.tools.messages import Content, Message, ToolCall, ToolResult, ToolSpec
 

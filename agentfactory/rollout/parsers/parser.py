@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from agentfactory.rollout.reasoning import split_reasoning
+from agentfactory.rollout.reasoning_tags import split_reasoning
 from agentfactory.tools.messages import Content, Message, ToolCall, ToolResult, ToolSpec
 
 Arguments = dict[str, Any]
