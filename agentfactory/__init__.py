@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from agentfactory.rollout.rewards import reward
     from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
     from agentfactory.tools.environment import Environment
+    from agentfactory.tools.images.coordinates import ModelView
     from agentfactory.tools.messages import ToolInfrastructureError
     from agentfactory.tools.tool import finish, tool
 
@@ -25,6 +26,7 @@ __all__ = [
     "Environment",
     "FormatError",
     "Group",
+    "ModelView",
     "Outcome",
     "Parsed",
     "Parser",
@@ -44,6 +46,7 @@ _HOME = {
     "Environment": "agentfactory.tools.environment",
     "FormatError": "agentfactory.rollout.parsers",
     "Group": "agentfactory.rollout.trajectory",
+    "ModelView": "agentfactory.tools.images.coordinates",
     "Outcome": "agentfactory.rollout.trajectory",
     "Parsed": "agentfactory.rollout.renderer",
     "Parser": "agentfactory.rollout.parsers",

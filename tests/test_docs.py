@@ -36,10 +36,10 @@ from agentfactory.rollout.group_files import append_group
 from agentfactory.rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
 from agentfactory.rollout.parsers import load_parser
 from agentfactory.rollout.pass_at_k import by_source, estimates, sample_figures
-from agentfactory.rollout.probing import choose_template
 from agentfactory.rollout.renderer import load_renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.serving import explain
+from agentfactory.rollout.template_choice import choose_template
 from agentfactory.rollout.templates import RenderError
 from agentfactory.rollout.trajectory import Group, Outcome, Row, Trajectory
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe

@@ -23,7 +23,6 @@ from agentfactory.rollout.connection import ContextOverflowError, InferenceError
 from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.episode import Episode
 from agentfactory.rollout.evaluate import open_runner
-from agentfactory.rollout.images.decode import size_of
 from agentfactory.rollout.images.parts import clean_row, text_part
 from agentfactory.rollout.images.store import stored_digest
 from agentfactory.rollout.renderer import Parsed
@@ -31,6 +30,7 @@ from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import StopReason
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.images.decode import size_of
 from agentfactory.tools.messages import Message, ToolInfrastructureError, text_of
 from agentfactory.tools.session import ToolSession
 
@@ -121,7 +121,7 @@ async def _converse(runner: ChainRunner, sampling: Sampling, row: Task) -> None:
             continue
         number += 1
         try:
-            async with runner.toolset.chain(f"chat{number}", task) as session:
+            async with runner.toolset.chain(f"chat{number}", runner.for_tools(task)) as session:
                 conversation = Conversation(runner, task, sampling, f"chat{number}")
                 await conversation.hold(session, lines, shown=bool(said.text))
                 await _show_reward(session)

@@ -173,7 +173,7 @@ def _new(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from agentfactory.doctor import run
 
-    return OK if run(options.recipe, options.overrides, _say) else FAILED
+    return OK if run(options.recipe, options.overrides, _say, coordinates=options.coordinates) else FAILED
 
 
 def _chat(options: argparse.Namespace) -> int:

@@ -32,7 +32,12 @@ _EXAMPLES = {
         "new cloths --vision",
         "new aquarium --environment",
     ],
-    "doctor": ["doctor", "doctor recipe.yaml", "doctor recipe.yaml server.url=http://127.0.0.1:8000"],
+    "doctor": [
+        "doctor",
+        "doctor recipe.yaml",
+        "doctor recipe.yaml server.url=http://127.0.0.1:8000",
+        "doctor recipe.yaml --coordinates server.url=http://127.0.0.1:8000",
+    ],
     "train": [
         "train recipe.yaml",
         "train recipe.yaml train.learning_rate=1e-5 seed=1 output=runs/second",
@@ -112,6 +117,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         case "doctor":
             if options.recipe and "=" in options.recipe and not Path(options.recipe).exists():
                 command.error(f"name a recipe before {options.recipe}, which is an override")
+            if options.coordinates and not options.recipe:
+                command.error("--coordinates asks a recipe's model: name a recipe")
     return options
 
 
@@ -155,6 +162,9 @@ def _add_options(name: str, command: argparse.ArgumentParser, with_viewer: bool)
         about = "resolve, validate and print the recipe; do nothing"
         command.add_argument("--dry-run", action="store_true", help=about)
     match name:
+        case "doctor":
+            about = "ask the model on the server at server.url how it states places in images"
+            command.add_argument("--coordinates", action="store_true", help=about)
         case "new":
             command.add_argument("task", metavar="TASK", help="name of the task and of its Python file: a-z, 0-9 and _")
             about = "folder to create; default: TASK in the current folder"
@@ -234,6 +244,8 @@ def _add_tools(command: argparse.ArgumentParser) -> None:
             action.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=about)
         if name == "list":
             action.add_argument("--json", action="store_true", help="print the tools as the model sees them")
+            about = "print the text and ids of the first prompt, of a made call and of its answer; needs the tokenizer"
+            action.add_argument("--prompt", action="store_true", help=about)
         else:
             about = "data row to reset environments with; default: the first row of the recipe's data"
             action.add_argument("--task", type=json_object, metavar="JSON", help=about)

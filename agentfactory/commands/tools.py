@@ -25,9 +25,11 @@ from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.images.files import with_files
 from agentfactory.rollout.images.parts import clean_row
+from agentfactory.rollout.prompt import opening_messages
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.images.coordinates import VIEW_FIELD
 from agentfactory.tools.limits import check_limits
 from agentfactory.tools.messages import (
     Content,
@@ -38,7 +40,7 @@ from agentfactory.tools.messages import (
     ToolSpec,
     text_of,
 )
-from agentfactory.tools.toolset import open_toolset
+from agentfactory.tools.toolset import Toolset, open_toolset
 from agentfactory.tools.workspaces import check_template
 
 TRIED_ROWS = 3
@@ -69,6 +71,8 @@ def run(options: argparse.Namespace) -> None:
     recipe = stages_of(load_recipe(options.recipe, getattr(options, "overrides", ()), "tools"))[-1]
     with TemporaryDirectory(prefix="agentfactory-images-") as images:
         match options.action:
+            case "list" if options.prompt:
+                asyncio.run(_prompt(recipe, Path(images)))
             case "list":
                 asyncio.run(_list(recipe, options.json))
             case "call":
@@ -101,7 +105,7 @@ async def _open_each(recipe: Recipe, find_task: _FindTask | None) -> list[_Serve
     a chain on each; environments get the task that it finds, and are not tried if it finds none."""
     parts = [ToolsRecipe(tools=[reference]) for reference in recipe.tools]
     parts += [ToolsRecipe(mcp_servers={name: _for_a_try(config)}) for name, config in recipe.mcp_servers.items()]
-    return await asyncio.gather(*(_open(part, find_task) for part in parts))
+    return await asyncio.gather(*(_open(part, find_task, recipe) for part in parts))
 
 
 def _for_a_try(config: McpServerConfig) -> McpServerConfig:
@@ -122,7 +126,7 @@ def _announce(name: str, config: McpServerConfig) -> None:
         print(f"{name}: copies its workspace ({size >> 20} MiB) to start", file=sys.stderr, flush=True)
 
 
-async def _open(part: ToolsRecipe, find_task: _FindTask | None) -> _Server:
+async def _open(part: ToolsRecipe, find_task: _FindTask | None, recipe: Recipe) -> _Server:
     server = _Server([*part.mcp_servers, *(reference.rpartition(":")[2] for reference in part.tools)][0])
     started = time.perf_counter()
     try:
@@ -151,7 +155,7 @@ async def _open(part: ToolsRecipe, find_task: _FindTask | None) -> _Server:
             task: Task | None = await find_task() if toolset.environments else {}
             if task is not None:
                 started = time.perf_counter()
-                async with toolset.chain("check", task) as session:
+                async with toolset.chain("check", _for_tools(task, toolset, recipe)) as session:
                     seconds = time.perf_counter() - started
                     if toolset.environments:
                         says = f", says {_short(text_of(session.opening))}" if session.opening else ""
@@ -166,6 +170,24 @@ async def _open(part: ToolsRecipe, find_task: _FindTask | None) -> _Server:
     except (ToolInfrastructureError, ValueError, TypeError) as error:
         server.problems.append(str(error))
     return server
+
+
+def _for_tools(task: Task, toolset: Toolset, recipe: Recipe) -> Task:
+    """Return a row with how the recipe's model states places in images, if a reset needs that; without the model's
+    files, places are pixels."""
+    if not toolset.takes(VIEW_FIELD):
+        return task
+    from agentfactory.rollout.images.families import view_of_model
+
+    try:
+        view = view_of_model(recipe.model, recipe.rollout.coordinates)
+    except OSError:
+        view = None
+    if view is None:
+        text = f"it is not known how {recipe.model.path} states places in images: they are pixels of the file here"
+        print(text, file=sys.stderr)
+        return task
+    return {**task, VIEW_FIELD: view.to_json()}
 
 
 def _figures(verdict: EnvironmentReward) -> str:
@@ -186,6 +208,28 @@ async def _list(recipe: Recipe, as_json: bool) -> None:
         if not any(server.specs or server.problems for server in servers):
             print("no tools")
     _fail([f"{server.name}: {problem}" for server in servers for problem in server.problems])
+
+
+async def _prompt(recipe: Recipe, images: Path) -> None:
+    """Print the first prompt of a chain on the first row of the data, as a run would send it."""
+    # imported here, because it imports transformers
+    from agentfactory.rollout.first_prompt import describe_prompt
+    from agentfactory.rollout.renderer import load_renderer
+
+    task = next(iter(_first_rows(recipe, images)[0]), {})
+    task = task if {"question", "messages"} & task.keys() else {**task, "question": "(the question of a task)"}
+    rollout = recipe.rollout
+    try:
+        async with open_toolset(recipe, Path.cwd()) as toolset, toolset.chain("prompt", task) as session:
+            messages = opening_messages(task, rollout.system_prompt)
+            if session.opening:
+                messages.append({"role": "user", "content": session.opening})
+            renderer = load_renderer(
+                recipe.model, rollout.parser, reasoning=rollout.reasoning, tools=bool(toolset.specs), base=Path.cwd()
+            )
+            print(describe_prompt(renderer, messages, toolset.specs))
+    except (ToolInfrastructureError, ValueError) as error:
+        raise ToolsFailed(str(error)) from error
 
 
 async def _check(recipe: Recipe, task: Task | None, images: Path) -> None:
@@ -311,6 +355,7 @@ async def _call(recipe: Recipe, options: argparse.Namespace, images: Path) -> No
             task = given
             if task is None:
                 task = next(iter(_first_rows(recipe, images)[0] if toolset.environments else []), {})
+            task = _for_tools(task, toolset, recipe)
             async with toolset.chain("call", task) as session:
                 result = await session.call(call)
     except (ToolInfrastructureError, ValueError, TypeError) as error:

@@ -20,6 +20,7 @@ from agentfactory.doctor.machine import (
 from agentfactory.doctor.recipe import (
     check_address,
     check_fit,
+    check_format,
     check_hub,
     check_output,
     check_rewards,
@@ -29,6 +30,7 @@ from agentfactory.doctor.recipe import (
     runs_code,
     starts_server,
 )
+from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.tools.errors import SettingError
@@ -38,11 +40,12 @@ Check = Callable[[], Iterable[Finding]]
 _COLORS = {Level.OK: "32", Level.WARNING: "33", Level.PROBLEM: "1;31"}
 
 
-def run(recipe: str | None, overrides: Sequence[str], say: Callable[[str], None]) -> bool:
-    """Report everything that is found. Return whether there is no problem."""
+def run(recipe: str | None, overrides: Sequence[str], say: Callable[[str], None], *, coordinates: bool = False) -> bool:
+    """Report everything that is found; with `coordinates`, also ask the model how it states places in images. Return
+    whether there is no problem."""
     counts: Counter[Level] = Counter()
     said = set()
-    for finding in examine(recipe, overrides):
+    for finding in examine(recipe, overrides, coordinates):
         # findings that several stages share are reported once
         if finding not in said:
             said.add(finding)
@@ -64,7 +67,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
 
 
-def examine(recipe: str | None, overrides: Sequence[str]) -> Iterator[Finding]:
+def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = False) -> Iterator[Finding]:
     """Yield all findings, the machine's first, each as soon as it is available."""
     stages: list[Recipe] = []
     yield from _safely("versions", check_versions)
@@ -95,6 +98,11 @@ def examine(recipe: str | None, overrides: Sequence[str]) -> Iterator[Finding]:
     for stage in stages:
         for subject, check in _checks(stage, len(devices["gpus"])):
             yield from _safely(subject, check)
+    if coordinates and stages:
+        # takes a while to import
+        from agentfactory.doctor.coordinates import check_coordinates
+
+        yield from _safely("coordinates", partial(check_coordinates, stages[-1]))
 
 
 def _checks(recipe: Recipe, gpus: int) -> Iterator[tuple[str, Check]]:
@@ -102,6 +110,8 @@ def _checks(recipe: Recipe, gpus: int) -> Iterator[tuple[str, Check]]:
     yield "run folder", partial(check_output, recipe)
     yield "memory", lambda: check_fit(recipe, memory_room())
     yield "hub", partial(check_hub, recipe)
+    if runs_chains(recipe, "train") and Path(recipe.model.path).is_dir():
+        yield "format", partial(check_format, recipe)
     if recipe.rewards and recipe.data is not None and recipe.data.file is not None and recipe.data.file.exists():
         yield "rewards", partial(check_rewards, recipe)
     if starts_server(recipe):

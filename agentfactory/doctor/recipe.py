@@ -106,6 +106,22 @@ def check_rewards(recipe: Recipe) -> Iterator[Finding]:
         yield ok("rewards", f"called on a made answer to {len(tasks)} tasks, each gives a number")
 
 
+def check_format(recipe: Recipe) -> Iterator[Finding]:
+    """Check that the model's chat template can serve: which tool-call format it has, and what becomes of reasoning."""
+    # imported here, because it imports transformers
+    from agentfactory.rollout.renderer import load_renderer
+
+    rollout = recipe.rollout
+    try:
+        tools = bool(recipe.tools or recipe.mcp_servers)
+        info = load_renderer(recipe.model, rollout.parser, reasoning=rollout.reasoning, tools=tools).info
+    except ValueError as error:
+        yield problem("format", str(error), "rollout.parser or model.chat_template, as it says")
+        return
+    text = f"{info['parser']}: {info['reasons'][0]}; rows: {info['choice']}, {info['rows']}"
+    yield ok("format", f"{text}; `agentfactory tools list RECIPE --prompt` prints the first prompt")
+
+
 def check_fit(recipe: Recipe, room: int) -> Iterator[Finding]:
     """Check that trainer and server have the memory that they need."""
     planned = place([recipe], "train")[0]

@@ -73,7 +73,13 @@ def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Sy
         display = _open_display(recipe, folder, checkpoint, stop, stack) if accelerator.is_main_process else None
         stop.listen(accelerator, folder.note_stopping)
         tools = bool(recipe.tools or recipe.mcp_servers)
-        renderer = load_renderer(recipe.model, recipe.rollout.parser, tools=tools, images=folder.images)
+        renderer = load_renderer(
+            recipe.model,
+            recipe.rollout.parser,
+            reasoning=recipe.rollout.reasoning,
+            tools=tools,
+            images=folder.images,
+        )
         checkpoints = _checkpoints(recipe, renderer, folder, checkpoint)
         saved = recipe.train.from_trajectories
         # saved groups have their images beside them

@@ -16,12 +16,13 @@ from agentfactory.recipe.train_checks import Lack, check_placement, check_traini
 from agentfactory.rollout.config import Inflight
 from agentfactory.rollout.context import check_context
 from agentfactory.rollout.data import Task, check_source, load_tasks
-from agentfactory.rollout.images.parts import images_of_row, is_path
-from agentfactory.rollout.parsers import load_parser
+from agentfactory.rollout.images.parts import images_of_row
+from agentfactory.rollout.parsers import AUTO, load_parser
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.serving import missing_from
 from agentfactory.tools.environment import Environment, gives_anchors, reset_schema
 from agentfactory.tools.errors import SettingError, short
+from agentfactory.tools.images.decode import is_path
 from agentfactory.tools.prebuilt import PREBUILT
 from agentfactory.tools.tool import is_tool
 from agentfactory.tools.user_code import UserCodeError, load_object
@@ -279,7 +280,8 @@ def _check_machine(found: Any, name: str, lack: Lack) -> None:
 
 def _load_user_code(recipe: Recipe) -> None:
     Rewards.load(recipe.rewards, Path.cwd())
-    load_parser(recipe.rollout.parser, Path.cwd())
+    if recipe.rollout.parser != AUTO:
+        load_parser(recipe.rollout.parser, Path.cwd())
     if recipe.rollout.agent is not None:
         _load(recipe.rollout.agent, "rollout.agent")
         # imported here, because it imports transformers

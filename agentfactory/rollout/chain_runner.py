@@ -5,6 +5,7 @@ import logging
 from collections.abc import Awaitable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from agentfactory.rollout.agent import AgentHooks
 from agentfactory.rollout.chain_outcomes import ChainOutcomes
@@ -21,10 +22,14 @@ from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampler, Sampling
 from agentfactory.rollout.trajectory import Activity, Group, Outcome, StopReason, Trajectory
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.images.coordinates import VIEW_FIELD, ModelView, stating
 from agentfactory.tools.limits import Rates, check_limits
 from agentfactory.tools.messages import EnvironmentRewardError, ToolInfrastructureError
 from agentfactory.tools.notices import tell
 from agentfactory.tools.toolset import Toolset
+
+if TYPE_CHECKING:
+    from agentfactory.rollout.images.sight import Sight
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +114,18 @@ def _blind(recipe: RolloutRecipe, renderer: Renderer, section: str) -> SettingEr
     return SettingError("model.chat_template", problem, "set null: the model's own has them")
 
 
+def _view(recipe: RolloutRecipe, sight: "Sight") -> ModelView | None:
+    from agentfactory.rollout.images.families import view_of
+
+    return view_of(recipe.model.path, sight.vision, recipe.rollout.coordinates)
+
+
+def _unknown_way(recipe: RolloutRecipe, who: str) -> SettingError:
+    problem = f"got auto, {who} convert places in images, and it is not known how {recipe.model.path} states them"
+    fix = "set relative1000, relative1, resized or pixels; `agentfactory doctor RECIPE --coordinates` asks the model"
+    return SettingError("rollout.coordinates", problem, fix)
+
+
 class ChainRunner:
     """Runs chains of one recipe; at most `rollout.concurrency` of them are alive at a time."""
 
@@ -126,11 +143,13 @@ class ChainRunner:
         check_limits(recipe.limits, [spec.name for spec in toolset.specs])
         check_context(recipe.rollout)
         renderer.encode(recipe.rollout.assistant_prefix)  # raises at once if the prefix does not fit the template
+        self.view = None if renderer.sight is None else _view(recipe, renderer.sight)
+        """How the model states places in images; None if it sees none, or its way is not known."""
         self.setup = Setup(
             recipe,
             renderer,
             Sampler(recipe, client, renderer.stop_token_ids, renderer.sight),
-            toolset.specs,
+            toolset.specs if self.view is None else [stating(spec, self.view) for spec in toolset.specs],
             agent or AgentHooks(),
             Rates(recipe.limits.calls_per_second),
         )
@@ -172,6 +191,16 @@ class ChainRunner:
             raise _blind(self.setup.recipe, self.renderer, section)
         return await sight.take_task(task, section, row)
 
+    def for_tools(self, task: Task) -> Task:
+        """Return a row, as `take` returned it, with what tools need to know of the model: `model_view`, if a reset
+        names it. Raises SettingError if places cannot be converted because the model's way to state them is not
+        known."""
+        if not self.toolset.takes(VIEW_FIELD):
+            return task
+        if self.view is None:
+            raise _unknown_way(self.setup.recipe, "its tools")
+        return {**task, VIEW_FIELD: self.view.to_json()}
+
     async def check(self, tasks: Sequence[Task], section: str = "data") -> None:
         """Check for errors that would fail chains of these tasks, the rows of `section`: a field that a reward or a
         reset needs and a row lacks; and, with the first task, an environment that cannot be created or reset (wrong
@@ -187,8 +216,10 @@ class ChainRunner:
             if sight is None or not sight.shows:
                 raise _blind(self.setup.recipe, self.renderer, section)
             await asyncio.to_thread(sight.check_tasks, tasks, self.setup.recipe.limits.images, section)
+        if self.view is None and self.rewards.takes(VIEW_FIELD):
+            raise _unknown_way(self.setup.recipe, "its rewards")
         _tell_nulls(tasks, section, {**self.toolset.needed, **self.rewards.needed})
-        async with self.toolset.chain("check", await self.take(tasks[0], section, 1)):
+        async with self.toolset.chain("check", self.for_tools(await self.take(tasks[0], section, 1))):
             pass
         self._verdicts = FirstVerdicts(self.setup.config.group_size, len(tasks))
         self._outcomes = self._outcomes or ChainOutcomes(self.setup.config)
@@ -232,7 +263,7 @@ class ChainRunner:
 
     async def _play_and_score(self, chain: Episode, scored: frozenset[Outcome], limit: asyncio.Timeout) -> None:
         trajectory = chain.trajectory
-        async with self.toolset.chain(trajectory.id, chain.task) as session:
+        async with self.toolset.chain(trajectory.id, self.for_tools(chain.task)) as session:
             chain.timeline.note_setup(session.waits)
             # a chain that runs out of time may still be scored: the limit ends its turns, not the session
             deadline = limit.when()
@@ -252,7 +283,7 @@ class ChainRunner:
                 seen = [] if sight is None else sight.files_of(trajectory.messages)
                 # a user's reward may raise anything, which says nothing about the policy
                 try:
-                    verdict = await self.rewards.score(trajectory, chain.task, environment, seen)
+                    verdict = await self.rewards.score(trajectory, chain.task, environment, seen, self.view)
                 except Exception as error:
                     logger.exception("the reward of chain %s raised", trajectory.id)
                     trajectory.outcome, trajectory.error = Outcome.REWARD_ERROR, f"{type(error).__name__}: {error}"

@@ -21,11 +21,11 @@ from agentfactory.rollout.connection import ContextOverflowError
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.episode import Episode, Piece, Setup
 from agentfactory.rollout.images.parts import show_in_user_turns
-from agentfactory.rollout.parsers import Parser, load_parser
+from agentfactory.rollout.parsers import AUTO, NativeParser, Parser, load_parser
+from agentfactory.rollout.reasoning_tags import split_reasoning
 from agentfactory.rollout.renderer import Parsed, load_renderer, load_sight
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
-from agentfactory.rollout.templates import split_reasoning
 from agentfactory.rollout.trajectory import Activity, Row, Trajectory
 from agentfactory.rollout.transcript import transcript
 from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec, text_of
@@ -166,7 +166,7 @@ class ChatWords:
 
     def instruct(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Message]:
         """See Renderer."""
-        return [line.message for line in transcript(messages, self.parser, specs, system=True)]
+        return [line.message for line in transcript(messages, self.parser, specs, True, self.instructions(specs))]
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
         """See Renderer."""
@@ -185,6 +185,11 @@ class ChatWords:
         if self._tokens is None:
             raise TypeError("only limits.result_tokens cuts results")
         return self._tokens.cut(text, max_tokens)
+
+
+def _parser(recipe: RolloutRecipe, base: Path) -> Parser:
+    """Return the parser of a recipe. An endpoint writes and reads the calls of every native format itself."""
+    return NativeParser() if recipe.rollout.parser == AUTO else load_parser(recipe.rollout.parser, base)
 
 
 def _load_sight(recipe: RolloutRecipe, images: Path) -> "Sight | None":
@@ -235,7 +240,7 @@ class ChatRunner(ChainRunner):
         images: Path | None = None,
     ):
         self.endpoint = endpoint
-        self.words = ChatWords(load_parser(recipe.rollout.parser, base), recipe, base, images)
+        self.words = ChatWords(_parser(recipe, base), recipe, base, images)
         super().__init__(recipe, self.words, endpoint, toolset, rewards)
 
     def episode(self, trajectory: Trajectory, task: Task, sampling: Sampling) -> ChatEpisode:

@@ -198,9 +198,14 @@ class RolloutConfig(Section):
     """Sampling temperature; the trainer divides its logits by the same value."""
     system_prompt: str | None = None
     """System prompt, inserted before each task's messages."""
-    parser: str = "hermes"
-    """Tool-call format. Formats that chat templates write: hermes | qwen3_coder | llama3_json | pythonic. Plain-text
-    formats: react | code_block | tags. Or `FILE.py:NAME` of your own parser."""
+    parser: str = "auto"
+    """Tool-call format. auto: the one that the chat template writes, or its name: hermes | qwen3_coder | llama3_json |
+    pythonic | deepseek_v3 | glm | harmony | kimi | mistral | ... (docs/tool-call-formats.md). Plain-text formats: react
+    | code_block | tags. Or `FILE.py:NAME` of your own parser."""
+    reasoning: Literal["auto", "keep", "drop", "template"] = "auto"
+    """What becomes of the reasoning of earlier turns. keep: all turns stay as they were sampled, in one row. template:
+    history is as the model's chat template has it, with a new row wherever it changes. drop: history has no reasoning.
+    auto: keep if the template, or TRL's training variant of it, does; otherwise template."""
     agent: str | None = None
     """`FILE.py:NAME` of an `Agent` class that overrides `generate` or `parse`; it is created without arguments."""
     assistant_prefix: str = ""
@@ -210,6 +215,12 @@ class RolloutConfig(Section):
     """How a chain continues when its context grows long."""
     outcome_penalty: dict[Outcome, Annotated[float, Field(ge=0)]] = {}
     """Outcome -> amount subtracted from the chain's reward, such as {max_turns: 0.5}."""
+    coordinates: Literal["auto", "pixels", "resized", "relative1000", "relative1"] = "auto"
+    """How the model states places in images; tasks state them in pixels of the file, and tools and rewards convert.
+    pixels: of the image in full size. resized: pixels of the image as the model gets it. relative1000, relative1: from
+    0 to 1000, or to 1, on each side. auto: as the model's family has learned it, resized for Qwen2.5-VL and
+    relative1000 for Qwen2-VL, Qwen3-VL, Qwen3.5, GLM-4.xV and InternVL. `agentfactory doctor --coordinates` asks a
+    model."""
     concurrency: PositiveInt | Literal["auto"] = 64
     """Chains alive at a time. auto starts at server.max_num_seqs and, while training, follows the server's load. For
     generation to run ahead, train.batch_size x group_size x (max_staleness + 1) chains must fit."""

@@ -321,6 +321,7 @@ class Episode:
             "truncated_turns": counts["truncated_turns"],
             "sampled_tokens": sum(sum(row.mask) for row in rows),
             "rows": len(rows),
+            "row_tokens": sum(len(row.token_ids) for row in rows),
             "penalty": self.penalty,
             **{f"tool_errors/{kind}": counts[kind] for kind in CallError},
             **{f"stop/{reason}": float(self.trajectory.stop_reason is reason) for reason in StopReason},

@@ -55,7 +55,15 @@ async def open_runner(
         await client.check_routes()
         # the required template probes depend on whether the chains have tools
         tools = bool(toolset.specs)
-        renderer = load_renderer(recipe.model, recipe.rollout.parser, logger.info, tools=tools, base=base, images=seen)
+        renderer = load_renderer(
+            recipe.model,
+            recipe.rollout.parser,
+            logger.info,
+            reasoning=recipe.rollout.reasoning,
+            tools=tools,
+            base=base,
+            images=seen,
+        )
         yield ChainRunner(recipe, renderer, client, toolset, used, agent)
 
 

@@ -31,6 +31,7 @@ CHAIN_METRICS = [
     Metric("truncated_turns", "turns", "turns that were cut at rollout.max_tokens"),
     Metric("sampled_tokens", "tokens", "tokens that the model sampled"),
     Metric("rows", "rows", "token rows of the chain: more than one if its history was rewritten or shortened"),
+    Metric("row_tokens", "tokens", "tokens of all rows of the chain, context included: what its rows cost"),
     Metric("penalty", "", "amount that limits and rollout.outcome_penalty subtracted from the reward"),
     Metric("limits/<limit>", "", "how often this limit was reached"),
     Metric("stop/<reason>", "", "whether this reason ended the chain"),

@@ -14,10 +14,12 @@ from transformers.utils.hub import cached_file
 from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.encoding import MARK, Encoder, map_strings, skip_marked
 from agentfactory.rollout.images.parts import for_template, image_urls, show_in_user_turns
-from agentfactory.rollout.parsers import Parser, Reading, load_parser
-from agentfactory.rollout.probing import PROBE_TOOLS, Behaviour, Use, choose_template
+from agentfactory.rollout.parsers import AUTO, Parser, Reading, load_parser
+from agentfactory.rollout.probing import PROBE_TOOLS, Behaviour
+from agentfactory.rollout.reasoning_tags import split_reasoning
 from agentfactory.rollout.roles import TokenLengths, turn_roles
-from agentfactory.rollout.templates import ChatTemplate, RenderError, cached, shared_length, split_reasoning
+from agentfactory.rollout.template_choice import Reasoning, Use, choose_template, recognise
+from agentfactory.rollout.templates import ChatTemplate, RenderError, cached, shared_length
 from agentfactory.rollout.trajectory import Row
 from agentfactory.rollout.transcript import Line, as_lines, transcript
 from agentfactory.tools.errors import SettingError
@@ -107,8 +109,10 @@ class TemplateRenderer:
 
     - `append`: the template leaves earlier turns unchanged; `extend` returns ids.
     - `training variant`: the same, with TRL's variant of a template that rewrites earlier turns.
+    - `keep`: the template rewrites earlier turns, and `extend` returns ids all the same.
     - `fork`: the template rewrites history. `extend` returns ids only if the re-rendered conversation begins, letter
       for letter, with the text of `ids` and the closing of the turn; otherwise None.
+    - `drop`: the same, and the reasoning of earlier turns is taken out of the conversation before it is rendered.
 
     A turn that was cut before its end-of-turn token gets the template's closing, as context.
     """
@@ -122,8 +126,10 @@ class TemplateRenderer:
         info: dict[str, Any],
         eos_token_ids: Sequence[int] = (),
         sight: "Sight | None" = None,
+        use: Use = Use.APPEND,
     ) -> None:
         self.tokenizer = tokenizer
+        self.use = use
         self.template = template
         self.behaviour = behaviour
         self.parser = parser
@@ -135,12 +141,14 @@ class TemplateRenderer:
         self._lengths = TokenLengths(tokenizer)
         # if the template has no end-of-turn token, turns end with the tokenizer's own, which the template does not
         # write
-        end: Any = tokenizer.convert_tokens_to_ids(behaviour.end) if behaviour.end else tokenizer.eos_token_id
-        self._end: int | None = end
-        # the closing that a turn lacks if it was cut before its end
-        self._missing = [*self._encoder.encode(behaviour.before_end), end] if behaviour.end else []
-        ends: tuple[Any, ...] = (end, tokenizer.eos_token_id, *eos_token_ids)
+        closings = (behaviour.closings.words, behaviour.closings.calls)
+        self._ends: list[Any] = [
+            tokenizer.convert_tokens_to_ids(c.end) if c.end else tokenizer.eos_token_id for c in closings
+        ]
+        """Token that ends a turn of words, and one with calls."""
+        ends: tuple[Any, ...] = (*self._ends, tokenizer.eos_token_id, *eos_token_ids)
         self.stop_token_ids: list[int] = sorted({i for i in ends if i is not None})
+        self._foreign = self._foreign_tokens()
         self.info = {**info, "stop_token_ids": self.stop_token_ids}
         self._specs: list[ToolSpec] = []
         self._tools = "[]"
@@ -156,23 +164,58 @@ class TemplateRenderer:
 
     def open(self, messages: list[Message], specs: list[ToolSpec]) -> list[int]:
         """Return the ids of a conversation, ending with the generation prompt. Raises RenderError (a ValueError)."""
-        return self._counted(list(self._opening(json.dumps(self._plain(messages)), self._json(specs))), messages)
+        plain = self._plain(self._history(messages))
+        return self._counted(list(self._opening(json.dumps(plain), self._json(specs))), messages)
 
     def extend(
         self, ids: list[int], messages: list[Message], new: list[Message], specs: list[ToolSpec]
     ) -> list[int] | None:
         """See Renderer. Appending templates never return None for the conversations that the probes cover."""
         tools = self._json(specs)
-        missing = [] if ids[-1:] == [self._end] else self._missing
+        messages = self._history(messages)
+        missing = self._missing(ids, calls=new[0]["role"] == "tool")
         following: Sequence[int] | None
-        if self.behaviour.rewrites:
+        if self.use in (Use.FORK, Use.DROP):
             text = self._encoder.decode([*ids, *missing])
             whole = self.template.render(self._plain(messages), json.loads(tools), prompt=True)
             rest = skip_marked(whole, text)
             following = None if rest is None else self._encoder.encode(rest, follows=True)
         else:
             following = self._following(json.dumps(self._plain(new)), tools)
+            if following and ids and ids[-1] in self.stop_token_ids and ids[-1] == following[0]:
+                following = following[1:]  # the model has begun what follows, as GLM does
         return None if following is None else self._counted([*missing, *following], new)
+
+    def end_of(self, calls: bool) -> int:
+        """Return the token that ends a turn of words, or one with calls."""
+        end: int = self._ends[calls]
+        return end
+
+    def _missing(self, ids: list[int], calls: bool) -> list[int]:
+        """Return what a sampled turn lacks of its closing, if it was cut or ended with another token. `calls`: results
+        of calls follow."""
+        closing, end = self.behaviour.closings.of(calls), self._ends[calls]
+        if closing.opens_next or not closing.end or ids[-1:] == [end]:
+            return []
+        return [*self._encoder.encode(closing.before), end]
+
+    def _history(self, messages: list[Message]) -> list[Message]:
+        """Return messages without the reasoning of the assistant's turns, if it is to be dropped."""
+        if self.use is not Use.DROP:
+            return messages
+        return [_without_reasoning(m, self.behaviour.tags) if m["role"] == "assistant" else m for m in messages]
+
+    def _foreign_tokens(self) -> dict[int, str]:
+        """Return the tokens that frame other turns, by id: the model may not write them. Those of reasoning are none,
+        and none that ends a turn."""
+        behaviour = self.behaviour
+        tokens = {
+            number: token.content
+            for number, token in self.tokenizer.added_tokens_decoder.items()
+            if token.content in behaviour.frame or (token.special and token.content in behaviour.whole_frame)
+        }
+        own = {number for number, text in tokens.items() if text in behaviour.turns or text in behaviour.tags}
+        return {number: text for number, text in tokens.items() if number not in own | set(self.stop_token_ids)}
 
     def _counted(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
         """Return the ids of messages. Raises RenderError if they have more or fewer tokens for images than images."""
@@ -194,11 +237,10 @@ class TemplateRenderer:
         message of a text format is its text and has no `tool_calls`."""
         ends = bool(sampled_ids) and sampled_ids[-1] in self.stop_token_ids
         text = prefix + self._encoder.decode(sampled_ids[:-1] if ends else sampled_ids)
-        reasoning, thought, rest = split_reasoning(text, self.behaviour.opens_reasoning)
+        reasoning, thought, rest = self.parser.split(text, self.behaviour.opens_reasoning, self.behaviour.tags)
         found = self.parser.parse(rest, specs)
-        if len(found.calls) > 1 and not self.behaviour.parallel_calls:
-            several = f"This turn has {len(found.calls)} tool calls: write one at a time, and wait for its result."
-            found = Reading(rest.strip(), error=several)
+        if error := self._misplaced(sampled_ids, reasoning, rest, found, specs):
+            found = Reading(rest.strip(), error=error)
         message: Message = {"role": "assistant", "content": found.content if self.parser.native else rest}
         if not self.behaviour.reasoning:
             message["content"] = thought + message["content"]
@@ -214,18 +256,43 @@ class TemplateRenderer:
         )
         if found.error is not None:
             return Parsed(message, error=found.error, roles=roles)
-        calls = [ToolCall(f"call_{first_call + n}", *call) for n, call in enumerate(found.calls)]
+        ids = found.ids or [self.parser.call_id(name, first_call + n) for n, (name, _) in enumerate(found.calls)]
+        calls = [ToolCall(identity, *call) for identity, call in zip(ids, found.calls, strict=True)]
         if calls and self.parser.native:
             message["tool_calls"] = [call.to_openai() for call in calls]
         return Parsed(message, calls, answer=found.answer, roles=roles)
 
+    def _misplaced(
+        self, sampled_ids: list[int], reasoning: str, rest: str, found: Reading, specs: Sequence[ToolSpec]
+    ) -> str | None:
+        """Return what is wrong with a turn beyond its calls, for the model; None if it is right."""
+        if token := next((self._foreign[i] for i in sampled_ids[:-1] if i in self._foreign), None):
+            return (
+                f"The turn has {token}, which only others' turns begin with: end your turn and wait for what follows."
+            )
+        if len(found.calls) > 1 and not self.behaviour.parallel_calls:
+            return f"This turn has {len(found.calls)} tool calls: write one at a time, and wait for its result."
+        if (
+            reasoning
+            and not rest.strip()
+            and (thought := self.parser.parse(reasoning, specs)).calls
+            and not thought.error
+        ):
+            return f"The tool call is inside the reasoning: write {self.behaviour.tags[1]} before it."
+        return None
+
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
         """See Renderer. Raises ValueError if the tool-call format cannot call these tools."""
+        if self.parser.native and not self.behaviour.shows_tools:
+            return Parser.instructions(self.parser, specs)
         return self.parser.instructions(specs)
 
     def instruct(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Message]:
         """See Renderer. Raises RenderError (a ValueError) for calls that the tool-call format cannot express."""
-        return [line.message for line in transcript(messages, self.parser, specs, self.behaviour.system)]
+        return [line.message for line in self._transcript(messages, specs)]
+
+    def _transcript(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Line]:
+        return transcript(messages, self.parser, specs, self.behaviour.system, self.instructions(specs))
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
         """See Renderer. Where the chat template has no images in tool messages, they follow in a user message."""
@@ -234,15 +301,19 @@ class TemplateRenderer:
 
     def complaint(self, text: str) -> list[Message]:
         """See Renderer."""
-        return self.parser.complaint(text)
+        told = self.parser.complaint(text)
+        if self.behaviour.complains_as_tool:
+            return told
+        return [{**message, "role": "user"} if message["role"] == "tool" else message for message in told]
 
     def encode(self, prefix: str) -> list[int]:
         """See Renderer. Raises RenderError (a ValueError) for a prefix that opens the reasoning a second time, or that
         has a token that stands for an image."""
-        if self.behaviour.opens_reasoning and prefix.lstrip().startswith("<think>"):
+        opening = self.behaviour.tags[0].strip()
+        if self.behaviour.opens_reasoning and prefix.lstrip().startswith(opening):
             raise RenderError(
                 f"rollout.assistant_prefix: got {prefix!r}, but the chat template's generation prompt ends with "
-                "<think> already; leave it out"
+                f"{opening} already; leave it out"
             )
         ids = self._encoder.encode(prefix, follows=True)
         if not self._banned.isdisjoint(ids):
@@ -266,7 +337,7 @@ class TemplateRenderer:
         """
         if not self.behaviour.images_of_tools:
             messages = show_in_user_turns(messages)
-        lines = transcript(messages, self.parser, specs, self.behaviour.system)
+        lines = self._transcript(messages, specs)
         row = self._row(lines, specs)
         if self.sight is None or not self.behaviour.images:
             return row
@@ -279,7 +350,7 @@ class TemplateRenderer:
         plain = self._plain([line.message for line in lines])
         self._check_system(plain)
         weights = [line.weight for line in lines]
-        texts = {} if self.behaviour.rewrites else self.template.beginnings(plain, tools, self.behaviour.after_end)
+        texts = {} if self.behaviour.rewrites else self.template.beginnings(plain, tools, self.behaviour.closings)
 
         def rendered(end: int, prompt: bool = False) -> str:
             if (end, prompt) not in texts:
@@ -296,7 +367,8 @@ class TemplateRenderer:
             prompt, closed = rendered(turn, prompt=True), rendered(turn + 1)
             if not prompt.startswith(text):
                 raise RenderError(f"message {lines[start].index}: the chat template rewrites the turns before it")
-            if not (closed.startswith(prompt) and closed.endswith(self.behaviour.closing)):
+            closing = self.behaviour.closings.of(plain[turn].get("tool_calls"))
+            if not (closed.startswith(prompt) and closed.endswith(closing.text)):
                 raise RenderError(
                     f"message {lines[turn].index}: the chat template does not render it after a generation prompt"
                 )
@@ -305,12 +377,13 @@ class TemplateRenderer:
                     f"message {lines[turn].index}: the chat template has no words beside a tool call: empty its content"
                 )
             self._add_context(row, prompt, len(text), _spans(rendered, start, turn, prompt, weights))
-            said = closed[len(prompt) : len(closed) - len(self.behaviour.closing)] + self.behaviour.before_end
+            said = closed[len(prompt) : len(closed) - len(closing.text)] + closing.before
             if calls := plain[turn].get("tool_calls"):
                 self._check_calls(said, calls, lines[turn].index, specs)
-            ids = [*self._ids(said, False), *([] if self._end is None else [self._end])]
+            end = self._ends[bool(plain[turn].get("tool_calls"))]
+            ids = [*self._ids(said, False), *([] if end is None else [end])]
             _add(row, ids, [weights[turn]] * len(ids))
-            text = prompt + said + self.behaviour.end
+            text = prompt + said + closing.end
             start = turn + 1
         if start < len(plain):
             whole = rendered(len(plain))
@@ -322,7 +395,7 @@ class TemplateRenderer:
     def _check_calls(self, said: str, calls: list[dict[str, Any]], index: int, specs: list[ToolSpec]) -> None:
         """Raise RenderError for calls that could not be parsed in a chain, for example if a template does not escape
         the quotes of a string."""
-        words = split_reasoning(said, self.behaviour.opens_reasoning)[2].replace(MARK, "")
+        words = self.parser.split(said.replace(MARK, ""), self.behaviour.opens_reasoning, self.behaviour.tags)[2]
         found = self.parser.parse(words, specs)
         if [name for name, _ in found.calls] != [call["function"]["name"] for call in calls]:
             reason = found.error or "it has other calls"
@@ -341,9 +414,11 @@ class TemplateRenderer:
         for conversation in self.behaviour.conversations:
             ids = self._row(as_lines(conversation), specs).token_ids
             if not self.behaviour.end:  # the template does not write the token that ends a turn
-                ids = [i for i in ids if i != self._end]
+                ids = [i for i in ids if i != self._ends[False]]
             plain = for_template(conversation)
             whole = self._encoder.encode(self.template.render(plain, json.loads(self._json(specs))))
+            if self.behaviour.closings.of(conversation[-1].get("tool_calls")).opens_next:
+                ids = ids[:-1]
             if ids != whole[: len(ids)]:
                 return False
         return True
@@ -387,7 +462,8 @@ class TemplateRenderer:
         return tuple(self._encoder.encode(self.template.render(conversation, json.loads(tools), prompt=True)))
 
     def _render_following(self, new: str, tools: str) -> tuple[int, ...] | None:
-        text = self.template.continuation(json.loads(new), json.loads(tools), self.behaviour.after_end)
+        loose = self.use is Use.KEEP
+        text = self.template.continuation(json.loads(new), json.loads(tools), self.behaviour.closings, loose=loose)
         return None if text is None else tuple(self._encoder.encode(text, follows=True))
 
     def _check_system(self, messages: list[Message]) -> None:
@@ -396,6 +472,15 @@ class TemplateRenderer:
                 "the chat template has no system messages: leave out rollout.system_prompt, or put its text into the "
                 "first user message"
             )
+
+
+def _without_reasoning(message: Message, tags: tuple[str, str]) -> Message:
+    """Return an assistant's message without its reasoning, unless it is nothing else: many templates refuse a turn that
+    is empty."""
+    left = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if isinstance(left.get("content"), str):
+        left["content"] = split_reasoning(left["content"], False, tags)[2]
+    return left if left.get("content") or left.get("tool_calls") else message
 
 
 def _as_texts(arguments: dict[str, Any]) -> dict[str, str]:
@@ -428,7 +513,8 @@ def make_renderer(
     tokenizer: PreTrainedTokenizerBase,
     chat_template: str | None = None,
     *,
-    parser: str = "hermes",
+    parser: str = AUTO,
+    reasoning: str = Reasoning.AUTO,
     tools: bool = True,
     eos_token_ids: Sequence[int] = (),
     base: Path = Path(),
@@ -438,36 +524,55 @@ def make_renderer(
     """Create a renderer for a tokenizer and a Jinja template (default: the tokenizer's own), after probing the
     template.
 
-    `parser` is the tool-call format, as in `rollout.parser`; a custom parser's file is looked up in `base`. `tools`:
-    the chains call tools; without them the template need not render any. `eos_token_ids` end a turn in addition to the
-    template's and the tokenizer's own tokens. `log` gets one record, `{"renderer": info}`. `sight` is how the model
-    sees; None: it gets images as text. Raises RenderError (a ValueError) if the template cannot be used.
+    `parser` is the tool-call format, as in `rollout.parser`; a custom parser's file is looked up in `base`. `reasoning`
+    is `rollout.reasoning`. `tools`: the chains call tools; without them the template need not render any.
+    `eos_token_ids` end a turn in addition to the template's and the tokenizer's own tokens. `log` gets one record,
+    `{"renderer": info}`. `sight` is how the model sees; None: it gets images as text. Raises RenderError (a ValueError)
+    if the template cannot be used.
     """
-    acting = load_parser(parser, base)
     origin = "tokenizer" if chat_template is None else "model.chat_template"
     if chat_template is None and tokenizer.chat_template is None:
         raise RenderError("the tokenizer has no chat template: set model.chat_template to a file with one")
-    source = tokenizer.get_chat_template(chat_template, tools=[] if tools and acting.native else None)
+    named = None if parser == AUTO else load_parser(parser, base)
+    native = named is None or named.native
+    source = tokenizer.get_chat_template(chat_template, tools=[] if tools and native else None)
+    reasons = []
+    if named is None:
+        parser, named, why = _recognised(tokenizer, source)
+        reasons.append(why)
     image = None if sight is None else str(tokenizer.convert_ids_to_tokens(sight.vision.image_token_id))
-    choice = choose_template(tokenizer, source, tools, acting, image)
+    choice = choose_template(tokenizer, source, tools, named, image, Reasoning(reasoning))
     info: dict[str, Any] = {
         "choice": str(choice.use),
-        "reasons": [*choice.reasons, *choice.behaviour.notes],
+        "reasons": [*reasons, *choice.reasons, *choice.behaviour.notes],
+        "rows": choice.trained,
         "template": origin if choice.variant is None else choice.variant,
         "template_sha256": hashlib.sha256(choice.template.source.encode()).hexdigest(),
         "parser": parser,
     }
     if sight is not None:
         sight.shows = choice.behaviour.images
-    renderer = TemplateRenderer(tokenizer, choice.template, choice.behaviour, acting, info, eos_token_ids, sight)
+    renderer = TemplateRenderer(
+        tokenizer, choice.template, choice.behaviour, named, info, eos_token_ids, sight, choice.use
+    )
     info = renderer.info
     if not choice.behaviour.end:
         info["reasons"].append("closes turns with plain text: a turn ends with the tokenizer's end-of-sequence token")
-    if choice.use != Use.FORK and not renderer.tokens_agree(PROBE_TOOLS if tools else []):
+    appends = choice.use in (Use.APPEND, Use.TRAINING_VARIANT)
+    if appends and not renderer.tokens_agree(PROBE_TOOLS if tools else []):
         info["reasons"].append("tokens merge across the turn boundary: the boundary is tokenised apart")
     if log:
         log({"renderer": info})
     return renderer
+
+
+def _recognised(tokenizer: PreTrainedTokenizerBase, source: str) -> tuple[str, Parser, str]:
+    """Return the name of the tool-call format that a template writes, its parser, and the reason."""
+    found = recognise(tokenizer, source)
+    if found is None:  # the probes say what is wrong, if there are tools
+        return "hermes", load_parser("hermes"), "no native tool-call format is recognised: hermes"
+    name, parser = found
+    return name, parser, f"rollout.parser=auto: {name} reads the calls that the template writes"
 
 
 def load_renderer(
@@ -475,6 +580,7 @@ def load_renderer(
     parser: str,
     log: Log | None = None,
     *,
+    reasoning: str = Reasoning.AUTO,
     tools: bool = True,
     base: Path = Path(),
     images: Path | None = None,
@@ -494,6 +600,7 @@ def load_renderer(
         load_tokenizer(model.path),
         source,
         parser=parser,
+        reasoning=reasoning,
         tools=tools,
         base=base,
         eos_token_ids=_generation_eos(model.path),

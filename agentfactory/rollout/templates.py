@@ -1,7 +1,9 @@
 """Chat templates: render conversations as text."""
 
 import json
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from datetime import datetime
 from functools import lru_cache
 from itertools import pairwise, takewhile
 from typing import Any, TypeVar
@@ -23,12 +25,55 @@ class RenderError(ValueError):
     """A chat template cannot render a conversation, or cannot be used for training at all; the message says why."""
 
 
+@dataclass(frozen=True)
+class Closing:
+    """What a template puts after an assistant's turn: text, the end-of-turn token, and more text. The token is empty if
+    plain text closes turns, which is then `after`.
+
+    `opens_next`: the token is the first of what follows, such as GLM's `<|user|>`; the template does not write it while
+    nothing follows.
+    """
+
+    before: str = ""
+    end: str = ""
+    after: str = ""
+    opens_next: bool = False
+
+    @property
+    def text(self) -> str:
+        """Everything that the template writes after the turn at the end of a conversation."""
+        return "" if self.opens_next else self.before + self.end + self.after
+
+
+@dataclass(frozen=True)
+class Closings:
+    """How turns of words, and turns with calls, are closed."""
+
+    words: Closing
+    calls: Closing
+
+    def of(self, calls: object) -> Closing:
+        """Return that of a turn with these calls, or with none."""
+        return self.calls if calls else self.words
+
+
 class ChatTemplate:
-    """A Jinja chat template with the tokenizer's special tokens; renders text."""
+    """A Jinja chat template with the tokenizer's special tokens; renders text.
+
+    Its clock stands still: a template that writes the date or the time writes that of `clock`. `probing` finds out in
+    which form the template takes messages: the name of the field for reasoning, arguments of calls as objects or as
+    JSON text, the content of a turn of calls as empty text or as null, and calls in the content, as `write_calls`
+    writes them.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
         self.tokenizer = tokenizer
         self.source = source
+        self.clock = datetime.now()
+        self.reasoning_field = "reasoning_content"
+        self.arguments_as_text = False
+        self.null_content = False
+        self.write_calls: Callable[[list[dict[str, Any]]], str] | None = None
         self._dummies = lru_cache(1024)(self._render_dummy)
         self._prompts = lru_cache(1024)(self._render_prompt)
         # take JSON, which is hashable and cheaper to create than a render
@@ -39,11 +84,12 @@ class ChatTemplate:
         """Return the conversation's text; `prompt` adds the generation prompt. Raises RenderError."""
         try:
             text = self.tokenizer.apply_chat_template(
-                messages,
+                [self._adapted(message) for message in messages],
                 tools=list(tools) if tools else None,
                 chat_template=self.source,
                 tokenize=False,
                 add_generation_prompt=prompt,
+                strftime_now=self.clock.strftime,
             )
         except Exception as error:  # a template is arbitrary code: it may raise anything
             reason = str(error).rstrip(".") or type(error).__name__
@@ -51,30 +97,68 @@ class ChatTemplate:
         assert isinstance(text, str)
         return text
 
-    def continuation(self, new: list[Message], tools: Tools, after_end: str, prompt: bool = True) -> str | None:
+    def _adapted(self, message: Message) -> Message:
+        """Return a message in the form that the template takes."""
+        changed = message
+        if self.reasoning_field != "reasoning_content" and "reasoning_content" in message:
+            changed = {key: value for key, value in message.items() if key != "reasoning_content"}
+            changed[self.reasoning_field] = message["reasoning_content"]
+        if self.write_calls is not None and message.get("tool_calls"):
+            written = self.write_calls(message["tool_calls"])
+            changed = {key: value for key, value in changed.items() if key != "tool_calls"}
+            changed["content"] = "\n".join(part for part in (message.get("content"), written) if part)
+            return changed
+        if self.null_content and message.get("tool_calls") and message.get("content") == "":
+            changed = {**changed, "content": None}
+        if self.arguments_as_text and message.get("tool_calls"):
+            changed = {**changed, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+        return changed
+
+    def continuation(
+        self, new: list[Message], tools: Tools, closings: Closings, prompt: bool = True, loose: bool = False
+    ) -> str | None:
         """Return what the template puts after an assistant turn's end for the messages `new`: a difference of two
         renders.
 
-        `after_end` is what it puts there when nothing follows. The preceding turn is a dummy, which makes the calls
-        that tool messages answer. None if the template changes that turn because of `new`.
+        The preceding turn is a dummy, which makes the calls that tool messages answer. None if the template changes
+        that turn because of `new`; `loose` lets it replace the token that ends the turn, as harmony does.
         """
         answered = takewhile(lambda message: message["role"] == "tool", new)
         calls = tuple(
             (message.get("tool_call_id", f"call_{number}"), message.get("name", "tool"))
             for number, message in enumerate(answered)
         )
+        closing = closings.of(calls)
         # the same for all chains at the same turn
-        ended = self._dummies(calls, json.dumps(tools)).removesuffix(after_end)
+        ended = self._dummies(calls, json.dumps(tools)).removesuffix(closing.after)
         text = self.render([*_dummy(calls), *new], tools, prompt)
-        return text[len(ended) :] if text.startswith(ended) else None
+        if text.startswith(ended):
+            return text[len(ended) :]
+        ended = ended.removesuffix(closing.end)
+        if loose and closing.end and not closing.opens_next and text.startswith(ended):
+            rest = text[len(ended) :]
+            return rest[len(self.leading_token(rest)) :]
+        return None
 
-    def beginnings(self, messages: list[Message], tools: Tools, after_end: str) -> dict[tuple[int, bool], str]:
+    def leading_token(self, text: str) -> str:
+        """Return the added token that `text` begins with; empty if there is none."""
+        return max((token for token in self._added() if text.startswith(token)), key=len, default="")
+
+    def trailing_token(self, text: str) -> str:
+        """Return the added token that `text` ends with, apart from white space; empty if there is none."""
+        text = text.rstrip()
+        return max((token for token in self._added() if text.endswith(token)), key=len, default="")
+
+    def _added(self) -> Iterable[str]:
+        return (token.content for token in self.tokenizer.added_tokens_decoder.values())
+
+    def beginnings(self, messages: list[Message], tools: Tools, closings: Closings) -> dict[tuple[int, bool], str]:
         """Return renders of a conversation up to its assistant's turns and with them, by (number of messages, whether
         the generation prompt follows).
 
         They are composed of renders of single turns, which conversations share: rendering every beginning takes time
         that grows with the square of their number. Empty if the pieces are not the template's text of the whole
-        conversation. `after_end`: see `continuation`.
+        conversation.
         """
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
@@ -86,11 +170,11 @@ class ChatTemplate:
             texts = {(len(messages), False): whole, (turns[0], True): text}
             for turn, following in pairwise(turns):
                 said = self._turns(json.dumps(messages[turn], default=str), shown)
-                new = self._continuations(json.dumps(messages[turn + 1 : following], default=str), (shown, after_end))
+                new = self._continuations(json.dumps(messages[turn + 1 : following], default=str), (shown, closings))
                 if said is None or new is None:
                     return {}
                 texts[turn + 1, False] = text + said
-                text = (text + said).removesuffix(after_end) + new
+                text = (text + said).removesuffix(closings.of(messages[turn].get("tool_calls")).after) + new
                 texts[following, True] = text
         except RenderError:
             return {}
@@ -103,9 +187,9 @@ class ChatTemplate:
         text = self.render([*_QUESTION, json.loads(message)], json.loads(tools))
         return text[len(prompt) :] if text.startswith(prompt) else None
 
-    def _render_continuation(self, new: str, key: tuple[str, str]) -> str | None:
-        tools, after_end = key
-        return self.continuation(json.loads(new), json.loads(tools), after_end)
+    def _render_continuation(self, new: str, key: tuple[str, Closings]) -> str | None:
+        tools, closings = key
+        return self.continuation(json.loads(new), json.loads(tools), closings)
 
     def _render_prompt(self, tools: str) -> str:
         return self.render(_QUESTION, json.loads(tools), prompt=True)
@@ -113,18 +197,13 @@ class ChatTemplate:
     def _render_dummy(self, calls: _Calls, tools: str) -> str:
         return self.render(_dummy(calls), json.loads(tools))
 
-    def split_closing(self, closing: str) -> tuple[str, str, str]:
-        """Split a turn's closing into (text before its end, end-of-turn token, text after it).
-
-        The end-of-turn token is the closing's first added token. A template that closes a turn with plain text has
-        none: ("", "", closing).
-        """
-        contents = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
-        found = sorted((closing.find(text), -len(text), text) for text in contents if text in closing)
+    def closing_of(self, text: str) -> Closing:
+        """Return a turn's closing by the text of it. The end-of-turn token is the first added token."""
+        found = sorted((text.find(token), -len(token), token) for token in self._added() if token in text)
         if not found:
-            return "", "", closing
+            return Closing(after=text)
         at, _, token = found[0]
-        return closing[:at], token, closing[at + len(token) :]
+        return Closing(text[:at], token, text[at + len(token) :])
 
 
 def cached(size: int, render: Callable[[str, _Key], _Rendered]) -> Callable[[str, _Key], _Rendered]:
@@ -135,6 +214,13 @@ def cached(size: int, render: Callable[[str, _Key], _Rendered]) -> Callable[[str
         return (kept if len(text) <= _CACHED_CHARACTERS else render)(text, key)
 
     return rendered
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as JSON text."""
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
 
 
 def _dummy(calls: _Calls) -> list[Message]:
@@ -150,19 +236,3 @@ def shared_length(a: str, b: str) -> int:
     if b.startswith(a):
         return len(a)
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(b))
-
-
-def split_reasoning(text: str, opened: bool) -> tuple[str, str, str]:
-    """Split text into the reasoning, the text that wrote it (tags included), and the text after it. Reasoning that was
-    cut has no rest.
-
-    `opened`: the text begins inside the reasoning.
-    """
-    inside = text.lstrip()
-    if inside.startswith("<think>"):
-        inside = inside.removeprefix("<think>")
-    elif not opened:
-        return "", "", text
-    reasoning, _, rest = inside.partition("</think>")
-    rest = rest.lstrip()
-    return reasoning.strip(), text[: len(text) - len(rest)], rest

@@ -7,7 +7,8 @@ from itertools import groupby
 from typing import Any
 
 from agentfactory.rollout.parsers import Call, Parser
-from agentfactory.rollout.templates import RenderError, split_reasoning
+from agentfactory.rollout.reasoning_tags import split_reasoning
+from agentfactory.rollout.templates import RenderError
 from agentfactory.tools.messages import Content, Message, ToolCall, ToolResult, ToolSpec
 
 
@@ -20,8 +21,11 @@ class Line:
     weight: float
 
 
-def transcript(messages: Sequence[Message], parser: Parser, specs: Sequence[ToolSpec], system: bool) -> list[Line]:
-    """Return the lines of a conversation. Text that is already in the parser's format is unchanged.
+def transcript(
+    messages: Sequence[Message], parser: Parser, specs: Sequence[ToolSpec], system: bool, instructions: str | None
+) -> list[Line]:
+    """Return the lines of a conversation, with `instructions`. Text that is already in the parser's format is
+    unchanged.
 
     Under a text format, calls are written as text, the results of a turn become one user message, and other assistant
     messages are marked as answers if the format marks answers. The instructions go into the system message, or before
@@ -31,7 +35,7 @@ def transcript(messages: Sequence[Message], parser: Parser, specs: Sequence[Tool
     """
     lines = as_lines(messages)
     if parser.native:
-        return lines
+        return _instruct(lines, instructions, system)
     calls = [call for message in messages for call in message.get("tool_calls") or []]
     names = {call["id"]: call["function"]["name"] for call in calls if "id" in call}
     written: list[Line] = []
@@ -42,7 +46,7 @@ def transcript(messages: Sequence[Message], parser: Parser, specs: Sequence[Tool
             written += [replace(line, message=_write(line, parser, specs)) for line in group]
         else:
             written += group
-    return _instruct(written, parser.instructions(specs), system)
+    return _instruct(written, instructions, system)
 
 
 def as_lines(messages: Sequence[Message]) -> list[Line]:

@@ -127,6 +127,11 @@ class Toolset:
         """Whether an environment gives a reward."""
         return any("reward" in server.hidden for server in self._servers)
 
+    def takes(self, field: str) -> bool:
+        """Return whether a reset names this field of a task."""
+        resets = (server.hidden["reset"].input_schema for server in self._servers if server.environment)
+        return any(field in schema.get("properties", {}) for schema in resets)
+
     @property
     def needed(self) -> dict[str, str]:
         """The fields of a row that resets need -> the name of the environment."""

@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from agentfactory.rollout.byte_cache import ByteCache
 from agentfactory.rollout.images.features import Inputs, PixelMaker, join
 from agentfactory.rollout.images.store import ImageStore
 from agentfactory.rollout.images.vision import Grid, Vision
 from agentfactory.rollout.trajectory import ImageSpan
+from agentfactory.tools.byte_cache import ByteCache
 
 
 @dataclass(frozen=True, eq=False)

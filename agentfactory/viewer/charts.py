@@ -18,6 +18,7 @@ _SECTIONS = {
         "tokens",
         "trajectory/truncated_turns",
         "trajectory/rows",
+        "trajectory/row_tokens",
     ],
     "Tools": [
         "trajectory/tool_calls",

@@ -11,7 +11,9 @@ from typing import Any
 from PIL import Image
 from transformers.utils.hub import cached_file
 
+from agentfactory.rollout.images.families import STATED
 from agentfactory.rollout.images.store import ImageStore, stored_digest
+from agentfactory.tools.images.coordinates import Coordinates
 from agentfactory.viewer.runs import Run
 from agentfactory.viewer.saved_groups import calls_of
 
@@ -64,13 +66,15 @@ def data_url(run: Run, url: str) -> str:
 def boxes_of(run: Run, messages: list[dict[str, Any]]) -> dict[Part, list[Box]]:
     """Return the boxes that tools were given, by the part with the image that they are in: the image whose number is
     another argument of the call, else the chain's first one."""
+    coordinates = _coordinates(run)
     images: list[tuple[Part, str]] = []
     found: dict[Part, list[Box]] = {}
     for number, message in enumerate(messages):
-        for box, image in _asked(message):
+        for box, image in _told(message) if coordinates is Coordinates.PIXELS else _asked(message):
             if image < len(images):
                 place, url = images[image]
-                if (share := _share(run, url, box)) is not None:
+                share = box if coordinates is Coordinates.PIXELS else _share(run, url, box, coordinates)
+                if share is not None:
                     found.setdefault(place, []).append(share)
         content = message.get("content")
         for part, shown in enumerate(content if isinstance(content, list) else ()):
@@ -98,16 +102,43 @@ def _asked(message: dict[str, Any]) -> Iterator[tuple[Box, int]]:
                 yield (box[0], box[1], box[2], box[3]), numbers[0] if numbers else 0
 
 
-def _share(run: Run, url: str, box: Box) -> Box | None:
-    """Return a box as shares of the image, cut to it: pixels of the image as the model sees it, as Qwen2.5-VL writes
-    them, or thousandths, as Qwen3-VL does. None if nothing of the image is in it."""
+def _told(message: dict[str, Any]) -> Iterator[tuple[Box, int]]:
+    """Yield the part that `image_tools` says it showed, as shares of an image of the task, and the number of that: its
+    size in full is known nowhere else."""
+    info = message.get("info")
+    given = info if isinstance(info, dict) else {}
+    box, size, number = given.get("box"), given.get("size"), given.get("of")
     try:
-        width, height = Image.open(BytesIO(read_image(run, url)[1])).size
+        left, top, right, bottom = (float(edge) / float(size[axis % 2]) for axis, edge in enumerate(box))  # type: ignore[arg-type, index]
+    except (TypeError, ValueError, ArithmeticError, LookupError):
+        return  # info of another tool
+    if type(number) is int and number >= 0 and _is_share((left, top, right, bottom)):
+        yield (left, top, right, bottom), number
+
+
+def _is_share(box: Box) -> bool:
+    left, top, right, bottom = box
+    return 0 <= left < right <= 1 and 0 <= top < bottom <= 1
+
+
+def _share(run: Run, url: str, box: Box, coordinates: Coordinates) -> Box | None:
+    """Return a box that a model stated as shares of the image, cut to it. None if nothing of the image is in it."""
+    try:
+        size = Image.open(BytesIO(read_image(run, url)[1])).size
     except (OSError, ValueError):
         return None
-    scale = (width, height) if _model_type(run.model_path()).startswith("qwen2") else (1000, 1000)
-    left, top, right, bottom = (min(max(side / scale[place % 2], 0.0), 1.0) for place, side in enumerate(box))
+    # the image is stored in the size that the model got
+    units = {Coordinates.RESIZED: size, Coordinates.RELATIVE1: (1, 1)}.get(coordinates, (1000, 1000))
+    left, top, right, bottom = (min(max(edge / units[place % 2], 0.0), 1.0) for place, edge in enumerate(box))
     return (left, top, right, bottom) if left < right and top < bottom else None
+
+
+def _coordinates(run: Run) -> Coordinates:
+    """Return how the run's model states places; from 0 to 1000 if that is not known."""
+    asked = run.coordinates()
+    if asked in tuple(Coordinates):
+        return Coordinates(asked)
+    return STATED.get(_model_type(run.model_path()), Coordinates.RELATIVE1000)
 
 
 def _model_type(model: str | None) -> str:

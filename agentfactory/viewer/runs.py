@@ -170,6 +170,10 @@ class Run:
         path = self._setting("model", "path")
         return None if path is None else resolve_saved({"path": path}, self.path)["path"]
 
+    def coordinates(self) -> str:
+        """Return how the model states places in images: `rollout.coordinates`."""
+        return self._setting("rollout", "coordinates") or "auto"
+
     def step(self) -> Any:
         """Return the last step in metrics.jsonl, or None."""
         return next((line["step"] for line in reversed(self.lines) if "step" in line), None)

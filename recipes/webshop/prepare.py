@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from agentfactory.tools.user_code import load_object
@@ -16,9 +15,11 @@ from agentfactory.tools.webshop.goals import Goal
 from agentfactory.tools.webshop.shop import ShopConfig, open_shop
 
 HERE = Path(__file__).parent
-CHAT_TEMPLATE, make_network, write_jsonl = (
-    load_object(f"../quickstart/tiny_model.py:{name}", HERE)
-    for name in ("CHAT_TEMPLATE", "make_network", "write_jsonl")
+SPECIAL, make_network, write_jsonl = (
+    load_object(f"../quickstart/tiny_model.py:{name}", HERE) for name in ("SPECIAL", "make_network", "write_jsonl")
+)
+BRIEF_TEMPLATE, train_word_tokenizer = (
+    load_object(f"../quickstart/word_tokenizer.py:{name}", HERE) for name in ("BRIEF_TEMPLATE", "train_word_tokenizer")
 )
 
 HELD_OUT = slice(200, 400)
@@ -71,14 +72,6 @@ PIECES = (
 network copies a word from one place to another only if it is the same token in both. So are attributes and options of
 several words."""
 
-TOOLS_BY_NAME = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n' + tools | map(attribute='function.name') | join(' ') + '<|im_end|>\\n' }}
-    {%- set tools = none %}
-{%- endif %}
-"""
-"""Put before the quickstart's template: the schemas of the tools would be half of each conversation."""
-
 
 def prepare(folder: Path, seed: int) -> None:
     """Write model/, train.jsonl, heldout.jsonl and transcripts.jsonl into `folder`; a seed always gives the same
@@ -92,7 +85,7 @@ def prepare(folder: Path, seed: int) -> None:
     write_jsonl(folder / "train.jsonl", train)
     write_jsonl(folder / "heldout.jsonl", heldout)
     write_jsonl(folder / "transcripts.jsonl", [{"messages": messages, "tools": specs} for messages in transcripts])
-    tokenizer = train_tokenizer([message["content"] for messages in transcripts for message in messages])
+    tokenizer = make_tokenizer([message["content"] for messages in transcripts for message in messages])
     tokenizer.save_pretrained(folder / "model")
     make_network(tokenizer, seed, rope_theta=1000.0, tied=True).save_pretrained(folder / "model")
 
@@ -205,28 +198,10 @@ def shown(tool: str, page: str, number: int) -> dict[str, Any]:
     return {"role": "tool", "name": tool, "tool_call_id": f"call_{number}", "content": page}
 
 
-def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE; one token is each word of `texts`, each attribute and option, and each of PIECES."""
-    bpe = Tokenizer(models.BPE())
-    bpe.decoder = decoders.ByteLevel()
-    words = pre_tokenizers.Split(Regex("[A-Za-z0-9]+"), "isolated")
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    trainer = trainers.BpeTrainer(
-        vocab_size=8000,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
     shop = open_shop(ShopConfig())
-    bpe.train_from_iterator(
-        [*texts, "system user assistant", *(f"B{number:04d} " * 9 for number in range(shop.products))], trainer
-    )
+    said = [*texts, "system user assistant", *(f"B{number:04d} " * 9 for number in range(shop.products))]
     goals = [shop.goal(number) for number in range(shop.goals)]
     phrases = sorted({phrase for goal in goals for phrase in (*goal.attributes, *goal.options) if not phrase.isalnum()})
-    bpe.add_tokens([AddedToken(piece, normalized=False) for piece in PIECES])
-    bpe.add_tokens([AddedToken(phrase, normalized=False, single_word=True) for phrase in phrases])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<|endoftext|>", eos_token="<|im_end|>")
-    tokenizer.chat_template = TOOLS_BY_NAME + CHAT_TEMPLATE.read_text(encoding="utf-8")
-    return tokenizer
+    return train_word_tokenizer(said, PIECES, phrases, BRIEF_TEMPLATE, SPECIAL, 8000)

@@ -5,25 +5,27 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from agentfactory.tools.images.coordinates import Coordinates, ModelView, stating
+from agentfactory.tools.images.image_tools import ImageTools
 from agentfactory.tools.user_code import load_object
 
 HERE = Path(__file__).parent
 Picture, PATTERNS, SIDE, REDUCTION = (
     load_object(f"pictures.py:{name}", HERE) for name in ("Picture", "PATTERNS", "SIDE", "REDUCTION")
 )
-Zoom = load_object("zoom.py:Zoom", HERE)
-CHAT_TEMPLATE, write_jsonl = (
-    load_object(f"../quickstart/tiny_model.py:{name}", HERE) for name in ("CHAT_TEMPLATE", "write_jsonl")
+write_jsonl = load_object("../quickstart/tiny_model.py:write_jsonl", HERE)
+BRIEF_TEMPLATE, train_word_tokenizer = (
+    load_object(f"../quickstart/word_tokenizer.py:{name}", HERE) for name in ("BRIEF_TEMPLATE", "train_word_tokenizer")
 )
 SPECIAL, make_seeing_network, show_images, write_processors = (
     load_object(f"seeing_model.py:{name}", HERE)
     for name in ("SPECIAL", "make_seeing_network", "show_images", "write_processors")
 )
-TOOLS_BY_NAME = load_object("../webshop/prepare.py:TOOLS_BY_NAME", HERE)
 
+VIEW = ModelView(Coordinates.RELATIVE1000)
+"""How models of the network's family state places."""
 HELD_OUT = 200
 TRAINED = 1000
 ASKED = "red"
@@ -59,7 +61,7 @@ def prepare(folder: Path, seed: int) -> None:
             seen.append(picture)
     heldout = [paint(picture, folder, f"heldout-{number}") for number, picture in enumerate(unseen)]
     train = [paint(picture, folder, f"train-{number}") for number, picture in enumerate(seen)]
-    specs = [Zoom.zoom.spec.to_openai()]
+    specs = [stating(ImageTools.zoom.spec, VIEW).to_openai()]
     transcripts = [
         look(task, picture, told, folder) if looks else give_up(task, told)
         for task, picture in zip(train, seen, strict=True)
@@ -69,7 +71,7 @@ def prepare(folder: Path, seed: int) -> None:
     write_jsonl(folder / "heldout.jsonl", heldout)
     write_jsonl(folder / "train.jsonl", train)
     write_jsonl(folder / "transcripts.jsonl", [{"messages": messages, "tools": specs} for messages in transcripts])
-    tokenizer = train_tokenizer(transcripts)
+    tokenizer = make_tokenizer(transcripts)
     tokenizer.save_pretrained(folder / "model")
     side = SIDE // REDUCTION  # of a whole picture, and of a part as it is
     make_seeing_network(tokenizer, side, seed).save_pretrained(folder / "model")
@@ -89,9 +91,9 @@ def look(task: dict[str, Any], picture: Any, told: str, folder: Path) -> list[di
     [file] = task["images"]
     part = Path(file).with_suffix(".part.png")
     if not (folder / part).exists():
-        environment = Zoom()
-        environment.reset([folder / file])
-        environment.zoom(picture.where(ASKED)).save(folder / part, compress_level=1)
+        tools = ImageTools(labels=False)
+        tools.reset([folder / file], VIEW.to_json())
+        tools.zoom(picture.where(ASKED))["observation"].save(folder / part, compress_level=1)
     function = {"name": "zoom", "arguments": {"bbox_2d": picture.where(ASKED)}}
     return [
         {"role": "user", "content": [image(file), {"type": "text", "text": told}]},
@@ -119,25 +121,10 @@ def image(file: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": file}}
 
 
-def train_tokenizer(transcripts: list[list[dict[str, Any]]]) -> PreTrainedTokenizerFast:
+def make_tokenizer(transcripts: list[list[dict[str, Any]]]) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE; one token is each word, each number of a place, and each of PIECES."""
-    bpe = Tokenizer(models.BPE())
-    bpe.decoder = decoders.ByteLevel()
-    words = pre_tokenizers.Split(Regex("[A-Za-z0-9]+"), "isolated")
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    trainer = trainers.BpeTrainer(
-        vocab_size=1000,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
     calls = [call for messages in transcripts for call in messages[1].get("tool_calls", ())]
     places = [json.dumps(call["function"]["arguments"]["bbox_2d"]) for call in calls]
     said = ["system user assistant tool zoom\n", *PATTERNS]
-    bpe.train_from_iterator([*places, *(f"{text} " * 9 for text in said)], trainer)
-    bpe.add_tokens([AddedToken(piece, normalized=False) for piece in PIECES])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<|endoftext|>", eos_token="<|im_end|>")
-    tokenizer.chat_template = show_images(TOOLS_BY_NAME + CHAT_TEMPLATE.read_text(encoding="utf-8"))
-    return tokenizer
+    template = show_images(BRIEF_TEMPLATE)
+    return train_word_tokenizer([*places, *(f"{text} " * 9 for text in said)], PIECES, (), template, SPECIAL, 1000)

@@ -14,6 +14,7 @@ from PIL import Image
 
 from agentfactory.commands import tools as tools_command
 from agentfactory.commands.main import main
+from tests.chat_tokenizers import make_tokenizer, trl_template
 
 TOOLS = '''
 from typing import Literal
@@ -152,6 +153,20 @@ def test_list_prints_what_a_model_would_see(recipe: Path, capsys: Output) -> Non
     for spec in listed:
         assert spec["type"] == "function"
         validator_for(spec["function"]["parameters"]).check_schema(spec["function"]["parameters"])
+
+
+def test_list_prints_the_first_prompt(recipe: Path, capsys: Output, tmp_path: Path) -> None:
+    make_tokenizer(trl_template("qwen2_5")).save_pretrained(tmp_path / "model")
+    override = f"model.path={tmp_path / 'model'}"
+    assert tools("list", recipe, "--prompt", override) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("format: hermes\n")
+    assert "because: rollout.parser=auto: hermes reads the calls that the template writes\n" in out
+    assert "<|im_start|>user\nwhere?<|im_end|>\n" in out
+    assert '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>' in out
+    assert "<tool_response>\n(its result)\n</tool_response>" in out
+    assert tools("list", recipe, "--prompt", override, "rollout.parser=glm") == 1
+    assert "use rollout.parser=hermes" in capsys.readouterr().err
 
 
 def test_list_of_nothing(tmp_path: Path, capsys: Output) -> None:

@@ -4,22 +4,20 @@ from typing import Any
 
 from PIL import Image
 
+from agentfactory.tools.images.image_tools import Box, ImageTools
 from agentfactory.tools.tool import tool
-from agentfactory.tools.user_code import load_object
-from tests.conftest import REPOSITORY
-
-Zoom = load_object("zoom.py:Zoom", REPOSITORY / "recipes" / "zoom")
 
 
-class BlankZoom(Zoom):
-    """Shows what `Zoom` shows as one grey."""
+class BlankZoom(ImageTools):
+    """Shows what `zoom` shows as one grey."""
 
     @tool
-    def zoom(self, bbox_2d: list[float], img_idx: int = 0) -> Any:
+    def zoom(self, bbox_2d: Box, img_idx: int = 0) -> Any:
         """Look at a part of an image from near.
 
         Args:
-            bbox_2d: The part as [left, top, right, bottom], each from 0 to 1000.
-            img_idx: Number of the image among those of the task, from 0.
+            bbox_2d: The part as [left, top, right, bottom], {coordinates}.
+            img_idx: Number of the image, from 0.
         """
-        return Image.new("RGB", super().zoom(bbox_2d, img_idx).size, "grey")
+        result = super().zoom(bbox_2d, img_idx)
+        return {**result, "observation": Image.new("RGB", result["observation"].size, "grey")}

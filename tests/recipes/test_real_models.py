@@ -14,7 +14,9 @@ pytestmark = pytest.mark.long
 
 RECIPES = REPOSITORY / "recipes"
 FILES = sorted(
-    file for folder in ("geometry3k", "gsm8k", "multi-node", "search_r1") for file in RECIPES.glob(f"{folder}/*.yaml")
+    file
+    for folder in ("geometry3k", "gsm8k", "image_questions", "multi-node", "search_r1")
+    for file in RECIPES.glob(f"{folder}/*.yaml")
 )
 GB = 10**9
 

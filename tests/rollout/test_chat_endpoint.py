@@ -408,7 +408,11 @@ def test_the_same_model_gives_the_same_figures_by_messages_and_by_token_ids(
     }
     assert greedy["greedy/tool_calls"] > 0
     # there are no rows
-    assert {name: by_messages.means[name] for name in greedy} == {**greedy, "greedy/rows": 0.0}
+    assert {name: by_messages.means[name] for name in greedy} == {
+        **greedy,
+        "greedy/rows": 0.0,
+        "greedy/row_tokens": 0.0,
+    }
     assert by_messages.means["sampled/failed"] == 0.0
     chains = [c for group in read_groups(tmp_path / "chat" / "final-greedy.jsonl") for c in group.trajectories]
     others = {c.id: c for group in read_groups(tmp_path / "ids" / "final-greedy.jsonl") for c in group.trajectories}

@@ -15,7 +15,6 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from agentfactory.rollout.byte_cache import ByteCache
 from agentfactory.rollout.embedded import engine as engine_module
 from agentfactory.rollout.embedded.engine import Engine
 from agentfactory.rollout.embedded.image_encoder import ImageEncoder, load_encoder
@@ -25,6 +24,7 @@ from agentfactory.rollout.embedded.quantization import quantize
 from agentfactory.rollout.embedded.request import Request, UnsupportedModel
 from agentfactory.rollout.images import features
 from agentfactory.rollout.images.families import load_vision
+from agentfactory.tools.byte_cache import ByteCache
 from tests.vision_families import make_family
 from tests.vision_models import KINDS, make_vision_model
 

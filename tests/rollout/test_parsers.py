@@ -366,6 +366,8 @@ def test_tools_that_a_format_cannot_call_are_refused() -> None:
 
 # --- write, then read ------------------------------------------------------------------------------------------------
 
+UNQUOTED = ("qwen3_coder", "glm", "harmony", "hy3", "minimax", "deepseek_v32", "deepseek_v4", "gemma4")
+"""Formats whose text values stand between tags."""
 text = st.text(st.characters(codec="utf-8"), max_size=12)
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | text,
@@ -389,17 +391,20 @@ known = st.one_of(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "llama3_json", "pythonic", "react", "tags"])
+@pytest.mark.parametrize("name", [name for name in PARSERS if name not in ("code_block", "functiongemma")])
 def test_what_is_written_is_read_back(name: str) -> None:
     parser = parser_of(name)
 
     @settings(max_examples=400, deadline=None)
     @given(st.lists(known, min_size=1, max_size=1 if name == "react" else 3))
     def check(calls: list[Call]) -> None:
+        if name == "gemma4":  # its keys have no quotes
+            calls = [(called, arguments | ({"where": {}} if called == "put" else {})) for called, arguments in calls]
         written = parser.write(calls, SPECS)
-        # a value that is itself the end of a parameter is one that this format cannot express
-        assume(name != "qwen3_coder" or not any("<" in str(arguments) for _, arguments in calls))
-        assert parser.parse(written, SPECS) == Reading("", calls), written
+        # a value that is itself the end of a parameter is one that these formats cannot express
+        assume(name not in UNQUOTED or not any("<" in str(arguments) for _, arguments in calls))
+        found = parser.parse(written, SPECS)
+        assert (found.content, found.calls, found.error) == ("", calls, None), written
 
     check()
 
@@ -457,15 +462,24 @@ def mutate(rng: random.Random, text: str, others: list[str]) -> str:
     return text
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("name", PARSERS)
+def test_mutated_turns_are_text_and_calls_or_an_error(name: str) -> None:
+    check_mutated_turns(name, 3_000)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", PARSERS)
 def test_100_000_mutated_turns_are_text_and_calls_or_an_error(name: str) -> None:
+    check_mutated_turns(name, 100_000)
+
+
+def check_mutated_turns(name: str, count: int) -> None:
     parser = parser_of(name)
     rng = random.Random(name)
     turns = examples(name)
     others = [other for n in PARSERS for other in examples(n)]
     seen = {"calls": 0, "error": 0, "words": 0}
-    for _ in range(100_000):
+    for _ in range(count):
         turn = mutate(rng, rng.choice(turns), others)
         found = parser.parse(turn, SPECS)
         assert isinstance(found.content, str)
@@ -480,7 +494,7 @@ def test_100_000_mutated_turns_are_text_and_calls_or_an_error(name: str) -> None
         seen["error" if found.error else "calls" if found.calls else "words"] += 1
         if found.calls:  # what is passed on can be passed on
             json.dumps(found.calls, allow_nan=False)
-    assert min(seen.values()) > 100, seen
+    assert min(seen.values()) > count / 1000, seen
 
 
 def hostile(name: str, size: int) -> dict[str, str]:
@@ -518,6 +532,7 @@ def hostile(name: str, size: int) -> dict[str, str]:
         "starts": "<|tool_call_start|>[look(a=[",
         "both": "<|tool_call_start|>[look()]<|tool_call_end|>",
     }
+    units |= {unit: unit for unit in OWN_UNITS.get(name, ())}
     long = {key: unit * (size // len(unit)) for key, unit in units.items()}
     return long | {
         f"{beginning} of {key}": beginning + text for key, text in long.items() for beginning in BEGINNINGS[name]
@@ -532,7 +547,53 @@ BEGINNINGS = {
     "react": ["Action: look\nAction Input: ", "Final Answer: "],
     "code_block": ["```", "```python\n"],
     "tags": ["<search>", "<move>{", "<answer>"],
+    "deepseek_v3": [
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n{",
+        "<｜tool▁calls▁begin｜>",
+    ],
+    "deepseek_v31": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{", "<｜tool▁calls▁begin｜>"],
+    "deepseek_v32": ['<｜DSML｜function_calls><｜DSML｜invoke name="look"><｜DSML｜parameter name="a" string="true">'],
+    "deepseek_v4": ['<｜DSML｜tool_calls><｜DSML｜invoke name="look"><｜DSML｜parameter name="a" string="false">'],
+    "functiongemma": ["<start_function_call>call:look{a:<escape>", "<start_function_call>call:look{a:"],
+    "gemma4": ['<|tool_call>call:look{a:<|"|>', "<|tool_call>call:look{a:"],
+    "glm": ["<tool_call>look<arg_key>", "<tool_call>look<arg_key>a</arg_key><arg_value>"],
+    "granite": ["<|tool_call|>[", '<|tool_call|>[{"name": "'],
+    "harmony": [
+        "<|channel|>commentary to=functions.look <|constrain|>json<|message|>{",
+        "<|channel|>analysis<|message|>",
+        "<|channel|>",
+    ],
+    "hunyuan": ["<tool_calls>[", '<tool_calls>[{"name": "'],
+    "hy3": ["<tool_calls:opensource><tool_call:opensource>look<tool_sep:opensource><arg_key:opensource>"],
+    "kimi": ["<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{"],
+    "minimax": ['<minimax:tool_call><invoke name="look"><parameter name="a">'],
+    "mistral": ["[TOOL_CALLS]look[ARGS]{", "[TOOL_CALLS]"],
+    "mistral_v3": ["[TOOL_CALLS][", '[TOOL_CALLS][{"name": "'],
+    "nemotron": ["<TOOLCALL>[", '<TOOLCALL>[{"name": "'],
+    "phi4": ["<|tool_call|>[", '<|tool_call|>[{"name": "'],
+    "phi4_mini": ["functools[", 'functools[{"name": "'],
 }
+OWN_UNITS = {
+    "deepseek_v3": ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<｜tool▁calls▁end｜>"],
+    "deepseek_v31": ["<｜tool▁call▁begin｜>look<｜tool▁sep｜>{}<｜tool▁call▁end｜>"],
+    "deepseek_v32": ['<｜DSML｜parameter name="a" string="true">', "</｜DSML｜parameter> "],
+    "deepseek_v4": ['<｜DSML｜invoke name="look"></｜DSML｜invoke>'],
+    "functiongemma": ["<escape>", "a:<escape>b<escape>,"],
+    "gemma4": ['<|"|>', "a:[", "<|tool_call>call:"],
+    "glm": ["<arg_key>a</arg_key><arg_value>", "</arg_value> ", "</arg_key>"],
+    "granite": ["<|tool_call|>", "<|tool_call|>[]"],
+    "harmony": ["<|channel|>analysis<|message|><|end|><|start|>assistant", "<|message|>", "<|start|>", " to="],
+    "hunyuan": ["<tool_calls>", "</tool_calls>"],
+    "hy3": ["<tool_call:opensource>look<tool_sep:opensource></tool_call:opensource>", "</arg_value:opensource>"],
+    "kimi": ["<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{}<|tool_call_end|>", "functions."],
+    "minimax": ['<invoke name="look"></invoke>', "</parameter> ", '<parameter name="'],
+    "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS]look[ARGS]{}", "[ARGS]"],
+    "mistral_v3": ["[TOOL_CALLS]"],
+    "nemotron": ["<TOOLCALL>"],
+    "phi4": ["<|tool_call|>", "<|/tool_call|>"],
+    "phi4_mini": ["functools"],
+}
+"""What only these formats have: parts of calls, repeated without end."""
 
 
 @pytest.mark.slow

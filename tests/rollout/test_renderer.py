@@ -394,7 +394,7 @@ LONG: list[Message] = [
     *OPENING,
     *(
         message
-        for n in range(20)
+        for n in range(40)
         for message in (
             {"role": "assistant", "content": f"I go {n}.", "tool_calls": [call(n, to="north", by=n)]},
             result(n, f"Grass {n}."),
@@ -429,12 +429,12 @@ def test_rows_of_a_template_that_changes_in_long_conversations() -> None:
         assert renderer.info["choice"] == "append"
         return renderer
 
-    later = renderer_with("('Late. ' if loop.index0 > 20 and m.role == 'tool' else '') + m.content")
+    later = renderer_with("('Late. ' if loop.index0 > 60 and m.role == 'tool' else '') + m.content")
     row = later.conversation_row(LONG, SPECS)
     assert row.token_ids == whole_ids(later, LONG)[: len(row.token_ids)]
     assert later.tokenizer.decode(row.token_ids).count("Late. Grass") == 11
-    rewriting = renderer_with("(m.content | upper if messages | length > 21 and loop.index0 == 3 else m.content)")
-    with pytest.raises(ValueError, match="message 21: the chat template rewrites the turns before it"):
+    rewriting = renderer_with("(m.content | upper if messages | length > 61 and loop.index0 == 3 else m.content)")
+    with pytest.raises(ValueError, match="message 61: the chat template rewrites the turns before it"):
         rewriting.conversation_row(LONG, SPECS)
 
 

@@ -3,8 +3,8 @@ import re
 import pytest
 
 from agentfactory.rollout.parsers import load_parser
-from agentfactory.rollout.probing import Choice, choose_template, training_variant
-from agentfactory.rollout.templates import ChatTemplate, RenderError
+from agentfactory.rollout.template_choice import Choice, choose_template, training_variant
+from agentfactory.rollout.templates import ChatTemplate, Closing, Closings, RenderError
 from tests.chat_tokenizers import (
     SPECIAL,
     STRIPS_REASONING,
@@ -13,6 +13,8 @@ from tests.chat_tokenizers import (
     make_tokenizer,
     trl_template,
 )
+
+CHATML_END = Closing(end="<|im_end|>", after="\n")
 
 
 def choose(template: str, tools: bool = True, parser: str = "hermes") -> Choice:
@@ -117,14 +119,12 @@ def test_variants_are_those_of_trl() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "reason"),
     [
-        (TOOLS_IN_SYSTEM, "", "ignores `tools`"),
         ("{%- if add_generation_prompt %}", "{%- if false %}", "no generation prompt"),
         ("{%- for c in m.tool_calls or [] %}", "{%- for c in [] %}", "cannot render a tool call: it leaves them out"),
-        ("m.tool_calls or []", "(m.tool_calls or [])[:1]", "cannot render two tool calls in one turn"),
         ("\n</tool_call>'", "\n</call>'", "a format that rollout.parser does not read"),
         (
             "{{- '<|im_end|>\n' }}",
-            "{{- '<|im_end|>\n' if not m.tool_calls else '<|eom|>' }}",
+            "{{- '<|im_end|>\n' if not m.tool_calls else '<eom>' }}",
             "closes a turn with calls",
         ),
         (
@@ -173,6 +173,12 @@ def test_notes() -> None:
     choice = choose(no_system)
     assert choice.use == "append"
     assert "has no system messages: a conversation with one is refused" in choice.behaviour.notes
+    one = choose(CHATML.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"))
+    assert not one.behaviour.parallel_calls
+    assert "writes only one tool call in one turn: a turn with several is malformed" in one.behaviour.notes
+    unseen = choose(CHATML.replace(TOOLS_IN_SYSTEM, ""))
+    assert not unseen.behaviour.shows_tools
+    assert "ignores `tools`: the system message describes them" in unseen.behaviour.notes
     assert "refuses two user messages in a row" in choose(trl_template("gemma3"), tools=False).behaviour.notes
 
 
@@ -185,7 +191,9 @@ def test_reasoning_is_placed_where_the_template_knows_it() -> None:
 def test_continuation_is_what_the_template_puts_there() -> None:
     template = ChatTemplate(make_tokenizer(), trl_template("qwen2_5"))
     results = [{"role": "tool", "name": n, "tool_call_id": n, "content": f"saw {n}"} for n in ("a", "b")]
-    text = template.continuation([*results, {"role": "user", "content": "go on"}], None, "\n")
+    text = template.continuation(
+        [*results, {"role": "user", "content": "go on"}], None, Closings(CHATML_END, CHATML_END)
+    )
     assert text == (
         "\n<|im_start|>user\n<tool_response>\nsaw a\n</tool_response>\n<tool_response>\nsaw b\n</tool_response>"
         "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"

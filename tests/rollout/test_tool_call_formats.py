@@ -132,12 +132,16 @@ def test_calls_in_the_reasoning_are_only_thoughts() -> None:
 
 
 def test_the_formats_that_a_template_would_fit_are_named() -> None:
-    for template, fit in [("qwen3_5_think", "qwen3_coder"), ("llama3_1", "llama3_json"), ("lfm2_v2", "pythonic")]:
+    for template, fit in [
+        ("qwen3_5_think", "qwen3_coder"),
+        ("llama3_1", "llama3_json"),
+        ("lfm2_v2", "pythonic"),
+        ("glm4moe", "glm"),
+    ]:
         with pytest.raises(ValueError, match=rf"does not read: .*use rollout\.parser={fit}"):
             renderer_of("hermes", template)
-    for template in ("glm4moe", "gemma3"):
-        with pytest.raises(ValueError, match=r"act in plain text: rollout\.parser=react or code_block or tags"):
-            renderer_of("pythonic", template)
+    with pytest.raises(ValueError, match=r"act in plain text: rollout\.parser=react or code_block or tags"):
+        renderer_of("pythonic", "gemma3")
 
 
 # --- the prefix ------------------------------------------------------------------------------------------------------
@@ -440,7 +444,9 @@ def test_calls_that_a_published_template_writes_are_read_back(name: str, templat
         message: Message = {"role": "assistant", "content": "", "tool_calls": [call.to_openai() for call in turn]}
         specs = [spec.to_openai()]
         written = renderer.template.render([*messages, message], specs)
-        said = written[len(renderer.template.render(messages, specs)) :].removesuffix(renderer.behaviour.closing)
+        said = written[len(renderer.template.render(messages, specs)) :].removesuffix(
+            renderer.behaviour.closings.calls.text
+        )
         said = said.removeprefix(renderer.behaviour.generation_prompt.removesuffix("<think>\n"))
         assert renderer.parse(encode(renderer, said), specs=[spec]).calls == turn, written
 

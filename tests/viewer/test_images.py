@@ -40,11 +40,15 @@ def zoomed(run: RunFolder, box: list[float], number: int | None = None) -> list[
     ]
 
 
-def run_of(folder: Path, box: list[float], model_type: str = "qwen3_vl", number: int | None = None) -> RunFolder:
+def run_of(
+    folder: Path, box: list[float], model_type: str = "qwen3_vl", number: int | None = None, coordinates: str = "auto"
+) -> RunFolder:
     model = folder / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps({"model_type": model_type}))
-    run = RunFolder.create(folder / "run", f"name: eyes\nmodel: {{path: {model}}}\n")
+    run = RunFolder.create(
+        folder / "run", f"name: eyes\nmodel: {{path: {model}}}\nrollout: {{coordinates: {coordinates}}}\n"
+    )
     messages = zoomed(run, box, number)
     write_groups(run.trajectories / "train.jsonl", [Group("g000000", {"question": "?"}, [chain("c", messages, [])])])
     return run
@@ -70,6 +74,7 @@ def test_a_stored_image_is_shown_and_a_missing_one_is_told(tmp_path: Path) -> No
         ("qwen3_vl", [0, 250, 500, 1000], None, [[0.0, 0.25, 0.5, 1.0]]),
         ("qwen2_5_vl", [100, 50, 300, 150], 0, [[0.25, 0.25, 0.75, 0.75]]),
         ("qwen2_5_vl", [-100, 0, 4000, 100], 0, [[0.0, 0.0, 1.0, 0.5]]),
+        ("qwen2_vl", [0, 250, 500, 1000], None, [[0.0, 0.25, 0.5, 1.0]]),
         # nothing of the image, no such image, no box
         ("qwen3_vl", [500, 0, 500, 10], None, []),
         ("qwen3_vl", [0, 0, 500, 500], 5, []),
@@ -83,6 +88,25 @@ def test_boxes_are_where_the_model_meant_them(tmp_path, model_type, box, number,
     page = client.get("/api/trajectory", params={name: row[name] for name in ("run", "file", "byte", "place")}).json()
     assert page["messages"][0]["parts"][0]["boxes"] == expected
     assert page["messages"][2]["parts"][0]["boxes"] == []
+
+
+def test_boxes_are_in_the_coordinates_of_the_recipe(tmp_path: Path) -> None:
+    for coordinates, box in (("resized", [100, 50, 300, 150]), ("relative1", [0.25, 0.25, 0.75, 0.75])):
+        _, client = asking(run_of(tmp_path / coordinates, box, coordinates=coordinates).path)
+        row = client.get("/api/trajectories").json()["rows"][0]
+        page = client.get("/api/trajectory", params={name: row[name] for name in ("run", "file", "byte", "place")})
+        assert page.json()["messages"][0]["parts"][0]["boxes"] == [[0.25, 0.25, 0.75, 0.75]]
+
+
+def test_pixels_of_the_full_image_are_where_the_tool_says(tmp_path: Path) -> None:
+    run = run_of(tmp_path, [1, 2, 3, 4], coordinates="pixels")
+    messages = zoomed(run, [1, 2, 3, 4], None)
+    messages[2]["info"] = {"image": 1, "of": 0, "box": [1000, 500, 3000, 1500], "size": [4000, 2000]}
+    write_groups(run.trajectories / "train.jsonl", [Group("g000000", {"question": "?"}, [chain("c", messages, [])])])
+    _, client = asking(run.path)
+    row = client.get("/api/trajectories").json()["rows"][0]
+    page = client.get("/api/trajectory", params={name: row[name] for name in ("run", "file", "byte", "place")}).json()
+    assert page["messages"][0]["parts"][0]["boxes"] == [[0.25, 0.25, 0.75, 0.75]]
 
 
 def test_an_exported_file_holds_the_images(tmp_path: Path) -> None:

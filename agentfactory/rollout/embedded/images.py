@@ -9,12 +9,12 @@ import numpy as np
 from jaxtyping import Int
 from PIL import Image
 
-from agentfactory.rollout.byte_cache import ByteCache
-from agentfactory.rollout.images.decode import decode
 from agentfactory.rollout.images.patches import PatchVision
 from agentfactory.rollout.images.store import digest_of
 from agentfactory.rollout.images.vision import Grid
 from agentfactory.rollout.trajectory import ImageSpan
+from agentfactory.tools.byte_cache import ByteCache
+from agentfactory.tools.images.decode import decode
 
 IMAGE_BYTES = 2**30
 """Limit of the pixels that are held for requests which name an image by its uuid."""

@@ -11,16 +11,30 @@ from typing import Any
 
 from transformers.utils.hub import cached_file
 
+from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.images.own_processor import OwnProcessor, load_own_processor
 from agentfactory.rollout.images.patches import patch_vision
 from agentfactory.rollout.images.vision import Vision
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.import_path import is_installed
 
 BY_PATCHES = frozenset(
     {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe"}
 )
 """Values of model_type whose images are resized and placed as in Qwen2-VL (arXiv:2409.12191, section 2.1)."""
+STATED = {
+    "qwen2_vl": Coordinates.RELATIVE1000,
+    "qwen2_5_vl": Coordinates.RESIZED,
+    "qwen3_vl": Coordinates.RELATIVE1000,
+    "qwen3_vl_moe": Coordinates.RELATIVE1000,
+    "qwen3_5": Coordinates.RELATIVE1000,
+    "qwen3_5_moe": Coordinates.RELATIVE1000,
+    "glm4v": Coordinates.RELATIVE1000,
+    "glm4v_moe": Coordinates.RELATIVE1000,
+    "internvl": Coordinates.RELATIVE1000,
+}
+"""Value of model_type -> how its models have learned to state places in images. The others learned none, or several."""
 BY_OWN_PROCESSOR = frozenset({"internvl", "mistral3", "idefics3", "smolvlm"})
 """Values of model_type whose images are left to their own processor. The positions of their tokens are one-dimensional,
 and images change nothing in the attention."""
@@ -70,6 +84,31 @@ def load_vision(path: str, min_pixels: int | None = None, max_pixels: int | None
     if kind in BY_PATCHES:
         return patch_vision(config, processor, banned, min_pixels, max_pixels)
     return OwnProcessor(banned[0], banned, load_own_processor(path), min_pixels, max_pixels)
+
+
+def model_type(path: str) -> str:
+    """Return the model_type of the model at `path`, a folder or hub name; empty if it says none."""
+    return str(_read(path, "config.json").get("model_type") or "")
+
+
+def view_of(path: str, vision: Vision, coordinates: str = "auto") -> ModelView | None:
+    """Return how the model at `path`, which sees by `vision`, states places in images: by its family if `coordinates`
+    is auto, and else as it says. None if the family is known for no way.
+
+    Raises SettingError if places are pixels of the image as the model gets it, and its own processor resizes it.
+    """
+    stated = STATED.get(model_type(path)) if coordinates == "auto" else Coordinates(coordinates)
+    if stated is Coordinates.RESIZED and vision.sizes is None:
+        problem = f"got resized, and {path} resizes images within its own processor"
+        raise SettingError("rollout.coordinates", problem, "use relative1000, relative1 or pixels, as it has learned")
+    return None if stated is None else ModelView(stated, vision.sizes)
+
+
+def view_of_model(model: ModelConfig, coordinates: str) -> ModelView | None:
+    """Return how a recipe's model states places in images; None if it sees none, or its way is not known. Raises
+    SettingError, and OSError if the model's files are not here."""
+    vision = load_vision(model.path, model.min_image_pixels, model.max_image_pixels)
+    return None if vision is None else view_of(model.path, vision, coordinates)
 
 
 def banned_token_ids(config: dict[str, Any]) -> tuple[int, ...]:

@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from agentfactory.rollout.images.decode import decode
-from agentfactory.rollout.images.parts import is_path
 from agentfactory.rollout.images.store import ImageStore
+from agentfactory.tools.images.decode import decode, is_path
 
 
 def is_file(image: Any) -> bool:

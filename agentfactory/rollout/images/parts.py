@@ -5,24 +5,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentfactory.tools.images.decode import is_path
 from agentfactory.tools.messages import Message
 
 MARK = "<image>"
 """In the text of a row with `images`: an image stands here (ms-swift, verl)."""
 _SOURCES = ("image", "url", "path", "base64", "bytes")
 """Keys of a part `{"type": "image"}` under which the image itself may be."""
-_LONGEST_PATH = 1024
-"""A longer text is an image in base64."""
-_ADDRESSES = ("data:", "http:", "https:", "image:")
-_IN_BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
-"""How PNG, JPEG, GIF and WebP files begin in base64, also if they are as short as a path."""
-
-
-def is_path(image: Any) -> bool:
-    """Return whether an image is given by a path, and not by an address, or as base64."""
-    if not isinstance(image, str):
-        return isinstance(image, Path)
-    return len(image) < _LONGEST_PATH and not image.startswith((*_ADDRESSES, *_IN_BASE64))
 
 
 def image_part(url: str) -> dict[str, Any]:

@@ -13,9 +13,7 @@ from PIL import Image
 from agentfactory.rollout.images.vision import Grid, Vision
 from agentfactory.rollout.trajectory import ImageSpan
 from agentfactory.tools.errors import SettingError
-
-MOST_ASPECT = 200
-"""Largest ratio of an image's sides."""
+from agentfactory.tools.images.sizes import SizeRule
 
 
 @dataclass(frozen=True)
@@ -32,44 +30,23 @@ class PatchVision(Vision):
     grows: bool = False
     """Whether an image with a side below that of a token is enlarged, instead of that side alone: GLM's."""
 
+    @property
+    def sizes(self) -> SizeRule:
+        """How images are resized."""
+        return SizeRule(self.patch_size * self.merge_size, self.min_pixels, self.max_pixels, self.grows)
+
     def fit(self, image: Image.Image) -> Image.Image:
         """Resize an RGB image as the model's own processor does, which then leaves it as it is. Raises ValueError if it
         is too narrow."""
-        size = self.fitted(*image.size)
-        return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
+        return self.sizes.fit(image)
 
     def check(self, width: int, height: int) -> None:
         """See Vision."""
         self.fitted(width, height)
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
-        """Return the (width, height) in which the model gets an image: multiples of the size of a token, an area from
-        `min_pixels` to `max_pixels`, and nearly the same aspect. Raises ValueError if the aspect exceeds
-        MOST_ASPECT."""
-        size = self._fitted(width, height)
-        # a narrow image may still be too large: the server would resize it again
-        while (again := self._fitted(*size)) != size:
-            size = again
-        return size
-
-    def _fitted(self, width: int, height: int) -> tuple[int, int]:
-        """Return the size that transformers' processor gives an image (its `smart_resize`)."""
-        factor = self.patch_size * self.merge_size
-        if self.grows and min(width, height) < factor:
-            scale = max(factor / height, factor / width)
-            width, height = int(width * scale), int(height * scale)
-        if max(width, height) > MOST_ASPECT * min(width, height):
-            raise ValueError(
-                f"the image has {width} x {height} pixels, and one side may be at most {MOST_ASPECT} times the other"
-            )
-        sides = [round(side / factor) * factor for side in (width, height)]
-        if math.prod(sides) > self.max_pixels:
-            scale = math.sqrt(width * height / self.max_pixels)
-            sides = [max(factor, math.floor(side / scale / factor) * factor) for side in (width, height)]
-        elif math.prod(sides) < self.min_pixels:
-            scale = math.sqrt(self.min_pixels / (width * height))
-            sides = [math.ceil(side * scale / factor) * factor for side in (width, height)]
-        return sides[0], sides[1]
+        """Return the (width, height) in which the model gets an image; see SizeRule."""
+        return self.sizes.fitted(width, height)
 
     def grid(self, image: Image.Image) -> Grid:
         """Return the patches of an image that `fit` returned."""

@@ -11,7 +11,6 @@ from typing import Any
 
 from PIL import Image
 
-from agentfactory.rollout.images.decode import content_of, decode, size_of
 from agentfactory.rollout.images.files import is_file
 from agentfactory.rollout.images.parts import (
     data_url,
@@ -26,6 +25,7 @@ from agentfactory.rollout.images.store import ImageStore, stored_digest, url_of
 from agentfactory.rollout.images.vision import Grid, Vision
 from agentfactory.rollout.trajectory import ImageSpan, Row
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.images.decode import content_of, decode, size_of
 from agentfactory.tools.messages import Message
 
 _REMEMBERED = 4096

@@ -10,6 +10,7 @@ from jaxtyping import Int
 from PIL import Image
 
 from agentfactory.rollout.trajectory import ImageSpan
+from agentfactory.tools.images.sizes import SizeRule
 
 Grid = tuple[int, int, int]
 """Size of an image in time (1), height and width: in patches, or in pixels for models of `own_processor`."""
@@ -25,6 +26,11 @@ class Vision(ABC):
     """The token that the chat template writes for an image, and that each of its features replaces."""
     banned_token_ids: tuple[int, ...]
     """Tokens that stand for images and videos: a sampled one would be an image that is not there."""
+
+    @property
+    def sizes(self) -> SizeRule | None:
+        """How images are resized; None if that is left to the model's own processor."""
+        return None
 
     @abstractmethod
     def fit(self, image: Image.Image) -> Image.Image:

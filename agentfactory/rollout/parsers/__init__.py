@@ -6,13 +6,33 @@ from agentfactory.rollout.parsers.parser import Arguments, Call, FormatError, Na
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.user_code import UserCodeError, load_object
 
-__all__ = ["PARSERS", "Arguments", "Call", "FormatError", "NativeParser", "Parser", "Reading", "load_parser"]
+__all__ = ["AUTO", "PARSERS", "Arguments", "Call", "FormatError", "NativeParser", "Parser", "Reading", "load_parser"]
 
+AUTO = "auto"
+"""`rollout.parser`: the native format that the chat template writes."""
 PARSERS = {
     "hermes": "agentfactory.rollout.parsers.hermes:Hermes",
     "qwen3_coder": "agentfactory.rollout.parsers.qwen3_coder:Qwen3Coder",
     "llama3_json": "agentfactory.rollout.parsers.llama3_json:Llama3Json",
     "pythonic": "agentfactory.rollout.parsers.pythonic:Pythonic",
+    "deepseek_v3": "agentfactory.rollout.parsers.deepseek:DeepSeekV3",
+    "deepseek_v31": "agentfactory.rollout.parsers.deepseek:DeepSeekV31",
+    "deepseek_v32": "agentfactory.rollout.parsers.invoke:DeepSeekV32",
+    "deepseek_v4": "agentfactory.rollout.parsers.invoke:DeepSeekV4",
+    "functiongemma": "agentfactory.rollout.parsers.gemma:FunctionGemma",
+    "gemma4": "agentfactory.rollout.parsers.gemma:Gemma4",
+    "glm": "agentfactory.rollout.parsers.glm:Glm",
+    "granite": "agentfactory.rollout.parsers.granite:Granite",
+    "harmony": "agentfactory.rollout.parsers.harmony:Harmony",
+    "hunyuan": "agentfactory.rollout.parsers.hunyuan:Hunyuan",
+    "hy3": "agentfactory.rollout.parsers.hunyuan:Hy3",
+    "kimi": "agentfactory.rollout.parsers.kimi:Kimi",
+    "minimax": "agentfactory.rollout.parsers.invoke:MiniMax",
+    "mistral": "agentfactory.rollout.parsers.mistral:Mistral",
+    "mistral_v3": "agentfactory.rollout.parsers.mistral:MistralV3",
+    "nemotron": "agentfactory.rollout.parsers.nemotron:Nemotron",
+    "phi4": "agentfactory.rollout.parsers.phi4:Phi4",
+    "phi4_mini": "agentfactory.rollout.parsers.phi4:Phi4Mini",
     "react": "agentfactory.rollout.parsers.react:React",
     "code_block": "agentfactory.rollout.parsers.code_block:CodeBlock",
     "tags": "agentfactory.rollout.parsers.tags:Tags",

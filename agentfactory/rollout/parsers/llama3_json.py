@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from agentfactory.rollout.parsers.hermes import read_call_object
+from agentfactory.rollout.parsers.blocks import read_call_object
 from agentfactory.rollout.parsers.parser import Call, FormatError, NativeParser, Reading
 from agentfactory.rollout.parsers.values import read_json, skip_space
 from agentfactory.tools.messages import ToolSpec

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from agentfactory.rollout.reasoning_tags import split_reasoning
 from agentfactory.tools.messages import Content, Message, ToolCall, ToolResult, ToolSpec
 
 Arguments = dict[str, Any]
@@ -30,6 +31,8 @@ class Reading:
     calls: list[Call] = field(default_factory=list)
     error: str | None = None
     answer: str | None = None
+    ids: list[str] = field(default_factory=list)
+    """The calls' ids, if the format writes them."""
 
 
 class Parser:
@@ -54,6 +57,15 @@ class Parser:
     def write_answer(self, text: str) -> str:
         """Write a final answer as the format marks it."""
         return text
+
+    def split(self, text: str, opened: bool, tags: tuple[str, str]) -> tuple[str, str, str]:
+        """Split a turn into the reasoning, the text that wrote it, and the text after it, which `read` gets. `opened`:
+        the turn begins inside the reasoning; `tags` are those of the chat template."""
+        return split_reasoning(text, opened, tags)
+
+    def call_id(self, name: str, number: int) -> str:
+        """Return the id of a chain's call; `number` counts the chain's calls from 0."""
+        return f"call_{number}"
 
     def parse(self, text: str, specs: Sequence[ToolSpec] = ()) -> Reading:
         """Call `read`, and turn a FormatError into the reading's error, followed by the correct form."""
@@ -94,6 +106,13 @@ class NativeParser(Parser):
     results."""
 
     native = True
+    marks: ClassVar[tuple[str, ...]] = ()
+    """Tokens of a format that some templates do not write: they describe the tools, and calls are the model's own text.
+    The format is recognised by these tokens of the tokenizer, and a call in history is put into the content."""
+
+    def write_as_content(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
+        """Write calls with their tokens, where the template does not."""
+        return self.write(calls, specs)
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
         """Return None: the chat template describes the tools."""
@@ -104,7 +123,7 @@ class NativeParser(Parser):
         return [result.to_message(call) for call, result in zip(calls, results, strict=True)]
 
     def complaint(self, text: str) -> list[Message]:
-        """Return a tool message that answers no call."""
+        """Return a tool message that answers no call; the renderer makes it a user message if it has to."""
         return [{"role": "tool", "content": text}]
 
 
@@ -112,6 +131,13 @@ def parameters(spec: ToolSpec) -> dict[str, Any]:
     """Return the schemas of a tool's parameters by name."""
     properties = spec.parameters.get("properties")
     return properties if isinstance(properties, dict) else {}
+
+
+def parameter_schema(spec: ToolSpec, key: str) -> dict[str, Any]:
+    """Return the schema of a tool's parameter; that of text if the tool has no such parameter."""
+    rest = spec.parameters.get("additionalProperties")
+    schema: dict[str, Any] = parameters(spec).get(key, rest if isinstance(rest, dict) else {"type": "string"})
+    return schema
 
 
 def sole_parameter(spec: ToolSpec) -> str | None:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from agentfactory.rollout.parsers.blocks import expect, read_blocks
 from agentfactory.rollout.parsers.parser import Arguments, Call, FormatError, NativeParser, Reading
 from agentfactory.rollout.parsers.values import MAX_DEPTH, skip_space
 from agentfactory.tools.messages import ToolSpec
@@ -31,6 +32,12 @@ _CONSTANTS = {"True": True, "true": True, "False": False, "false": False, "None"
 class Pythonic(NativeParser):
     """`[search(query="rain")]`, or the same between `<|tool_call_start|>` and `<|tool_call_end|>`."""
 
+    marks = TAGS[0]
+
+    def write_as_content(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
+        """See NativeParser."""
+        return f"{TAGS[0][0]}{self.write(calls, specs)}{TAGS[0][1]}"
+
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
         """See Parser. A bare list counts as calls only if it is the whole turn."""
         tags = next((tags for tags in TAGS if tags[0] in text or tags[1] in text), None)
@@ -38,26 +45,20 @@ class Pythonic(NativeParser):
             words = text.strip()
             if not _BEGINS.match(words):
                 return Reading(words)
-            calls, end = _Reader(words, 0).calls()
+            try:
+                calls, end = _Reader(words, 0).calls()
+            except ValueError as error:
+                raise FormatError(f"Malformed tool call 1: {error}") from error
             if end < len(words):
                 raise FormatError("Malformed tool call: a turn with a call has nothing beside it")
             return Reading("", calls)
         opening, closing = tags
-        outside: list[str] = []
-        found_calls: list[Call] = []
-        position = 0
-        while (start := text.find(opening, position)) >= 0:
-            outside.append(text[position:start])
-            calls, end = _Reader(text, start + len(opening)).calls()
-            found_calls += calls
-            position = skip_space(text, end)
-            if not text.startswith(closing, position):
-                raise FormatError(f"Malformed tool call: no {closing} after the list of calls")
-            position += len(closing)
-        outside.append(text[position:])
-        if any(closing in part for part in outside):
-            raise FormatError(f"Malformed tool call: {closing} without {opening} before it")
-        return Reading("\n".join(part.strip() for part in outside if part.strip()), found_calls)
+
+        def read_list(position: int) -> tuple[list[Call], int]:
+            calls, end = _Reader(text, position).calls()
+            return calls, expect(text, end, closing, "the list of calls")
+
+        return read_blocks(text, opening, closing, read_list)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
         """See Parser: a bare list."""
@@ -73,7 +74,7 @@ class Pythonic(NativeParser):
 
 
 class _Reader:
-    """Reads one list of calls, starting at `position`. Raises FormatError."""
+    """Reads one list of calls, starting at `position`. Raises ValueError."""
 
     def __init__(self, text: str, position: int) -> None:
         self.text = text
@@ -95,7 +96,7 @@ class _Reader:
         if self.kind != kind:
             found = repr(self.text[self.start : self.start + 20]) if self.start < len(self.text) else "the end"
             what = f"a {kind}" if kind.isalpha() else repr(kind)
-            raise FormatError(f"Malformed tool call: expected {what} at {found}")
+            raise ValueError(f"expected {what} at {found}")
         self.advance()
         return token
 
@@ -115,10 +116,10 @@ class _Reader:
         arguments: Arguments = {}
         while self.kind != ")":
             if self.kind != "name":
-                raise FormatError(f"Malformed tool call: each argument of {name} has to be given as name=value")
+                raise ValueError(f"each argument of {name} has to be given as name=value")
             key = self.take("name")
             if key in arguments:
-                raise FormatError(f"Malformed tool call: the argument {key} of {name} is given twice")
+                raise ValueError(f"the argument {key} of {name} is given twice")
             self.take("=")
             arguments[key] = self.value(0)
             if self.kind != ")":
@@ -128,7 +129,7 @@ class _Reader:
 
     def value(self, depth: int) -> Any:
         if depth > MAX_DEPTH:
-            raise FormatError("Malformed tool call: nested too deeply")
+            raise ValueError("nested too deeply")
         token = self.token
         if self.kind == "{":
             return self.mapping(depth)
@@ -173,7 +174,7 @@ def _number(token: str) -> int | float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise FormatError(f"Malformed tool call: {token[:20]} is no number, or too large")
+        raise ValueError(f"{token[:20]} is no number, or too large")
     return value
 
 
@@ -188,7 +189,7 @@ def _unquote(token: str) -> str:
         # two surrogate halves form one character
         return text.encode("utf-16", "surrogatepass").decode("utf-16")
     except (ValueError, OverflowError) as error:
-        raise FormatError("Malformed tool call: a string has an escape that is no character") from error
+        raise ValueError("a string has an escape that is no character") from error
 
 
 def _unescape(match: re.Match[str]) -> str:

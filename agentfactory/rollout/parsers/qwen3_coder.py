@@ -7,6 +7,7 @@ types.
 import re
 from collections.abc import Sequence
 
+from agentfactory.rollout.parsers.blocks import read_blocks
 from agentfactory.rollout.parsers.parser import (
     Arguments,
     Call,
@@ -14,7 +15,7 @@ from agentfactory.rollout.parsers.parser import (
     NativeParser,
     Reading,
     find_spec,
-    parameters,
+    parameter_schema,
 )
 from agentfactory.rollout.parsers.values import convert, skip_space, write_value
 from agentfactory.tools.messages import ToolSpec
@@ -32,21 +33,15 @@ class Qwen3Coder(NativeParser):
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
         """See Parser. Values of tools or parameters that are not in `specs` are strings."""
-        outside: list[str] = []
-        calls: list[Call] = []
-        position = 0
-        while (start := text.find(OPEN, position)) >= 0:
-            outside.append(text[position:start])
-            try:
-                call, position = _read_call(text, start + len(OPEN), specs)
-            except FormatError as error:
-                raise FormatError(f"Malformed tool call {len(calls) + 1}: {error}") from error
-            calls.append(call)
-        outside.append(text[position:])
-        for tag in (CLOSE, FUNCTION):
-            if any(tag in part for part in outside):
-                raise FormatError(f"Malformed tool call: {tag} without {OPEN} before it")
-        return Reading("\n".join(part.strip() for part in outside if part.strip()), calls)
+
+        def read_call(position: int) -> tuple[list[Call], int]:
+            call, position = _read_call(text, position, specs)
+            return [call], position
+
+        found = read_blocks(text, OPEN, CLOSE, read_call)
+        if FUNCTION in found.content:
+            raise FormatError(f"Malformed tool call: {FUNCTION} without {OPEN} before it")
+        return found
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
         """See Parser."""
@@ -87,9 +82,7 @@ def _read_call(text: str, position: int, specs: Sequence[ToolSpec]) -> tuple[Cal
         if spec is None:
             arguments[key] = value
         else:
-            rest = spec.parameters.get("additionalProperties")
-            schema = parameters(spec).get(key, rest if isinstance(rest, dict) else {"type": "string"})
-            arguments[key] = convert(value, schema, spec.parameters)
+            arguments[key] = convert(value, parameter_schema(spec, key), spec.parameters)
         position = skip_space(text, end.end())
     if not text.startswith(FUNCTION_END, position):
         raise FormatError(f"no {FUNCTION_END} after the parameters of {name}")

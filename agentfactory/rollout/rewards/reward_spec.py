@@ -23,6 +23,12 @@ PREBUILT = {
     "exact_match": "agentfactory.rollout.rewards.answers:ExactMatch",
     "f1": "agentfactory.rollout.rewards.answers:F1",
     "math_equal": "agentfactory.rollout.rewards.math_equal:MathEqual",
+    "anls": "agentfactory.rollout.rewards.visual_answers:Anls",
+    "relaxed_accuracy": "agentfactory.rollout.rewards.visual_answers:RelaxedAccuracy",
+    "multiple_choice": "agentfactory.rollout.rewards.visual_answers:MultipleChoice",
+    "count": "agentfactory.rollout.rewards.visual_answers:Count",
+    "box_iou": "agentfactory.rollout.rewards.places:BoxIou",
+    "point_in_box": "agentfactory.rollout.rewards.places:PointInBox",
     "code_tests": "agentfactory.rollout.rewards.code_tests:CodeTests",
     "format": "agentfactory.rollout.rewards.shape:Format",
     "length": "agentfactory.rollout.rewards.shape:Length",
@@ -30,7 +36,7 @@ PREBUILT = {
 }
 """The prebuilt rewards: name -> `package.module:NAME`, loaded on first use."""
 
-OFFERED = ("prediction", "final_response", "trajectory", "environment", "seen_images")
+OFFERED = ("prediction", "final_response", "trajectory", "environment", "seen_images", "model_view")
 GROUP_OFFERED = ("predictions", "trajectories")
 
 

@@ -20,6 +20,7 @@ from agentfactory.rollout.rewards.reward_spec import (
 )
 from agentfactory.rollout.trajectory import Outcome, Row, Span, StopReason, Trajectory
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.messages import EnvironmentReward, text_of
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,10 @@ class Rewards:
     def has_group_rewards(self) -> bool:
         """Whether a reward judges the chains of a group together."""
         return any(entry.group for entry in self._entries)
+
+    def takes(self, name: str) -> bool:
+        """Return whether a reward has a parameter of this name."""
+        return any(name in entry.parameters for entry in self._entries)
 
     @property
     def needed(self) -> dict[str, str]:
@@ -123,10 +128,11 @@ class Rewards:
         task: Task,
         environment: EnvironmentReward | None,
         seen_images: Sequence[str] = (),
+        view: ModelView | None = None,
     ) -> EnvironmentReward:
         """Return the weighted sum of the chain's rewards and turn rewards, with their metrics. Group rewards are not
         included; without other rewards the sum is 0. `seen_images` are the files of the stored images in the chain's
-        messages, in order.
+        messages, in order; `view` is how the model states places in images.
 
         Raises RewardError if a reward raises or takes too long; TypeError if its result is not a reward; ValueError if
         the number of turn rewards differs from the chain's turns, or if two rewards give the same metric.
@@ -136,7 +142,7 @@ class Rewards:
                 raise ValueError("no reward: the recipe names no rewards and no environment gives one")
             check_turns(environment, trajectory, "the environment")
             return environment
-        offered = _offered(trajectory, environment, seen_images)
+        offered = _offered(trajectory, environment, seen_images, view)
         total = EnvironmentReward(0.0, dict(environment.metrics) if environment else {})
         for entry in self._entries:
             if not entry.group:
@@ -149,7 +155,7 @@ class Rewards:
         faults = []
         for number, task in enumerate(tasks, 1):
             made = _made_chain(task)
-            offered = _offered(made, environment, ())
+            offered = _offered(made, environment, (), ModelView())
             together = dict(zip(GROUP_OFFERED, ([prediction_of(made)] * 2, [made] * 2), strict=True))
             for entry in self._entries:
                 try:
@@ -218,11 +224,14 @@ class Rewards:
 
 
 def _offered(
-    trajectory: Trajectory, environment: EnvironmentReward | None, seen_images: Sequence[str]
+    trajectory: Trajectory,
+    environment: EnvironmentReward | None,
+    seen_images: Sequence[str],
+    view: ModelView | None,
 ) -> dict[str, Any]:
     """Return the arguments that a reward may take."""
     prediction = prediction_of(trajectory)
-    return dict(zip(OFFERED, (prediction, prediction, trajectory, environment, list(seen_images)), strict=True))
+    return dict(zip(OFFERED, (prediction, prediction, trajectory, environment, list(seen_images), view), strict=True))
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:

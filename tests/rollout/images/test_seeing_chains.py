@@ -18,12 +18,14 @@ from transformers import Qwen3Config
 from agentfactory.rollout.chain_runner import ChainRunner
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.images.families import load_vision, view_of
 from agentfactory.rollout.images.parts import image_urls
 from agentfactory.rollout.renderer import TemplateRenderer, load_renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.images.coordinates import Coordinates
 from agentfactory.tools.toolset import open_toolset
 from tests.seeing_server import SeeingServer, serve_seeing
 from tests.vision_models import KINDS, make_vision_model, vision_template
@@ -393,3 +395,47 @@ async def test_a_template_without_images_of_tools_shows_them_in_a_user_turn(tmp_
     assert "has no images in tool messages: they follow in a user message" in chains.renderer.info["reasons"]
     assert [m["role"] for m in chain.messages] == ["user", "assistant", "tool", "user", "assistant"]
     assert len(chain.rows[0].images) == 2
+
+
+def zoom(box: list[float]) -> str:
+    return f"<tool_call>\n{json.dumps({'name': 'zoom', 'arguments': {'bbox_2d': box}})}\n</tool_call>"
+
+
+@pytest.mark.parametrize("coordinates", ["auto", *Coordinates])
+async def test_one_box_of_a_task_is_zoomed_and_judged_in_any_coordinates(tmp_path, model, coordinates):
+    picture(1, (300, 200)).save(tmp_path / "wide.png")
+    vision = load_vision(model)
+    view = view_of(model, vision, coordinates)
+    if coordinates == "auto":
+        assert view.coordinates == ("resized" if model.endswith("qwen2_5_vl") else "relative1000")
+    box = [150, 50, 270, 170]
+    places = [round(number, 6) for number in view.from_pixels(box, (300, 200))]
+    fields = {
+        "tools": ["image_tools"],
+        "rewards": ["box_iou"],
+        "rollout": {"max_total_tokens": 9000, "coordinates": coordinates},
+    }
+    async with seeing(model, tmp_path, [zoom(places), f"It is at {places}."], **fields) as seen:
+        await seen.runner.check([{"question": "?", "images": [str(tmp_path / "wide.png")], "box": box}])
+        task = {"question": "Where?", "images": [str(tmp_path / "wide.png")], "box": box}
+        taken = await seen.runner.take(task)
+        chain = await seen.runner.run("c0", taken, Sampling("policy", 1.0, seed="c0"))
+        seen.check(chain)
+        assert (chain.outcome, chain.metrics["iou"]) == (Outcome.COMPLETED, pytest.approx(1))
+        shown = Image.open(seen.renderer.sight.files_of(chain.messages)[1])
+        part = picture(1, (300, 200)).crop(box)
+        assert np.array_equal(np.asarray(shown), np.asarray(vision.fit(part)))
+        [info] = [message["info"] for message in chain.messages if "info" in message]
+        assert (info["of"], info["box"], info["size"]) == (0, box, [300, 200])
+        schema = seen.runner.setup.specs[0].parameters["properties"]["bbox_2d"]["description"]
+        assert schema == f"The part as [left, top, right, bottom], {view.words}."
+
+
+async def test_tools_that_convert_places_need_a_known_way(tmp_path, model, monkeypatch):
+    monkeypatch.setattr("agentfactory.rollout.images.families.STATED", {})
+    picture(1).save(tmp_path / "a.png")
+    row = {"question": "?", "images": [str(tmp_path / "a.png")], "box": [0, 0, 9, 9]}
+    for fields, who in (({"tools": ["image_tools"]}, "its tools"), ({"rewards": ["box_iou"]}, "its rewards")):
+        async with seeing(model, tmp_path, [], **fields) as seen:
+            with pytest.raises(SettingError, match=f"rollout.coordinates: got auto, {who} convert places in images"):
+                await seen.runner.check([row])

@@ -9,8 +9,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from agentfactory.rollout.images.parts import is_path
-
+_LONGEST_PATH = 1024
+"""A longer text is an image in base64."""
+_ADDRESSES = ("data:", "http:", "https:", "image:")
+_IN_BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
+"""How PNG, JPEG, GIF and WebP files begin in base64, also if they are as short as a path."""
 MOST_PIXELS = 100_000_000
 """Pixels of the largest image that is decoded: a small file may hold a huge one."""
 _ORIENTATION = 0x0112
@@ -24,6 +27,14 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_QUARTER_TURNS = tuple(_TURNS[orientation] for orientation in (5, 6, 7, 8))
+
+
+def is_path(image: Any) -> bool:
+    """Return whether an image is given by a path, and not by an address, or as base64."""
+    if not isinstance(image, str):
+        return isinstance(image, Path)
+    return len(image) < _LONGEST_PATH and not image.startswith((*_ADDRESSES, *_IN_BASE64))
 
 
 def decode(source: Any, base: Path = Path()) -> Image.Image:
@@ -54,14 +65,14 @@ def decode(source: Any, base: Path = Path()) -> Image.Image:
 
 
 def size_of(source: Any) -> tuple[int, int]:
-    """Return the width and height of an image without decoding it; see `decode`. Raises ValueError."""
+    """Return the width and height that `decode` gives an image, without decoding it. Raises ValueError."""
     if isinstance(source, Image.Image):
-        return source.size
+        return _upright_size(source)
     if (path := _path_of(source, Path())) is None:
-        return _open(BytesIO(content_of(source)), _name_of(source)).size
+        return _upright_size(_open(BytesIO(content_of(source)), _name_of(source)))
     try:
         with path.open("rb") as file:
-            return _open(file, _name_of(source)).size
+            return _upright_size(_open(file, _name_of(source)))
     except OSError as error:
         raise _unreadable(path, error) from error
 
@@ -74,11 +85,21 @@ def _name_of(source: Any) -> str:
 
 def _upright(image: Image.Image) -> Image.Image:
     # Pillow's own exif_transpose also writes the EXIF data anew, and fails for what it cannot write
-    try:
-        turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # boundary: damaged EXIF data raises anything, and viewers show such an image as it is stored
-        return image
+    turn = _turn_of(image)
     return image if turn is None else image.transpose(turn)
+
+
+def _upright_size(image: Image.Image) -> tuple[int, int]:
+    width, height = image.size
+    return (height, width) if _turn_of(image) in _QUARTER_TURNS else (width, height)
+
+
+def _turn_of(image: Image.Image) -> Image.Transpose | None:
+    """Return how an image has to be turned."""
+    try:
+        return _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+    except Exception:  # boundary: damaged EXIF data raises anything, and viewers show such an image as it is stored
+        return None
 
 
 def _open(file: BinaryIO, name: str) -> Image.Image:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from agentfactory.rollout.images.decode import decode, size_of
+from agentfactory.tools.images.decode import decode, size_of
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (24, 30, 3), dtype=np.uint8)
 
@@ -107,3 +107,12 @@ def test_damaged_files_are_value_errors(tmp_path: Path):
                 except ValueError:
                     refused += 1
     assert refused > 300
+
+
+def test_the_size_is_that_of_the_image_turned_upright() -> None:
+    image = Image.new("RGB", (40, 30))
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        content = file_of(image, "JPEG", exif=exif)
+        assert size_of(content) == decode(content).size

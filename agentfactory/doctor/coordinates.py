@@ -1,0 +1,111 @@
+"""Asks a model where a square is in made pictures, to find out by which numbers it states places."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from PIL import Image, ImageDraw
+
+from agentfactory.agent import Agent
+from agentfactory.doctor.finding import Finding, ok, problem, warning
+from agentfactory.recipe.schema import Recipe
+from agentfactory.rollout.images.families import load_vision, view_of, why_unseen
+from agentfactory.rollout.rewards.places import Box, iou, read_box
+from agentfactory.rollout.rewards.scoring import prediction_of
+from agentfactory.tools.images.coordinates import Coordinates, ModelView
+from agentfactory.tools.images.sizes import SizeRule
+
+QUESTION = "Where is the red square? Answer with its bounding box as [left, top, right, bottom] alone, without words."
+PLACES = ((1500, 1100, 900, 620), (1300, 1700, 300, 1200), (900, 640, 500, 90), (700, 1000, 80, 640))
+"""Of each picture: width and height, and where the square begins. No two ways to state places give nearly the same
+numbers of all of them."""
+SIDE = 240
+"""Of the square, in pixels."""
+CLEAR = 0.5
+"""Mean IoU from which on a way is the model's."""
+CLOSE = 0.1
+"""Difference of the mean IoU below which two ways are not told apart: of images that a model gets nearly in full size,
+its pixels are those of the file."""
+_TEMPERATURE, _TOKENS = 0.1, 512
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A grey picture with a red square, whose `box` is in pixels."""
+
+    image: Image.Image
+    box: Box
+
+
+def pictures() -> list[Picture]:
+    """Return the pictures that a model is asked about."""
+    made = []
+    for width, height, left, top in PLACES:
+        image = Image.new("RGB", (width, height), (200, 200, 200))
+        ImageDraw.Draw(image).rectangle((left, top, left + SIDE - 1, top + SIDE - 1), fill=(220, 20, 20))
+        made.append(Picture(image, (left, top, left + SIDE, top + SIDE)))
+    return made
+
+
+def scores(asked: Sequence[Picture], answers: Sequence[str], sizes: SizeRule | None) -> dict[Coordinates, float]:
+    """Return the mean IoU of the boxes in `answers`, read in each way; an answer without a box has none. Without
+    `sizes`, pixels of resized images cannot be told."""
+    found = {}
+    for way in Coordinates:
+        if way is Coordinates.RESIZED and sizes is None:
+            continue
+        view, total = ModelView(way, sizes), 0.0
+        for picture, answer in zip(asked, answers, strict=True):
+            if (said := read_box(answer)) is not None:
+                left, top, right, bottom = view.to_pixels(said, picture.image.size)
+                if left < right and top < bottom:
+                    total += iou((left, top, right, bottom), picture.box)
+        found[way] = total / len(asked)
+    return found
+
+
+def check_coordinates(recipe: Recipe) -> Iterator[Finding]:
+    """Ask the model of a running server, and compare its answers with `rollout.coordinates`."""
+    subject, model = "coordinates", recipe.model
+    if not recipe.server.urls:
+        fix = "start it by `agentfactory serve RECIPE`, and give its address, as server.url=http://127.0.0.1:8000"
+        yield problem(subject, "a model is asked on a running server, and server.url is not set", fix)
+        return
+    vision = load_vision(model.path, model.min_image_pixels, model.max_image_pixels)
+    if vision is None:
+        yield problem(subject, why_unseen(model.path), "use a model that sees")
+        return
+    asked = pictures()
+    answers = asyncio.run(_ask(recipe, asked))
+    for picture, answer in zip(asked, answers, strict=True):
+        width, height = picture.image.size
+        box = ", ".join(f"{edge:g}" for edge in picture.box)
+        yield ok(subject, f"a square at [{box}] of {width} x {height} pixels: {answer.strip()[:100]!r}")
+    found = scores(asked, answers, vision.sizes)
+    table = ", ".join(f"{way} {score:.2f}" for way, score in found.items())
+    best = max(found, key=lambda way: found[way])
+    view = view_of(model.path, vision, recipe.rollout.coordinates)
+    used = "not known" if view is None else str(view.coordinates)
+    if found[best] < CLEAR:
+        text = f"the model states places in no known way (mean IoU: {table}); rollout.coordinates is {used}"
+        yield warning(subject, text, "see its model card; it may not have learned to state places")
+    elif view is None or found[view.coordinates] < found[best] - CLOSE:
+        text = f"the model states places as {best} (mean IoU: {table}), and rollout.coordinates is {used}"
+        yield problem(subject, text, f"rollout.coordinates={best}")
+    else:
+        yield ok(subject, f"the model states places as rollout.coordinates says, {used} (mean IoU: {table})")
+
+
+async def _ask(recipe: Recipe, asked: Sequence[Picture]) -> list[str]:
+    """Return the model's answers."""
+    rollout = {"temperature": _TEMPERATURE, "max_tokens": _TOKENS, "max_turns": 1, "parser": recipe.rollout.parser}
+    server = {"api_key_env": recipe.server.api_key_env, "retry_seconds": 10.0}
+    url = recipe.server.urls[0]
+    model = recipe.model.model_dump(include={"dtype", "chat_template", "min_image_pixels", "max_image_pixels"})
+    async with Agent(url, tokenizer=recipe.model.path, rollout=rollout, server=server, model=model) as agent:
+        results = await asyncio.gather(*(agent.run(QUESTION, images=[picture.image]) for picture in asked))
+    chains = [result.trajectories[0] for result in results]
+    for chain in chains:
+        if chain.error is not None:
+            raise RuntimeError(chain.error)
+    return [prediction_of(chain) for chain in chains]

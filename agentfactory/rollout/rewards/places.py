@@ -1,0 +1,137 @@
+"""Places in images: how well a predicted box fits, and whether a point lies in the right box. Rows state boxes in
+pixels of the file, and predictions are read in the coordinates of the model."""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from agentfactory.rollout.rewards.decorator import reward
+from agentfactory.rollout.rewards.reward_spec import RewardError
+from agentfactory.rollout.rewards.text import OPTIONS, Pattern, extracted, field_of
+from agentfactory.tools.images.coordinates import ModelView
+from agentfactory.tools.images.decode import size_of
+
+Box = tuple[float, float, float, float]
+"""Left, top, right and bottom."""
+Share = Annotated[float, Field(gt=0, le=1)]
+
+_PAIR = r"(-?\d{1,9}(?:\.\d{1,9})?)\s{0,9},\s{0,9}(-?\d{1,9}(?:\.\d{1,9})?)"
+_OPEN, _CLOSE = r"[\[(]\s{0,9}", r"\s{0,9}[\])]"
+_BETWEEN = rf"(?:{_CLOSE}\s{{0,9}},\s{{0,9}}{_OPEN}|\s{{0,9}},\s{{0,9}})"
+_BOX = re.compile(rf"{_OPEN}{_PAIR}{_BETWEEN}{_PAIR}{_CLOSE}")
+_POINT = re.compile(rf"{_OPEN}{_PAIR}{_CLOSE}")
+
+
+def iou(one: Box, other: Box) -> float:
+    """Return the area that two boxes share, as a share of the area that they cover together."""
+    width = min(one[2], other[2]) - max(one[0], other[0])
+    height = min(one[3], other[3]) - max(one[1], other[1])
+    if width <= 0 or height <= 0:
+        return 0.0
+    shared = width * height
+    return shared / (_area(one) + _area(other) - shared)
+
+
+def _area(box: Box) -> float:
+    return (box[2] - box[0]) * (box[3] - box[1])
+
+
+def read_box(text: str) -> Box | None:
+    """Return the last box in a text, [left, top, right, bottom] or (left, top), (right, bottom); None without one."""
+    found = _BOX.findall(text)
+    if not found:
+        return None
+    left, top, right, bottom = map(float, found[-1])
+    return left, top, right, bottom
+
+
+def read_point(text: str) -> tuple[float, float] | None:
+    """Return the last point in a text, [x, y] or (x, y), or the middle of its last box; None without either."""
+    if (box := read_box(text)) is not None:
+        return (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
+    found = _POINT.findall(text)
+    return (float(found[-1][0]), float(found[-1][1])) if found else None
+
+
+def _boxes(row: dict[str, Any], field: str) -> list[Box]:
+    """Return the accepted boxes of a row: one, or a list of them. Raises ValueError if they are none."""
+    given = field_of(row, field)
+    several = given if given and all(isinstance(box, Sequence) for box in given) else [given]
+    boxes = [tuple(box) for box in several if isinstance(box, Sequence) and not isinstance(box, str)]
+    for box in boxes:
+        numbers = len(box) == 4 and all(type(edge) in (int, float) and math.isfinite(edge) for edge in box)
+        if not numbers or box[0] >= box[2] or box[1] >= box[3]:
+            boxes = []
+            break
+    if not boxes:
+        raise ValueError(f"wants [left, top, right, bottom] in the field {field!r}, or a list of these, not {given!r}")
+    return boxes
+
+
+def _size(row: dict[str, Any], image: int) -> tuple[int, int]:
+    images = field_of(row, "images")
+    if not 0 <= image < len(images):
+        raise ValueError(f"wants image {image} of the row, which has {len(images)}")
+    return size_of(images[image])
+
+
+@dataclass(config=OPTIONS)
+class _Places:
+    field: str = "box"
+    """Field of the row: the box in pixels of the image's file, as [left, top, right, bottom], or a list of accepted
+    ones."""
+    image: Annotated[int, Field(ge=0)] = 0
+    """Number of the image, from 0, among the row's `images`."""
+    extract: Pattern | None = None
+    """The part of the prediction that has the place, such as `<answer>(.*?)</answer>`: the first group of the last
+    match. null: all of it; the last place in it counts."""
+
+    def check(self, row: dict[str, Any]) -> None:
+        """Raise ValueError if the row has no box, or no such image."""
+        _boxes(row, self.field)
+        if self.image >= len(field_of(row, "images")):
+            raise ValueError(f"wants image {self.image} of the row, which has {len(row['images'])}")
+
+    def _pixels(self, places: Sequence[float], view: ModelView | None, row: dict[str, Any]) -> list[float]:
+        if view is None:
+            raise RewardError("it is not known how the model states places in images; fix: set rollout.coordinates")
+        return view.to_pixels(places, _size(row, self.image))
+
+
+@reward
+@dataclass(config=OPTIONS)
+class BoxIou(_Places):
+    """The intersection over union of the predicted box and the row's, from 0 to 1; metrics `iou` and `success`."""
+
+    threshold: Share = 0.5
+    """The IoU from which on the prediction is a success."""
+    binary: bool = False
+    """Give 1 for a success and else 0, instead of the IoU."""
+
+    def __call__(self, prediction: str, model_view: ModelView | None, **row: Any) -> dict[str, float]:
+        box = read_box(extracted(self.extract, prediction))
+        best = 0.0
+        if box is not None:
+            left, top, right, bottom = self._pixels(box, model_view, row)
+            if left < right and top < bottom:
+                best = max(iou((left, top, right, bottom), accepted) for accepted in _boxes(row, self.field))
+        success = float(best >= self.threshold)
+        return {"reward": success if self.binary else best, "iou": best, "success": success}
+
+
+@reward
+@dataclass(config=OPTIONS)
+class PointInBox(_Places):
+    """1 if the predicted point, or the middle of the predicted box, lies in the row's box, else 0; metric `success`."""
+
+    def __call__(self, prediction: str, model_view: ModelView | None, **row: Any) -> dict[str, float]:
+        point = read_point(extracted(self.extract, prediction))
+        hit = False
+        if point is not None:
+            x, y = self._pixels(point, model_view, row)
+            hit = any(left <= x <= right and top <= y <= bottom for left, top, right, bottom in _boxes(row, self.field))
+        return {"reward": float(hit), "success": float(hit)}

@@ -1,0 +1,57 @@
+"""The size in which a model gets an image that it cuts into tokens of equal size."""
+
+import math
+from dataclasses import dataclass
+
+from PIL import Image
+
+MOST_ASPECT = 200
+"""Largest ratio of an image's sides."""
+
+
+@dataclass(frozen=True)
+class SizeRule:
+    """How models of Qwen's kind (arXiv:2409.12191, section 2.1) and GLM's (arXiv:2507.01006) resize an image."""
+
+    token: int
+    """Side in pixels of what one token stands for."""
+    min_pixels: int
+    """Smallest area of an image."""
+    max_pixels: int
+    """Largest area of an image."""
+    grows: bool = False
+    """Whether an image with a side below that of a token is enlarged, instead of that side alone: GLM's."""
+
+    def fit(self, image: Image.Image) -> Image.Image:
+        """Resize an RGB image as the model's own processor does, which then leaves it as it is. Raises ValueError if it
+        is too narrow."""
+        size = self.fitted(*image.size)
+        return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
+
+    def fitted(self, width: int, height: int) -> tuple[int, int]:
+        """Return the (width, height) in which the model gets an image: multiples of `token`, an area from `min_pixels`
+        to `max_pixels`, and nearly the same aspect. Raises ValueError if the aspect exceeds MOST_ASPECT."""
+        size = self._fitted(width, height)
+        # a narrow image may still be too large: the server would resize it again
+        while (again := self._fitted(*size)) != size:
+            size = again
+        return size
+
+    def _fitted(self, width: int, height: int) -> tuple[int, int]:
+        """Return the size that transformers' processor gives an image (its `smart_resize`)."""
+        factor = self.token
+        if self.grows and min(width, height) < factor:
+            scale = max(factor / height, factor / width)
+            width, height = int(width * scale), int(height * scale)
+        if max(width, height) > MOST_ASPECT * min(width, height):
+            raise ValueError(
+                f"the image has {width} x {height} pixels, and one side may be at most {MOST_ASPECT} times the other"
+            )
+        sides = [round(side / factor) * factor for side in (width, height)]
+        if math.prod(sides) > self.max_pixels:
+            scale = math.sqrt(width * height / self.max_pixels)
+            sides = [max(factor, math.floor(side / scale / factor) * factor) for side in (width, height)]
+        elif math.prod(sides) < self.min_pixels:
+            scale = math.sqrt(self.min_pixels / (width * height))
+            sides = [math.ceil(side * scale / factor) * factor for side in (width, height)]
+        return sides[0], sides[1]

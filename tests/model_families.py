@@ -1,0 +1,134 @@
+"""The model families whose chat templates the tests know, and a renderer for each; the product knows none by name."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from agentfactory.rollout.renderer import TemplateRenderer, make_renderer
+from tests.chat_tokenizers import SPECIAL, make_tokenizer, trl_template
+
+TEMPLATES = Path(__file__).parent / "rollout" / "model_templates"
+_SPECIAL = re.compile(
+    r"<\|[a-z_]+>|<[a-z_]+\|>|<\|\"\|>|\[/?[A-Z_]{3,}\]|<SPECIAL_\d+>|\]~!?b\[?\]?|\[e~\[|<end_of_turn>"
+)
+_TAGS = (
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<minimax:tool_call>", "</minimax:tool_call>"),
+    *("<start_function_call>", "<end_function_call>", "<start_function_response>", "<end_function_response>"),
+    "<escape>",
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A template, as `trl:NAME` of TRL's package or a file of ours, and the format that it has to be recognised as."""
+
+    models: str
+    template: str
+    parser: str
+    tokens: tuple[str, ...] = ()
+    """Tokens of the tokenizer that the template does not spell out."""
+    odd: str = ""
+    """Why only the first turn of its conversations can be read back."""
+
+    @property
+    def source(self) -> str:
+        """The Jinja source."""
+        kind, _, name = self.template.rpartition(":")
+        return trl_template(name) if kind else (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+
+    @property
+    def name(self) -> str:
+        """The template's name."""
+        return self.template.removeprefix("trl:")
+
+
+FAMILIES = [
+    Family("Qwen2.5", "trl:qwen2_5", "hermes"),
+    Family("Qwen3", "trl:qwen3", "hermes"),
+    Family("Qwen3-2507", "trl:qwen3_instruct_2507", "hermes"),
+    Family("QwQ", "qwq", "hermes"),
+    Family("Qwen3-Coder", "qwen3_coder", "qwen3_coder"),
+    Family("Qwen3.5", "trl:qwen3_5_think", "qwen3_coder"),
+    Family("Qwen3.8", "trl:qwen3_8", "qwen3_coder"),
+    Family("Llama 3.1", "trl:llama3_1", "llama3_json"),
+    Family("Llama 3.2", "trl:llama3_2", "llama3_json"),
+    Family("Llama 4", "llama_4", "llama3_json"),
+    Family("Mistral Nemo", "mistral_nemo", "mistral_v3"),
+    Family("Mistral Small 3.2", "mistral_small_3_2", "mistral"),
+    Family("Ministral 3", "ministral_3", "mistral"),
+    Family("DeepSeek V3, R1", "deepseek_v3", "deepseek_v3"),
+    Family(
+        "DeepSeek V3, R1",
+        "trl:deepseekv3",
+        "deepseek_v3",
+        odd="leaves out the opening token from a conversation's second calls on",
+    ),
+    Family("DeepSeek V3.1", "deepseek_v3_1", "deepseek_v31"),
+    Family("DeepSeek V3.2", "deepseek_v3_2", "deepseek_v32"),
+    Family("DeepSeek V4", "deepseek_v4", "deepseek_v4"),
+    Family("GLM-4.5", "trl:glm4moe", "glm"),
+    Family("GLM-4.6", "glm_4_6", "glm"),
+    Family("GLM-4.7", "glm_4_7", "glm"),
+    Family("gpt-oss", "trl:gptoss", "harmony"),
+    Family("Kimi K2", "kimi_k2", "kimi"),
+    Family("MiniMax M2", "minimax_m2", "minimax"),
+    Family("FunctionGemma", "functiongemma", "functiongemma"),
+    Family("Gemma 4", "trl:gemma4_v5", "gemma4"),
+    Family("Phi-4-mini", "phi_4_mini", "phi4", ("<|tool_call|>", "<|/tool_call|>")),
+    Family("Granite 3.3", "granite_3_3", "granite"),
+    Family("Granite 4", "granite_4", "hermes"),
+    Family("LFM2", "trl:lfm2", "pythonic", ("<|tool_call_start|>", "<|tool_call_end|>")),
+    Family("LFM2.5", "trl:lfm2_2_5_v2", "pythonic"),
+    Family("Hunyuan A13B", "hunyuan_a13b", "hunyuan"),
+    Family(
+        "Hunyuan 3",
+        "hy3",
+        "hy3",
+        tuple(f"<｜hy_{name}:opensource｜>" for name in ("eos", "User", "Assistant", "begin_of_sentence")),
+    ),
+    Family("Nemotron Nano 2", "nemotron_nano_2", "nemotron"),
+    Family("Nemotron 3", "trl:nemotron_3_super", "qwen3_coder"),
+]
+REFUSED = {
+    "Gemma 3": ("trl:gemma3", "ignores `tools`"),
+}
+"""Families whose templates have no calls in any form: a text format is what remains."""
+
+
+def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer with the template's tokens; those of calls and of reasoning are not special."""
+    source = family.source
+    found = dict.fromkeys([*SPECIAL.findall(source), *_SPECIAL.findall(source), *family.tokens, "<s>", "</s>"])
+    calls = [token for token in found if "tool_call" in token or "DSML" in token]
+    special = tuple(token for token in found if token not in calls and token != "<|channel>" and len(token) > 3)
+    added = (*calls, *(tag for tag in _TAGS if tag in source), "<|channel>", "<channel|>")
+    eos = next((token for token in ("<｜end▁of▁sentence｜>", "[e~[") if token in special), "</s>")
+    tokenizer = make_tokenizer(source, special=special, added=added, eos=eos)
+    tokenizer.bos_token = "<s>"
+    return tokenizer
+
+
+def renderer_of(family: Family, **options: Any) -> TemplateRenderer:
+    """The renderer that a run would have, without being told the format."""
+    return make_renderer(tokenizer_of(family), **options)
+
+
+def table() -> str:
+    """The table of docs/tool-call-formats.md."""
+    lines = ["| models | template | `rollout.parser` | rows | a turn ends with |", "|---|---|---|---|---|"]
+    for family in FAMILIES:
+        renderer = renderer_of(family)
+        closings = renderer.behaviour.closings
+        ends = dict.fromkeys(f"`{c.end}`".replace("|", "\\|") for c in (closings.words, closings.calls))
+        origin = "TRL" if family.template.startswith("trl:") else "tests"
+        found, choice = renderer.info["parser"], renderer.info["choice"]
+        lines.append(f"| {family.models} | {origin}: `{family.name}` | `{found}` | {choice} | {', '.join(ends)} |")
+    lines += [
+        f"| {models} | TRL: `{template.removeprefix('trl:')}` | refused: {reason} | | |"
+        for models, (template, reason) in REFUSED.items()
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,98 @@
+"""Token in, token out for every model family, whatever becomes of reasoning: what is trained was sent and sampled."""
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from agentfactory.rollout.chain_runner import ChainRunner
+from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.rewards import Rewards, reward
+from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.trajectory import Trajectory
+from agentfactory.tools.toolset import open_toolset
+from tests.model_families import FAMILIES, Family, renderer_of
+from tests.rollout.test_token_exactness import check_rows
+from tests.scripted_server import serve_script
+
+by_template = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+by_reasoning = pytest.mark.parametrize("reasoning", ["keep", "drop", "template"])
+
+
+@by_template
+@by_reasoning
+async def test_rows_are_what_was_sent_and_sampled(family: Family, reasoning: str, tmp_path: Path) -> None:
+    await check_chains(family, reasoning, tmp_path, 8)
+
+
+@pytest.mark.long
+@by_template
+@by_reasoning
+async def test_rows_of_200_chains_are_what_was_sent_and_sampled(family: Family, reasoning: str, tmp_path: Path) -> None:
+    await check_chains(family, reasoning, tmp_path, 200)
+
+
+async def check_chains(family: Family, reasoning: str, folder: Path, count: int) -> None:
+    """Play `count` chains against a server that samples calls, reasoning, malformed calls, cut turns, noise, and tokens
+    that frame turns, in any split into tokens; assert that each sampled token is trained once, and nothing else."""
+    renderer = renderer_of(family, reasoning=reasoning)
+    tokenizer, behaviour, rng = renderer.tokenizer, renderer.behaviour, random.Random(f"{family.name} {reasoning}")
+    call = renderer.parser.write([("add", {"a": 1, "b": 2})], [])
+    if family.parser in ("pythonic", "granite", "phi4"):
+        call = renderer.parser.write_as_content([("add", {"a": 1, "b": 2})], [])
+    opening, closing = behaviour.tags
+    thought = f"{'' if behaviour.opens_reasoning else opening}hm{closing}"
+    if family.parser == "harmony":
+        thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    texts = [thought + call, call, thought + call, f"{call}\n{call}", call[:-9], thought[:-3] + call, "3.\n"]
+    framing = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+    ends = renderer.stop_token_ids
+
+    def script(_: list[int]) -> list[int]:
+        text = rng.choice(texts)
+        at = rng.randrange(len(text))
+        ids = [i for part in (text[:at], text[at:]) for i in tokenizer.encode(part, add_special_tokens=False)]
+        if rng.random() < 0.2:
+            ids.insert(rng.randrange(len(ids)), rng.choice(framing))
+        if rng.random() < 0.3:
+            ids[:0] = [rng.randrange(len(framing) + 10, 200) for _ in range(rng.randrange(3))]
+        if rng.random() < 0.2:
+            ids = ids[: rng.randrange(1, len(ids) + 1)]
+        stop = next((at for at, i in enumerate(ids) if i in ends), None)
+        if stop is not None:
+            return ids[: stop + 1]
+        return [*ids, rng.choice(ends)] if rng.random() < 0.8 else ids
+
+    (folder / "sums.py").write_text(
+        "from agentfactory import tool\n\n@tool\ndef add(a: int, b: int) -> str:\n    'Add.'\n"
+        f"    return {(tokenizer.eos_token + framing_text(renderer.tokenizer))!r} + str(a + b)\n"
+    )
+
+    @reward
+    def nothing() -> float:
+        return 0.0
+
+    recipe = RolloutRecipe.model_validate(
+        {"model": {"path": "x"}, "tools": ["sums.py:add"], "rollout": {"max_turns": 6, "max_tokens": 200}}
+    )
+    async with (
+        serve_script(script) as server,
+        InferenceClient(server.url) as client,
+        open_toolset(recipe, folder) as toolset,
+    ):
+        runner = ChainRunner(recipe, renderer, client, toolset, Rewards([nothing]))
+        run = (runner.run(f"c{i}", {"question": "1+2?"}, Sampling("policy", 1.0, seed="")) for i in range(count))
+        chains: list[Trajectory] = list(await asyncio.gather(*run))
+    assert not any(chain.outcome.failed for chain in chains), {chain.error for chain in chains}
+    turns = check_rows(chains, list(zip(server.requests, server.responses, strict=True)))
+    assert turns == sum(chain.turns for chain in chains)
+    assert turns > count
+    if reasoning == "keep" and renderer.info["choice"] == "append":
+        assert all(len(chain.rows) == 1 for chain in chains)
+
+
+def framing_text(tokenizer) -> str:
+    """All special tokens, as a result that forges turns has them."""
+    return "".join(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
