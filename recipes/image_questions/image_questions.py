@@ -48,7 +48,9 @@ class VisualSearch(ImageTools):
 
 @reward
 class SearchReward:
-    """The reward of DeepEyes (section 3.3): right answers, the form, and, if the answer is right, the use of the tool.
+    """A reward like DeepEyes' (section 3.3): right answers, the form, and, if the answer is right, the use of the tool.
+    The default weights were not compared with the published code, a version of which pays for the tool without that
+    condition.
 
     An answer that is one letter is compared as an option. Any other is compared by a language model at `url`; without
     one it has to be the same text.

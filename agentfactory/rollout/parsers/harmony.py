@@ -92,5 +92,5 @@ def _messages(text: str) -> Iterator[tuple[str, str | None, str]]:
             raise FormatError(f"A message is not ended before {START}")
         if position < len(text):
             if not text.startswith(f"{START}assistant", position):
-                raise FormatError(f"After a message, the turn goes on with {START}assistant, or it ends")
+                raise FormatError(f"After a message, write {START}assistant or end the turn")
             position += len(f"{START}assistant")
