@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 from agentfactory.rollout.parsers import PARSERS, Call, NativeParser, Parser, load_parser
 from agentfactory.rollout.probing.behaviour import Behaviour
