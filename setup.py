@@ -70,6 +70,7 @@ setup(
         "agentfactory.rollout.embedded",
         "agentfactory.rollout.images",
         "agentfactory.rollout.parsers",
+        "agentfactory.rollout.probing",
         "agentfactory.rollout.rewards",
         "agentfactory.tools",
         "agentfactory.tools.alfworld",

@@ -22,10 +22,10 @@ from agentfactory.rollout.connection import ServerUnreachableError
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.evaluate import open_runner
 from agentfactory.rollout.images.parts import clean_row
-from agentfactory.rollout.renderer import load_tokenizer
 from agentfactory.rollout.rewards import Rewards, prediction_of
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.serving import missing_from
+from agentfactory.rollout.tokenizer import load_tokenizer
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.messages import Message

@@ -25,7 +25,7 @@ from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.rollout.chain_runner import ChainRunner
 from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.evaluate import evaluate, open_runner
-from agentfactory.rollout.renderer import load_renderer
+from agentfactory.rollout.load_renderer import load_renderer
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.advantages import grpo_advantages

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import ModelConfig
-from agentfactory.rollout.renderer import load_renderer
+from agentfactory.rollout.load_renderer import load_renderer
 from agentfactory.tools.messages import ToolSpec
 
 Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | tuple[int, str] | tuple[int, str, dict[str, str]]]]

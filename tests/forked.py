@@ -23,7 +23,7 @@ IMPORTED = [
         "agentfactory.commands.main",
         "agentfactory.launching.launcher",
         "agentfactory.rollout.delivery",
-        "agentfactory.rollout.renderer",
+        "agentfactory.rollout.load_renderer",
         "agentfactory.rollout.embedded.server",
     ),
     *(

@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from agentfactory.rollout.renderer import TemplateRenderer, make_renderer
+from agentfactory.rollout.load_renderer import make_renderer
+from agentfactory.rollout.template_renderer import TemplateRenderer
 from tests.chat_tokenizers import SPECIAL, make_tokenizer, trl_template
 
 TEMPLATES = Path(__file__).parent / "rollout" / "model_templates"

@@ -33,10 +33,10 @@ from agentfactory.rollout.config import DataConfig, LoraConfig
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.evaluate import Evaluation, mean_figures
 from agentfactory.rollout.group_files import append_group
+from agentfactory.rollout.load_renderer import load_renderer
 from agentfactory.rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
 from agentfactory.rollout.parsers import load_parser
 from agentfactory.rollout.pass_at_k import by_source, estimates, sample_figures
-from agentfactory.rollout.renderer import load_renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.serving import explain
 from agentfactory.rollout.template_choice import choose_template

@@ -13,7 +13,7 @@ from agentfactory.rollout.chat_chain import check_recipe, open_chat_runner
 from agentfactory.rollout.chat_endpoint import ChatEndpointError
 from agentfactory.rollout.chat_endpoint import look_at as ask_what_it_is
 from agentfactory.rollout.evaluate import open_runner
-from agentfactory.rollout.renderer import load_tokenizer
+from agentfactory.rollout.tokenizer import load_tokenizer
 from agentfactory.tools.errors import SettingError
 
 __all__ = ["ChatEndpointError", "There", "check", "look_at", "named", "open_runner_at", "with_samples"]

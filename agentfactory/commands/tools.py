@@ -214,7 +214,7 @@ async def _prompt(recipe: Recipe, images: Path) -> None:
     """Print the first prompt of a chain on the first row of the data, as a run would send it."""
     # imported here, because it imports transformers
     from agentfactory.rollout.first_prompt import describe_prompt
-    from agentfactory.rollout.renderer import load_renderer
+    from agentfactory.rollout.load_renderer import load_renderer
 
     task = next(iter(_first_rows(recipe, images)[0]), {})
     task = task if {"question", "messages"} & task.keys() else {**task, "question": "(the question of a task)"}

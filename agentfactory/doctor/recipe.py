@@ -109,7 +109,7 @@ def check_rewards(recipe: Recipe) -> Iterator[Finding]:
 def check_format(recipe: Recipe) -> Iterator[Finding]:
     """Check that the model's chat template can serve: which tool-call format it has, and what becomes of reasoning."""
     # imported here, because it imports transformers
-    from agentfactory.rollout.renderer import load_renderer
+    from agentfactory.rollout.load_renderer import load_renderer
 
     rollout = recipe.rollout
     try:

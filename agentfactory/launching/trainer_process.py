@@ -27,7 +27,8 @@ from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.delivery import Job
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.images.store import ImageStore
-from agentfactory.rollout.renderer import TemplateRenderer, load_renderer
+from agentfactory.rollout.load_renderer import load_renderer
+from agentfactory.rollout.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Group, Row
 from agentfactory.rollout.workers import RolloutWorkers
 from agentfactory.tools.notices import Notice, Notices, tell

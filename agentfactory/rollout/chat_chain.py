@@ -21,9 +21,10 @@ from agentfactory.rollout.connection import ContextOverflowError
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.episode import Episode, Piece, Setup
 from agentfactory.rollout.images.parts import show_in_user_turns
+from agentfactory.rollout.load_renderer import load_renderer, load_sight
 from agentfactory.rollout.parsers import AUTO, NativeParser, Parser, load_parser
 from agentfactory.rollout.reasoning_tags import split_reasoning
-from agentfactory.rollout.renderer import Parsed, load_renderer, load_sight
+from agentfactory.rollout.renderer import Parsed
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Activity, Row, Trajectory

@@ -17,8 +17,8 @@ from agentfactory.rollout.config import OutcomePolicy, RolloutRecipe
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.filter import commonest_ending
 from agentfactory.rollout.group_files import append_group, delete_groups
+from agentfactory.rollout.load_renderer import load_renderer
 from agentfactory.rollout.pass_at_k import Estimate, by_source, estimates, sample_figures
-from agentfactory.rollout.renderer import load_renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Group, Trajectory

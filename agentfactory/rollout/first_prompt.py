@@ -5,7 +5,7 @@ from typing import Any
 
 from agentfactory.rollout.parsers import NativeParser
 from agentfactory.rollout.parsers.parser import parameters
-from agentfactory.rollout.renderer import TemplateRenderer
+from agentfactory.rollout.template_renderer import TemplateRenderer
 from agentfactory.tools.messages import Message, ToolResult, ToolSpec
 
 _MADE: dict[str, Any] = {"integer": 1, "number": 0.5, "boolean": True, "array": [], "object": {}, "null": None}

@@ -9,7 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from agentfactory.rollout.images.parts import for_template
 from agentfactory.rollout.parsers import PARSERS, NativeParser, Parser, load_parser
-from agentfactory.rollout.probing import PROBE_TOOLS, Behaviour, probe, reads_call
+from agentfactory.rollout.probing.behaviour import Behaviour
+from agentfactory.rollout.probing.conversations import PROBE_TOOLS
+from agentfactory.rollout.probing.probe import probe
+from agentfactory.rollout.probing.tools import reads_call
 from agentfactory.rollout.templates import ChatTemplate, RenderError
 
 _TEMPLATES = Path(__file__).parent / "chat_templates"

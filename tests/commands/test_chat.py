@@ -18,9 +18,9 @@ from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.evaluate import open_runner
 from agentfactory.rollout.images.families import load_vision
-from agentfactory.rollout.renderer import load_tokenizer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.tokenizer import load_tokenizer
 from agentfactory.tools.errors import SettingError
 from tests.forked import COMMAND, Forked
 from tests.seeing_server import serve_seeing

@@ -14,7 +14,7 @@ from agentfactory.rollout.chain_runner import ChainRunner
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.images.families import load_vision, view_of
-from agentfactory.rollout.renderer import load_renderer
+from agentfactory.rollout.load_renderer import load_renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Outcome, Trajectory

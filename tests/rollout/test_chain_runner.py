@@ -18,9 +18,10 @@ from agentfactory.rollout.chain_runner import ChainRunner
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.connection import ServerUnreachableError
-from agentfactory.rollout.renderer import TemplateRenderer, make_renderer
+from agentfactory.rollout.load_renderer import make_renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from agentfactory.tools.toolset import open_toolset
 from tests.conftest import QUICKSTART

@@ -15,7 +15,7 @@ import pytest
 from agentfactory.rollout.chain_runner import ChainRunner
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.renderer import make_renderer
+from agentfactory.rollout.load_renderer import make_renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory

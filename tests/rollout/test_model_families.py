@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from agentfactory.rollout.first_prompt import describe_prompt
-from agentfactory.rollout.probing import turn_start
-from agentfactory.rollout.renderer import TemplateRenderer
+from agentfactory.rollout.probing.turns import turn_start
+from agentfactory.rollout.template_renderer import TemplateRenderer
 from agentfactory.rollout.templates import RenderError
 from agentfactory.tools.messages import Message, ToolCall, ToolSpec
 from tests.model_families import FAMILIES, REFUSED, Family, renderer_of, table

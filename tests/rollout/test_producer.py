@@ -19,11 +19,12 @@ from agentfactory.rollout.data import Place, TaskOrder
 from agentfactory.rollout.delivery import Delivered
 from agentfactory.rollout.filter import Worth, worth
 from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.load_renderer import make_renderer
 from agentfactory.rollout.producer import GroupProducer
-from agentfactory.rollout.renderer import load_tokenizer, make_renderer
 from agentfactory.rollout.resume import Resumed
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.staleness import Admission
+from agentfactory.rollout.tokenizer import load_tokenizer
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.rollout.weight_versions import Published
 from agentfactory.tools.toolset import open_toolset

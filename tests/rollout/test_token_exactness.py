@@ -14,7 +14,7 @@ from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.evaluate import open_runner
-from agentfactory.rollout.renderer import make_renderer
+from agentfactory.rollout.load_renderer import make_renderer
 from agentfactory.rollout.rewards import Rewards, reward
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Row, Trajectory

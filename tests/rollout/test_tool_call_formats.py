@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from agentfactory.rollout.chain_runner import ChainRunner
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.renderer import TemplateRenderer, make_renderer
+from agentfactory.rollout.load_renderer import make_renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Outcome, Row
 from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
 from agentfactory.tools.toolset import open_toolset

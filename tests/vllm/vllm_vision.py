@@ -21,8 +21,9 @@ from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.features import PixelMaker, join
 from agentfactory.rollout.images.sight import Sight
 from agentfactory.rollout.images.vision import BANNED_BIAS
-from agentfactory.rollout.renderer import TemplateRenderer, load_renderer
+from agentfactory.rollout.load_renderer import load_renderer
 from agentfactory.rollout.sampling import Sampler, Sampling
+from agentfactory.rollout.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Row
 from agentfactory.tools.messages import Message, ToolCall, ToolResult
 from tests.server_process import VLLM_PYTHON, serve

@@ -27,7 +27,7 @@ SERVER = """
 import asyncio, json, random, sys
 from pathlib import Path
 from agentfactory.rollout.config import ModelConfig
-from agentfactory.rollout.renderer import load_renderer
+from agentfactory.rollout.load_renderer import load_renderer
 from tests.seeing_server import serve_seeing
 
 async def main():
@@ -56,7 +56,7 @@ import psutil
 from agentfactory.rollout.chain_runner import ChainRunner
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.renderer import load_renderer
+from agentfactory.rollout.load_renderer import load_renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.tools.toolset import open_toolset

@@ -20,9 +20,10 @@ from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.families import load_vision, view_of
 from agentfactory.rollout.images.parts import image_urls
-from agentfactory.rollout.renderer import TemplateRenderer, load_renderer
+from agentfactory.rollout.load_renderer import load_renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import Coordinates
@@ -343,7 +344,7 @@ async def test_a_damaged_body_of_an_image_is_told_with_its_row_before_and_during
 
 
 async def test_a_model_that_reads_text_refuses_rows_with_images(tmp_path):
-    from agentfactory.rollout.renderer import make_renderer
+    from agentfactory.rollout.load_renderer import make_renderer
     from tests.chat_tokenizers import make_tokenizer, trl_template
 
     Qwen3Config().save_pretrained(tmp_path / "text")

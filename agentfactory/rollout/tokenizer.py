@@ -1,0 +1,35 @@
+"""The tokenizer of a model, and the tokens with which its generation ends."""
+
+import json
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils.hub import cached_file
+
+from agentfactory.tools.errors import SettingError
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model folder or hub name. Raises ValueError if there is none.
+
+    transformers' AutoTokenizer takes seconds to import and loads torch. It is used only for models whose files name a
+    special tokenizer class; for others the tokenizer file is loaded directly.
+    """
+    try:
+        config = cached_file(path, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
+        name = json.loads(Path(config).read_text(encoding="utf-8")).get("tokenizer_class") if config else None
+        if name in ("TokenizersBackend", "PreTrainedTokenizerFast"):
+            return PreTrainedTokenizerFast.from_pretrained(path)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        problem = f"{path} has no tokenizer that transformers can load: {error}"
+        raise SettingError("model.path", problem, "name a model with its tokenizer") from error
+
+
+def generation_eos(path: str) -> list[int]:
+    """Return the end-of-sequence ids in the model's generation_config.json, if it has one."""
+    file = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
+    ids = json.loads(Path(file).read_text(encoding="utf-8")).get("eos_token_id") if file else None
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
