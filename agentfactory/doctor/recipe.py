@@ -30,7 +30,7 @@ _ANSWERS_WITHIN = 10.0
 """Seconds within which a server or the hub must answer."""
 _TRIED_ROWS = 3
 _WEIGHTS = ("*.safetensors", "*.bin")
-_CODE = ("code_interpreter", "code_tests")
+_CODE = ("code_interpreter", "code_tests", "image_interpreter")
 """Prebuilt tools and rewards that run code."""
 
 

@@ -5,6 +5,7 @@ import base64
 import binascii
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,15 @@ from agentfactory.tools.sandbox.session import Sandbox, SandboxLost
 from agentfactory.tools.sandbox.settings import SandboxKind, SandboxSettings
 from agentfactory.tools.tool import tool
 
-_ARTEFACT_BYTES = 1 << 20
+
+@dataclass(frozen=True)
+class Cell:
+    """What a cell has done: the text that the model sees, the name of its exception, and the files that match
+    `artefacts` and are new or changed. None stands for a file that is too large."""
+
+    text: str
+    error: str | None
+    files: dict[str, bytes | None]
 
 
 class CodeInterpreter(Environment):
@@ -34,7 +43,9 @@ class CodeInterpreter(Environment):
         packages: installed distributions that the code can import, with all that they require.
         files: folder with the files that rows name.
         artefacts: patterns (`*.csv`) of workspace files that are put into the result's info (`artefacts`: name -> text
-            or `{"base64": ...}`) after each cell that changed them, up to 1 MiB; for rewards and people.
+            or `{"base64": ...}`) after each cell that changed them; for rewards and people. A file that is too large
+            is there as null.
+        artefact_mb: how large the artefacts of a cell may be together, in MiB.
 
     Raises:
         ValueError: an option out of its range, or a package that is not installed.
@@ -51,6 +62,7 @@ class CodeInterpreter(Environment):
         packages: Sequence[str] = (),
         files: str | None = None,
         artefacts: Sequence[str] = (),
+        artefact_mb: int = 1,
     ) -> None:
         if sandbox not in tuple(SandboxKind):
             raise ValueError(f"sandbox: got {sandbox!r}; it is one of {', '.join(SandboxKind)}")
@@ -62,9 +74,11 @@ class CodeInterpreter(Environment):
         self._settings = SandboxSettings(kind, memory_mb, disk_mb, output_characters, tuple(packages))
         self._seconds = seconds
         self._folder = None if files is None else Path(files).resolve()
+        if not 1 <= artefact_mb <= 1024:
+            raise ValueError(f"artefact_mb: got {artefact_mb}; it has to be from 1 to 1024")
         self._patterns = tuple(artefacts)
+        self._artefact_bytes = artefact_mb << 20
         self._contents: dict[str, bytes] = {}
-        self._seen: dict[str, bytes] = {}
         self._starting: Future[SandboxProcess] | None = Sandbox.begin(self._settings)
         self._starting.result()  # takes some milliseconds, and shows what is not installed
         self._sandbox: Sandbox | None = None
@@ -80,7 +94,6 @@ class CodeInterpreter(Environment):
         if self._used:
             self._renew()
         self._contents = self._load(files)
-        self._seen = {}
         if self._contents:
             await self._current()
 
@@ -91,22 +104,41 @@ class CodeInterpreter(Environment):
         Args:
             code: The code, of one line or more.
         """
+        cell = await self.run(code)
+        artefacts = {name: None if content is None else _encode(content) for name, content in cell.files.items()}
+        info = {key: value for key, value in {"error": cell.error, "artefacts": artefacts}.items() if value}
+        return {"observation": cell.text, **info} if info else cell.text
+
+    async def run(self, code: str, files: Mapping[str, bytes] | None = None) -> Cell:
+        """Run a cell, with more files in the workspace.
+
+        Raises:
+            ValueError: a file does not fit into the workspace.
+        """
         notes = []
         if self._sandbox is not None and self._sandbox.lost:  # its last call was cancelled
             notes.append(_restarted("the last call took too long"))
             self._renew()
         sandbox = await self._current()
+        for name, content in (files or {}).items():
+            await sandbox.write(name, content)
         result = await sandbox.run(code, self._seconds)
-        artefacts = {}
+        found: dict[str, bytes | None] = {}
         if result.lost is not None:
             notes.append(_restarted(result.lost))
             self._renew()
         elif self._patterns:
-            artefacts = await self._artefacts(sandbox)
+            try:
+                found = await sandbox.read(self._patterns, self._artefact_bytes)
+            except SandboxLost as loss:
+                sandbox.close(str(loss))
         text = "\n".join(part for part in (result.text, *notes) if part) or "(no output)"
-        info = {"error": result.error, "artefacts": artefacts}
-        info = {key: value for key, value in info.items() if value}
-        return {"observation": text, **info} if info else text
+        return Cell(text, result.error, found)
+
+    @property
+    def empty(self) -> bool:
+        """Whether the next cell begins in a new process and workspace."""
+        return self._sandbox is None or self._sandbox.lost
 
     async def release(self) -> None:
         """End the chain's process and workspace; the next process starts meanwhile."""
@@ -169,17 +201,6 @@ class CodeInterpreter(Environment):
         if path.stat().st_size > self._settings.disk_mb << 20:
             raise ValueError(f"files: {name!r} is larger than the workspace; raise disk_mb ({self._settings.disk_mb})")
         return path.read_bytes()
-
-    async def _artefacts(self, sandbox: Sandbox) -> dict[str, Any]:
-        """Return the files that match the patterns and are new or changed."""
-        try:
-            found = await sandbox.read(self._patterns, _ARTEFACT_BYTES)
-        except SandboxLost as loss:
-            sandbox.close(str(loss))
-            return {}
-        changed = {name: content for name, content in found.items() if self._seen.get(name) != content}
-        self._seen |= changed
-        return {name: _encode(content) for name, content in changed.items()}
 
 
 def _restarted(reason: str) -> str:

@@ -5,6 +5,7 @@ PREBUILT = {
     "browse": "agentfactory.tools.web.browse:Browse",
     "calculator": "agentfactory.tools.calculator:calculator",
     "code_interpreter": "agentfactory.tools.code_interpreter:CodeInterpreter",
+    "image_interpreter": "agentfactory.tools.images.image_interpreter:ImageInterpreter",
     "image_tools": "agentfactory.tools.images.image_tools:ImageTools",
     "scienceworld": "agentfactory.tools.scienceworld.environment:ScienceWorld",
     "search": "agentfactory.tools.search.search:Search",

@@ -175,7 +175,9 @@ async def test_artefacts_come_out_with_the_cell_that_changed_them() -> None:
         assert result == {"observation": "1", "artefacts": {"a.csv": "1", "plots/c.png": {"base64": "/w=="}}}
         assert await interpreter.python("1") == "1"
         result = await interpreter.python("open('a.csv', 'a').write('3')\nopen('large.csv', 'w').write('x' * 2**21)")
-        assert result == {"observation": "2097152", "artefacts": {"a.csv": "13"}}
+        assert result == {"observation": "2097152", "artefacts": {"a.csv": "13", "large.csv": None}}
+        result = await interpreter.python("open('a.csv', 'w').write('13')")
+        assert result == "2"  # the same content
     finally:
         await interpreter.close()
 
@@ -187,6 +189,7 @@ async def test_artefacts_come_out_with_the_cell_that_changed_them() -> None:
         ({"seconds": 0}, "seconds: got 0"),
         ({"memory_mb": 1}, "memory_mb: got 1; it has to be from 64"),
         ({"packages": ["no-such-thing"]}, "packages: no-such-thing is not installed here"),
+        ({"artefact_mb": 0}, "artefact_mb: got 0; it has to be from 1 to 1024"),
         ({"files": "no-such-folder"}, "files: there is no folder"),
     ],
 )

@@ -317,15 +317,22 @@ async def test_files_go_in_and_out() -> None:
     content = bytes(range(256)) * 1000
     await sandbox.write("data/in.bin", content)
     await sandbox.write("empty", b"")
+    await sandbox.write("twice", b"long before")
+    await sandbox.write("twice", b"short")
     for name in ("../x", "/x", "a/../../x", ""):
         with pytest.raises(ValueError, match="does not name a file of the workspace"):
             await sandbox.write(name, b"")
     with pytest.raises(ValueError, match=r"cannot be written: .*(No space|too large)"):
         await sandbox.write("large", bytes(2 << 20))
-    code = "import os\nos.remove('large'), os.symlink('/etc/ld.so.cache', 'out.bin')\nos.path.getsize('data/in.bin')"
-    assert (await sandbox.run(code, 60.0)).text == str(len(content))
-    assert await sandbox.read(["*.bin", "empty"], 1 << 20) == {"data/in.bin": content, "empty": b""}
-    assert await sandbox.read(["*"], 1000) == {"empty": b""}
+    code = "import os, shutil\nassert not os.path.exists('large')\nos.symlink('/etc/ld.so.cache', 'out.bin')\n"
+    code += "shutil.copy('data/in.bin', 'copy.bin'), open('none', 'w').close(), open('a', 'w').write('b' * 999)\n"
+    code += "os.mkdir('b'), os.open('b/closed', os.O_CREAT, 0)\nopen('twice').read(), os.path.getsize('data/in.bin')"
+    assert (await sandbox.run(code, 60.0)).text == str(("short", len(content)))
+    # what was written from outside did not change
+    assert await sandbox.read(["*.bin", "none"], 1 << 20) == {"copy.bin": content, "none": b""}
+    assert await sandbox.read(["*.bin", "none"], 1 << 20) == {}
+    await sandbox.run("open('data/in.bin', 'ab').write(b'!')", 60.0)
+    assert await sandbox.read(["*"], 1000) == {"a": b"b" * 999, "data/in.bin": None}
     sandbox.close()
     with pytest.raises(SandboxLost, match="it was closed"):
         await sandbox.read(["*"], 1000)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
+from PIL import Image
 from pydantic import Field
 
 from agentfactory.tools.environment import Environment
@@ -193,13 +194,25 @@ class ImageTools(Environment):
         return self._show(picture.changed(step), notes)
 
     def _show(self, made: Picture, notes: Sequence[str] = ()) -> dict[str, Any]:
-        shown = self._view.shown(made.pixels())
-        number = len(self._pictures)
-        self._pictures.append(made)
-        size = f" ({_sides(made)} pixels)" if self._view.needs_sizes else ""
-        said = " ".join([*notes, *([f"Image {number}{size}:"] if self._labels else [])])
+        shown = self._seen(made)
+        number = self._add(made)
+        said = " ".join([*notes, *self._named(number, made)])
         place = {"image": number, "of": made.origin, "box": made.box_in_first(), "size": made.first.size}
         return {"observation": [said, shown] if said else shown, **place}
+
+    def _seen(self, made: Picture) -> Image.Image:
+        """Return an image as the model gets it."""
+        return self._view.shown(made.pixels())
+
+    def _add(self, made: Picture) -> int:
+        """Give an image the next number."""
+        self._pictures.append(made)
+        return len(self._pictures) - 1
+
+    def _named(self, number: int, picture: Picture) -> list[str]:
+        """Return what is said before an image is shown, if anything."""
+        size = f" ({_sides(picture)} pixels)" if self._view.needs_sizes else ""
+        return [f"Image {number}{size}:"] if self._labels else []
 
 
 def _sides(picture: Picture) -> str:

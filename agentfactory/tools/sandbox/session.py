@@ -127,7 +127,7 @@ class Sandbox:
         return CellResult(text.rstrip("\n"), answer.get("error", "")[:_LONGEST_NAME] or None)
 
     async def write(self, name: str, content: bytes) -> None:
-        """Put a file into the workspace, before any code has run.
+        """Put a file into the workspace, instead of one that has this name.
 
         Raises:
             ValueError: the name leads out of the workspace, or the workspace is full.
@@ -138,36 +138,39 @@ class Sandbox:
         for start in range(0, max(1, len(content)), DATA_BYTES):
             piece = content[start : start + DATA_BYTES]
             with self._in_use():
-                told = await self._ask("write", name, piece)
+                told = await self._ask("append" if start else "write", name, piece)
             for outcome, fault in told:
                 if outcome == "fault":
                     raise ValueError(f"files: {name} cannot be written: {fault.decode(errors='replace')}")
 
-    async def read(self, patterns: Sequence[str], largest: int) -> dict[str, bytes]:
-        """Return regular files of the workspace whose name (a relative path) matches one of the shell `patterns`.
+    async def read(self, patterns: Sequence[str], largest: int) -> dict[str, bytes | None]:
+        """Return regular files of the workspace whose name (a relative path) matches one of the shell `patterns`, and
+        whose content was neither written by `write` nor returned before.
 
-        Files larger than `largest` bytes are left out, as are files after a total of that many bytes, and files whose
-        name begins with a dot.
+        None stands for a file that does not fit into the `largest` bytes of all of them. Files whose name begins with
+        a dot are left out.
 
         Raises:
             SandboxLost: the sandbox was ended.
         """
-        files: dict[str, bytearray] = {}
+        files: dict[str, bytearray | None] = {}
         name = ""
         argument = "\n".join((str(largest), *patterns))
         with self._in_use():
             told = await self._ask("read", argument, most=_MOST_FILES, room=2 * largest)
         for field, data in told:
-            if field == "file":
+            if field in ("file", "large"):
                 name = data.decode("utf-8", "replace")
-            if any(fnmatch(name, pattern) for pattern in patterns) and is_inside(name):
-                files.setdefault(name, bytearray()).extend(data if field == "content" else b"")
+            if not (any(fnmatch(name, pattern) for pattern in patterns) and is_inside(name)):
+                continue
+            content = files.setdefault(name, None if field == "large" else bytearray())
+            if field == "content" and content is not None:
+                content.extend(data)
         room = largest
-        kept = {}
+        kept: dict[str, bytes | None] = {}
         for name, content in files.items():
-            room -= len(content)
-            if room >= 0:
-                kept[name] = bytes(content)
+            room -= len(content or b"")
+            kept[name] = bytes(content) if content is not None and room >= 0 else None
         return kept
 
     async def run_script(self, program: str, stdin: str, seconds: float) -> int | None:

@@ -210,6 +210,10 @@ class Worker:
         self._folder = folder
         self._half = half
         self._interpreter: Interpreter | None = None
+        self._known: dict[str, bytes] = {}
+        """File -> digest of the content that the other end has."""
+        self._given: set[str] = set()
+        """Files that the other end wrote since the last cell."""
 
     def serve(self) -> None:
         """Answer one request after the other; a script ends this."""
@@ -222,8 +226,8 @@ class Worker:
                 sys.exit(_run_script(argument.decode(), data.decode()))
             if verb == b"cell":
                 self._cell(nonce, data.decode(), float(argument))
-            elif verb == b"write":
-                self._write(nonce, argument.decode(), data)
+            elif verb in (b"write", b"append"):
+                self._write(nonce, argument.decode(), data, "wb" if verb == b"write" else "ab")
             elif verb == b"read":
                 self._read(nonce, *argument.decode().split("\n"))
             self._answer(nonce, "end")
@@ -235,31 +239,60 @@ class Worker:
         if self._interpreter is None:
             sys.path.insert(0, self._folder)
             self._interpreter = Interpreter(self._half)
+        self._known.update((name, _digest(os.path.join(self._folder, name))) for name in self._given)
+        self._given.clear()
         for name, text in self._interpreter.run(code, seconds).items():
             data = text.encode("utf-8", "backslashreplace")
             for start in range(0, len(data), DATA_BYTES):
                 self._answer(nonce, name, data[start : start + DATA_BYTES])
 
-    def _write(self, nonce: bytes, name: str, data: bytes) -> None:
+    def _write(self, nonce: bytes, name: str, data: bytes, mode: str) -> None:
         path = os.path.join(self._folder, name)
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(path, "ab") as file:
+            with open(path, mode) as file:
                 file.write(data)
         except OSError as error:
+            if os.path.isfile(path):  # in part
+                os.unlink(path)
             self._answer(nonce, "fault", str(error).encode())
+            return
+        self._given.add(name)
 
     def _read(self, nonce: bytes, largest: str, *patterns: str) -> None:
         from fnmatch import fnmatch
 
+        room = int(largest)
         for name in _files(self._folder):
             path = os.path.join(self._folder, name)
-            if not any(fnmatch(name, pattern) for pattern in patterns) or os.path.getsize(path) > int(largest):
+            if not any(fnmatch(name, pattern) for pattern in patterns) or (now := _digest(path)) in (
+                b"",
+                self._known.get(name),
+            ):
                 continue
+            self._known[name] = now
+            if (size := os.path.getsize(path)) > room:
+                self._answer(nonce, "large", os.fsencode(name))
+                continue
+            room -= size
+            self._answer(nonce, "file", os.fsencode(name))
             with open(path, "rb") as file:
-                self._answer(nonce, "file", os.fsencode(name))
                 while piece := file.read(DATA_BYTES):
                     self._answer(nonce, "content", piece)
+
+
+def _digest(path: str) -> bytes:
+    """Return the digest of a file; nothing if it cannot be read."""
+    from hashlib import blake2b
+
+    digest = blake2b(digest_size=16)
+    try:
+        with open(path, "rb") as file:
+            while piece := file.read(DATA_BYTES):
+                digest.update(piece)
+    except OSError:
+        return b""
+    return digest.digest()
 
 
 def main() -> None:
