@@ -161,6 +161,10 @@ class ChatWords:
         """Raises TypeError, as `parse` does."""
         raise TypeError("a chat endpoint gives no token ids")
 
+    def continuation(self, text: str) -> list[int]:
+        """Raises TypeError, as `parse` does."""
+        raise TypeError("a chat endpoint gives no token ids")
+
     def decode(self, ids: list[int]) -> str:
         """Raises TypeError, as `parse` does."""
         raise TypeError("a chat endpoint gives no token ids")

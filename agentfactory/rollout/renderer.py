@@ -60,6 +60,9 @@ class Renderer(Protocol):
     def parse_text(self, sampled_ids: list[int]) -> Parsed:
         """Read a sampled turn of a conversation without tools: a message, whatever it looks like."""
 
+    def continuation(self, text: str) -> list[int]:
+        """Return the ids of text that is not the model's, behind a turn without a token that ends it."""
+
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, without a token that ends a turn at their end."""
 

@@ -216,6 +216,10 @@ class TemplateRenderer:
         roles = turn_roles(self._lengths.of(sampled_ids), text, (reasoning or "", words), [], False)
         return Parsed(message, roles=roles)
 
+    def continuation(self, text: str) -> list[int]:
+        """See Renderer."""
+        return self._encoder.encode(self._encoder.mark(text, "assistant"), follows=True)
+
     def decode(self, ids: list[int]) -> str:
         """See Renderer."""
         ends = bool(ids) and ids[-1] in self.stop_token_ids

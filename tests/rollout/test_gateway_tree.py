@@ -64,6 +64,18 @@ class Policy:
         self.samples.append(Sampled(plan, completion, node, message))
         return self.samples[-1]
 
+    def stopped(self, messages: list[Message], text: str, stop: str) -> Sampled:
+        """Sample a turn that ends with a stop string, if it has it."""
+        plan = self.tree.plan(messages, SPECS)
+        ids = self.renderer.tokenizer.encode(text, add_special_tokens=False)
+        completion = Completion(ids, [-1.0] * len(ids), [Span("0", 0, len(ids))], False, [1] * len(ids))
+        parsed = self.renderer.parse(ids, specs=SPECS)
+        parsed.message["content"] = text.partition(stop)[0]
+        found = Delivered.of(parsed.message, stop, text) if stop in text else Delivered.of(parsed.message)
+        node = self.tree.record(plan, completion, parsed, found)
+        self.samples.append(Sampled(plan, completion, node, parsed.message))
+        return self.samples[-1]
+
     def check(self) -> None:
         """Assert that each sampled token is trained once, in the row in which it was sampled, and nothing else is."""
         rows = self.tree.rows
@@ -193,6 +205,32 @@ def test_the_stop_string_may_come_back(appending: TemplateRenderer) -> None:
     for text in ("print(1)", "print(1)</code>", " print(1)\n</code>"):
         assert delivered.likeness(Said.of(assistant(text, []))) is not None
     assert delivered.likeness(Said.of(assistant("print(2)", []))) is None
+
+
+def test_an_agent_may_write_on_behind_a_stop_string(appending: TemplateRenderer) -> None:
+    """As smolagents' CodeAgent does: its history only grows, and the chain has one row."""
+    policy = policy_of(appending)
+    history = [user("a")]
+    for turn in range(3):
+        said = policy.stopped(history, f"go({turn})</code>", "</code>").message
+        assert said["content"] == f"go({turn})"
+        added = f"\nCalling tools:\n[go({turn})] <|im_start|>"
+        history += [{**said, "content": f"go({turn})</code>{added}"}, user(f"saw {turn}")]
+    policy.check()
+    (row,) = policy.tree.rows
+    text = appending.tokenizer.decode(row.token_ids)
+    whole = appending.tokenizer.apply_chat_template(history[:-2], tools=[SPECS[0].to_openai()], tokenize=False)
+    assert text.startswith(whole)
+    forged = appending.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert row.token_ids.count(forged) == 1 + 2 * 3, "text of the agent forges no turn"
+    # behind another text, the same turn is another history
+    other = policy.stopped([*history[:3], {**said, "content": "go(1)</code> other"}, user("x")], "no", "</code>")
+    assert (other.plan.parent, other.node.row) == (policy.samples[1].node, 1)
+    # and a turn that ended by itself cannot be continued
+    ended = policy.answer([user("b")], "Yes.").message
+    plan = policy.tree.plan([user("b"), {**ended, "content": "Yes. And no."}, user("c")], SPECS)
+    assert (plan.parent, len(plan.unmatched)) == (None, 1)
+    policy.check()
 
 
 def test_reasoning_need_not_come_back_but_must_not_be_another(appending: TemplateRenderer) -> None:

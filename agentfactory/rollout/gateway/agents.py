@@ -1,11 +1,13 @@
 """Agents that keep their own loop: what they get for a chain, and a function that is one."""
 
+import asyncio
 import inspect
 import json
 import logging
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -21,6 +23,8 @@ from agentfactory.tools.messages import Content, ToolCall, ToolInfrastructureErr
 from agentfactory.tools.session import ToolSession
 
 logger = logging.getLogger(__name__)
+
+_MOST_THREADS = 4096
 
 
 class AgentFailed(Exception):
@@ -143,6 +147,9 @@ class FunctionAgent(ClientAgent):
     async def __aenter__(self) -> Self:
         for library in ("httpx", "httpx2"):
             logging.getLogger(library).setLevel(logging.WARNING)  # or each request is a line of the log
+        # asyncio's own executor has as many threads as the machine has cores, and four more: too few for the chains of
+        # agents that block. Threads start as they are needed.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_MOST_THREADS, "agent"))
         # one HTTP client for all chains: each takes 20 ms to make. A retried request would be sampled a second time.
         self._clients = {
             name: kind(base_url="http://127.0.0.1", api_key="none", max_retries=0, timeout=None)

@@ -168,12 +168,14 @@ class GatewayEpisode(Episode):
             parsed = self.renderer.parse(ids, self._calls, specs=asked.specs)
         else:
             parsed = self.renderer.parse_text(ids)
+        whole = ""
         if stop is not None and parsed.error is None and not parsed.calls:
-            parsed.message["content"] = content_text(parsed.message["content"]).partition(stop)[0]
+            whole = content_text(parsed.message["content"])
+            parsed.message["content"] = whole.partition(stop)[0]
         calls, text = self.tree.name_calls(parsed.calls), content_text(parsed.message["content"])
         reasoning = parsed.message.get("reasoning_content") or ""
         shown = assistant(text, [(call.id, call.name, call.arguments) for call in calls], reasoning)
-        node = self.tree.record(plan, completion, parsed, Delivered.of(shown, stop))
+        node = self.tree.record(plan, completion, parsed, Delivered.of(shown, stop, whole))
         self.trajectory.note_turn()
         self.trajectory.messages.append(parsed.message)
         self.counts["truncated_turns"] += completion.cut

@@ -44,18 +44,20 @@ class Said:
 
 @dataclass(frozen=True)
 class Delivered:
-    """A sampled turn as the agent got it. `stop` is the string that ended it, which was left out of the text: some
-    clients put it back."""
+    """A sampled turn as the agent got it. A string that ended it was left out of the text: some clients put it back,
+    and write on. `whole` is the text of such a turn to its last token."""
 
     said: Said
     stopped: Said | None = None
+    whole: str = ""
 
     @classmethod
-    def of(cls, message: Message, stop: str | None = None) -> "Delivered":
+    def of(cls, message: Message, stop: str | None = None, whole: str = "") -> "Delivered":
         """Return the forms under which an agent may send `message` back."""
         if stop is None:
             return cls(Said.of(message))
-        return cls(Said.of(message), Said.of({**message, "content": content_text(message.get("content")) + stop}))
+        stopped = {**message, "content": content_text(message.get("content")) + stop}
+        return cls(Said.of(message), Said.of(stopped), whole)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -69,6 +71,14 @@ class Delivered:
         if replayed.key != said.key or replayed.reasoning not in ("", said.reasoning):
             return None
         return bool(said.ids) and replayed.ids == said.ids, replayed.text == said.text
+
+    def continued(self, replayed: Message) -> str | None:
+        """Return what the agent wrote behind this turn in a message that repeats it; None if it does not. Only a turn
+        without a token that ends it can be continued: one that a stop string ended."""
+        text, begun = content_text(replayed.get("content")).lstrip(), self.whole.lstrip()
+        if not begun or not text.startswith(begun) or replayed.get("tool_calls"):
+            return None
+        return text[len(begun) :]
 
 
 def print_of(message: Message) -> str:

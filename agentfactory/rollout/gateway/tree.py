@@ -22,8 +22,9 @@ from agentfactory.tools.messages import Message, ToolCall, ToolSpec
 
 @dataclass(eq=False)
 class Node:
-    """A sampled turn. `given` are the messages that the agent put between the turn before, `parent`, and this one;
-    `message` is the turn as the chat template renders it. Its tokens end at `end` of the chain's row `row`."""
+    """A sampled turn. `given` are the messages that the agent put between the turn before, `parent`, and this one, and
+    `written` is what it wrote behind the text of the turn before. `message` is the turn as the chat template renders
+    it. Its tokens end at `end` of the chain's row `row`."""
 
     number: int
     parent: "Node | None"
@@ -35,20 +36,28 @@ class Node:
     row: int
     end: int
     session: str
+    written: str = ""
     children: list["Node"] = field(default_factory=list)
 
-    def conversation(self) -> list[Message]:
-        """Return the messages of the path to this turn, the turn included."""
+    def conversation(self, written: str = "") -> list[Message]:
+        """Return the messages of the path to this turn, the turn included, with what the agent wrote behind it."""
         nodes = [self]
         while (parent := nodes[-1].parent) is not None:
             nodes.append(parent)
-        return [message for node in reversed(nodes) for message in (*node.given, node.message)]
+        nodes.reverse()
+        behind = [*(node.written for node in nodes[1:]), written]
+        return [m for node, text in zip(nodes, behind, strict=True) for m in (*node.given, node.continued(text))]
+
+    def continued(self, written: str) -> Message:
+        """Return the turn with what the agent wrote behind its text."""
+        return {**self.message, "content": self.delivered.whole + written} if written else self.message
 
 
 @dataclass(frozen=True)
 class Plan:
     """Where a request continues. `ids` are what the turn is sampled after, with `images` in them; the first `shared`
-    are those of the row of `parent`. `unmatched` are the assistant messages that repeat no sampled turn."""
+    are those of the row of `parent`. `written` is what the agent wrote behind that turn's text. `unmatched` are the
+    assistant messages that repeat no sampled turn."""
 
     head: str
     parent: Node | None
@@ -61,6 +70,7 @@ class Plan:
     spliced: int
     """Number of turns that were found elsewhere in the chain, and whose sampled ids are context here."""
     session: str
+    written: str
 
 
 class ChainTree:
@@ -85,8 +95,8 @@ class ChainTree:
         head = json.dumps([spec.to_openai() for spec in specs], sort_keys=True)
         messages = self._renderer.instruct(messages, specs)
         prints = [print_of(message) for message in messages]
-        parent, start = self._descend(head, messages, prints, session)
-        known = [] if parent is None else parent.conversation()
+        parent, start, written = self._descend(head, messages, prints, session)
+        known = [] if parent is None else parent.conversation(written)
         matched = [self._find(m, session) if m["role"] == "assistant" else None for m in messages[start:]]
         added = self._as_written(known, messages[start:])
         whole = [*known, *(m if node is None else node.message for m, node in zip(added, matched, strict=True))]
@@ -96,6 +106,8 @@ class ChainTree:
             images = [image for image in source.images if image.offset < parent.end]
             row.append_context(source.token_ids[: parent.end], images)
         shared = len(row.token_ids)
+        if written:
+            row.append_context(self._renderer.continuation(written))
         spliced = sum(node is not None for node in matched)
         if not self._append(row, whole, matched, specs):
             row, shared, spliced = Row(), 0, 0
@@ -112,6 +124,7 @@ class ChainTree:
             unmatched,
             spliced,
             session,
+            written,
         )
 
     def record(self, plan: Plan, completion: Completion, parsed: Parsed, delivered: Delivered) -> Node:
@@ -140,6 +153,7 @@ class ChainTree:
             number,
             len(row.token_ids),
             plan.session,
+            plan.written,
         )
         self.nodes.append(node)
         (self._roots[plan.head] if parent is None else parent.children).append(node)
@@ -173,23 +187,28 @@ class ChainTree:
 
     def _descend(
         self, head: str, messages: Sequence[Message], prints: list[str], session: str
-    ) -> tuple[Node | None, int]:
-        """Return the turn up to which a conversation is known, and the number of messages up to it. Of equal turns it
-        is the one by whose ids the agent calls it, or else of its session, or else the last."""
-        best: tuple[tuple[int, bool, bool, bool, int], Node | None, int] = ((0, False, False, False, -1), None, 0)
+    ) -> tuple[Node | None, int, str]:
+        """Return the turn up to which a conversation is known, the number of messages up to it, and what the agent
+        wrote behind its text. Of equal turns it is the one by whose ids the agent calls it, or else of its session, or
+        else the last."""
+        best: tuple[tuple[int, bool, bool, bool, int], Node | None, int, str]
+        best = ((0, False, False, False, -1), None, 0, "")
         open_nodes = [(node, 0) for node in self._roots[head]]
         while open_nodes:
             node, start = open_nodes.pop()
             at = start + len(node.given)
             if at >= len(messages) or messages[at]["role"] != "assistant" or prints[start:at] != node.prints:
                 continue
-            if (sure := self._likeness(node, Said.of(messages[at]))) is None:
-                continue
-            best = max(
-                best, ((at + 1, *sure, node.session == session, node.number), node, at + 1), key=lambda found: found[0]
-            )
-            open_nodes += [(child, at + 1) for child in node.children]
-        return best[1], best[2]
+            sure, written = self._likeness(node, Said.of(messages[at])), ""
+            if sure is None:
+                added = node.delivered.continued(messages[at])
+                if added is None:
+                    continue
+                sure, written = (False, True), added
+            found = ((at + 1, *sure, node.session == session, node.number), node, at + 1, written)
+            best = max(best, found, key=lambda each: each[0])
+            open_nodes += [(child, at + 1) for child in node.children if child.written == written]
+        return best[1:]
 
     def _find(self, message: Message, session: str) -> Node | None:
         """Return the turn that a message repeats outside its own history."""
