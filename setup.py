@@ -37,6 +37,9 @@ EXTRAS = {
         *DENSE,
         "bm25s>=0.3",
         "PyStemmer>=3",
+        # clients of agents that keep their own loop
+        "openai>=2",
+        "anthropic>=0.80",
         # worlds
         *SCIENCEWORLD,
     ],
@@ -68,6 +71,7 @@ setup(
         "agentfactory.recipe",
         "agentfactory.rollout",
         "agentfactory.rollout.embedded",
+        "agentfactory.rollout.gateway",
         "agentfactory.rollout.images",
         "agentfactory.rollout.parsers",
         "agentfactory.rollout.probing",

@@ -14,9 +14,13 @@ from agentfactory.rollout.agent import AgentHooks
 from agentfactory.rollout.chain_runner import ChainRunner
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.gateway.agents import ClientAgent
+from agentfactory.rollout.gateway.runner import GatewayRunner
+from agentfactory.rollout.gateway.server import Gateway
 from agentfactory.rollout.load_renderer import make_renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.toolset import open_toolset
 from tests.chat_tokenizers import make_tokenizer, trl_template
@@ -76,32 +80,39 @@ class Scripted:
 async def scripted_chains(
     folder: Path,
     texts: list[str],
-    agent: AgentHooks | None = None,
+    agent: AgentHooks | ClientAgent | None = None,
     template: str | None = None,
     source: str = NOTES,
+    renderer: TemplateRenderer | None = None,
     **fields: Any,
 ) -> AsyncIterator[Scripted]:
     """The n-th request is answered by the n-th of `texts` and the end of the turn, as far as its limit of tokens goes.
 
     The tool `note` is there, and the reward is the number of turns; `fields` are recipe sections.
     """
-    tokenizer = make_tokenizer(template or trl_template("qwen2_5"))
-    answers = iter(texts)
+    tokenizer = renderer.tokenizer if renderer else make_tokenizer(template or trl_template("qwen2_5"))
 
     def script(prompt: list[int]) -> list[int]:
-        text = next(answers, None)
-        if text is None:
+        ids = next(answers, None)
+        if ids is None:
             raise web.HTTPBadRequest(text="the script is at its end")
-        return tokenizer.encode(text + "<|im_end|>", add_special_tokens=False)
+        return ids
 
     (folder / "notes.py").write_text(source)
     sections = {"model": {"path": "x"}, "tools": ["notes.py:note"], "rewards": ["notes.py:turns"]}
     recipe = RolloutRecipe.model_validate({**sections, **fields})
+    used = renderer or make_renderer(tokenizer, parser=recipe.rollout.parser)
+    written = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    answers = iter([[*ids, used.end_of(bool(used.parse(ids).calls))] for ids in written])
     async with (
         serve_script(script) as server,
         InferenceClient(server.url) as client,
         open_toolset(recipe, folder) as toolset,
         Rewards.load(recipe.rewards, folder) as rewards,
     ):
-        renderer = make_renderer(tokenizer, parser=recipe.rollout.parser)
-        yield Scripted(ChainRunner(recipe, renderer, client, toolset, rewards, agent), server, tokenizer)
+        if isinstance(agent, ClientAgent):
+            async with agent, Gateway() as gateway:
+                runner = GatewayRunner(recipe, used, client, toolset, rewards, agent, gateway)
+                yield Scripted(runner, server, tokenizer)
+        else:
+            yield Scripted(ChainRunner(recipe, used, client, toolset, rewards, agent), server, tokenizer)

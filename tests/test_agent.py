@@ -20,7 +20,7 @@ from agentfactory.launching.processes import ChildFailed
 from agentfactory.launching.run_folder import RunFolderError
 from agentfactory.rollout.agent import Turn, load_agent
 from agentfactory.rollout.client import Completion
-from agentfactory.rollout.config import RolloutConfig
+from agentfactory.rollout.config import AgentConfig, RolloutConfig
 from agentfactory.rollout.context import check_context
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.errors import SettingError
@@ -205,7 +205,7 @@ async def test_the_page_runs(warm_server: str, tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "agents.py").write_text(agents)
     for name in ("ThinksBriefly", "BestOfTwo", "Strict"):
         kind = load_object(f"agents.py:{name}", tmp_path)
-        assert type(load_agent(f"agents.py:{name}", tmp_path)) is kind
+        assert type(load_agent(AgentConfig(name=f"agents.py:{name}"), tmp_path)) is kind
         async with kind(warm_server, rollout={"max_tokens": 30}) as agent:
             (trajectory,) = (await agent.run("go", max_turns=2)).trajectories
         assert not trajectory.outcome.failed, trajectory.error

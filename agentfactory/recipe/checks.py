@@ -280,14 +280,17 @@ def _check_machine(found: Any, name: str, lack: Lack) -> None:
 
 def _load_user_code(recipe: Recipe) -> None:
     Rewards.load(recipe.rewards, Path.cwd())
-    if recipe.rollout.parser != AUTO:
-        load_parser(recipe.rollout.parser, Path.cwd())
+    native = recipe.rollout.parser == AUTO or load_parser(recipe.rollout.parser, Path.cwd()).native
     if recipe.rollout.agent is not None:
-        _load(recipe.rollout.agent, "rollout.agent")
+        if recipe.rollout.agent.name is not None:
+            _load(recipe.rollout.agent.name, "rollout.agent")
         # imported here, because it imports transformers
         from agentfactory.rollout.agent import load_agent
+        from agentfactory.rollout.gateway.agents import ClientAgent
+        from agentfactory.rollout.gateway.runner import check_recipe
 
-        load_agent(recipe.rollout.agent, Path.cwd())
+        if isinstance(load_agent(recipe.rollout.agent, Path.cwd()), ClientAgent):
+            check_recipe(recipe.rollout, native)
 
 
 def _load(reference: str, name: str, prebuilt: Mapping[str, str] | None = None) -> Any:

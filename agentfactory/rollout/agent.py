@@ -7,8 +7,11 @@ from itertools import count
 from pathlib import Path
 
 from agentfactory.rollout.client import Completion
+from agentfactory.rollout.config import AgentConfig
 from agentfactory.rollout.connection import ContextOverflowError, InferenceError
 from agentfactory.rollout.data import Task
+from agentfactory.rollout.gateway.agents import ClientAgent, FunctionAgent
+from agentfactory.rollout.gateway.program import ProgramAgent
 from agentfactory.rollout.renderer import Parsed, Renderer
 from agentfactory.rollout.trajectory import Span
 from agentfactory.tools.errors import SettingError
@@ -142,14 +145,22 @@ class AgentHooks:
         return turn.parse(completion)
 
 
-def load_agent(reference: str | None, base: Path) -> AgentHooks:
-    """Load the agent that `rollout.agent` names (`FILE.py:NAME`, created without arguments); by default, plain hooks.
+def load_agent(config: AgentConfig | None, base: Path) -> AgentHooks | ClientAgent:
+    """Load the agent that `rollout.agent` names: a class (`FILE.py:NAME`), created without arguments, an async function
+    with its own loop, or a program; by default, plain hooks.
 
     Raises ValueError if it is not an agent, a hook has the wrong signature, or it cannot be created.
     """
-    if reference is None:
+    if config is None:
         return AgentHooks()
+    if (reference := config.name) is None:
+        return ProgramAgent(config, base)
     found = load_object(reference, base)
+    if inspect.isfunction(found):
+        if not inspect.iscoroutinefunction(found):
+            problem = f"{reference} is not an async function"
+            raise SettingError("rollout.agent", problem, f"write `async def {_name(found)}(client, task):`")
+        return FunctionAgent(reference, found)
     if not (isinstance(found, type) and issubclass(found, AgentHooks)):
         raise SettingError("rollout.agent", f"{reference} is not an agent", f"write `class {_name(found)}(Agent):`")
     if not inspect.iscoroutinefunction(found.generate) or _parameters(found.generate) != 2:

@@ -16,6 +16,7 @@ from agentfactory.rollout.connection import InferenceError
 from agentfactory.rollout.context import check_context
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.episode import Episode, Setup
+from agentfactory.rollout.gateway.agents import AgentFailed
 from agentfactory.rollout.images.parts import has_images
 from agentfactory.rollout.renderer import Renderer
 from agentfactory.rollout.rewards import Rewards
@@ -263,7 +264,7 @@ class ChainRunner:
 
     async def _play_and_score(self, chain: Episode, scored: frozenset[Outcome], limit: asyncio.Timeout) -> None:
         trajectory = chain.trajectory
-        async with self.toolset.chain(trajectory.id, self.for_tools(chain.task)) as session:
+        async with self.toolset.chain(trajectory.id, self.for_tools(chain.task)) as session, chain.surroundings():
             chain.timeline.note_setup(session.waits)
             # a chain that runs out of time may still be scored: the limit ends its turns, not the session
             deadline = limit.when()
@@ -272,7 +273,7 @@ class ChainRunner:
                 async with asyncio.timeout_at(deadline):
                     trajectory.stop_reason = await chain.play(session)
                     trajectory.outcome = _OUTCOMES.get(trajectory.stop_reason, Outcome.TOOL_LIMIT)
-            except (TimeoutError, InferenceError, ToolInfrastructureError) as error:
+            except (TimeoutError, InferenceError, ToolInfrastructureError, AgentFailed) as error:
                 self._fail(trajectory, error)
             limit.reschedule(asyncio.get_running_loop().time() + self.setup.config.timeout_seconds)
             if trajectory.outcome not in scored:
@@ -283,7 +284,9 @@ class ChainRunner:
                 seen = [] if sight is None else sight.files_of(trajectory.messages)
                 # a user's reward may raise anything, which says nothing about the policy
                 try:
-                    verdict = await self.rewards.score(trajectory, chain.task, environment, seen, self.view)
+                    verdict = await self.rewards.score(
+                        trajectory, chain.task, environment, seen, self.view, chain.workspace
+                    )
                 except Exception as error:
                     logger.exception("the reward of chain %s raised", trajectory.id)
                     trajectory.outcome, trajectory.error = Outcome.REWARD_ERROR, f"{type(error).__name__}: {error}"
@@ -301,6 +304,8 @@ class ChainRunner:
                 )
             case InferenceError():
                 trajectory.outcome = Outcome.INFERENCE_ERROR
+            case AgentFailed():
+                trajectory.outcome = Outcome.AGENT_ERROR
             case EnvironmentRewardError():
                 trajectory.outcome = Outcome.REWARD_ERROR
             case _:

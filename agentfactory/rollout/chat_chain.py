@@ -157,6 +157,18 @@ class ChatWords:
         """Raises TypeError: an endpoint returns messages; see `read`."""
         raise TypeError("a chat endpoint gives no token ids")
 
+    def parse_text(self, sampled_ids: list[int]) -> Parsed:
+        """Raises TypeError, as `parse` does."""
+        raise TypeError("a chat endpoint gives no token ids")
+
+    def continuation(self, text: str) -> list[int]:
+        """Raises TypeError, as `parse` does."""
+        raise TypeError("a chat endpoint gives no token ids")
+
+    def decode(self, ids: list[int]) -> str:
+        """Raises TypeError, as `parse` does."""
+        raise TypeError("a chat endpoint gives no token ids")
+
     def conversation_row(self, messages: list[Message], specs: list[ToolSpec]) -> Row:
         """Raises TypeError: there are no token ids to make a row of."""
         raise TypeError("a chat endpoint gives no token ids")
@@ -252,7 +264,8 @@ class ChatRunner(ChainRunner):
 def check_recipe(recipe: RolloutRecipe) -> None:
     """Raise ChatEndpointError if a recipe uses features that only its own model supports."""
     if recipe.rollout.agent is not None:
-        problem = f"got {recipe.rollout.agent!r}, which samples token ids"
+        agent = recipe.rollout.agent
+        problem = f"got {agent.name or agent.command!r}, which samples token ids"
         raise ChatEndpointError("rollout.agent", problem, "evaluate with rollout.agent=null")
     if recipe.rollout.context.policy != "keep":
         problem = f"got {recipe.rollout.context.policy!r}, which counts the tokens of rows"

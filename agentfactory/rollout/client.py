@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -56,6 +56,11 @@ class Completion:
     versions: list[Span]
     cut: bool
     mask: list[int]
+
+    def beginning(self, count: int) -> "Completion":
+        """Return the turn as if it had ended after its first `count` tokens."""
+        spans = [replace(span, end=min(span.end, count)) for span in self.versions if span.start < count]
+        return Completion(self.token_ids[:count], self.logprobs[:count], spans, False, self.mask[:count])
 
 
 class EncodedIds:

@@ -5,7 +5,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_serializer, field_validator, model_validator
 
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.config import Options, PositiveInt, Section, ToolsRecipe
@@ -172,6 +172,35 @@ class RewardConfig(Section):
     """Further arguments, by name; they take precedence over fields of the data."""
 
 
+class AgentConfig(Section):
+    """The agent that plays the chains: a class or a function by name, or a program, which is a process for each chain.
+    A name alone stands for {name: NAME}."""
+
+    name: str | None = None
+    """`FILE.py:NAME` of an `Agent` class that overrides `generate` or `parse`, created without arguments; or of an
+    async function with a loop of its own."""
+    command: list[str] = []
+    """Instead of name: a program and its arguments. `${task.FIELD}` stands for a field of the row, `${chain}` for the
+    chain's folder, in which it starts. `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and
+    `ANTHROPIC_API_KEY` in its environment name the model."""
+    env: dict[str, str] = {}
+    """Further environment variables of command, with `${task.FIELD}`, `${chain}`, and `${NAME}` for a variable of this
+    process. It gets only PATH and a few others by default, and the chain's folder as HOME."""
+    workspace: str | None = None
+    """Folder that is copied into each chain's folder before the program starts."""
+    keep_workspaces: str | None = None
+    """Folder into which the folders of ended chains are moved; null: they are removed."""
+
+    @model_validator(mode="after")
+    def _is_one_agent(self) -> "AgentConfig":
+        if (self.name is None) == (not self.command):
+            raise SettingError("", "it has to be a name or a command", "set one of name and command")
+        for field in ("env", "workspace", "keep_workspaces"):
+            if getattr(self, field) and not self.command:
+                raise SettingError(field, f"got {getattr(self, field)!r}, and {self.name} is no program", "remove it")
+        return self
+
+
 class Inflight(StrEnum):
     """What happens to the cache of a running chain when the server gets new full weights."""
 
@@ -206,8 +235,8 @@ class RolloutConfig(Section):
     """What becomes of the reasoning of earlier turns. keep: all turns stay as they were sampled, in one row. template:
     history is as the model's chat template has it, with a new row wherever it changes. drop: history has no reasoning.
     auto: keep if the template, or TRL's training variant of it, does; otherwise template."""
-    agent: str | None = None
-    """`FILE.py:NAME` of an `Agent` class that overrides `generate` or `parse`; it is created without arguments."""
+    agent: AgentConfig | None = None
+    """The agent that plays the chains. Null: ours, which calls the recipe's tools."""
     assistant_prefix: str = ""
     """Text that starts each assistant turn, such as `<think>`. It is context and is not trained. Summaries of
     rollout.context do not get it."""
@@ -244,6 +273,16 @@ class RolloutConfig(Section):
     trained: cancelled allows only drop, reward_error only drop or retry."""
     curriculum: CurriculumConfig | None = None
     """Visit solved and hopeless tasks less often; null visits each task once per epoch."""
+
+    @field_validator("agent", mode="before")
+    @classmethod
+    def _name_alone(cls, agent: Any) -> Any:
+        return {"name": agent} if isinstance(agent, str) else agent
+
+    @field_serializer("agent", mode="wrap")
+    def _as_name(self, agent: AgentConfig | None, plain: SerializerFunctionWrapHandler) -> Any:
+        # as a person writes it, and as older runs have it
+        return plain(agent) if agent is None or agent.name is None else agent.name
 
     @model_validator(mode="after")
     def _policies_can_work(self) -> "RolloutConfig":

@@ -2,8 +2,10 @@
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from agentfactory.rollout.agent import AgentError, AgentHooks, Turn, TurnBudget
 from agentfactory.rollout.client import Completion, EncodedIds
@@ -68,9 +70,9 @@ class Episode:
         self.counts: Counter[str] = Counter()
         self.seconds: dict[str, float] = defaultdict(float)
         """Tool -> seconds spent in its calls."""
-        opening = [self._limited(message) for message in opening_messages(task, self.config.system_prompt)]
-        trajectory.messages += self.renderer.instruct(opening, self.specs)
         self.context = Context([])
+        self.workspace: Path | None = None
+        """The chain's folder, if it has one."""
         self._encoded = EncodedIds()
 
     @property
@@ -83,9 +85,16 @@ class Episode:
         """The amount subtracted from the reward."""
         return self.limits.penalty + self.config.outcome_penalty.get(self.trajectory.outcome, 0.0)
 
+    @asynccontextmanager
+    async def surroundings(self) -> AsyncIterator[None]:
+        """Keep what the chain has beside its tools, until it has been judged."""
+        yield
+
     async def play(self, session: ToolSession) -> StopReason:
         """Take turns until the chain ends, and return the reason."""
         trajectory = self.trajectory
+        opening = [self._limited(message) for message in opening_messages(self.task, self.config.system_prompt)]
+        trajectory.messages += self.renderer.instruct(opening, self.specs)
         for server, left_out in session.left_out.items():
             self.setup.tool_errors.note_cut(f"{server} (reset)", left_out)
         if session.opening:

@@ -16,6 +16,9 @@ from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import OutcomePolicy, RolloutRecipe
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.filter import commonest_ending
+from agentfactory.rollout.gateway.agents import ClientAgent
+from agentfactory.rollout.gateway.runner import GatewayRunner
+from agentfactory.rollout.gateway.server import Gateway
 from agentfactory.rollout.group_files import append_group, delete_groups
 from agentfactory.rollout.load_renderer import load_renderer
 from agentfactory.rollout.pass_at_k import Estimate, by_source, estimates, sample_figures
@@ -45,7 +48,7 @@ async def open_runner(
     `processes` like this one share the machine's memory. `images` is the folder for the images that the chains see;
     None: a temporary one.
     """
-    agent = agent or load_agent(recipe.rollout.agent, base)
+    acting = agent or load_agent(recipe.rollout.agent, base)
     async with (
         _folder_of(images) as seen,
         rewards or Rewards.load(recipe.rewards, base) as used,
@@ -53,8 +56,8 @@ async def open_runner(
         open_toolset(recipe, base, logger.info, objects, processes) as toolset,
     ):
         await client.check_routes()
-        # the required template probes depend on whether the chains have tools
-        tools = bool(toolset.specs)
+        # the required template probes depend on whether the chains have tools; an agent may have any of its own
+        tools = bool(toolset.specs) or isinstance(acting, ClientAgent)
         renderer = load_renderer(
             recipe.model,
             recipe.rollout.parser,
@@ -64,7 +67,11 @@ async def open_runner(
             base=base,
             images=seen,
         )
-        yield ChainRunner(recipe, renderer, client, toolset, used, agent)
+        if isinstance(acting, ClientAgent):
+            async with acting, Gateway() as gateway:
+                yield GatewayRunner(recipe, renderer, client, toolset, used, acting, gateway)
+        else:
+            yield ChainRunner(recipe, renderer, client, toolset, used, acting)
 
 
 @asynccontextmanager

@@ -32,6 +32,11 @@ CHAIN_METRICS = [
     Metric("sampled_tokens", "tokens", "tokens that the model sampled"),
     Metric("rows", "rows", "token rows of the chain: more than one if its history was rewritten or shortened"),
     Metric("row_tokens", "tokens", "tokens of all rows of the chain, context included: what its rows cost"),
+    Metric(
+        "gateway/spliced_turns", "turns", "turns that an agent sent back in another history than they were sampled in"
+    ),
+    Metric("gateway/unmatched_turns", "turns", "assistant messages of an agent that were not sampled"),
+    Metric("gateway/unmet_parameters", "", "parameters of an agent's requests that were not applied"),
     Metric("penalty", "", "amount that limits and rollout.outcome_penalty subtracted from the reward"),
     Metric("limits/<limit>", "", "how often this limit was reached"),
     Metric("stop/<reason>", "", "whether this reason ended the chain"),

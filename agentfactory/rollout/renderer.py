@@ -57,6 +57,15 @@ class Renderer(Protocol):
         `prefix` is the text that the turn was made to begin with, and is part of the message. Text formats take the
         types of arguments from `specs`."""
 
+    def parse_text(self, sampled_ids: list[int]) -> Parsed:
+        """Read a sampled turn of a conversation without tools: a message, whatever it looks like."""
+
+    def continuation(self, text: str) -> list[int]:
+        """Return the ids of text that is not the model's, behind a turn without a token that ends it."""
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids, without a token that ends a turn at their end."""
+
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
         """Return the description of the tools for the model; None if the chat template contains it."""
 

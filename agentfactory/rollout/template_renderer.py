@@ -158,8 +158,7 @@ class TemplateRenderer:
     ) -> Parsed:
         """See Renderer. Ids are `call_{n}`. Reasoning goes to `reasoning_content` if the template supports it. The
         message of a text format is its text and has no `tool_calls`."""
-        ends = bool(sampled_ids) and sampled_ids[-1] in self.stop_token_ids
-        text = prefix + self._encoder.decode(sampled_ids[:-1] if ends else sampled_ids)
+        text = prefix + self.decode(sampled_ids)
         reasoning, thought, rest = self.parser.split(text, self.behaviour.opens_reasoning, self.behaviour.tags)
         found = self.parser.parse(rest, specs)
         if error := self._misplaced(sampled_ids, reasoning, rest, found, specs):
@@ -204,6 +203,28 @@ class TemplateRenderer:
             return f"The tool call is inside the reasoning: write {self.behaviour.tags[1]} before it."
         return None
 
+    def parse_text(self, sampled_ids: list[int]) -> Parsed:
+        """See Renderer."""
+        text = self.decode(sampled_ids)
+        reasoning, thought, rest = self.parser.split(text, self.behaviour.opens_reasoning, self.behaviour.tags)
+        found = self.parser.parse(rest)
+        framed = not found.calls and not found.error and found.content != rest.strip()
+        words = found.content if framed else rest  # some formats write marks around words, too
+        message: Message = {"role": "assistant", "content": words if self.behaviour.reasoning else thought + words}
+        if reasoning and self.behaviour.reasoning:
+            message["reasoning_content"] = reasoning
+        roles = turn_roles(self._lengths.of(sampled_ids), text, (reasoning or "", words), [], False)
+        return Parsed(message, roles=roles)
+
+    def continuation(self, text: str) -> list[int]:
+        """See Renderer."""
+        return self._encoder.encode(self._encoder.mark(text, "assistant"), follows=True)
+
+    def decode(self, ids: list[int]) -> str:
+        """See Renderer."""
+        ends = bool(ids) and ids[-1] in self.stop_token_ids
+        return self._encoder.decode(ids[:-1] if ends else ids)
+
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
         """See Renderer. Raises ValueError if the tool-call format cannot call these tools."""
         if self.parser.native and not self.behaviour.shows_tools:
@@ -212,6 +233,8 @@ class TemplateRenderer:
 
     def instruct(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Message]:
         """See Renderer. Raises RenderError (a ValueError) for calls that the tool-call format cannot express."""
+        if not self.behaviour.images_of_tools:
+            messages = show_in_user_turns(messages)
         return [line.message for line in self._transcript(messages, specs)]
 
     def _transcript(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Line]:

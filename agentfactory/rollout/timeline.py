@@ -46,7 +46,7 @@ class Timeline:
         finally:
             self.note(activity, start, time.monotonic(), turn, name)
 
-    def calls(self, make: Call, turn: int) -> Call:
+    def calls(self, make: Call, turn: int | None) -> Call:
         """Return `make`, the function that makes one call, with its times recorded. A call waits from now until it may
         begin."""
         asked = time.monotonic()

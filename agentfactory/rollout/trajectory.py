@@ -21,6 +21,7 @@ class Outcome(StrEnum):
     TOOL_LIMIT = "tool_limit"
     TOOL_INFRASTRUCTURE = "tool_infrastructure"
     INFERENCE_ERROR = "inference_error"
+    AGENT_ERROR = "agent_error"
     REWARD_ERROR = "reward_error"
     TIMEOUT = "timeout"
     CANCELLED = "cancelled"
@@ -57,6 +58,7 @@ _FAILURES = frozenset(
     {
         Outcome.TOOL_INFRASTRUCTURE,
         Outcome.INFERENCE_ERROR,
+        Outcome.AGENT_ERROR,
         Outcome.REWARD_ERROR,
         Outcome.TIMEOUT,
         Outcome.CANCELLED,
@@ -221,6 +223,8 @@ class Trajectory:
     anchors: list[str | None] = field(default_factory=list)
     """Per assistant turn, the anchor of the state that its environment was in before it (None: it had none); empty if
     no environment gives any."""
+    result: str | None = None
+    """What an agent with its own loop returned or printed; None if it did not."""
     timeline: list[Stretch] = field(default_factory=list)
     """Where the `seconds` went, in the order in which the stretches ended."""
 

@@ -51,14 +51,14 @@ def target_of(name: str, config: McpServerConfig, base: Path, result_bytes: int)
         loaded = load_object(config.module, base, prebuilt=PREBUILT)
         return build_server([loaded], name, config.pool, config.options, result_bytes=result_bytes)
     if config.url is not None:
-        headers = _expand(f"mcp_servers.{name}.headers", config.headers)
+        headers = expand_variables(f"mcp_servers.{name}.headers", config.headers)
         return HttpAddress(config.url, headers, config.isolation is Isolation.SESSION)
-    env = _expand(f"mcp_servers.{name}.env", config.env)
+    env = expand_variables(f"mcp_servers.{name}.env", config.env)
     if config.container is not None:
         return Container(name, config.container, config.args, env)
     assert config.command is not None
     cwd = Path(config.cwd) if config.cwd and config.cwd.startswith(CHAIN) else base / (config.cwd or ".")
-    command, *args = _program(config.command, config.args, base if CHAIN in str(cwd) else cwd)
+    command, *args = program_of(config.command, config.args, base if CHAIN in str(cwd) else cwd)
     program = StdioServerParameters(command=command, args=args, env=env, cwd=cwd)
     if not config.has_folders:
         return program
@@ -76,8 +76,8 @@ def check_entry(name: str, config: McpServerConfig, base: Path, prepared: Path |
     is not in it, or nothing can be moved to `keep_workspaces`.
     """
     prefix = f"mcp_servers.{name}"
-    _expand(f"{prefix}.headers", config.headers)
-    _expand(f"{prefix}.env", config.env)
+    expand_variables(f"{prefix}.headers", config.headers)
+    expand_variables(f"{prefix}.env", config.env)
     for field, text in (*((f"args.{n}", text) for n, text in enumerate(config.args)), ("cwd", config.cwd or "")):
         for variable in _VARIABLE.findall(text):
             if f"${{{variable}}}" != CHAIN and variable not in os.environ and (fix := _did_you_mean(variable)):
@@ -96,7 +96,8 @@ def check_entry(name: str, config: McpServerConfig, base: Path, prepared: Path |
         raise SettingError(f"{prefix}.cwd", f"got {config.cwd!r}, but {has}", fix)
 
 
-def _program(command: str, args: list[str], cwd: Path) -> list[str]:
+def program_of(command: str, args: list[str], cwd: Path) -> list[str]:
+    """Return the command line of a program that starts in `cwd`: `python` is this one, which finds the user's code."""
     if command != "python":
         return [command, *args]
     if args[:1] != ["-m"]:
@@ -108,8 +109,9 @@ def _program(command: str, args: list[str], cwd: Path) -> list[str]:
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
-def _expand(field: str, values: dict[str, str]) -> dict[str, str]:
-    """Replace `${NAME}` with environment variables: a recipe refers to a secret and never contains it."""
+def expand_variables(field: str, values: dict[str, str]) -> dict[str, str]:
+    """Replace `${NAME}` with environment variables: a recipe refers to a secret and never contains it. Raises
+    SettingError, below `field`, for a variable that is not set."""
 
     def expand(key: str, value: str) -> str:
         def variable(match: re.Match[str]) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from agentfactory.rollout.agent import AgentHooks, Turn, load_agent
 from agentfactory.rollout.client import Completion
+from agentfactory.rollout.config import AgentConfig
 from agentfactory.rollout.renderer import Parsed
 from agentfactory.rollout.trajectory import Outcome, StopReason
 from agentfactory.tools.messages import ToolCall
@@ -220,13 +221,13 @@ class Right(Agent):
 def test_what_is_no_agent_is_refused_at_the_start(tmp_path: Path, name: str, problem: str) -> None:
     (tmp_path / "agents.py").write_text(AGENTS)
     with pytest.raises(ValueError, match=problem):
-        load_agent(f"agents.py:{name}", tmp_path)
+        load_agent(AgentConfig(name=f"agents.py:{name}"), tmp_path)
 
 
 async def test_the_recipe_names_an_agent(tmp_path: Path) -> None:
     (tmp_path / "agents.py").write_text(AGENTS)
     assert type(load_agent(None, tmp_path)) is AgentHooks
-    agent = load_agent("agents.py:Right", tmp_path)
+    agent = load_agent(AgentConfig(name="agents.py:Right"), tmp_path)
     async with scripted_chains(tmp_path, ["done"], agent=agent) as chains:
         trajectory = await chains.run()
     assert trajectory.messages[-1]["content"] == "So done"

@@ -70,6 +70,7 @@ def test_failures_are_typed() -> None:
     assert {o for o in Outcome if o.failed} == {
         Outcome.TOOL_INFRASTRUCTURE,
         Outcome.INFERENCE_ERROR,
+        Outcome.AGENT_ERROR,
         Outcome.REWARD_ERROR,
         Outcome.TIMEOUT,
         Outcome.CANCELLED,

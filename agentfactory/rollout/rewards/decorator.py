@@ -21,6 +21,7 @@ def reward(given: Judge | None = None, *, group: bool = False) -> Judge | Callab
     - `environment`: the environment's own reward for the chain, an `EnvironmentReward` or None
     - `seen_images`: paths of the images in the trajectory's messages, in order, in the size that the model saw
     - `model_view`: how the model states places in images, a `ModelView`, which converts them to pixels of the files
+    - `workspace`: path of the folder in which the chain's program worked (`rollout.agent: {command: [...]}`), or None
     - any of the recipe entry's `options`, and any field of the task's row; `**row` takes the rest of both
 
     It returns a number (of Python, numpy or torch), or a dict with `reward` and further numbers, which become metrics

@@ -36,7 +36,7 @@ PREBUILT = {
 }
 """The prebuilt rewards: name -> `package.module:NAME`, loaded on first use."""
 
-OFFERED = ("prediction", "final_response", "trajectory", "environment", "seen_images", "model_view")
+OFFERED = ("prediction", "final_response", "trajectory", "environment", "seen_images", "model_view", "workspace")
 GROUP_OFFERED = ("predictions", "trajectories")
 
 

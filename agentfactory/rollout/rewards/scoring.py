@@ -31,7 +31,10 @@ MADE_ANSWER = "This is a made answer."
 
 
 def prediction_of(trajectory: Trajectory) -> str:
-    """Return the text of the last assistant message, never a tool's output; empty if the model said nothing."""
+    """Return what an agent with its own loop returned, or else the text of the last assistant message, never a tool's
+    output; empty if the model said nothing."""
+    if trajectory.result is not None:
+        return trajectory.result
     for message in reversed(trajectory.messages):
         if message["role"] == "assistant":
             return text_of(message.get("content") or "")
@@ -129,10 +132,12 @@ class Rewards:
         environment: EnvironmentReward | None,
         seen_images: Sequence[str] = (),
         view: ModelView | None = None,
+        workspace: Path | None = None,
     ) -> EnvironmentReward:
         """Return the weighted sum of the chain's rewards and turn rewards, with their metrics. Group rewards are not
         included; without other rewards the sum is 0. `seen_images` are the files of the stored images in the chain's
-        messages, in order; `view` is how the model states places in images.
+        messages, in order; `view` is how the model states places in images; `workspace` is the folder in which an
+        agent's program has worked.
 
         Raises RewardError if a reward raises or takes too long; TypeError if its result is not a reward; ValueError if
         the number of turn rewards differs from the chain's turns, or if two rewards give the same metric.
@@ -142,7 +147,7 @@ class Rewards:
                 raise ValueError("no reward: the recipe names no rewards and no environment gives one")
             check_turns(environment, trajectory, "the environment")
             return environment
-        offered = _offered(trajectory, environment, seen_images, view)
+        offered = _offered(trajectory, environment, seen_images, view, workspace)
         total = EnvironmentReward(0.0, dict(environment.metrics) if environment else {})
         for entry in self._entries:
             if not entry.group:
@@ -228,10 +233,12 @@ def _offered(
     environment: EnvironmentReward | None,
     seen_images: Sequence[str],
     view: ModelView | None,
+    workspace: Path | None = None,
 ) -> dict[str, Any]:
     """Return the arguments that a reward may take."""
     prediction = prediction_of(trajectory)
-    return dict(zip(OFFERED, (prediction, prediction, trajectory, environment, list(seen_images), view), strict=True))
+    offered = (prediction, prediction, trajectory, environment, list(seen_images), view, workspace)
+    return dict(zip(OFFERED, offered, strict=True))
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:

@@ -1,0 +1,199 @@
+"""Agents that keep their own loop: what they get for a chain, and a function that is one."""
+
+import asyncio
+import inspect
+import json
+import logging
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, Self
+
+from agentfactory.rollout.data import Task
+from agentfactory.rollout.gateway.server import Endpoint
+from agentfactory.rollout.timeline import Timeline
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.limits import ChainLimits
+from agentfactory.tools.messages import Content, ToolCall, ToolInfrastructureError, ToolResult, ToolSpec
+from agentfactory.tools.session import ToolSession
+
+logger = logging.getLogger(__name__)
+
+_MOST_THREADS = 4096
+
+
+class AgentFailed(Exception):
+    """An agent with its own loop failed: it raised, or its program ended with an error. `result` is what it printed."""
+
+    def __init__(self, problem: str, result: str | None = None) -> None:
+        super().__init__(problem)
+        self.result = result
+
+
+class ChainTools:
+    """The recipe's tools, as one chain has them.
+
+    `definitions` are what OpenAI's `tools` takes. Calls count toward the recipe's limits.
+    """
+
+    def __init__(
+        self,
+        specs: list[ToolSpec],
+        session: ToolSession,
+        limits: ChainLimits,
+        timeline: Timeline,
+        note: Callable[[ToolCall, ToolResult], None],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        self.definitions = [spec.to_openai() for spec in specs]
+        self.opening = session.opening
+        """What the environment says at the beginning; None if there is nothing."""
+        self._specs = specs
+        self._session = session
+        self._limits = limits
+        self._timeline = timeline
+        self._note = note
+        self._fail = fail
+        self._numbers = count()
+
+    async def call(self, name: str, arguments: Mapping[str, Any] | str) -> Content:
+        """Make a call, and return what the model is to see: text, or parts with images. Errors of tools are results,
+        too. `arguments` may be JSON text."""
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}", strict=False)
+            except ValueError as error:
+                return f"The arguments of {name} are not JSON: {error}"
+            if not isinstance(arguments, dict):
+                return f"The arguments of {name} are not a JSON object."
+        call = ToolCall(f"call_{next(self._numbers)}", name, dict(arguments))
+        try:
+            (result,) = await self._limits.run([call], self._timeline.calls(self._session.call, None))
+        except ToolInfrastructureError as error:
+            self._fail(error)  # the agent may catch it, and the chain is lost
+            raise
+        self._note(call, result)
+        return result.content
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One chain, for its agent. `workspace` is the chain's folder, if the agent has folders."""
+
+    endpoint: Endpoint
+    task: Task
+    chain: str
+    tools: ChainTools
+    workspace: Path | None = None
+
+
+class ClientAgent(ABC):
+    """An agent that samples its turns through an endpoint; use it as an async context manager."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+    @property
+    def needed(self) -> dict[str, str]:
+        """The fields of a row that the agent needs -> who needs them."""
+        return {}
+
+    @asynccontextmanager
+    async def folder(self, chain: str) -> AsyncIterator[Path | None]:
+        """Make the folder of a chain, and remove it on exit. None: the agent has no folders."""
+        yield None
+
+    @abstractmethod
+    async def run(self, visit: Visit) -> str | None:
+        """Play one chain. Returns its answer, if that is not the last thing that the model said. Raises
+        AgentFailed."""
+
+
+INPUTS = {
+    "client": "an AsyncOpenAI client",
+    "anthropic": "an AsyncAnthropic client",
+    "endpoint": "the address, key and model's name, for any other client",
+    "task": "the row of the data",
+    "tools": "the recipe's tools: `definitions`, and `await call(name, arguments)`",
+    "chain": "the chain's id",
+}
+"""Parameters of a function that is an agent -> what it gets."""
+
+
+class FunctionAgent(ClientAgent):
+    """A user's async function, called once for each chain."""
+
+    def __init__(self, reference: str, function: Callable[..., Any]) -> None:
+        """Raises SettingError if nothing gives one of its parameters, or the client that it takes is not installed."""
+        self._name = reference.rpartition(":")[2]
+        self._function = function
+        parameters = inspect.signature(function).parameters
+        for name, parameter in parameters.items():
+            if name not in INPUTS and parameter.default is parameter.empty:
+                problem = f"{reference} has a parameter {name!r} that nothing gives"
+                raise SettingError("rollout.agent", problem, f"it can take {', '.join(INPUTS)}, and fields of `task`")
+        self._takes = [name for name in INPUTS if name in parameters]
+        self._kinds = {name: _client(name, reference) for name in ("client", "anthropic") if name in parameters}
+        self._clients: dict[str, Any] = {}
+
+    async def __aenter__(self) -> Self:
+        for library in ("httpx", "httpx2"):
+            logging.getLogger(library).setLevel(logging.WARNING)  # or each request is a line of the log
+        # asyncio's own executor has as many threads as the machine has cores, and four more: too few for the chains of
+        # agents that block. Threads start as they are needed.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_MOST_THREADS, "agent"))
+        # one HTTP client for all chains: each takes 20 ms to make. A retried request would be sampled a second time.
+        self._clients = {
+            name: kind(base_url="http://127.0.0.1", api_key="none", max_retries=0, timeout=None)
+            for name, kind in self._kinds.items()
+        }
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for client in self._clients.values():
+            await client.close()
+
+    async def run(self, visit: Visit) -> str | None:
+        """See ClientAgent."""
+        urls = {"client": visit.endpoint.url, "anthropic": visit.endpoint.anthropic_url}
+        clients = {
+            name: client.with_options(base_url=urls[name], api_key=visit.endpoint.key)
+            for name, client in self._clients.items()
+        }
+        inputs = {**vars(visit), **clients}
+        try:
+            answer = await self._function(**{name: inputs[name] for name in self._takes})
+        except ToolInfrastructureError:
+            raise
+        except Exception as error:  # boundary: user code
+            logger.info("the agent failed at chain %s", visit.chain, exc_info=error)
+            raise AgentFailed(f"{self._name}: {_told(error)}") from error
+        if answer is not None and not isinstance(answer, str):
+            raise AgentFailed(f"{self._name} returned {answer!r:.200}; return the answer as text, or nothing")
+        return answer
+
+
+def _client(name: str, reference: str) -> Callable[..., Any]:
+    library, kind = {"client": ("openai", "AsyncOpenAI"), "anthropic": ("anthropic", "AsyncAnthropic")}[name]
+    try:
+        module = __import__(library)
+    except ImportError:
+        problem = f"{reference} takes {name!r}, and the library {library} is not installed"
+        raise SettingError("rollout.agent", problem, f"pip install {library}") from None
+    found: Callable[..., Any] = getattr(module, kind)
+    return found
+
+
+def _told(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if "site-packages" not in frame.filename]
+    place = f" ({Path(users[-1].filename).name}, line {users[-1].lineno})" if users else ""
+    return f"{type(error).__name__}: {error}{place}"

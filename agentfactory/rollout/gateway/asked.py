@@ -1,0 +1,130 @@
+"""What an agent asks for in a request, in the words of all protocols, and what it gets of that.
+
+Sampling is the recipe's: the trainer divides its logits by `rollout.temperature`, and the server's log-probabilities
+have to be those of the whole vocabulary. A limit of tokens and stop strings only end a turn earlier, so they are
+honoured. What changes the distribution of tokens is not applied, and a person is told; what an agent relies on, such as
+a JSON schema, is refused.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentfactory.tools.messages import Message, ToolCall, ToolSpec
+
+MOST_CHOICES = 64
+GRAMMAR = (
+    "a grammar changes the distribution that tokens are sampled from, so that they cannot be trained; ask for the "
+    "format in the prompt, or by a tool"
+)
+_IS_DEFAULT: dict[str, tuple[Any, ...]] = {
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "tool_choice": ("auto", "none", {"type": "auto"}, {"type": "none"}),
+    "parallel_tool_calls": (True,),
+}
+"""Parameters that are not applied -> values with which nothing is lost."""
+_NEVER_APPLIED = ("seed", *_IS_DEFAULT)
+
+
+class Refusal(Exception):
+    """A request that gets no turn: HTTP status, a code for programs, and what is wrong."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request for the next turn of a conversation. `unmet` are parameters that are not applied, with their values."""
+
+    messages: list[Message]
+    specs: list[ToolSpec] = field(default_factory=list)
+    model: str = ""
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    choices: int = 1
+    stream: bool = False
+    unmet: dict[str, Any] = field(default_factory=dict)
+    session: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What only the protocol's own answer depends on."""
+    remember: Callable[[Sequence["Said"]], None] = lambda turns: None
+    """Called with the turns that were sampled."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """A sampled turn for the agent. `stop` is the string that ended it. `prompt_tokens` were before it."""
+
+    id: str
+    text: str
+    reasoning: str
+    calls: list[ToolCall]
+    cut: bool
+    stop: str | None
+    prompt_tokens: int
+    tokens: int
+    logprobs: list[tuple[str, float]]
+    """Text and log-probability of each token."""
+
+
+def wrong(message: str) -> Refusal:
+    """Return the refusal of a request that the protocol does not allow, or that no chain can answer."""
+    return Refusal(400, "invalid_request", message)
+
+
+def unmet(body: Mapping[str, Any], temperature: float) -> dict[str, Any]:
+    """Return the parameters of a request that are not applied, and would change what is sampled."""
+    found = {
+        name: body[name]
+        for name in _NEVER_APPLIED
+        if body.get(name) is not None and body[name] not in _IS_DEFAULT.get(name, ())
+    }
+    asked = body.get("temperature")
+    return found if asked is None or asked == temperature else {"temperature": asked, **found}
+
+
+def refuse(body: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+    """Raise Refusal for a parameter that is set, and for which there is a reason."""
+    for name, reason in reasons.items():
+        if body.get(name):
+            raise wrong(f"{name}: got {str(body[name])[:200]}; {reason}")
+
+
+def integer(body: Mapping[str, Any], name: str, most: int | None = None) -> int | None:
+    """Return a positive number, or None if it is not given. Raises Refusal."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if type(value) is not int or value < 1 or (most is not None and value > most):
+        raise wrong(f"{name}: got {value!r}; use a whole number from 1{'' if most is None else f' to {most}'}")
+    return value
+
+
+def stops(value: Any) -> tuple[str, ...]:
+    """Return the stop strings of a request: a text, a list of texts, or None. Raises Refusal."""
+    found = [value] if isinstance(value, str) else value or []
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise wrong(f"stop: got {value!r}; use a text, or a list of texts")
+    return tuple(text for text in found if text)
+
+
+def tool_specs(tools: Any, functions: Sequence[Mapping[str, Any]], schema: str) -> list[ToolSpec]:
+    """Return the tools of a request, whose functions keep their JSON schema under `schema`. Raises Refusal."""
+    if not isinstance(tools, list | None):
+        raise wrong(f"tools: got {str(tools)[:200]}; use a list")
+    specs = []
+    for function in functions:
+        if not isinstance(name := function.get("name"), str):
+            raise wrong(f"tools: {str(function)[:200]} has no name")
+        parameters = function.get(schema) or {"type": "object", "properties": {}}
+        specs.append(ToolSpec(name, function.get("description") or "", parameters))
+    return specs

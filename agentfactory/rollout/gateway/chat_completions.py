@@ -1,0 +1,185 @@
+"""OpenAI's Chat Completions: requests, answers, and answers as a stream."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from agentfactory.rollout.gateway.asked import (
+    GRAMMAR,
+    MOST_CHOICES,
+    Asked,
+    Refusal,
+    Said,
+    integer,
+    refuse,
+    stops,
+    tool_specs,
+    unmet,
+    wrong,
+)
+from agentfactory.rollout.gateway.content import assistant, read_content, read_image, read_text, unknown
+from agentfactory.tools.messages import Message
+
+ROUTE = "/v1/chat/completions"
+_REFUSED = {
+    "functions": "give `tools`",
+    "audio": "models here read and write text",
+    "top_logprobs": "only the sampled token's log-probability is known; leave it out",
+}
+
+
+def read(body: Mapping[str, Any], temperature: float, stored: Mapping[str, Any]) -> Asked:
+    """Return what a request asks for. `temperature` is that of the chains; nothing is `stored` for this protocol.
+    Raises Refusal."""
+    refuse(body, _REFUSED)
+    if (body.get("response_format") or {"type": "text"}).get("type") != "text":
+        raise wrong(f"response_format: {GRAMMAR}")
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
+        raise wrong("messages: give a list with at least one message")
+    tools = body.get("tools")
+    functions = [tool["function"] for tool in tools or [] if tool.get("type") == "function"]
+    left_out = [tool for tool in tools or [] if tool.get("type") != "function"]
+    chosen = body.get("tool_choice") != "none"
+    return Asked(
+        [_message(message) for message in given],
+        tool_specs(tools, functions, "parameters") if chosen else [],
+        str(body.get("model") or ""),
+        integer(body, "max_completion_tokens") or integer(body, "max_tokens"),
+        stops(body.get("stop")),
+        integer(body, "n", MOST_CHOICES) or 1,
+        bool(body.get("stream")),
+        unmet(body, temperature) | ({"tools": left_out} if left_out else {}),
+        options={
+            "logprobs": bool(body.get("logprobs")),
+            "usage": bool((body.get("stream_options") or {}).get("include_usage")),
+        },
+    )
+
+
+def _message(message: Any) -> Message:
+    if not isinstance(message, dict):
+        raise wrong(f"messages: got {str(message)[:200]}; use objects with a role")
+    content = read_content(message.get("content"), _part)
+    match message.get("role"):
+        case "system" | "developer":
+            return {"role": "system", "content": content}
+        case "user":
+            return {"role": "user", "content": content}
+        case "tool":
+            return {"role": "tool", "tool_call_id": str(message.get("tool_call_id") or ""), "content": content}
+        case "assistant":
+            calls = [
+                (str(call.get("id") or ""), call["function"]["name"], call["function"].get("arguments") or "{}")
+                for call in message.get("tool_calls") or []
+            ]
+            text = content if isinstance(content, str) else ""
+            reasoning = message.get("reasoning_content") or message.get("reasoning")
+            return assistant(text, calls, reasoning if isinstance(reasoning, str) else "")
+        case role:
+            raise wrong(f"messages: got the role {role!r}; use system, developer, user, assistant or tool")
+
+
+def _part(part: dict[str, Any]) -> dict[str, Any] | None:
+    match part.get("type"):
+        case "text":
+            return read_text(part)
+        case "image_url":
+            image = part.get("image_url")
+            return read_image(image.get("url") if isinstance(image, dict) else image)
+        case "refusal":
+            return None
+    raise unknown(part)
+
+
+def write(asked: Asked, turns: Sequence[Said]) -> dict[str, Any]:
+    """Return the answer to a request: one choice for each turn."""
+    choices = [
+        {"index": n, "message": _said(turn), "logprobs": _logprobs(asked, turn), "finish_reason": _reason(turn)}
+        for n, turn in enumerate(turns)
+    ]
+    return {**_frame(asked, turns, "chat.completion"), "choices": choices, "usage": _usage(turns)}
+
+
+def events(asked: Asked, turns: Sequence[Said]) -> Iterator[str]:
+    """Yield the answer as server-sent events."""
+    frame = {**_frame(asked, turns, "chat.completion.chunk"), **({"usage": None} if asked.options["usage"] else {})}
+
+    def chunk(number: int, delta: dict[str, Any], **more: Any) -> str:
+        choice = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+        return f"data: {json.dumps({**frame, 'choices': [choice]})}\n\n"
+
+    for number, turn in enumerate(turns):
+        yield chunk(number, {"role": "assistant", "content": ""})
+        if turn.reasoning:
+            yield chunk(number, {"reasoning_content": turn.reasoning})
+        if turn.text:
+            yield chunk(number, {"content": turn.text}, logprobs=_logprobs(asked, turn))
+        for place, call in enumerate(_calls(turn)):
+            function = call["function"]
+            begun = {**call, "index": place, "function": {"name": function["name"], "arguments": ""}}
+            yield chunk(number, {"tool_calls": [begun]})
+            yield chunk(number, {"tool_calls": [{"index": place, "function": {"arguments": function["arguments"]}}]})
+        yield chunk(number, {}, finish_reason=_reason(turn))
+    if asked.options["usage"]:
+        yield f"data: {json.dumps({**frame, 'choices': [], 'usage': _usage(turns)})}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def error(refusal: Refusal) -> dict[str, Any]:
+    """Return the body of a refused request."""
+    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
+    return {"error": {"message": str(refusal), "type": kind, "param": None, "code": refusal.code}}
+
+
+def failed(refusal: Refusal) -> str:
+    """Return the event of a request that fails after its stream has begun."""
+    return f"data: {json.dumps(error(refusal))}\n\n"
+
+
+PING = ": sampling\n\n"
+"""What keeps a stream alive before the turn is there."""
+
+
+def _frame(asked: Asked, turns: Sequence[Said], kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{turns[0].id}", "object": kind, "created": int(time.time()), "model": asked.model}
+
+
+def _said(turn: Said) -> dict[str, Any]:
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": turn.text or (None if turn.calls else ""),
+        "refusal": None,
+    }
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    if turn.calls:
+        message["tool_calls"] = _calls(turn)
+    return message
+
+
+def _calls(turn: Said) -> list[dict[str, Any]]:
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
+        for call in turn.calls
+    ]
+
+
+def _reason(turn: Said) -> str:
+    return "length" if turn.cut else "tool_calls" if turn.calls else "stop"
+
+
+def _usage(turns: Sequence[Said]) -> dict[str, Any]:
+    prompt, sampled = turns[0].prompt_tokens, sum(turn.tokens for turn in turns)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _logprobs(asked: Asked, turn: Said) -> dict[str, Any] | None:
+    if not asked.options["logprobs"]:
+        return None
+    content = [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in turn.logprobs
+    ]
+    return {"content": content, "refusal": None}

@@ -1,0 +1,110 @@
+"""Programs as agents: a process for each chain, in a folder of its own, which finds the model by its environment."""
+
+import asyncio
+import re
+import sys
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from mcp import StdioServerParameters
+from mcp.client.stdio import get_default_environment
+
+from agentfactory.rollout.config import AgentConfig
+from agentfactory.rollout.data import Task
+from agentfactory.rollout.gateway.agents import AgentFailed, ClientAgent, Visit
+from agentfactory.tools import keeper
+from agentfactory.tools.targets import expand_variables, program_of
+from agentfactory.tools.workspaces import ChainProgram, check_kept, check_template
+
+_FIELD = re.compile(r"\$\{task\.(\w+)\}")
+_KEPT_BYTES = 65536
+"""How much of a program's output is kept, from its end."""
+_CHUNK = 8192
+
+
+class ProgramAgent(ClientAgent):
+    """A program, started once for each chain. Its environment names the gateway; its folder and everything that it
+    started are gone when the chain has been judged."""
+
+    def __init__(self, config: AgentConfig, base: Path) -> None:
+        """Raises SettingError if a variable of `env` is not set, or the folders cannot be used."""
+        self._command = program_of(config.command[0], config.command[1:], base)
+        self._env = expand_variables("rollout.agent.env", config.env)
+        self._template = Path(config.workspace) if config.workspace else None
+        self._kept = Path(config.keep_workspaces) if config.keep_workspaces else None
+        if self._template is not None:
+            check_template("rollout.agent.workspace", self._template)
+        if self._kept is not None:
+            check_kept("rollout.agent.keep_workspaces", self._kept)
+
+    @property
+    def needed(self) -> dict[str, str]:
+        """See ClientAgent."""
+        parts = (*self._command, *self._env.values())
+        return {name: "rollout.agent" for part in parts for name in _FIELD.findall(part)}
+
+    @asynccontextmanager
+    async def folder(self, chain: str) -> AsyncIterator[Path]:
+        """See ClientAgent."""
+        program = StdioServerParameters(command="", args=["${chain}"])
+        async with ChainProgram(program, self._template, self._kept).running(lambda: chain) as made:
+            yield Path(made.args[0])
+
+    async def run(self, visit: Visit) -> str | None:
+        """See ClientAgent. The answer is what the program printed on its stdout, if it did."""
+        assert visit.workspace is not None
+        workspace = str(visit.workspace)
+        command = [self._filled(part, visit.task, workspace) for part in self._command]
+        env = {
+            **get_default_environment(),
+            "HOME": workspace,
+            **visit.endpoint.environment(),
+            **{key: self._filled(value, visit.task, workspace) for key, value in self._env.items()},
+        }
+        process = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-I", "-S", keeper.__file__, *command],
+            cwd=workspace,
+            env=env,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            said, errors = await asyncio.gather(_tail(process.stdout), _tail(process.stderr))
+            status = await process.wait()
+        finally:
+            # the keeper ends everything and then itself; the caller may not go on before
+            assert process.stdin is not None
+            process.stdin.close()
+            await _ended(process)
+        if status != 0:
+            lines = [line.strip() for line in errors.splitlines() if line.strip()]
+            last = f": {lines[-1][:500]}" if lines else ""
+            raise AgentFailed(f"{Path(self._command[0]).name} ended with exit status {status}{last}", said or None)
+        return said or None
+
+    def _filled(self, text: str, task: Task, workspace: str) -> str:
+        return _FIELD.sub(lambda match: str(task[match[1]]), text.replace("${chain}", workspace))
+
+
+async def _tail(stream: asyncio.StreamReader) -> str:
+    """Read a stream to its end, and return its last part as text."""
+    chunks: deque[bytes] = deque(maxlen=_KEPT_BYTES // _CHUNK)
+    while chunk := await stream.read(_CHUNK):
+        chunks.append(chunk)
+    return b"".join(chunks).decode("utf-8", "replace").strip()
+
+
+async def _ended(process: "asyncio.subprocess.Process") -> None:
+    """Wait until a process has ended, also if this task is cancelled again meanwhile."""
+    waiting = asyncio.ensure_future(process.wait())
+    try:
+        await asyncio.shield(waiting)
+    except asyncio.CancelledError:
+        await asyncio.wait([waiting])
+        raise

@@ -1,0 +1,253 @@
+"""OpenAI's Responses: requests, answers, and answers as a stream."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from agentfactory.rollout.gateway.asked import GRAMMAR, Asked, Refusal, Said, integer, refuse, tool_specs, unmet, wrong
+from agentfactory.rollout.gateway.chat_completions import error
+from agentfactory.rollout.gateway.content import Part, assistant, read_content, read_image, read_text, unknown
+from agentfactory.tools.messages import Message
+
+__all__ = ["PING", "ROUTE", "error", "events", "failed", "read", "write"]
+
+ROUTE = "/v1/responses"
+_EMPTY: dict[str, dict[str, Any]] = {
+    "message": {"content": []},
+    "function_call": {"arguments": ""},
+    "reasoning": {"content": []},
+}
+"""Type of an item -> its content at the beginning of a stream."""
+Stored = dict[str, list[dict[str, Any]]]
+"""Id of an answer -> the items of its conversation, its own included."""
+_REFUSED = {
+    "background": "an answer is given when the turn is sampled",
+    "conversation": "send the conversation, or previous_response_id",
+    "prompt": "there are no stored prompts",
+}
+
+
+def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> Asked:
+    """Return what a request asks for. `temperature` is that of the chains. `stored` are the items of the chain's
+    conversations up to each answer. Raises Refusal."""
+    refuse(body, _REFUSED)
+    if ((body.get("text") or {}).get("format") or {"type": "text"}).get("type") != "text":
+        raise wrong(f"text.format: {GRAMMAR}")
+    items = _known(body, stored) + [_referred(item, stored) for item in as_items(body.get("input"))]
+    if not items:
+        raise wrong("input: give a text, or a list with at least one item")
+
+    def remember(turns: Sequence[Said]) -> None:
+        if body.get("store") is not False:
+            stored[f"resp_{turns[0].id}"] = [*items, *_items(turns[0], "completed")]
+
+    instructions = body.get("instructions")
+    messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
+    tools = body.get("tools")
+    functions = [tool for tool in tools or [] if tool.get("type") == "function"]
+    left_out = [tool for tool in tools or [] if tool.get("type") != "function"]
+    chosen = body.get("tool_choice") != "none"
+    return Asked(
+        [*messages, *_messages(items)],
+        tool_specs(tools, functions, "parameters") if chosen else [],
+        str(body.get("model") or ""),
+        integer(body, "max_output_tokens"),
+        (),
+        1,
+        bool(body.get("stream")),
+        unmet(body, temperature) | ({"tools": left_out} if left_out else {}),
+        options={"request": body},
+        remember=remember,
+    )
+
+
+def _known(body: Mapping[str, Any], stored: Stored) -> list[dict[str, Any]]:
+    """Return the items that a request continues without sending them."""
+    previous = body.get("previous_response_id")
+    if previous is None:
+        return []
+    if previous not in stored:
+        raise Refusal(404, "previous_response_not_found", f"previous_response_id: this chain has no answer {previous}")
+    return stored[previous]
+
+
+def _referred(item: dict[str, Any], stored: Stored) -> dict[str, Any]:
+    if item.get("type") != "item_reference":
+        return item
+    for items in stored.values():
+        for known in items:
+            if known.get("id") == item.get("id"):
+                return known
+    raise Refusal(404, "item_not_found", f"input: this chain has no item {item.get('id')}")
+
+
+def as_items(given: Any) -> list[dict[str, Any]]:
+    """Return the items of an input. Raises Refusal."""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    if not isinstance(given, list | None) or not all(isinstance(item, dict) for item in given or []):
+        raise wrong(f"input: got {str(given)[:200]}; use a text, or a list of items")
+    return list(given or [])
+
+
+def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
+    """Return the messages of items: those of the model that stand together are one turn."""
+    messages: list[Message] = []
+    turn: list[dict[str, Any]] = []
+    for item in items:
+        kind = item.get("type") or "message"
+        if kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant"):
+            turn.append(item)
+            continue
+        if turn:
+            messages.append(_turn(turn))
+            turn = []
+        messages.append(_message(kind, item))
+    return [*messages, _turn(turn)] if turn else messages
+
+
+def _turn(items: Sequence[dict[str, Any]]) -> Message:
+    said = [item for item in items if item.get("type") in (None, "message")]
+    calls = [item for item in items if item.get("type") == "function_call"]
+    thoughts = [item for item in items if item.get("type") == "reasoning"]
+    texts = [content if isinstance(content := read_content(item.get("content"), _part), str) else "" for item in said]
+    reasoning = [
+        "".join(part["text"] for part in (item.get("content") or item.get("summary") or [])) for item in thoughts
+    ]
+    made = [(str(item["call_id"]), str(item["name"]), item.get("arguments") or "{}") for item in calls]
+    return assistant("".join(texts), made, "".join(reasoning))
+
+
+def _message(kind: str, item: dict[str, Any]) -> Message:
+    if kind == "function_call_output":
+        content = read_content(item.get("output"), _part)
+        return {"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": content}
+    role = {"developer": "system"}.get(str(item.get("role")), item.get("role"))
+    if kind != "message" or role not in ("system", "user"):
+        raise wrong(f"input: items of type {kind!r} with role {item.get('role')!r} cannot be read")
+    return {"role": role, "content": read_content(item.get("content"), _part)}
+
+
+def _part(part: Part) -> Part | None:
+    match part.get("type"):
+        case "input_text" | "output_text" | "text":
+            return read_text(part)
+        case "input_image":
+            return read_image(part.get("image_url"))
+        case "refusal":
+            return None
+    raise unknown(part)
+
+
+def write(asked: Asked, turns: Sequence[Said]) -> dict[str, Any]:
+    """Return the answer to a request, which has one turn."""
+    (turn,) = turns
+    status = "incomplete" if turn.cut else "completed"
+    return {
+        **_frame(asked, turn, status),
+        "incomplete_details": {"reason": "max_output_tokens"} if turn.cut else None,
+        "output": _items(turn, status),
+        "usage": {
+            "input_tokens": turn.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": turn.tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": turn.prompt_tokens + turn.tokens,
+        },
+    }
+
+
+def events(asked: Asked, turns: Sequence[Said]) -> Iterator[str]:
+    """Yield the answer as server-sent events."""
+    (turn,) = turns
+    done = write(asked, turns)
+    begun = {**_frame(asked, turn, "in_progress"), "output": [], "usage": None, "incomplete_details": None}
+    made: list[tuple[str, dict[str, Any]]] = [
+        ("response.created", {"response": begun}),
+        ("response.in_progress", {"response": begun}),
+    ]
+    for place, item in enumerate(done["output"]):
+        where = {"output_index": place, "item_id": item["id"]}
+        started = {**item, **_EMPTY[item["type"]], "status": "in_progress"}
+        made.append(("response.output_item.added", {"output_index": place, "item": started}))
+        made += [(kind, {**where, **fields}) for kind, fields in _pieces(item)]
+        made.append(("response.output_item.done", {"output_index": place, "item": item}))
+    made.append((f"response.{done['status']}", {"response": done}))
+    for number, (kind, fields) in enumerate(made):
+        yield f"event: {kind}\ndata: {json.dumps({'type': kind, 'sequence_number': number, **fields})}\n\n"
+
+
+def _pieces(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    match item["type"]:
+        case "function_call":
+            arguments = item["arguments"]
+            yield "response.function_call_arguments.delta", {"delta": arguments}
+            yield "response.function_call_arguments.done", {"arguments": arguments, "name": item["name"]}
+        case "message":
+            (part,) = item["content"]
+            where = {"content_index": 0}
+            yield "response.content_part.added", {**where, "part": {**part, "text": ""}}
+            yield "response.output_text.delta", {**where, "delta": part["text"], "logprobs": []}
+            yield "response.output_text.done", {**where, "text": part["text"], "logprobs": []}
+            yield "response.content_part.done", {**where, "part": part}
+        case "reasoning":
+            (part,) = item["content"]
+            yield "response.reasoning_text.delta", {"content_index": 0, "delta": part["text"]}
+            yield "response.reasoning_text.done", {"content_index": 0, "text": part["text"]}
+
+
+def failed(refusal: Refusal) -> str:
+    """Return the event of a request that fails after its stream has begun."""
+    fields = {"type": "error", "sequence_number": 0, "code": refusal.code, "message": str(refusal), "param": None}
+    return f"event: error\ndata: {json.dumps(fields)}\n\n"
+
+
+PING = ": sampling\n\n"
+"""What keeps a stream alive before the turn is there."""
+
+
+def _frame(asked: Asked, turn: Said, status: str) -> dict[str, Any]:
+    request = asked.options["request"]
+    return {
+        "id": f"resp_{turn.id}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": status,
+        "error": None,
+        "instructions": request.get("instructions"),
+        "max_output_tokens": request.get("max_output_tokens"),
+        "metadata": request.get("metadata") or {},
+        "model": asked.model,
+        "parallel_tool_calls": True,
+        "previous_response_id": request.get("previous_response_id"),
+        "temperature": request.get("temperature"),
+        "tool_choice": request.get("tool_choice") or "auto",
+        "tools": request.get("tools") or [],
+        "top_p": request.get("top_p"),
+        "text": {"format": {"type": "text"}},
+        "store": request.get("store", True),
+    }
+
+
+def _items(turn: Said, status: str) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    if turn.reasoning:
+        content = [{"type": "reasoning_text", "text": turn.reasoning}]
+        items.append({"id": f"rs_{turn.id}", "type": "reasoning", "summary": [], "content": content, "status": status})
+    if turn.text or not turn.calls:
+        part = {"type": "output_text", "text": turn.text, "annotations": [], "logprobs": []}
+        frame = {"id": f"msg_{turn.id}", "type": "message", "role": "assistant", "status": status}
+        items.append({**frame, "content": [part]})
+    items += [
+        {
+            "id": f"fc_{turn.id}_{place}",
+            "type": "function_call",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": json.dumps(call.arguments),
+            "status": status,
+        }
+        for place, call in enumerate(turn.calls)
+    ]
+    return items

@@ -1,0 +1,202 @@
+"""The gateway's HTTP server, on a free loopback port of the rollout worker. A random key names the chain."""
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
+
+from aiohttp import web
+
+from agentfactory.rollout.gateway import chat_completions, messages, responses
+from agentfactory.rollout.gateway.asked import Asked, Refusal, Said
+
+logger = logging.getLogger(__name__)
+
+PING_SECONDS = 10.0
+"""How often a stream says that the turn is not there yet: many clients give up on a silent one."""
+_MOST_BYTES = 1 << 28
+"""Longest request: one with many images."""
+
+
+class Api(Protocol):
+    """One of the protocols: a module of this package."""
+
+    ROUTE: str
+    PING: str
+
+    def read(self, body: Mapping[str, Any], temperature: float, stored: dict[str, list[dict[str, Any]]]) -> Asked:
+        """Return what a request asks for. Raises Refusal."""
+
+    def write(self, asked: Asked, turns: Sequence[Said]) -> dict[str, Any]:
+        """Return the answer."""
+
+    def events(self, asked: Asked, turns: Sequence[Said]) -> Iterator[str]:
+        """Yield the answer as server-sent events."""
+
+    def error(self, refusal: Refusal) -> dict[str, Any]:
+        """Return the body of a refused request."""
+
+    def failed(self, refusal: Refusal) -> str:
+        """Return the event of a request that fails after its stream has begun."""
+
+
+APIS: list[Api] = [chat_completions, messages, responses]
+
+
+class Asking(Protocol):
+    """A chain that answers requests."""
+
+    temperature: float
+    stored: dict[str, list[dict[str, Any]]]
+    """See responses.Stored."""
+
+    async def count(self, asked: Asked) -> int:
+        """Return the number of tokens of a conversation. Raises Refusal."""
+
+    async def admit(self, asked: Asked) -> Awaitable[list[Said]]:
+        """Check a request, and return what samples its turns. Raises Refusal."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where an agent finds the model. `url` is the base of OpenAI's protocols and ends with /v1; `anthropic_url` is
+    that of Anthropic's. The key names the chain; the model's name is free."""
+
+    url: str
+    anthropic_url: str
+    key: str
+    model: str = "policy"
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables by which clients find it."""
+        return {
+            "OPENAI_BASE_URL": self.url,
+            "OPENAI_API_BASE": self.url,
+            "OPENAI_API_KEY": self.key,
+            "ANTHROPIC_BASE_URL": self.anthropic_url,
+            "ANTHROPIC_API_KEY": self.key,
+            "AGENTFACTORY_MODEL": self.model,
+        }
+
+
+class Gateway:
+    """Answers the requests of all chains of a process; use it as an async context manager."""
+
+    def __init__(self) -> None:
+        self._chains: dict[str, Asking] = {}
+        self._url = ""
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(client_max_size=_MOST_BYTES)
+        app.add_routes([web.post(api.ROUTE, _handler(self, api)) for api in APIS])
+        app.add_routes([web.post(f"{messages.ROUTE}/count_tokens", self._count)])
+        app.add_routes([web.get("/v1/models", self._models), web.get("/v1/models/{name:.*}", self._models)])
+        # a turn that its client no longer waits for is not sampled to its end
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096).start()
+        self._url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    @contextmanager
+    def serving(self, chain: Asking) -> Iterator[Endpoint]:
+        """Answer the requests of a chain, whose key ends with the context."""
+        key = f"chain-{secrets.token_urlsafe(24)}"
+        self._chains[key] = chain
+        try:
+            yield Endpoint(f"{self._url}/v1", self._url, key)
+        finally:
+            del self._chains[key]
+
+    def chain_of(self, request: web.Request) -> Asking:
+        """Return the chain that a request names by its key. Raises Refusal."""
+        bearer = request.headers.get("Authorization", "")
+        key = request.headers.get("x-api-key") or bearer.removeprefix("Bearer ").strip()
+        if (chain := self._chains.get(key)) is None:
+            raise Refusal(401, "invalid_api_key", "this key is that of no running chain")
+        return chain
+
+    async def _count(self, request: web.Request) -> web.Response:
+        try:
+            chain = self.chain_of(request)
+            asked = _read(messages, await _body(request), chain)
+            return web.json_response({"input_tokens": await chain.count(asked)})
+        except Refusal as refusal:
+            return web.json_response(messages.error(refusal), status=refusal.status)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        try:
+            self.chain_of(request)
+        except Refusal as refusal:
+            return web.json_response(chat_completions.error(refusal), status=refusal.status)
+        name = request.match_info.get("name")
+        card = {"id": name or "policy", "object": "model", "type": "model", "created": 0, "owned_by": "agentfactory"}
+        return web.json_response(card if name else {"object": "list", "data": [card], "has_more": False})
+
+
+def _handler(gateway: Gateway, api: Api) -> Any:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        try:
+            chain = gateway.chain_of(request)
+            asked = _read(api, await _body(request), chain)
+            asked = replace(asked, session=request.headers.get("x-session-id", ""))
+            sampling = await chain.admit(asked)
+            if asked.stream:
+                return await _stream(request, api, asked, sampling)
+            return web.json_response(api.write(asked, await sampling))
+        except Refusal as refusal:
+            return web.json_response(api.error(refusal), status=refusal.status)
+
+    return handle
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    try:
+        body = json.loads(await request.read())
+    except ValueError as error:
+        raise Refusal(400, "invalid_request", f"the request is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise Refusal(400, "invalid_request", "the request is no JSON object")
+    return body
+
+
+def _read(api: Api, body: dict[str, Any], chain: Asking) -> Asked:
+    try:
+        return api.read(body, chain.temperature, chain.stored)
+    except (TypeError, KeyError, AttributeError) as error:
+        # the protocols have hundreds of fields, which need not be checked one by one
+        problem = f"the request is not one of {api.ROUTE}: {type(error).__name__}: {error}"
+        raise Refusal(400, "invalid_request", problem) from error
+
+
+async def _stream(request: web.Request, api: Api, asked: Asked, sampling: Awaitable[list[Said]]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    async with _running(sampling) as turns:
+        while not (await asyncio.wait([turns], timeout=PING_SECONDS))[0]:
+            await response.write(api.PING.encode())
+        try:
+            for event in api.events(asked, await turns):
+                await response.write(event.encode())
+        except Refusal as refusal:
+            await response.write(api.failed(refusal).encode())
+    await response.write_eof()
+    return response
+
+
+@asynccontextmanager
+async def _running(sampling: Awaitable[list[Said]]) -> AsyncIterator["asyncio.Future[list[Said]]"]:
+    """Run it as a task that ends with the context."""
+    task = asyncio.ensure_future(sampling)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])

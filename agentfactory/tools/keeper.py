@@ -1,0 +1,87 @@
+"""Runs a program, and ends everything that it started when it ends, or when this process's stdin closes.
+
+Run as a program itself: `python -I -S keeper.py COMMAND ...`. It needs only the standard library, and exits with the
+command's status. As a subreaper it inherits what the command leaves behind, in whatever session or process group.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+_PR_SET_CHILD_SUBREAPER = 36
+_TRIES, _PAUSE_SECONDS = 200, 0.01
+
+
+def main() -> None:
+    """Run the command, and exit with its status; 128 + N if signal N ended it."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        # its stdin is empty: ours belongs to the process that wants it ended
+        child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+    except OSError as error:
+        print(f"{sys.argv[1]} cannot be started: {error.strerror}", file=sys.stderr)
+        sys.exit(127)
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    status = child.wait()
+    end_descendants()
+    sys.stdout.flush()
+    os._exit(status if status >= 0 else 128 - status)
+
+
+def _end_with_stdin() -> None:
+    while os.read(0, 4096):
+        pass
+    end_descendants()
+    os._exit(128 + signal.SIGTERM)
+
+
+def end_descendants() -> None:
+    """Kill every descendant of this process, until none is left: one may start another meanwhile."""
+    for _ in range(_TRIES):
+        found = _descendants(os.getpid())
+        if not found:
+            return
+        for pid in found:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:  # it has ended, or belongs to another user
+                continue
+        # orphans become our children, and stay zombies until they are waited for
+        for pid in found:
+            try:
+                os.waitpid(pid, os.WNOHANG)
+            except OSError:
+                continue
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _descendants(root: int) -> list[int]:
+    """Return the processes below `root` that still run."""
+    parents: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                # the name of the program, in brackets, may have anything in it
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != b"Z":
+            parents.setdefault(int(fields[1]), []).append(int(name))
+        else:
+            parents.setdefault(int(fields[1]), [])
+    found, waiting = [], [root]
+    while waiting:
+        below = parents.get(waiting.pop(), [])
+        found += below
+        waiting += below
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,406 @@
+"""Agents on the real SDKs of OpenAI, through the gateway: what they get, and what is trained."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from agentfactory.rollout.gateway.agents import ChainTools, FunctionAgent
+from agentfactory.rollout.gateway.server import Endpoint
+from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
+from tests.chat_tokenizers import trl_template
+from tests.scripted_chains import Scripted, scripted_chains
+
+# the SDK looks at the machine by `uname`
+pytestmark = pytest.mark.processes
+
+CALL = '<tool_call>\n{"name": "note", "arguments": {"text": "tea", "cups": 2.0}}\n</tool_call>'
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "note",
+        "description": "Take a note.",
+        "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
+    },
+}
+
+
+async def play(folder: Path, texts: list[str], function: Any, **fields: Any) -> tuple[Trajectory, Scripted]:
+    """One chain of a function, checked to the token."""
+    dropped = fields.pop("dropped", 0)
+    async with scripted_chains(folder, texts, agent=FunctionAgent("a.py:run", function), **fields) as chains:
+        trajectory = await chains.run()
+        chains.check(trajectory, dropped=dropped)
+        return trajectory, chains
+
+
+async def test_an_openai_agent_with_its_own_loop(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    async def run(client: AsyncOpenAI, task: dict[str, Any]) -> None:
+        messages: list[Any] = [{"role": "system", "content": "You take notes."}]
+        messages.append({"role": "user", "content": task["question"]})
+        while True:
+            answer = await client.chat.completions.create(model="gpt-5", messages=messages, tools=[TOOL])
+            seen.append(answer)
+            message = answer.choices[0].message
+            messages.append(message)
+            if not message.tool_calls:
+                return
+            for call in message.tool_calls:
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": "noted"})
+
+    trajectory, chains = await play(tmp_path, [CALL, f"More.\n{CALL}", "done"], run)
+    assert (trajectory.outcome, trajectory.stop_reason) == (Outcome.COMPLETED, StopReason.ANSWER)
+    assert (trajectory.turns, trajectory.reward, len(trajectory.rows)) == (3, 3.0, 1)
+    first, second, last = seen
+    assert first.model == "gpt-5"
+    assert first.choices[0].finish_reason == "tool_calls"
+    assert first.choices[0].message.content is None
+    assert json.loads(first.choices[0].message.tool_calls[0].function.arguments) == {"text": "tea", "cups": 2.0}
+    assert second.choices[0].message.content == "More."
+    assert (last.choices[0].message.content, last.choices[0].finish_reason) == ("done", "stop")
+    for answer, request, response in zip(seen, chains.server.requests, chains.server.responses, strict=True):
+        sent = len(request["token_ids"])
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (sent, len(response))
+    whole = chains.tokenizer.decode(trajectory.rows[0].token_ids)
+    assert whole == chains.tokenizer.apply_chat_template(
+        trajectory.messages, tools=[TOOL], tokenize=False
+    ).removesuffix("\n"), "the row is the template's own text"
+    assert [m["role"] for m in trajectory.messages] == ["system", "user", *["assistant", "tool"] * 2, "assistant"]
+    assert trajectory.metrics["gateway/unmatched_turns"] == 0
+
+
+async def test_a_stream_says_the_same(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    async def run(client: AsyncOpenAI) -> str:
+        messages: list[Any] = [{"role": "user", "content": "go"}]
+        async with client.chat.completions.stream(
+            model="m", messages=messages, tools=[TOOL], stream_options={"include_usage": True}
+        ) as stream:
+            async for event in stream:
+                said.append(event.type)
+            answer = await stream.get_final_completion()
+        message = answer.choices[0].message
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens > 5
+        assert message.tool_calls is not None
+        (call,) = message.tool_calls
+        assert json.loads(call.function.arguments)["text"] == "tea"
+        messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "ok"}]
+        text = ""
+        async for chunk in await client.chat.completions.create(
+            model="m", messages=messages, tools=[TOOL], stream=True
+        ):
+            text += chunk.choices[0].delta.content or ""
+        return text
+
+    trajectory, _ = await play(tmp_path, [f"Well. {CALL}", "done"], run)
+    assert trajectory.error is None
+    assert "content.delta" in said
+    assert "tool_calls.function.arguments.delta" in said
+    assert trajectory.result == "done"
+    assert (trajectory.turns, len(trajectory.rows)) == (2, 1)
+
+
+async def test_stop_strings_and_limits_end_a_turn_where_the_agent_says(tmp_path: Path) -> None:
+    async def run(client: AsyncOpenAI) -> None:
+        messages: list[Any] = [{"role": "user", "content": "go"}]
+        answer = await client.chat.completions.create(model="m", messages=messages, stop=["</code>", "never"])
+        choice = answer.choices[0]
+        assert (choice.finish_reason, choice.message.content) == ("stop", "<code>\nprint(1)\n")
+        messages += [{"role": "assistant", "content": f"{choice.message.content}</code>"}]
+        messages += [{"role": "user", "content": "1"}]
+        answer = await client.chat.completions.create(model="m", messages=messages, max_tokens=3)
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 3
+        messages += [answer.choices[0].message, {"role": "user", "content": "go on"}]
+        await client.chat.completions.create(model="m", messages=messages)
+
+    async with scripted_chains(
+        tmp_path,
+        ["<code>\nprint(1)\n</code> and much more", "a long answer", "done"],
+        agent=FunctionAgent("a.py:run", run),
+    ) as chains:
+        trajectory = await chains.run()
+        requests, responses = chains.server.requests, chains.server.responses
+        tokenizer = chains.tokenizer
+    assert trajectory.error is None
+    (row,) = trajectory.rows
+    (first, second, third) = (row.token_ids[start:end] for _, start, end in trajectory.turn_spans())
+    assert responses[0][: len(first)] == first
+    text = tokenizer.decode(first)
+    assert "</code>" in text
+    assert "</code>" not in tokenizer.decode(first[:-1]), "it ends with the token that completes the stop string"
+    assert (second, third) == (responses[1], responses[2])
+    for request, (_, start, _) in zip(requests, trajectory.turn_spans(), strict=True):
+        assert request["token_ids"] == row.token_ids[:start]
+    assert sum(row.mask) == len(first) + len(second) + len(third)
+
+
+async def test_several_choices_are_each_trained_once(tmp_path: Path) -> None:
+    async def run(client: AsyncOpenAI) -> None:
+        messages: list[Any] = [{"role": "user", "content": "go"}]
+        answer = await client.chat.completions.create(model="m", messages=messages, n=3)
+        texts = [choice.message.content for choice in answer.choices]
+        assert sorted(text or "" for text in texts) == ["one", "three", "two"]
+        messages += [answer.choices[1].message, {"role": "user", "content": "more"}]
+        await client.chat.completions.create(model="m", messages=messages)
+
+    trajectory, _ = await play(tmp_path, ["one", "two", "three", "done"], run)
+    assert trajectory.error is None
+    assert (trajectory.turns, len(trajectory.rows)) == (4, 3)
+    assert [row.mask.count(1) > 0 for row in trajectory.rows] == [True] * 3
+
+
+async def test_text_of_an_agent_without_tools_is_not_read_as_calls(tmp_path: Path) -> None:
+    async def run(client: AsyncOpenAI) -> None:
+        answer = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "go"}])
+        assert answer.choices[0].message.content == CALL
+        assert answer.choices[0].message.tool_calls is None
+
+    trajectory, _ = await play(tmp_path, [CALL], run)
+    assert trajectory.error is None
+
+
+async def test_reasoning_is_delivered_and_need_not_come_back(tmp_path: Path) -> None:
+    async def run(client: AsyncOpenAI) -> None:
+        messages: list[Any] = [{"role": "user", "content": "go"}]
+        message = (await client.chat.completions.create(model="m", messages=messages, tools=[TOOL])).choices[0].message
+        assert message.reasoning_content == "Tea?"  # type: ignore[attr-defined]
+        assert message.tool_calls is not None
+        call = message.tool_calls[0]
+        replayed = {"role": "assistant", "tool_calls": [call.model_dump()]}
+        messages += [replayed, {"role": "tool", "tool_call_id": call.id, "content": "noted"}]
+        await client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
+
+    template = trl_template("qwen3_training")
+    texts = [f"<think>\nTea?\n</think>\n\n{CALL}", "<think>\n\n</think>\n\ndone"]
+    trajectory, _ = await play(tmp_path, texts, run, template=template)
+    assert trajectory.error is None
+    assert len(trajectory.rows) == 1
+
+
+async def test_logprobs_are_those_of_the_server(tmp_path: Path) -> None:
+    async def run(client: AsyncOpenAI) -> None:
+        answer = await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "go"}], logprobs=True
+        )
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.content is not None
+        assert "".join(token.token for token in logprobs.content) == "done"
+        assert all(token.logprob == -1.0 for token in logprobs.content)
+
+    trajectory, _ = await play(tmp_path, ["done"], run)
+    assert trajectory.error is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format: a grammar changes the distribution"),
+        ({"top_logprobs": 3, "logprobs": True}, "top_logprobs: got 3; only the sampled"),
+        ({"n": 0}, "n: got 0; use a whole number from 1 to 64"),
+        ({"messages": [{"role": "poet", "content": "x"}]}, "got the role 'poet'"),
+        ({"messages": []}, "messages: give a list with at least one"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "the last one is an assistant's"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools: {} has no name"),
+        ({"tools": 3}, "the request is not one of /v1/chat/completions: TypeError"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y"}}]}]},
+            "http://x/y is not fetched",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "parts of type 'input_audio'"),
+    ],
+)
+async def test_what_cannot_be_answered_is_refused_with_the_reason(
+    tmp_path: Path, asked: dict[str, Any], problem: str
+) -> None:
+    async def run(client: AsyncOpenAI) -> str:
+        body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "go"}], **asked}
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(**body)
+        return str(refused.value)
+
+    trajectory, chains = await play(tmp_path, [], run)
+    assert problem in (trajectory.result or trajectory.error or "")
+    assert (chains.server.requests, trajectory.outcome) == ([], Outcome.COMPLETED)
+
+
+async def test_sampling_is_the_recipes_and_a_person_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def run(client: AsyncOpenAI) -> None:
+        messages: list[Any] = [{"role": "user", "content": "go"}]
+        await client.chat.completions.create(
+            model="m", messages=messages, tools=[TOOL], temperature=0, top_p=0.9, tool_choice="required", seed=3
+        )
+        await client.chat.completions.create(
+            model="m", messages=messages, temperature=1, top_p=1, frequency_penalty=0, tool_choice="auto"
+        )
+
+    trajectory, chains = await play(tmp_path, ["one", "two"], run)
+    for request in chains.server.requests:
+        assert request["sampling_params"]["temperature"] == 1.0
+        assert not {"top_p", "seed"} & set(request["sampling_params"])
+    assert trajectory.metrics["gateway/unmet_parameters"] == 4
+    for name in ("temperature=0", "top_p=0.9", "tool_choice=required", "seed=3"):
+        assert f"an agent asks for {name}, and gets what the recipe says" in caplog.text
+
+
+async def test_turns_that_were_not_sampled_are_context_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run(client: AsyncOpenAI) -> None:
+        messages: list[Any] = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "I never said so."}]
+        messages.append({"role": "user", "content": "really?"})
+        answer = await client.chat.completions.create(model="m", messages=messages)
+        messages += [answer.choices[0].message, {"role": "user", "content": "sure?"}]
+        await client.chat.completions.create(model="m", messages=messages)
+
+    trajectory, _ = await play(tmp_path, ["one", "two"], run)
+    assert trajectory.metrics["gateway/unmatched_turns"] == 1
+    assert (len(trajectory.rows), trajectory.turns) == (1, 2)
+    assert "was not sampled: 'I never said so.'" in caplog.text
+
+
+async def test_a_chain_ends_when_its_turns_are_taken(tmp_path: Path) -> None:
+    async def run(client: AsyncOpenAI) -> None:
+        while True:
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "go"}])
+
+    trajectory, _ = await play(tmp_path, ["a", "b", "c"], run, rollout={"max_turns": 3})
+    assert (trajectory.outcome, trajectory.stop_reason) == (Outcome.MAX_TURNS, StopReason.MAX_TURNS)
+    assert (trajectory.turns, trajectory.reward) == (3, 3.0)
+
+
+async def test_a_conversation_without_room_is_told_so_and_may_be_shortened(tmp_path: Path) -> None:
+    async def run(client: AsyncOpenAI, task: dict[str, Any]) -> None:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "go" * 200}])
+        assert refused.value.code == "context_length_exceeded"
+        if task["question"] == "give up":
+            raise RuntimeError("too long")
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "go"}])
+
+    fields = {"rollout": {"max_total_tokens": 100}}
+    trajectory, _ = await play(tmp_path, ["done"], run, **fields)
+    assert trajectory.outcome is Outcome.COMPLETED
+    async with scripted_chains(tmp_path, [], agent=FunctionAgent("a.py:run", run), **fields) as chains:
+        trajectory = await chains.run(question="give up")
+    assert (trajectory.outcome, trajectory.stop_reason) == (Outcome.CONTEXT_OVERFLOW, StopReason.CONTEXT_OVERFLOW)
+
+
+async def test_an_agent_that_fails_is_an_outcome_of_its_own(tmp_path: Path) -> None:
+    async def run(client: AsyncOpenAI) -> None:
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "go"}])
+        raise KeyError("plan")
+
+    trajectory, _ = await play(tmp_path, ["a"], run)
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.AGENT_ERROR, None)
+    assert (trajectory.error or "").startswith("run: KeyError: 'plan' (test_gateway.py, line ")
+    assert trajectory.turns == 1
+
+    trajectory, _ = await play(tmp_path, ["a"], run, rollout={"on_outcome": {"agent_error": "keep"}})
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.AGENT_ERROR, 1.0)
+
+
+async def test_a_server_that_refuses_loses_the_chain_even_if_the_agent_goes_on(tmp_path: Path) -> None:
+    async def run(client: AsyncOpenAI) -> str:
+        with pytest.raises(openai.APIError):
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "go"}])
+        return "fine"
+
+    trajectory, _ = await play(tmp_path, [], run)
+    assert trajectory.outcome is Outcome.INFERENCE_ERROR
+    assert "the script is at its end" in (trajectory.error or "")
+
+
+async def test_a_chain_that_runs_out_of_time_asks_for_nothing_more(tmp_path: Path) -> None:
+    gone = asyncio.Event()
+
+    async def run(client: AsyncOpenAI) -> None:
+        try:
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "go"}])
+            await asyncio.sleep(600)
+        finally:
+            gone.set()
+
+    trajectory, _ = await play(tmp_path, ["a"], run, rollout={"timeout_seconds": 1.0})
+    assert trajectory.outcome is Outcome.TIMEOUT
+    assert gone.is_set()
+    assert trajectory.turns == 1
+
+
+async def test_the_recipes_tools_are_the_agents_to_call(tmp_path: Path) -> None:
+    async def run(client: AsyncOpenAI, tools: ChainTools) -> None:
+        messages: list[Any] = [{"role": "user", "content": "go"}]
+        while True:
+            answer = await client.chat.completions.create(model="m", messages=messages, tools=tools.definitions)
+            message = answer.choices[0].message
+            messages.append(message)
+            if not message.tool_calls:
+                return
+            for call in message.tool_calls:
+                content = await tools.call(call.function.name, call.function.arguments)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+
+    call = '<tool_call>\n{"name": "note", "arguments": {"text": "tea"}}\n</tool_call>'
+    bad = '<tool_call>\n{"name": "note", "arguments": {"words": "tea"}}\n</tool_call>'
+    trajectory, _ = await play(tmp_path, [call, bad, "done"], run)
+    results = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
+    assert results[0] == "noted tea"
+    assert trajectory.metrics["tool/note/calls"] == 2
+    assert trajectory.metrics["tool_errors/invalid_arguments"] == 1
+    assert len(trajectory.rows) == 1
+
+    limited, _ = await play(
+        tmp_path, [call, call, call], run, limits={"calls": 1, "on_breach": {"calls": {"action": "stop"}}}
+    )
+    assert limited.stop_reason is StopReason.CALLS
+
+
+async def test_a_key_gives_nothing_of_another_chain(tmp_path: Path) -> None:
+    endpoints: list[Endpoint] = []
+
+    async def run(client: AsyncOpenAI, endpoint: Endpoint, chain: str) -> str:
+        endpoints.append(endpoint)
+        messages: list[Any] = [{"role": "user", "content": "secret"}]
+        answer = await client.chat.completions.create(model="m", messages=messages)
+        for key in ("", "chain-guess", *(other.key for other in endpoints[:-1])):
+            stranger = AsyncOpenAI(base_url=endpoint.url, api_key=key or "none", max_retries=0)
+            with pytest.raises(openai.AuthenticationError):
+                await stranger.chat.completions.create(model="m", messages=messages)
+            with pytest.raises(openai.AuthenticationError):
+                await stranger.models.list()
+            await stranger.close()
+        assert [model.id async for model in client.models.list()] == ["policy"]
+        return answer.choices[0].message.content or ""
+
+    async with scripted_chains(tmp_path, ["one", "two"], agent=FunctionAgent("a.py:run", run)) as chains:
+        first, second = await chains.run(), await chains.run()
+        chains.check(first, second)
+    assert (first.result, second.result) == ("one", "two")
+    assert len({endpoint.key for endpoint in endpoints}) == 2
+
+
+async def test_a_call_that_no_client_can_decode_is_text(tmp_path: Path) -> None:
+    half = '<tool_call>\n{"name": "note", "arguments": {"text": "\\ud800"}}\n</tool_call>'
+
+    async def run(client: AsyncOpenAI) -> None:
+        messages: list[Any] = [{"role": "user", "content": "go"}]
+        answer = await client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
+        message = answer.choices[0].message
+        assert (message.content, message.tool_calls) == (half, None)
+        messages += [message, {"role": "user", "content": "what?"}]
+        await client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
+
+    trajectory, _ = await play(tmp_path, [half, "done"], run)
+    assert trajectory.error is None
+    assert (len(trajectory.rows), trajectory.malformed_turns) == (1, [0])
+    assert trajectory.metrics["tool_errors/malformed_call"] == 1

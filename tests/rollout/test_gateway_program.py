@@ -1,0 +1,159 @@
+"""Programs as agents: each chain has a process and a folder, and nothing of either is left."""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agentfactory.rollout.config import AgentConfig
+from agentfactory.rollout.gateway.program import ProgramAgent
+from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
+from agentfactory.tools.errors import SettingError
+from tests.scripted_chains import scripted_chains
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.processes
+
+AGENT = """
+import os, subprocess, sys
+from openai import OpenAI
+
+client = OpenAI(max_retries=0)
+messages = [{"role": "user", "content": sys.argv[1]}]
+for _ in range(2):
+    answer = client.chat.completions.create(model="m", messages=messages)
+    command = answer.choices[0].message.content
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    messages += [answer.choices[0].message, {"role": "user", "content": done.stdout or "nothing"}]
+print("wrote", open("file").read().strip(), "in", os.path.basename(os.getcwd()) != "", os.environ.get("SECRET"))
+"""
+
+REWARD = '''
+from agentfactory import reward, tool
+
+
+@tool
+def note(text: str) -> str:
+    """Take a note."""
+    return text
+
+
+@reward
+def turns(workspace, trajectory, prediction):
+    wrote = (workspace / "file").read_text().strip() if (workspace / "file").exists() else ""
+    return {"reward": float(wrote == "tea"), "said": float("wrote tea" in prediction)}
+'''
+
+DAEMON = """
+import os, subprocess, sys, time
+
+# a process that leaves the session and the group, as daemons do
+script = "import os, time; os.setsid(); os.fork() and os._exit(0); print(os.getpid(), flush=True); time.sleep(600)"
+pid = subprocess.run([sys.executable, "-c", script], stdout=open("pid", "w"))
+while not open("pid").read().strip():
+    time.sleep(0.01)
+print(open("pid").read().strip(), flush=True)
+if sys.argv[1] == "wait":
+    time.sleep(600)
+sys.stderr.write("Traceback\\nRuntimeError: no plan\\n")
+sys.exit(3 if sys.argv[1] == "fail" else 0)
+"""
+
+
+async def play(folder: Path, script: str, texts: list[str], *arguments: str, **fields: Any) -> Trajectory:
+    """One chain of a Python script."""
+    (folder / "agent.py").write_text(script)
+    config = AgentConfig(command=[sys.executable, str(folder / "agent.py"), *arguments], **fields.pop("program", {}))
+    agent = ProgramAgent(config, folder)
+    async with scripted_chains(folder, texts, agent=agent, source=REWARD, **fields) as chains:
+        trajectory = await chains.run()
+        chains.check(trajectory)
+    return trajectory
+
+
+async def test_a_program_on_the_openai_sdk_works_in_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "mine")
+    template, kept = tmp_path / "template", tmp_path / "kept"
+    template.mkdir()
+    (template / "drink").write_text("tea\n")
+    program = {"workspace": str(template), "keep_workspaces": str(kept), "env": {"FOLDER": "${chain}"}}
+    trajectory = await play(
+        tmp_path, AGENT, ["cat drink > $FOLDER/file", "cat file"], "${task.question}", program=program
+    )
+    assert trajectory.error is None
+    assert (trajectory.reward, trajectory.metrics["said"]) == (1.0, 1.0)
+    assert trajectory.result == "wrote tea in True None", "it does not get this process's variables"
+    assert (trajectory.turns, len(trajectory.rows)) == (2, 1)
+    assert [m["content"] for m in trajectory.messages if m["role"] == "user"] == ["go", "nothing"]
+    assert (kept / "c0" / "file").read_text() == "tea\n"
+
+
+@pytest.mark.parametrize("way", ["end", "fail", "wait"])
+async def test_no_process_is_left(tmp_path: Path, way: str) -> None:
+    keep = {"keep_workspaces": str(tmp_path / "kept")}
+    trajectory = await play(tmp_path, DAEMON, [], way, program=keep, rollout={"timeout_seconds": 5.0})
+    pid = int((tmp_path / "kept" / "c0" / "pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    expected = {"end": Outcome.COMPLETED, "fail": Outcome.AGENT_ERROR, "wait": Outcome.TIMEOUT}
+    assert trajectory.outcome is expected[way]
+    if way == "fail":
+        assert trajectory.error == f"{Path(sys.executable).name} ended with exit status 3: RuntimeError: no plan"
+        assert trajectory.result == str(pid)
+
+
+async def test_the_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """What a killed worker leaves: the keeper's stdin closes."""
+    from agentfactory.tools import keeper
+
+    (tmp_path / "agent.py").write_text(DAEMON)
+    command = [sys.executable, "-I", "-S", keeper.__file__, sys.executable, str(tmp_path / "agent.py"), "wait"]
+    process = await asyncio.create_subprocess_exec(
+        *command, cwd=tmp_path, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    pid = int(await process.stdout.readline())
+    process.stdin.close()
+    assert await process.wait() in (128 + 9, 128 + 15)
+    wait_for(lambda: not psutil.pid_exists(pid))
+
+
+async def test_a_program_that_takes_all_its_turns_is_ended(tmp_path: Path) -> None:
+    endless = AGENT.replace("range(2)", "range(100)").replace("model=", "max_tokens=9, model=")
+    fields = {"rollout": {"max_turns": 2, "timeout_seconds": 60.0}}
+    trajectory = await play(tmp_path, endless, ["true", "true"], "go", **fields)
+    assert (trajectory.outcome, trajectory.stop_reason) == (Outcome.MAX_TURNS, StopReason.MAX_TURNS)
+    assert trajectory.turns == 2
+
+
+async def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    agent = ProgramAgent(AgentConfig(command=["no-such-agent"]), tmp_path)
+    async with scripted_chains(tmp_path, [], agent=agent) as chains:
+        trajectory = await chains.run()
+    assert trajectory.outcome is Outcome.AGENT_ERROR
+    assert "no-such-agent cannot be started: No such file or directory" in (trajectory.error or "")
+
+
+async def test_a_row_that_lacks_a_field_is_found_at_the_start(tmp_path: Path) -> None:
+    agent = ProgramAgent(AgentConfig(command=["x", "${task.repository}"]), tmp_path)
+    async with scripted_chains(tmp_path, [], agent=agent) as chains:
+        with pytest.raises(SettingError, match=r"needs repository, which row 1 lacks \(it has question\)"):
+            await chains.runner.check([{"question": "go"}])
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"env": {"TOKEN": "${NO_SUCH_TOKEN}"}}, r"rollout\.agent\.env\.TOKEN: .*NO_SUCH_TOKEN is not set"),
+        ({"workspace": "/no/such/folder"}, r"rollout\.agent\.workspace: .*not a folder"),
+        ({"keep_workspaces": "/proc/1"}, r"rollout\.agent\.keep_workspaces: "),
+    ],
+)
+def test_what_a_program_cannot_have_is_found_at_the_start(tmp_path: Path, fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(SettingError, match=problem):
+        ProgramAgent(AgentConfig(command=["x"], **fields), tmp_path)
