@@ -17,7 +17,7 @@ from agentfactory.placement.assumed import CUDA_CONTEXT, CUDA_GRAPHS, NCCL_BUFFE
 from agentfactory.placement.image_memory import server_image_memory
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.embedded.engine import MASK_ELEMENTS, PREFILL_TOKENS
-from agentfactory.rollout.embedded.linear import onednn_modules
+from agentfactory.rollout.embedded.linear import ROWS, onednn_modules
 from agentfactory.rollout.vllm_arguments import LORA_RANKS
 from agentfactory.trainers.sync.nccl import BUFFER_BYTES, BUFFERS
 from agentfactory.trainers.vision_tower import sees
@@ -65,7 +65,7 @@ def server_memory(
     bits = None if embedded else _bits_per_weight(server.quantization, config)
     shared = {
         "weights": _weights(network, bits),
-        "packed": _packed(network) if embedded and device == "cpu" else 0,
+        "packed": _packed(network, server.max_num_seqs) if embedded and device == "cpu" else 0,
         "adapters": _adapters(recipe, network, dtype),
         # at most, on each device: vLLM divides the tower's weights, and its activations in part
         "images": devices * server_image_memory(recipe, network, dtype, _step_tokens(recipe, device_memory)),
@@ -128,9 +128,12 @@ def _weights(network: PreTrainedModel, bits: float | None) -> int:
     return round(total)
 
 
-def _packed(network: PreTrainedModel) -> int:
-    """See agentfactory.rollout.embedded.linear."""
-    return sum(linear.weight.nbytes for linear in onednn_modules(network, "meta"))
+def _packed(network: PreTrainedModel, sequences: int) -> int:
+    """Return the bytes of the copies that agentfactory.rollout.embedded.linear makes. The head has a row per sequence,
+    and its copy is only made for ROWS of them."""
+    head = network.get_output_embeddings()
+    modules = onednn_modules(network, "meta")
+    return sum(linear.weight.nbytes for linear in modules if linear is not head or sequences >= ROWS)
 
 
 def _tables(network: PreTrainedModel) -> Iterator[Tensor]:

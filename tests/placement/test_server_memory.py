@@ -48,7 +48,8 @@ def plan(
     return server_memory(RolloutRecipe.model_validate(sections), config, device, served)
 
 
-SHORT = [[np.arange(number, number + 200) for number in range(32)]]
+# the second time, the head has its copy, too, which it gets when all 32 sequences sample together
+SHORT = [[np.arange(number, number + 200) for number in range(first, first + 32)] for first in (0, 1000)]
 # two of three sequences go on: that between them is idle, and the fewer tokens are padded to the more
 LONG = [[np.arange(first, first + 3500) for first in (0, 2000, 4000)]]
 LONG += [[np.append(LONG[0][0], np.arange(1, 1021)), np.append(LONG[0][2], np.arange(1, 521))]]
