@@ -1,0 +1,45 @@
+"""Reads sampled turns with vLLM's own parsers: a process of vLLM's environment, without a server.
+
+Standard input has one JSON object: `tokenizer` (folder), `tool_parser` and `reasoning_parser` (vLLM's names, or null),
+`tools` (in the OpenAI shape), `thinking` (what the chat template was told), and `turns`, each with the ids of its
+prompt and of the turn. Standard output gets one JSON list per turn: reasoning, content, and calls as names with the
+text of their arguments; or the exception.
+"""
+
+import json
+import sys
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.parser.parser_manager import ParserManager
+
+
+def read(asked: dict[str, Any]) -> list[Any]:
+    """Read each turn as vLLM's chat completions do, with a parser of its own."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(asked["tokenizer"])
+    kind = ParserManager.get_parser(
+        tool_parser_name=asked["tool_parser"], reasoning_parser_name=asked["reasoning_parser"], enable_auto_tools=True
+    )
+    assert kind is not None
+    found: list[Any] = []
+    for prompt, ids in asked["turns"]:
+        request = ChatCompletionRequest(
+            messages=[{"role": "user", "content": "x"}], model="m", tools=asked["tools"], tool_choice="auto"
+        )
+        try:
+            parser = kind(tokenizer, request.tools, chat_template_kwargs={"enable_thinking": asked["thinking"]})
+            request = parser.adjust_request(request)
+            parser.set_prompt_token_ids(prompt)
+            text = tokenizer.decode(ids, skip_special_tokens=request.skip_special_tokens)
+            reasoning, content, calls = parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=ids)
+        except Exception as error:  # noqa: BLE001: what a foreign parser raises is a finding
+            found.append([type(error).__name__, str(error)[:200]])
+            continue
+        found.append([reasoning, content, [[call.name, call.arguments] for call in calls or []]])
+    return found
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        print(json.dumps(read(json.loads(line))), flush=True)
