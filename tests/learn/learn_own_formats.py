@@ -1,0 +1,32 @@
+"""What `make learn` runs: gpt-oss and a DeepSeek network hunt treasure by the quickstart's way, each in its own format,
+on every seed of the variable SEEDS."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentfactory.rollout.group_files import read_groups
+from tests.learn.runs import SEEDS, assert_risen, shortened, train
+
+FORMATS = {"gpt_oss": "harmony", "deepseek": "deepseek_v31"}
+PREPARE = Path(__file__).with_name("own_formats.py")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("model", FORMATS)
+def test_a_network_learns_in_its_own_format(tmp_path: Path, model: str, seed: int) -> None:
+    prepare = f"prepare={PREPARE}:{model}"
+    habit = train("sft.yaml", seed, tmp_path / "sft", prepare)
+    hunt = train("grpo.yaml", seed, tmp_path / "grpo", *shortened(prepare, f"model.path={habit['checkpoint']}"))
+    assert hunt["success_before"] <= 0.25
+    assert_risen(hunt, full=0.85)
+
+    state = json.loads((Path(hunt["checkpoint"]) / "trainer_state.json").read_text(encoding="utf-8"))
+    assert state["renderer"]["parser"] == FORMATS[model]
+    lines = [json.loads(line) for line in (tmp_path / "grpo" / "run" / "metrics.jsonl").open(encoding="utf-8")]
+    steps = [line for line in lines if "mismatch/max" in line]
+    # the server's log-probabilities are the trainer's, and chains have one row
+    assert max(step["mismatch/max"] for step in steps) < 1e-3
+    groups = list(read_groups(tmp_path / "grpo" / "run" / "trajectories"))
+    assert all(len(chain.rows) == 1 for group in groups for chain in group.trajectories if not chain.outcome.failed)
