@@ -44,7 +44,7 @@ def read(asked: dict[str, Any]) -> list[Any]:
                 encoding = load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
                 ids = encoding.encode(tokenizer.decode(ids), allowed_special="all")
             reasoning, content, calls = parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=ids)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             # what a foreign parser raises is a finding
             found.append([type(error).__name__, str(error)[:200]])
             continue

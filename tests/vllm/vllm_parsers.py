@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from agentfactory.rollout.reasoning_tags import THINK
 from agentfactory.rollout.template_renderer import TemplateRenderer
 from tests.conftest import REPOSITORY
 from tests.model_families import FAMILIES, Family, renderer_of
