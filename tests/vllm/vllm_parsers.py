@@ -206,9 +206,7 @@ def read_by_us(renderer: TemplateRenderer, ids: list[int], text: str) -> Turn:
     parsed = renderer.parse(ids, specs=SPECS)
     content, reasoning = parsed.message["content"], parsed.message.get("reasoning_content", "")
     if not renderer.behaviour.reasoning:  # the template has no field for it: it stays in the content
-        reasoning, _, content = renderer.parser.split(
-            content, renderer.behaviour.opens_reasoning, ("<think>", "</think>")
-        )
+        reasoning, _, content = renderer.parser.split(content, renderer.behaviour.opens_reasoning, THINK)
     calls = [(call.name, call.arguments) for call in parsed.calls]
     return Turn(text, reasoning, content, calls)
 
