@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentfactory.rollout.group_files import read_groups
-from tests.learn.runs import SEEDS, assert_risen, shortened, train
+from tests.learn.runs import SEEDS, assert_risen, read_json, shortened, train
 
 FORMATS = {"gpt_oss": "harmony", "deepseek": "deepseek_v31"}
 PREPARE = Path(__file__).with_name("own_formats.py")
@@ -22,8 +22,10 @@ def test_a_network_learns_in_its_own_format(tmp_path: Path, model: str, seed: in
     assert hunt["success_before"] <= 0.25
     assert_risen(hunt, full=0.85)
 
-    state = json.loads((Path(hunt["checkpoint"]) / "trainer_state.json").read_text(encoding="utf-8"))
-    assert state["renderer"]["parser"] == FORMATS[model]
+    first, second = (read_json(Path(run["checkpoint"]) / "trainer_state.json")["renderer"] for run in (habit, hunt))
+    assert second["parser"] == FORMATS[model]
+    # conversations of data are judged with their tools, as chains are
+    assert first["reasons"] == second["reasons"]
     lines = [json.loads(line) for line in (tmp_path / "grpo" / "run" / "metrics.jsonl").open(encoding="utf-8")]
     steps = [line for line in lines if "mismatch/max" in line]
     # the server's log-probabilities are the trainer's, and chains have one row
