@@ -25,8 +25,8 @@ from agentfactory.trainers.vision_tower import sees
 
 LARGE_DEVICE = 70 * 2**30
 """Larger devices: vLLM 0.32 computes 8192 prompt tokens at a time, otherwise 2048 (EngineArgs.get_batch_defaults)."""
-SCORES = 4
-"""embedded, with sinks: copies of a key head's scores, with and without the sinks, before and after the softmax."""
+SCORES = 3
+"""embedded, with sinks: copies of a key head's scores, without and with the sinks, and after the softmax."""
 EMBEDDED_SAMPLER_COPIES = 7
 """embedded: scaled logits, log-probabilities, probabilities, and the latter and their sums in float64."""
 
@@ -174,7 +174,7 @@ def _workspace(
         elements = 2 * min(MASK_ELEMENTS, PREFILL_TOKENS * keys)
         masks = elements * (ratio * dtype.itemsize + 1) * (2 if has_sliding_window(text) else 1)
         if any(name.endswith(".sinks") for name, _ in network.named_parameters()):
-            masks += SCORES * elements * ratio * 4  # of one key head at a time
+            masks += SCORES * elements * ratio * dtype.itemsize  # of one key head at a time
         # captured steps write their logits to one more copy
         graphs = CUDA_GRAPHS + logits * dtype.itemsize if device == "cuda" else 0
         sampler = logits * (4 * EMBEDDED_SAMPLER_COPIES + dtype.itemsize)

@@ -74,9 +74,15 @@ LONG += [[np.append(LONG[0][0], np.arange(1, 1021)), np.append(LONG[0][2], np.ar
 def test_the_embedded_engine_takes_what_is_planned(
     length: int, sequences: int, prompts: list[list[np.ndarray]], dtype: str
 ) -> None:
-    model = AutoModelForCausalLM.from_config(Qwen3Config(**SMALL), dtype=getattr(torch, dtype))
+    check_planned(Qwen3Config(**SMALL), length, sequences, prompts, dtype)
+
+
+def check_planned(
+    config: PreTrainedConfig, length: int, sequences: int, prompts: list[list[np.ndarray]], dtype: str
+) -> None:
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     sizes = {"max_model_len": length, "max_num_seqs": sequences}
-    planned = plan(Qwen3Config(**SMALL), "cpu", engine="embedded", dtype=dtype, **sizes)
+    planned = plan(config, "cpu", engine="embedded", dtype=dtype, **sizes)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         engine = Engine(model, **sizes)
         for together in prompts:
@@ -200,6 +206,13 @@ def test_the_embedded_engine_keeps_all_tokens_of_all_layers() -> None:
         assert engine.cache is not None
         assert planned.least_cache == engine.cache.nbytes
         assert (planned.parts["workspace"] > plain.parts["workspace"]) == ("sliding_attention" in str(config.to_dict()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_windows_and_sinks_take_what_is_planned(dtype: str) -> None:
+    windows = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 100}
+    check_planned(GptOssConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, **windows), 8192, 4, LONG, dtype)
 
 
 def test_captured_steps_of_the_embedded_engine() -> None:
