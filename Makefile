@@ -126,8 +126,9 @@ docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Short runs that must each show a rise: the quickstart per seed, with an adapter, with other algorithms, with rollouts
-# ahead of training, on rounded weights, in turns; the code interpreter; a network with eyes; a shop; ScienceWorld; the
-# tasks that `agentfactory new` writes. recipes/alfworld has no short form.
+# ahead of training, on rounded weights, in turns, by gpt-oss and DeepSeek networks in their own formats; the code
+# interpreter; a network with eyes; a shop; ScienceWorld; the tasks that `agentfactory new` writes. recipes/alfworld has
+# no short form.
 learn: $(VENV)/.installed-dev
 	SEEDS="$(SEEDS)" OMP_NUM_THREADS=1 $(PYTEST) -v --timeout 1800 \
 		$(filter-out %/learn_alfworld.py,$(wildcard tests/learn/learn_*.py)) $(ARGS)
