@@ -14,6 +14,7 @@ or none, is answered.
 import argparse
 import asyncio
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +24,8 @@ import aiohttp
 
 from agentfactory.rollout.gateway.agents import FunctionAgent
 from agentfactory.rollout.sampling import Sampling
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.scripted_chains import Scripted, scripted_chains
 
 TURNS = 5
