@@ -22,6 +22,9 @@ _TAGS = (
     "<escape>",
 )
 
+_OF_CALLS = ("tool_call", "tool▁", "DSML", ":opensource>")
+_HY3 = ("think", "tool_calls", "tool_call", "arg_key", "arg_value")
+
 
 @dataclass(frozen=True)
 class Family:
@@ -55,9 +58,9 @@ FAMILIES = [
     Family("Qwen3-Coder", "qwen3_coder", "qwen3_coder"),
     Family("Qwen3.5", "trl:qwen3_5_think", "qwen3_coder"),
     Family("Qwen3.8", "trl:qwen3_8", "qwen3_coder"),
-    Family("Llama 3.1", "trl:llama3_1", "llama3_json"),
-    Family("Llama 3.2", "trl:llama3_2", "llama3_json"),
-    Family("Llama 4", "llama_4", "llama3_json"),
+    Family("Llama 3.1", "trl:llama3_1", "llama3_json", ("<|python_tag|>",)),
+    Family("Llama 3.2", "trl:llama3_2", "llama3_json", ("<|python_tag|>",)),
+    Family("Llama 4", "llama_4", "llama3_json", ("<|python_tag|>",)),
     Family("Mistral Nemo", "mistral_nemo", "mistral_v3"),
     Family("Mistral Small 3.2", "mistral_small_3_2", "mistral"),
     Family("Ministral 3", "ministral_3", "mistral"),
@@ -89,7 +92,11 @@ FAMILIES = [
         "Hunyuan 3",
         "hy3",
         "hy3",
-        tuple(f"<｜hy_{name}:opensource｜>" for name in ("eos", "User", "Assistant", "begin_of_sentence")),
+        (
+            *(f"<｜hy_{name}:opensource｜>" for name in ("eos", "User", "Assistant", "begin_of_sentence")),
+            *(f"<{slash}{name}:opensource>" for name in _HY3 for slash in ("", "/")),
+            "<tool_sep:opensource>",
+        ),
     ),
     Family("Nemotron Nano 2", "nemotron_nano_2", "nemotron"),
     Family("Nemotron 3", "trl:nemotron_3_super", "qwen3_coder"),
@@ -104,7 +111,7 @@ def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer with the template's tokens; those of calls and of reasoning are not special."""
     source = family.source
     found = dict.fromkeys([*SPECIAL.findall(source), *_SPECIAL.findall(source), *family.tokens, "<s>", "</s>"])
-    calls = [token for token in found if "tool_call" in token or "DSML" in token]
+    calls = [token for token in found if any(part in token for part in _OF_CALLS)]
     special = tuple(token for token in found if token not in calls and token != "<|channel>" and len(token) > 3)
     added = (*calls, *(tag for tag in _TAGS if tag in source), "<|channel>", "<channel|>")
     eos = next((token for token in ("<｜end▁of▁sentence｜>", "[e~[") if token in special), "</s>")

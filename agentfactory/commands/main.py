@@ -96,7 +96,7 @@ def _run(options: argparse.Namespace) -> int:
             case "train":
                 launcher.train(recipe, options.overwrite, options.resume, _say)
             case "serve":
-                server_commands.serve(recipe, _say)
+                server_commands.serve(recipe, _say, options.chat)
             case "rollout":
                 server_commands.roll_out(recipe, _say)
             case "eval":

@@ -44,7 +44,10 @@ _EXAMPLES = {
         "train recipe.yaml --dry-run",
         "train recipe.yaml --resume",
     ],
-    "serve": ["serve recipe.yaml server.port=8000"],
+    "serve": [
+        "serve recipe.yaml server.port=8000",
+        "serve runs/quickstart/recipe.yaml --chat",
+    ],
     "rollout": ["rollout recipe.yaml data.limit=20"],
     "eval": [
         "eval recipe.yaml --samples 8",
@@ -162,6 +165,9 @@ def _add_options(name: str, command: argparse.ArgumentParser, with_viewer: bool)
         about = "resolve, validate and print the recipe; do nothing"
         command.add_argument("--dry-run", action="store_true", help=about)
     match name:
+        case "serve":
+            about = "also answer OpenAI's and Anthropic's chat requests, at this port of its own (default: a free one)"
+            command.add_argument("--chat", type=int, nargs="?", const=0, metavar="PORT", help=about)
         case "doctor":
             about = "ask the model on the server at server.url how it states places in images"
             command.add_argument("--coordinates", action="store_true", help=about)

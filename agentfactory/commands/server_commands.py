@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,7 @@ from agentfactory.commands.served_weights import Served, what_is_served
 from agentfactory.launching.conclusion import MostChainsDroppedError
 from agentfactory.launching.launcher import Say
 from agentfactory.launching.prepare import run_prepare
-from agentfactory.launching.processes import ChildFailed, Children
+from agentfactory.launching.processes import POLL_SECONDS, ChildFailed, Children
 from agentfactory.launching.run_folder import RunFolder, check_writable, next_free
 from agentfactory.launching.server_process import start_server
 from agentfactory.placement.placement import Placement, may_have_gpu, place
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from agentfactory.rollout.evaluate import Evaluation
 
 
-def serve(recipe: Recipe | StagedRecipe, say: Say) -> None:
+def serve(recipe: Recipe | StagedRecipe, say: Say, chat: int | None = None) -> None:
     """Serve the recipe's model (the last checkpoint, for a staged recipe) until the server or this process ends. The
-    log goes to `<output>/serve`, serve-2, ..."""
+    log goes to `<output>/serve`, serve-2, ... `chat`: also answer chat requests, at this port (0: a free one)."""
     with Children() as children:
         served = what_is_served(recipe, None)
         check_writable(recipe.output)
@@ -52,7 +52,25 @@ def serve(recipe: Recipe | StagedRecipe, say: Say) -> None:
         say(f"ready {url} (log: {display(log)})")
         if served.recipe.server.api_key_env is None:
             say(f"it takes requests with its key, which AgentFactory finds; for others: {key_file_of(url)}")
-        children.wait(server)
+        if chat is None:
+            children.wait(server)
+        else:
+            _log_to(folder, "chat")
+            asyncio.run(_chat(served, url, folder, chat, say, partial(children.check, server)))
+
+
+async def _chat(served: Served, url: str, folder: RunFolder, port: int, say: Say, check: Callable[[], None]) -> None:
+    """Answer chat requests until `check` raises: the server has ended."""
+    from agentfactory.rollout.gateway.chat_service import serve_chat
+
+    turns = folder.path / "turns.jsonl"
+    async with serve_chat(served.recipe, url, served.name, turns, port, base=folder.path) as endpoint:
+        say(f"chat {endpoint.url} (every turn, to the token: {display(turns)})")
+        for name, value in endpoint.environment().items():
+            say(f"  export {name}={value}")
+        while True:
+            check()
+            await asyncio.sleep(POLL_SECONDS)
 
 
 def evaluate(

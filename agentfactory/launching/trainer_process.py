@@ -23,7 +23,7 @@ from agentfactory.launching.progress import Progress, tell_warnings
 from agentfactory.launching.resume import rewind
 from agentfactory.launching.run_folder import Hold, RunFolder
 from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.data import load_tasks
+from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.delivery import Job
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.images.store import ImageStore
@@ -73,7 +73,10 @@ def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Sy
         checkpoint = _open_folder(recipe, folder, asked, accelerator, stack)
         display = _open_display(recipe, folder, checkpoint, stop, stack) if accelerator.is_main_process else None
         stop.listen(accelerator, folder.note_stopping)
-        tools = bool(recipe.tools or recipe.mcp_servers)
+        tasks = _sft_tasks(recipe) if accelerator.is_main_process else None
+        # in conversations of data, the tools are theirs
+        in_data = broadcast_object_list([any(task.get("tools") for task in tasks or [])])[0]
+        tools = in_data or bool(recipe.tools or recipe.mcp_servers)
         renderer = load_renderer(
             recipe.model,
             recipe.rollout.parser,
@@ -86,7 +89,7 @@ def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Sy
         # saved groups have their images beside them
         images = images_beside(Path(saved)) if saved else folder.images
         if recipe.train.algorithm == "sft":
-            rows = _sft_rows(recipe, renderer) if accelerator.is_main_process else None
+            rows = _sft_rows(recipe, renderer, tasks) if accelerator.is_main_process else None
             result = train_sft(recipe, accelerator, checkpoints, rows=rows, log=folder.log, stop=stop, images=images)
         else:
             rollouts = _rollouts(recipe, folder, renderer.tokenizer, checkpoints.train_state, accelerator, stop, stack)
@@ -166,12 +169,18 @@ def _checkpoints(recipe: Recipe, renderer: TemplateRenderer, folder: RunFolder, 
     return Checkpoints(folder.checkpoints, renderer.tokenizer, recipe.train, info, folder.growing, checkpoint)
 
 
-def _sft_rows(recipe: Recipe, renderer: TemplateRenderer) -> list[Row] | None:
+def _sft_tasks(recipe: Recipe) -> list[Task] | None:
+    """Return the conversations that supervised training learns; None if it learns saved rows, or nothing."""
+    if recipe.train.algorithm != "sft" or recipe.train.from_trajectories or recipe.data is None:
+        return None
+    return load_tasks(recipe.data)
+
+
+def _sft_rows(recipe: Recipe, renderer: TemplateRenderer, tasks: list[Task] | None) -> list[Row] | None:
     if recipe.train.from_trajectories:
         return saved_rows(Path(recipe.train.from_trajectories), recipe.train.min_reward)
-    if recipe.data is None:
+    if tasks is None:
         return None
-    tasks = load_tasks(recipe.data)
     if renderer.sight is not None and renderer.sight.shows:
         tasks = renderer.sight.take_tasks(tasks, "data")
     return conversation_rows(tasks, renderer)

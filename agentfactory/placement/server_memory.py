@@ -17,13 +17,16 @@ from agentfactory.placement.assumed import CUDA_CONTEXT, CUDA_GRAPHS, NCCL_BUFFE
 from agentfactory.placement.image_memory import server_image_memory
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.embedded.engine import MASK_ELEMENTS, PREFILL_TOKENS
-from agentfactory.rollout.embedded.linear import onednn_modules
+from agentfactory.rollout.embedded.linear import ROWS, onednn_modules
+from agentfactory.rollout.embedded.shape import has_sliding_window, head_width
 from agentfactory.rollout.vllm_arguments import LORA_RANKS
 from agentfactory.trainers.sync.nccl import BUFFER_BYTES, BUFFERS
 from agentfactory.trainers.vision_tower import sees
 
 LARGE_DEVICE = 70 * 2**30
 """Larger devices: vLLM 0.32 computes 8192 prompt tokens at a time, otherwise 2048 (EngineArgs.get_batch_defaults)."""
+SCORES = 3
+"""embedded, with sinks: copies of a key head's scores, without and with the sinks, and after the softmax."""
 EMBEDDED_SAMPLER_COPIES = 7
 """embedded: scaled logits, log-probabilities, probabilities, and the latter and their sums in float64."""
 
@@ -65,17 +68,18 @@ def server_memory(
     bits = None if embedded else _bits_per_weight(server.quantization, config)
     shared = {
         "weights": _weights(network, bits),
-        "packed": _packed(network) if embedded and device == "cpu" else 0,
+        "packed": _packed(network, server.max_num_seqs) if embedded and device == "cpu" else 0,
         "adapters": _adapters(recipe, network, dtype),
         # at most, on each device: vLLM divides the tower's weights, and its activations in part
         "images": devices * server_image_memory(recipe, network, dtype, _step_tokens(recipe, device_memory)),
-        "workspace": _workspace(recipe, config.get_text_config(), dtype, device, device_memory),
+        "workspace": _workspace(recipe, network, dtype, device, device_memory),
     }
     parts = {name: -(-size // devices) for name, size in shared.items()}
     if device == "cuda":
         parts["context"] = CUDA_CONTEXT + (NCCL_BUFFERS if devices > 1 else 0)
     per_token, per_sequence = _cache(config.get_text_config(), _cache_dtype(server.args, dtype), dtype, devices)
     if embedded:
+        per_token, per_sequence = _embedded_cache(config.get_text_config(), dtype), 0
         # as in Engine.cache_shape
         least = server.max_num_seqs * -(-server.max_model_len // 16) * 16 * per_token
     else:
@@ -128,9 +132,12 @@ def _weights(network: PreTrainedModel, bits: float | None) -> int:
     return round(total)
 
 
-def _packed(network: PreTrainedModel) -> int:
-    """See agentfactory.rollout.embedded.linear."""
-    return sum(linear.weight.nbytes for linear in onednn_modules(network, "meta"))
+def _packed(network: PreTrainedModel, sequences: int) -> int:
+    """Return the bytes of the copies that agentfactory.rollout.embedded.linear makes. The head has a row per sequence,
+    and its copy is only made for ROWS of them."""
+    head = network.get_output_embeddings()
+    modules = onednn_modules(network, "meta")
+    return sum(linear.weight.nbytes for linear in modules if linear is not head or sequences >= ROWS)
 
 
 def _tables(network: PreTrainedModel) -> Iterator[Tensor]:
@@ -155,11 +162,11 @@ def _adapters(recipe: RolloutRecipe, network: PreTrainedModel, dtype: torch.dtyp
 
 
 def _workspace(
-    recipe: RolloutRecipe, text: PreTrainedConfig, dtype: torch.dtype, device: str, device_memory: int | None
+    recipe: RolloutRecipe, network: PreTrainedModel, dtype: torch.dtype, device: str, device_memory: int | None
 ) -> int:
     """Return the bytes for computing a step: the widest activations of the prompts' tokens, attention's masks, the
     sampler, and captured steps."""
-    server = recipe.server
+    server, text = recipe.server, network.config.get_text_config()
     # the residual stream, its norm, attention's inputs and output; gate, up and their product
     width = 4 * text.hidden_size + 3 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
     logits = server.max_num_seqs * text.vocab_size
@@ -167,7 +174,10 @@ def _workspace(
         keys = -(-server.max_model_len // 16) * 16
         ratio = text.num_attention_heads // (getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
         # padded queries, and idle slots between busy ones, may double them
-        masks = 2 * min(MASK_ELEMENTS, PREFILL_TOKENS * keys) * (ratio * dtype.itemsize + 1)
+        elements = 2 * min(MASK_ELEMENTS, PREFILL_TOKENS * keys)
+        masks = elements * (ratio * dtype.itemsize + 1) * (2 if has_sliding_window(text) else 1)
+        if any(name.endswith(".sinks") for name, _ in network.named_parameters()):
+            masks += SCORES * elements * ratio * dtype.itemsize  # of one key head at a time
         # captured steps write their logits to one more copy
         graphs = CUDA_GRAPHS + logits * dtype.itemsize if device == "cuda" else 0
         sampler = logits * (4 * EMBEDDED_SAMPLER_COPIES + dtype.itemsize)
@@ -224,6 +234,12 @@ def _cache(text: Any, dtype: torch.dtype, state_dtype: torch.dtype, devices: int
         per_sequence += states * -(-_state(text, state_dtype) // devices)
     # a layer of an unknown kind counts as one with full attention
     return (len(kinds) - windows - states) * token, per_sequence
+
+
+def _embedded_cache(text: Any, dtype: torch.dtype) -> int:
+    """Return bytes per token in the embedded engine: every layer keeps keys and values of all tokens, in full."""
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return 2 * int(text.num_hidden_layers) * int(heads) * head_width(text) * dtype.itemsize
 
 
 def _state(text: Any, dtype: torch.dtype) -> int:

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qwen3_5TextConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+)
 
 from agentfactory.placement.assumed import CUDA_GRAPHS
 from agentfactory.placement.server_memory import ServerMemory, server_memory
@@ -35,6 +43,12 @@ SEVEN = {
     "vocab_size": 152064,
 }
 """Qwen2.5-7B."""
+LATENT = {
+    **{"kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24},
+    **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 64, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
+}
+"""Of DeepSeek V3's attention and experts."""
 
 
 def plan(
@@ -48,7 +62,8 @@ def plan(
     return server_memory(RolloutRecipe.model_validate(sections), config, device, served)
 
 
-SHORT = [[np.arange(number, number + 200) for number in range(32)]]
+# the second time, the head has its copy, too, which it gets when all 32 sequences sample together
+SHORT = [[np.arange(number, number + 200) for number in range(first, first + 32)] for first in (0, 1000)]
 # two of three sequences go on: that between them is idle, and the fewer tokens are padded to the more
 LONG = [[np.arange(first, first + 3500) for first in (0, 2000, 4000)]]
 LONG += [[np.append(LONG[0][0], np.arange(1, 1021)), np.append(LONG[0][2], np.arange(1, 521))]]
@@ -60,9 +75,15 @@ LONG += [[np.append(LONG[0][0], np.arange(1, 1021)), np.append(LONG[0][2], np.ar
 def test_the_embedded_engine_takes_what_is_planned(
     length: int, sequences: int, prompts: list[list[np.ndarray]], dtype: str
 ) -> None:
-    model = AutoModelForCausalLM.from_config(Qwen3Config(**SMALL), dtype=getattr(torch, dtype))
+    check_planned(Qwen3Config(**SMALL), length, sequences, prompts, dtype)
+
+
+def check_planned(
+    config: PreTrainedConfig, length: int, sequences: int, prompts: list[list[np.ndarray]], dtype: str
+) -> None:
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     sizes = {"max_model_len": length, "max_num_seqs": sequences}
-    planned = plan(Qwen3Config(**SMALL), "cpu", engine="embedded", dtype=dtype, **sizes)
+    planned = plan(config, "cpu", engine="embedded", dtype=dtype, **sizes)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         engine = Engine(model, **sizes)
         for together in prompts:
@@ -169,6 +190,30 @@ def test_hybrids_have_states_per_sequence() -> None:
     )
     planned = plan(sliding)
     assert (planned.cache_per_token, planned.cache_per_sequence) == (2 * 2 * 32 * 2, 2 * 100 * 2 * 2 * 32 * 2)
+
+
+def test_the_embedded_engine_keeps_all_tokens_of_all_layers() -> None:
+    windows = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 100}
+    sizes = {**SMALL, "num_hidden_layers": 4}
+    plain = plan(Qwen3Config(**sizes), "cpu", engine="embedded", max_num_seqs=4, max_model_len=1024)
+    for config in (
+        Qwen3Config(**sizes, use_sliding_window=True, **windows),
+        GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, **windows),
+        DeepseekV3Config(**{**sizes, "num_key_value_heads": 4, "head_dim": 16}, **LATENT),
+    ):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        engine = Engine(model, max_model_len=1024, max_num_seqs=4)
+        planned = plan(config, "cpu", engine="embedded", max_num_seqs=4, max_model_len=1024)
+        assert engine.cache is not None
+        assert planned.least_cache == engine.cache.nbytes
+        assert (planned.parts["workspace"] > plain.parts["workspace"]) == ("sliding_attention" in str(config.to_dict()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_windows_and_sinks_take_what_is_planned(dtype: str) -> None:
+    windows = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 100}
+    check_planned(GptOssConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, **windows), 8192, 4, LONG, dtype)
 
 
 def test_captured_steps_of_the_embedded_engine() -> None:

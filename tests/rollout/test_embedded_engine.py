@@ -1,6 +1,8 @@
 """The decode loop alone: what it refuses, and the paths that short requests over HTTP do not take."""
 
+import copy
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,30 @@ import psutil
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
+from agentfactory.rollout.embedded.attention import attend
 from agentfactory.rollout.embedded.engine import PREFILL_TOKENS, Engine
 from agentfactory.rollout.embedded.eviction import Evictable
 from agentfactory.rollout.embedded.lora import Adapter
+from agentfactory.rollout.embedded.plan import Planner
 from agentfactory.rollout.embedded.request import Request, UnsupportedModel
 
 pytestmark = pytest.mark.numbers
@@ -37,6 +58,38 @@ SIZES: dict[str, Any] = {
 def qwen3(**changes: Any) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     return Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "head_dim": 16, **changes}))
+
+
+WINDOW = 8
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def gpt_oss() -> GptOssForCausalLM:
+    """Sinks, and a sliding window in the first of two layers."""
+    sizes = {**SIZES, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}
+    return GptOssForCausalLM(GptOssConfig(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 100.0}))
+
+
+def qwen3_moe() -> Qwen3MoeForCausalLM:
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, num_experts=4))
+
+
+def deepseek() -> DeepseekV3ForCausalLM:
+    """Keys of width 16, values of width 12; a dense layer and one with experts."""
+    widths = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+    groups = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    sizes = {**SIZES, **EXPERTS, **widths, **groups, "num_key_value_heads": 4, "num_nextn_predict_layers": 0}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes))
+
+
+def mistral() -> MistralForCausalLM:
+    """A sliding window in every layer."""
+    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=WINDOW))
+
+
+def qwen3_windows() -> Qwen3ForCausalLM:
+    sizes = {**SIZES, "head_dim": 16, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes))
 
 
 def run(
@@ -107,12 +160,56 @@ def test_what_is_not_a_number_spoils_no_later_sequence() -> None:
 
 def test_models_that_it_cannot_decode_are_refused() -> None:
     sizes = {"max_model_len": 64, "max_num_seqs": 2}
-    with pytest.raises(UnsupportedModel, match="sliding_attention"):
-        Engine(qwen3(use_sliding_window=True, sliding_window=8, max_window_layers=1), **sizes)
-    with pytest.raises(UnsupportedModel, match="sliding_window"):
-        Engine(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8)), **sizes)
+    with pytest.raises(UnsupportedModel, match="layers of type linear_attention; only full_attention and sliding"):
+        Engine(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES, layer_types=["linear_attention"] * 2)), **sizes)
     with pytest.raises(MemoryError, match="lower max_num_seqs"):
         Engine(qwen3(), max_model_len=2**16, max_num_seqs=2**12)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("make", [gpt_oss, qwen3_moe, deepseek, mistral, qwen3_windows])
+def test_sinks_windows_experts_and_latent_attention(make: Callable[[], PreTrainedModel], static: bool) -> None:
+    torch.manual_seed(0)
+    model = make()
+    engine = Engine(copy.deepcopy(model), max_model_len=256, max_num_seqs=8, static_decode=static)
+    first = run(engine, random_prompts(1, 2, 3, WINDOW - 1, WINDOW, WINDOW + 1, 60, 90, 91, 92, 140))
+    # conversations go on from what the cache has of them
+    later = run(engine, [np.array([*request.prompt, *request.tokens, 5, 6]) for request in first[-4:]])
+    assert engine.cached_tokens > 200
+    for request in [*first, *later]:
+        check(engine, model.eval(), request)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 21])
+def test_attention_equals_transformers_in_float64(tokens: int) -> None:
+    """The last `tokens` of 30 attend in a slot between others."""
+    torch.manual_seed(0)
+    kv, ratio, width, known = 2, 3, 8, 30
+    planner = Planner(kv * ratio, kv, 48, torch.float64, torch.device("cpu"), WINDOW)
+    cache = torch.randn(2, 3, kv, 48, width, dtype=torch.float64)
+    query = torch.randn(1, kv * ratio, tokens, width, dtype=torch.float64)
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.sinks = ratio, torch.randn(kv * ratio, dtype=torch.float64)
+    position = np.arange(known - tokens, known)
+    plan = planner.plan(np.array([1]), position[:1], np.array([tokens]), position)
+    places, own = torch.arange(known), torch.from_numpy(position)[:, None]
+    for windowed in (False, True):
+        hidden = (places > own) | (places <= own - WINDOW) if windowed else places > own
+        mask = torch.zeros(1, 1, tokens, known, dtype=torch.float64).masked_fill(hidden, float("-inf"))
+        expected, _ = eager_attention_forward(module, query, *cache[:, 1:2, :, :known], mask, 0.3)
+        found = attend(plan, cache, query, 0.3, windowed, module.sinks)
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+
+
+def test_a_window_that_is_not_kept_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = Planner.masks
+
+    def without_window(planner: Planner, visible: torch.Tensor, keys: int, times: int = 1) -> tuple[Any, Any]:
+        return (masks(planner, visible, keys, times)[0],) * 2
+
+    monkeypatch.setattr(Planner, "masks", without_window)
+    with pytest.raises(UnsupportedModel, match="differ by"):
+        Engine(gpt_oss(), max_model_len=64, max_num_seqs=2)
 
 
 def test_other_positions_than_rotary_work_too() -> None:

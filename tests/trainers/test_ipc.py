@@ -51,15 +51,22 @@ def _leave_the_server_as_it_was(server: ServerControl, model_folder: Path) -> It
 @pytest.fixture(autouse=True)
 def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every block of shared memory that a test makes is gone afterwards."""
-    made = []
-    make = Buffer.__init__
+    made, syncs = [], []
+    make, allocate = Buffer.__init__, IpcSync._allocate
 
     def make_and_note(buffer: Buffer, capacity: int, device: torch.device) -> None:
         make(buffer, capacity, device)
         made.append(buffer.handles["cpu"][0])
 
+    def allocate_and_note(sync: IpcSync, state: dict[str, Tensor]) -> None:
+        syncs.append(sync)
+        allocate(sync, state)
+
     monkeypatch.setattr(Buffer, "__init__", make_and_note)
+    monkeypatch.setattr(IpcSync, "_allocate", allocate_and_note)
     yield
+    for sync in syncs:
+        sync.close()
     for name in made:
         with pytest.raises(FileNotFoundError):
             SharedMemory(name)

@@ -1,7 +1,7 @@
-"""A continuous-batching decode loop over one preallocated KV cache, for any full-attention transformers model.
+"""A continuous-batching decode loop over one preallocated KV cache, for any transformers model whose layers attend.
 
 Every step flattens the new tokens of all running requests (one per decoding request, many per new prompt) into one row
-of shape [1, tokens]. The model's linear layers see only that row; attention is replaced by `Engine._attend`, which
+of shape [1, tokens]. The model's linear layers see only that row; attention is replaced by `Engine._attention`, which
 writes keys and values into the cache and lets each request attend to its own slot. A slot keeps its tokens after its
 request has ended: the next request that begins with them computes only the rest.
 """
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from agentfactory.rollout.embedded.allocator import give_back_freed
+from agentfactory.rollout.embedded.attention import attend
 from agentfactory.rollout.embedded.eviction import Evictable
 from agentfactory.rollout.embedded.graphs import StaticDecoder
 from agentfactory.rollout.embedded.linear import drop_packed, use_onednn
@@ -28,6 +29,7 @@ from agentfactory.rollout.embedded.plan import Plan, Planner
 from agentfactory.rollout.embedded.proof import proofs
 from agentfactory.rollout.embedded.request import Request, UnsupportedModel
 from agentfactory.rollout.embedded.sampling import sample
+from agentfactory.rollout.embedded.shape import head_width, sliding_window
 
 if TYPE_CHECKING:
     from agentfactory.rollout.embedded.image_encoder import ImageEncoder
@@ -59,9 +61,7 @@ class Engine:
         encoder: "ImageEncoder | None" = None,
     ) -> None:
         config = model.config.get_text_config()
-        kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
-        if kinds:
-            raise UnsupportedModel(f"layers of type {', '.join(sorted(kinds))}; only full_attention is supported")
+        window = sliding_window(config)
         if not model._supports_attention_backend:
             raise UnsupportedModel(f"{type(model).__name__} does not use transformers' attention interface")
         self.model = model.eval()
@@ -82,7 +82,7 @@ class Engine:
         """Tokens that were sampled so far."""
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = getattr(config, "num_key_value_heads", None) or self._heads
-        self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self._heads
+        self._head_dim = head_width(config)
         self._length = -(-max_model_len // 16) * 16  # key lengths aligned for GPU attention kernels
         self.cache_shape = (config.num_hidden_layers, 2, max_num_seqs, self._kv_heads, self._length, self._head_dim)
         # Per slot: its token ids, the number of known ids and of those with keys and values in the cache, the hash of
@@ -97,7 +97,7 @@ class Engine:
         self._shift = np.zeros(max_num_seqs, np.int64)
         """Per slot: the rotary positions of a sampled token minus its index."""
         self._clock = 0
-        self._planner = Planner(self._heads, self._kv_heads, self._length, model.dtype, model.device)
+        self._planner = Planner(self._heads, self._kv_heads, self._length, model.dtype, model.device, window)
         self._plan: Plan | None = None
         self._weights: Evictable | None = None
         self._evicted: list[Evictable] = []
@@ -368,47 +368,22 @@ class Engine:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attention function that the model's attention modules call through transformers' attention interface."""
-        for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
+        for name in ("softcap", "position_bias"):
             if kwargs.get(name) is not None:
-                raise UnsupportedModel(f"attention with {name}; only plain full attention is supported")
-        layer: Any = module.layer_idx
-        return self._attend(layer, query, key, value, scaling or query.shape[-1] ** -0.5), None
-
-    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Write keys and values [1, kv_heads, tokens, head_dim]; attend with query [1, heads, tokens, head_dim].
-
-        Returns [1, tokens, heads, head_dim]. Query heads that share a key head are treated as further queries of it, so
-        that keys and values are never repeated.
-        """
+                raise UnsupportedModel(f"attention with {name}")
+        window, sinks = kwargs.get("sliding_window"), kwargs.get("s_aux")
+        if window is not None and window != self._planner.window:
+            raise UnsupportedModel(f"layers with a sliding window of {window} beside {self._planner.window}")
         assert self._plan is not None
         assert self.cache is not None
-        kv, dim, ratio = self._kv_heads, self._head_dim, self._heads // self._kv_heads
+        layer, width = module.layer_idx, value.shape[-1]
+        assert isinstance(layer, int)
         for rows, new in zip(self._rows[layer], (key, value), strict=True):
-            rows.index_copy_(0, self._plan.rows, new[0].transpose(0, 1).reshape(-1, dim))
-        flat = query[0].transpose(0, 1)  # [tokens, heads, head_dim]
-        out = torch.empty_like(flat, memory_format=torch.contiguous_format)
-        for group in self._plan.groups:
-            q = flat if group.gather is None else flat.index_select(0, group.gather)
-            if group.slots is None:
-                keys, values = self.cache[layer, :, group.first : group.end, :, : group.keys]
-            else:
-                keys, values = self.cache[layer, :, :, :, : group.keys].index_select(1, group.slots)
-            n = keys.shape[0]
-            if group.queries == 1 and q.dtype == torch.float32:
-                # plain products: on two threads twice as fast as the fused kernel, which splits work by query blocks
-                scores = torch.bmm(q.reshape(n * kv, ratio, dim) * scaling, keys.flatten(0, 1).transpose(1, 2))
-                scores.view(n, kv, ratio, group.keys).add_(group.mask)
-                o = torch.bmm(torch.softmax(scores, -1), values.flatten(0, 1)).view(n, self._heads, dim)
-            else:
-                q = q.reshape(n, group.queries, kv, ratio, dim).permute(0, 2, 3, 1, 4)
-                q = q.reshape(n, kv, ratio * group.queries, dim)
-                o = F.scaled_dot_product_attention(q, keys, values, attn_mask=group.mask, scale=scaling)
-                o = o.view(n, kv, ratio, group.queries, dim).permute(0, 3, 1, 2, 4).reshape(-1, self._heads, dim)
-            if group.tokens is None:
-                return o[None]
-            assert group.pick is not None
-            out.index_copy_(0, group.tokens, o.index_select(0, group.pick))
-        return out[None]
+            if short := self._head_dim - new.shape[-1]:
+                new = F.pad(new, (0, short))  # values may be narrower than keys
+            rows.index_copy_(0, self._plan.rows, new[0].transpose(0, 1).reshape(-1, self._head_dim))
+        scale = scaling or query.shape[-1] ** -0.5
+        return attend(self._plan, self.cache[layer], query, scale, window is not None, sinks)[..., :width], None
 
     # ---- sampling
 
@@ -448,13 +423,14 @@ class Engine:
     def _prove(self) -> None:
         """Decode a few tokens and compare with the model's own attention, to reject unknown model features."""
         language = self.model.get_decoder()
-        for proof in proofs(self.encoder, self.vocab_size, self.max_model_len):
+        own = "sdpa" if self.model._supports_sdpa else "eager"
+        for proof in proofs(self.encoder, self.vocab_size, self.max_model_len, self._planner.window):
             language.set_attn_implementation(self._attention_name)
             self.add(proof.request)
             while self.busy:
                 self.step()
             self.reset_prefix_cache()
-            language.set_attn_implementation("sdpa")
+            language.set_attn_implementation(own)
             proof.check(self.model)
         language.set_attn_implementation(self._attention_name)
 

@@ -54,10 +54,12 @@ class StaticStep:
         ids, position, rotary, slots, owner = self.inputs
         heads = torch.arange(planner.kv_heads, device=planner.device)
         rows = (slots[:, None] * planner.kv_heads + heads) * planner.length + position[:, None]
+        mask, window_mask = planner.masks(position[:, None], shape.keys)
         group = Group(
             queries=1,
             keys=shape.keys,
-            mask=planner.mask(position[:, None], shape.keys),
+            mask=mask,
+            window_mask=window_mask,
             gather=None,
             tokens=None,
             pick=None,

@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # oneDNN compiles a kernel per shape (0.4 ms) and keeps 1024 of them: batches are padded to a multiple of ROWS to limit
-# the number of shapes. Below MULTIPLICATIONS, its slower call costs more than it saves. Measured on an EPYC with torch
-# 2.13: from 32 rows on 0.9 to 1.5 times as fast as torch's own with one thread, 0.7 to 2.5 with two; 8 rows, padded,
-# take three to five times as long.
+# the number of shapes, and smaller ones, which would take as long as ROWS, are torch's. Below MULTIPLICATIONS, the
+# slower call costs more than it saves. Measured on an EPYC with torch 2.13: from 32 rows on 0.9 to 1.5 times as fast as
+# torch's own with one thread, 0.7 to 2.5 with two; 8 rows, padded, took three to five times as long.
 ROWS = 32
 MULTIPLICATIONS = 2**20
 
@@ -16,7 +16,7 @@ def use_onednn(model: nn.Module) -> None:
     """Use oneDNN for the model's float32 `nn.Linear` modules on a CPU with AVX-512; elsewhere do nothing.
 
     Their inputs must be [1, rows, features] or [rows, features], without gradients. Weights may change in place. A
-    second copy of the weights is kept in oneDNN's layout.
+    second copy of each weight that has met ROWS rows is kept in oneDNN's layout.
     """
     for module in onednn_modules(model):
         module.forward = _PackedLinear(module)  # type: ignore[assignment, method-assign]
@@ -55,7 +55,7 @@ class _PackedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[-2]
-        if rows * self._weight.numel() < MULTIPLICATIONS:
+        if rows < ROWS or rows * self._weight.numel() < MULTIPLICATIONS:
             return F.linear(x, self._weight, self._bias)
         # torch counts in-place changes of a tensor: after a weight update a new packed copy is made
         if self._version != self._weight._version:

@@ -15,12 +15,13 @@ class Group(NamedTuple):
 
     `gather` [n * queries] indexes the step's tokens; `tokens` [count] are those tokens and `pick` [count] the positions
     of their results among the n * queries. None means: all, in order. Either the slots `first` to `end` are viewed in
-    place, or `slots` are copied out.
+    place, or `slots` are copied out. `window_mask` is the mask of layers with a sliding window, if there are any.
     """
 
     queries: int
     keys: int
     mask: Float[Tensor, "n 1 rows keys"]
+    window_mask: Float[Tensor, "n 1 rows keys"] | None
     gather: Tensor | None
     tokens: Tensor | None
     pick: Tensor | None
@@ -45,6 +46,8 @@ class Planner:
     length: int
     dtype: torch.dtype
     device: torch.device
+    window: int | None = None
+    """Number of tokens, its own included, that a token sees in layers with a sliding window."""
 
     def plan(self, slots: np.ndarray, start: np.ndarray, count: np.ndarray, position: np.ndarray) -> Plan:
         """Plan a step from the slot of each request, its new tokens `start` to `start + count`, and the `position` of
@@ -57,13 +60,18 @@ class Planner:
         """Copy an array to the device."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
-    def mask(self, visible: Tensor, keys: int, times: int = 1) -> Float[Tensor, "n 1 rows keys"]:
-        """Return the attention mask: `visible` [n, queries] are positions, and a query sees the keys up to its own. The
-        queries are repeated `times` times."""
+    def masks(self, visible: Tensor, keys: int, times: int = 1) -> tuple[Tensor, Tensor | None]:
+        """Return the attention mask [n, 1, rows, keys], and that of layers with a sliding window: `visible`
+        [n, queries] are positions, and a query sees the keys up to its own. The queries are repeated `times` times."""
         n, queries = visible.shape
-        blocked = torch.arange(keys, device=self.device) > visible[:, None, :, None]
-        mask = torch.zeros(n, times, queries, keys, dtype=self.dtype, device=self.device)
-        return mask.masked_fill_(blocked, float("-inf")).view(n, 1, times * queries, keys)
+        places, own = torch.arange(keys, device=self.device), visible[:, None, :, None]
+
+        def filled(blocked: Tensor) -> Tensor:
+            mask = torch.zeros(n, times, queries, keys, dtype=self.dtype, device=self.device)
+            return mask.masked_fill_(blocked, float("-inf")).view(n, 1, times * queries, keys)
+
+        later = places > own
+        return filled(later), None if self.window is None else filled(later | (places <= own - self.window))
 
     def _groups(self, slots: np.ndarray, start: np.ndarray, count: np.ndarray, position: np.ndarray) -> Iterator[Group]:
         """Group requests with similar numbers of new tokens, and split groups by this number and by length if padding
@@ -101,12 +109,15 @@ class Planner:
         real = np.arange(queries) < count[:, None]
         tokens = (offset[:, None] + np.arange(queries))[real]
         pick = (place[:, None] * queries + np.arange(queries))[real]
+        # heads that share a key head are further queries of it; the mask of a single query is broadcast to them
+        times = self.heads // self.kv_heads if queries > 1 else 1
+        mask, window_mask = self.masks(self.tensor(position[gather]), keys, times)
         whole = n * queries == len(position) and bool((gather.ravel() == np.arange(len(position))).all())
         return Group(
             queries=queries,
             keys=keys,
-            # heads that share a key head are further queries of it; the mask of a single query is broadcast to them
-            mask=self.mask(self.tensor(position[gather]), keys, self.heads // self.kv_heads if queries > 1 else 1),
+            mask=mask,
+            window_mask=window_mask,
             gather=None if whole else self.tensor(gather.ravel()),
             tokens=None if whole else self.tensor(tokens),
             pick=None if whole else self.tensor(pick),

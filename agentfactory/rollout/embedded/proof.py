@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 SAMPLED = 12
 """Largest number of tokens that a request samples."""
+LONGEST = 512
+"""Largest sliding window that the prompt goes beyond: longer prompts would delay the start."""
 
 
 class Proof(NamedTuple):
@@ -41,11 +43,14 @@ class Proof(NamedTuple):
             )
 
 
-def proofs(encoder: "ImageEncoder | None", vocab_size: int, max_model_len: int) -> Iterator[Proof]:
-    """Return a request with text, and one with an image if the model sees. Raises UnsupportedModel if sequences are too
-    short for an image."""
-    size = min(2 * SAMPLED, max_model_len)
-    text = np.arange(1, size // 2 + 1) * 7 % vocab_size
+def proofs(
+    encoder: "ImageEncoder | None", vocab_size: int, max_model_len: int, window: int | None = None
+) -> Iterator[Proof]:
+    """Return a request with text, and one with an image if the model sees. The text is longer than a sliding window of
+    at most LONGEST tokens. Raises UnsupportedModel if sequences are too short for an image."""
+    beyond = window if window is not None and window <= LONGEST else 0
+    size = min(2 * SAMPLED + beyond, max_model_len)
+    text = np.arange(1, max(1, size - SAMPLED) + 1) * 7 % vocab_size
     yield Proof(Request(text, size - len(text), lambda r: None, temperature=0.0), {})
     if encoder is not None:
         yield _proof_with_image(encoder, text, max_model_len)

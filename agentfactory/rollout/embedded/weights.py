@@ -154,10 +154,12 @@ class WeightUpdate:
 
 
 def checksums(model: nn.Module) -> dict[str, str]:
-    """The `weight_digest` of each parameter, by name; tied parameters appear once, as in `named_parameters()`."""
-    parameters = dict(model.named_parameters())
+    """The `weight_digest` of each weight, by name: parameters, and buffers that a checkpoint has, such as DeepSeek's
+    correction of the router. Tied weights appear once, by their first name."""
+    state = model.state_dict()
+    weights = {names[0]: state[names[0]] for names in _tied(state)}
     with ThreadPoolExecutor(memory_threads()) as pool:
-        return dict(zip(parameters, pool.map(weight_digest, parameters.values()), strict=True))
+        return dict(zip(weights, pool.map(weight_digest, weights.values()), strict=True))
 
 
 def _tied(state: Mapping[str, Tensor]) -> list[list[str]]:

@@ -64,6 +64,11 @@ def check_recipe(config: RolloutConfig, native: bool) -> None:
         if value not in (None, nothing):
             shown = "null" if nothing is None else repr(nothing)
             raise SettingError(f"rollout.{field}", f"got {value!r}, and {own}", f"set {shown}")
+    check_native(config, native)
+
+
+def check_native(config: RolloutConfig, native: bool) -> None:
+    """Raise SettingError for a tool-call format that is not one of chat templates."""
     if not native:
         problem = f"got {config.parser!r}, which writes calls as text; the agent's client gets them as calls"
         raise SettingError("rollout.parser", problem, "name the format of the model's chat template, such as hermes")

@@ -84,9 +84,11 @@ class Endpoint:
 
 
 class Gateway:
-    """Answers the requests of all chains of a process; use it as an async context manager."""
+    """Answers the requests of all chains of a process at a loopback port (0: a free one); use it as an async context
+    manager."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
+        self._port = port
         self._chains: dict[str, Asking] = {}
         self._url = ""
 
@@ -98,7 +100,7 @@ class Gateway:
         # a turn that its client no longer waits for is not sampled to its end
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096).start()
+        await web.TCPSite(self._runner, "127.0.0.1", self._port, backlog=4096).start()
         self._url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
 
@@ -106,9 +108,9 @@ class Gateway:
         await self._runner.cleanup()
 
     @contextmanager
-    def serving(self, chain: Asking) -> Iterator[Endpoint]:
-        """Answer the requests of a chain, whose key ends with the context."""
-        key = f"chain-{secrets.token_urlsafe(24)}"
+    def serving(self, chain: Asking, key: str | None = None) -> Iterator[Endpoint]:
+        """Answer the requests of a chain, whose key (by default a random one) ends with the context."""
+        key = key or f"chain-{secrets.token_urlsafe(24)}"
         self._chains[key] = chain
         try:
             yield Endpoint(f"{self._url}/v1", self._url, key)

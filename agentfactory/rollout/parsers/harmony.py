@@ -41,6 +41,8 @@ class Harmony(NativeParser):
         for channel, recipient, body in _messages(text):
             if recipient is not None:
                 name = recipient.removeprefix("functions.")
+                if not name:
+                    raise FormatError(f"Malformed tool call {len(calls) + 1}: no tool's name after functions.")
                 try:
                     arguments, end = read_object(body, 0)
                 except ValueError as error:

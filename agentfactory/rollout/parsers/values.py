@@ -30,7 +30,8 @@ def read_json(text: str, position: int = 0) -> tuple[Any, int]:
         check_depth(value)
         json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON ({error.msg} at character {error.pos - position})") from error
+        reason = error.msg.removesuffix(" at")
+        raise ValueError(f"not valid JSON ({reason} at character {error.pos - position})") from error
     except UnicodeEncodeError as error:
         raise ValueError("not valid JSON (half of a surrogate pair)") from error
     except RecursionError as error:

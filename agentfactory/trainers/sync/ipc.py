@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from itertools import cycle
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -24,12 +24,14 @@ from agentfactory.trainers.sync.full import holds_full_weights, update_full_weig
 from agentfactory.trainers.sync.protocol import SyncReport, base_model, find, on_each
 
 BUFFER_BYTES = 2**27
-"""Size of each of two shared buffers, unless one weight is larger: the trainer fills one while the server reads the
-other. They exist only during a transfer, in addition to both models."""
+"""Size of a shared buffer, unless one weight is larger."""
 _PARTS = 8
 """Parts in which a small model travels, so that filling and reading overlap there, too."""
 
 _SHARED_MEMORY = Path("/dev/shm")
+
+Part = list[tuple[str, Tensor]]
+"""Weights that travel together."""
 
 
 class Buffer:
@@ -45,12 +47,11 @@ class Buffer:
             self._bytes = torch.empty(capacity, dtype=torch.uint8, device=device)
             self.handles = {memory_key(device): reduce_tensor(self._bytes)[1]}
         else:
-            _check_shared_memory(capacity)
             self._block = SharedMemory(create=True, size=capacity)
             self._bytes = torch.frombuffer(self._block.buf, dtype=torch.uint8, count=capacity)
             self.handles = {CPU: (self._block.name, capacity)}
 
-    def fill(self, part: list[tuple[str, Tensor]]) -> None:
+    def fill(self, part: Part) -> None:
         """Writes tensors one after the other, from any device; returns when they can be read."""
         start = 0
         for _, value in part:
@@ -60,8 +61,15 @@ class Buffer:
         if self._bytes.is_cuda:
             torch.cuda.synchronize(self._bytes.device)
 
+    def views(self, part: Part) -> list[Tensor]:
+        """Returns the tensors that `fill` writes, in this memory. Each must begin at a multiple of its dtype's width,
+        as those of `parts` do."""
+        sizes = [value.nbytes for _, value in part]
+        places = self._bytes[: sum(sizes)].split(sizes)
+        return [place.view(value.dtype).view(value.shape) for (_, value), place in zip(part, places, strict=True)]
+
     def close(self) -> None:
-        """Returns the memory to the system: the server may be waiting for it."""
+        """Returns the memory to the system: the server may be waiting for it. No view may exist any more."""
         del self._bytes
         if self._block is not None:
             self._block.close()
@@ -75,10 +83,11 @@ class IpcSync:
     """Sends full weights in parts through memory that trainer and server share, in the packed mode of vLLM's `ipc`
     weight transfer engine: vLLM servers are started with `--weight-transfer-config '{"backend": "ipc"}'`.
 
-    A trainer on a GPU shares a buffer of this GPU (CUDA IPC, untested on a GPU); a trainer on a CPU shares a block of
-    `multiprocessing.shared_memory`, which the embedded engine reads. The policy's weights may be on another device than
-    the buffer: those of an offloaded trainer go from the CPU to a GPU. Proof: a server echoes the version, and its
-    checksum of every weight equals ours.
+    A trainer on a GPU shares two buffers of this GPU during a transfer (CUDA IPC, untested on a GPU): it fills one
+    while the server reads the other, and keeps a copy of the version in host memory. A trainer on a CPU shares blocks
+    of `multiprocessing.shared_memory`, which the embedded engine reads; they stay, and are the copy. The policy's
+    weights may be on another device than the buffer: those of an offloaded trainer go from the CPU to a GPU. Proof: a
+    server echoes the version, and its checksum of every weight equals ours.
     """
 
     def __init__(
@@ -102,6 +111,8 @@ class IpcSync:
         self._version = 0
         # copy of the last pushed version for a server that is restarted; the policy's own weights keep changing
         self._copy: dict[str, Tensor] = {}
+        self._shared: list[Buffer] = []
+        """On a CPU: the copy's memory, a block for each of its parts."""
         self._served: Served = {}
         self._digest = ""
         for server in servers:
@@ -112,12 +123,13 @@ class IpcSync:
         started = time.perf_counter()
         content = Content(state, self._served)
         if self._copy.keys() != state.keys():
-            self._copy = {name: torch.empty_like(value, device="cpu") for name, value in state.items()}
+            self._allocate(content.state)
         self._version = version
         with ThreadPoolExecutor(1, "copy") as pool:
-            copied = pool.submit(self._keep, state)
-            on_each(self._servers, lambda server: self._update(server, content))
-        copied.result()
+            copied = self._keep(content.state, pool)
+            on_each(self._servers, lambda server: self._update(server, content, copied))
+        for part in copied:
+            part.result()
         self._served = content.served
         return self._report(started)
 
@@ -127,15 +139,65 @@ class IpcSync:
         started = time.perf_counter()
         server, content = find(self._servers, url), Content(self._copy)
         if not holds_full_weights(server, self._label, content):
-            self._update(server, content)
+            self._update(server, content, [])
         return self._report(started)
 
     def close(self) -> None:
-        """See WeightSync. Nothing is shared between two pushes."""
+        """See WeightSync."""
+        self._copy = {}
+        while self._shared:
+            self._shared.pop().close()
 
-    def _keep(self, state: Mapping[str, Tensor]) -> None:
-        for name, value in state.items():
-            self._copy[name].copy_(value)
+    def _allocate(self, state: dict[str, Tensor]) -> None:
+        """Makes room for the copy of a version. Raises SyncError if shared memory is too small for it."""
+        self.close()
+        if self._device.type != "cpu":
+            self._copy = {name: torch.empty_like(value, device="cpu") for name, value in state.items()}
+            return
+        _check_shared_memory(sum(value.nbytes for value in state.values()))
+        for part in self._parts(state):
+            self._shared.append(Buffer(sum(value.nbytes for _, value in part), self._device))
+            self._copy |= zip([name for name, _ in part], self._shared[-1].views(part), strict=True)
+
+    def _keep(self, state: dict[str, Tensor], pool: ThreadPoolExecutor) -> list[Future[None]]:
+        """Begins to copy a version; returns what ends with each of its parts."""
+        if self._device.type == "cpu":
+            return [
+                pool.submit(buffer.fill, part) for buffer, part in zip(self._shared, self._parts(state), strict=True)
+            ]
+
+        def copy() -> None:
+            for name, value in state.items():
+                self._copy[name].copy_(value)
+
+        return [pool.submit(copy)]
+
+    def _parts(self, state: dict[str, Tensor]) -> list[Part]:
+        sizes = [value.nbytes for value in state.values()]
+        return list(parts(state, max(*sizes, min(sum(sizes) // _PARTS, self._buffer_bytes))))
+
+    @contextmanager
+    def _filled(self, state: dict[str, Tensor], copied: list[Future[None]]) -> Iterator[Iterator[tuple[Part, Buffer]]]:
+        """Gives the parts of a version, each in a buffer, as soon as they can be read. A part may still be read while
+        the next one is asked for, and no longer."""
+        found = self._parts(state)
+        with ExitStack() as stack:
+            if self._device.type == "cpu":
+                buffers = self._shared
+            else:
+                # own buffers for each server: torch counts one opening for each handle
+                capacity = max(sum(value.nbytes for _, value in part) for part in found)
+                buffers = [stack.enter_context(closing(Buffer(capacity, self._device))) for _ in range(2)]
+
+            def fill() -> Iterator[tuple[Part, Buffer]]:
+                for number, (part, buffer) in enumerate(zip(found, cycle(buffers), strict=False)):
+                    if self._device.type != "cpu":
+                        buffer.fill(part)
+                    elif copied:
+                        copied[number].result()
+                    yield part, buffer
+
+            yield fill()
 
     def _init(self, server: ServerControl) -> None:
         answer = server.post("/init_weight_transfer_engine", {"init_info": {"packed": True}})
@@ -152,22 +214,14 @@ class IpcSync:
                 f"{own}; let both use one GPU, or use sync.backend: file"
             )
 
-    def _update(self, server: ServerControl, content: Content) -> None:
+    def _update(self, server: ServerControl, content: Content, copied: list[Future[None]]) -> None:
         # every time: a server that was restarted since the last version is not initialised
         self._init(server)
-        state = content.state
-        largest = max(value.nbytes for value in state.values())
-        total = sum(value.nbytes for value in state.values())
-        capacity = max(largest, min(total // _PARTS, self._buffer_bytes))
-        with ExitStack() as stack:
-            # own buffers for each server: torch counts one opening for each handle
-            buffers = [stack.enter_context(closing(Buffer(capacity, self._device))) for _ in range(2)]
-            pool = stack.enter_context(ThreadPoolExecutor(1, "parts"))
 
-            def transfer() -> None:
+        def transfer() -> None:
+            with self._filled(content.state, copied) as filled, ThreadPoolExecutor(1, "parts") as pool:
                 read: Future[Any] | None = None
-                for part, buffer in zip(parts(state, capacity), cycle(buffers), strict=False):
-                    buffer.fill(part)
+                for part, buffer in filled:
                     if read is not None:
                         read.result()
                     # answers after it has copied the part
@@ -175,7 +229,7 @@ class IpcSync:
                 if read is not None:
                     read.result()
 
-            self._digest = update_full_weights([server], self._label, content, transfer, self._keep_caches)
+        self._digest = update_full_weights([server], self._label, content, transfer, self._keep_caches)
 
     @property
     def _label(self) -> str:
@@ -188,10 +242,10 @@ class IpcSync:
         return SyncReport(self._version, self._label, self._model, size, seconds, self._digest, salt)
 
 
-def parts(state: dict[str, Tensor], capacity: int) -> Iterator[list[tuple[str, Tensor]]]:
+def parts(state: dict[str, Tensor], capacity: int) -> Iterator[Part]:
     """Yields weights in parts of at most `capacity` bytes; no single weight may exceed it. Wide dtypes come first, so
     that each tensor begins at a multiple of its own width."""
-    part: list[tuple[str, Tensor]] = []
+    part: Part = []
     size = 0
     for name, value in sorted(state.items(), key=lambda entry: -entry[1].itemsize):
         if part and size + value.nbytes > capacity:
@@ -203,7 +257,7 @@ def parts(state: dict[str, Tensor], capacity: int) -> Iterator[list[tuple[str, T
         yield part
 
 
-def update_info(part: list[tuple[str, Tensor]], buffer: Buffer) -> dict[str, Any]:
+def update_info(part: Part, buffer: Buffer) -> dict[str, Any]:
     """Returns what the receiver needs to know of a part in a buffer."""
     return {
         "ipc_handles_pickled": base64.b64encode(pickle.dumps(buffer.handles)).decode("ascii"),
@@ -214,11 +268,11 @@ def update_info(part: list[tuple[str, Tensor]], buffer: Buffer) -> dict[str, Any
     }
 
 
-def _check_shared_memory(capacity: int) -> None:
+def _check_shared_memory(size: int) -> None:
     # a write beyond the available memory kills the process by a signal; a container has 64 MiB by default
-    free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else capacity
-    if free < capacity:
+    free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else size
+    if free < size:
         raise SyncError(
-            f"sync.backend: ipc: {_SHARED_MEMORY} has {free / 2**20:.0f} MiB free, and weights travel in parts of "
-            f"{capacity / 2**20:.0f} MiB; enlarge it (docker run --shm-size), or use sync.backend: file"
+            f"sync.backend: ipc: {_SHARED_MEMORY} has {free / 2**20:.0f} MiB free, and the weights take "
+            f"{size / 2**20:.0f} MiB there; enlarge it (docker run --shm-size), or use sync.backend: file"
         )

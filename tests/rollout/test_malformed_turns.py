@@ -1,0 +1,160 @@
+"""What a model is told of a turn that went wrong, in the format of each model family; and a QwQ-style template."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentfactory.rollout.parsers import NativeParser
+from agentfactory.rollout.renderer import Parsed
+from agentfactory.rollout.template_renderer import TemplateRenderer
+from agentfactory.tools.messages import Message, ToolSpec
+from tests.model_families import FAMILIES, Family, renderer_of
+from tests.scripted_chains import Scripted, scripted_chains
+
+by_template = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+NOTE = ToolSpec(
+    "note", "Take a note.", {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+)
+
+
+def written(renderer: TemplateRenderer, *names: str, thought: str = "") -> str:
+    """A turn that calls these tools, as a model samples it."""
+    parser, behaviour = renderer.parser, renderer.behaviour
+    calls = [(name, {"text": "rain"}) for name in names]
+    text = parser.write(calls, [NOTE])
+    if isinstance(parser, NativeParser) and renderer.tokenizer.get_added_vocab().keys() >= set(parser.marks):
+        text = parser.write_as_content(calls, [NOTE])
+    if thought:
+        return f"{'' if behaviour.opens_reasoning else behaviour.tags[0]}{thought}{behaviour.tags[1]}{text}"
+    return f"{behaviour.tags[1] if behaviour.opens_reasoning else ''}{text}"
+
+
+def read(renderer: TemplateRenderer, text: str) -> tuple[list[int], Parsed]:
+    ids = [*renderer.encode(text), renderer.end_of(calls=True)]
+    return ids, renderer.parse(ids, specs=[NOTE])
+
+
+def check_told(renderer: TemplateRenderer, text: str, reason: str, form: bool = False) -> None:
+    """The turn is malformed for `reason`, and the next prompt says so."""
+    ids, parsed = read(renderer, text)
+    assert parsed.error is not None, text
+    assert reason in parsed.error
+    assert not parsed.calls
+    if form:
+        assert renderer.parser.form([NOTE])[:20] in parsed.error
+    opening: list[Message] = renderer.instruct([{"role": "user", "content": "go"}], [NOTE])
+    new = renderer.complaint(parsed.error)
+    prompt = renderer.open(opening, [NOTE])
+    following = renderer.extend([*prompt, *ids], [*opening, parsed.message, *new], new, [NOTE])
+    if following is None:  # a new row
+        following = renderer.open([*opening, parsed.message, *new], [NOTE])
+    told = renderer.tokenizer.decode(following)
+    said = parsed.error if parsed.error in told else json.dumps(parsed.error, ensure_ascii=False)[1:-1]
+    assert said in told
+
+
+@by_template
+def test_a_call_that_was_cut_is_told(family: Family) -> None:
+    renderer = renderer_of(family)
+    text = written(renderer, "note")
+    reason = "A message begins with" if family.parser == "harmony" else "Malformed tool call 1: "
+    check_told(renderer, text[: text.index("rain") - (12 if family.parser == "harmony" else 0)], reason, form=True)
+
+
+@by_template
+def test_a_token_that_frames_others_turns_is_told(family: Family) -> None:
+    renderer = renderer_of(family)
+    foreign = list(renderer._foreign.values())
+    if family.parser == "harmony":  # its turns have every token of the format: a turn of another role is malformed
+        check_told(
+            renderer, "<|channel|>final<|message|>3<|end|><|start|>user<|message|>And?", "write <|start|>assistant"
+        )
+        return
+    assert foreign
+    for token in foreign[:3]:
+        check_told(renderer, f"It rains.{token}user", f"The turn has {token}, which only others' turns begin with")
+
+
+@by_template
+def test_a_call_inside_the_reasoning_is_told(family: Family) -> None:
+    renderer = renderer_of(family)
+    behaviour = renderer.behaviour
+    if family.parser == "harmony":  # a message has one channel and one recipient
+        text = "<|channel|>analysis<|message|>" + renderer.parser.write([("note", {"text": "rain"})], [NOTE])
+        assert read(renderer, text)[1].calls == []
+        return
+    if not (behaviour.reasoning or behaviour.opens_reasoning):
+        pytest.skip("the template has no reasoning")
+    text = written(renderer, "note").removeprefix(behaviour.tags[1])
+    opening = "" if behaviour.opens_reasoning else behaviour.tags[0]
+    check_told(
+        renderer, f"{opening}I note: {text}", f"The tool call is inside the reasoning: write {behaviour.tags[1]}"
+    )
+
+
+@by_template
+def test_two_calls_are_told_where_the_format_has_one(family: Family) -> None:
+    renderer = renderer_of(family)
+    text = written(renderer, "note", "note")
+    if renderer.behaviour.parallel_calls:
+        assert [call.name for call in read(renderer, text)[1].calls] == ["note", "note"]
+    else:
+        check_told(renderer, text, "This turn has 2 tool calls: write one at a time, and wait for its result.")
+
+
+@by_template
+async def test_an_unknown_tool_is_told_and_the_chain_goes_on(family: Family, tmp_path: Path) -> None:
+    renderer = renderer_of(family)
+    answer = "<|channel|>final<|message|>Done." if family.parser == "harmony" else "Done."
+    answer = f"{renderer.behaviour.tags[1]}{answer}" if renderer.behaviour.opens_reasoning else answer
+    texts = [written(renderer, "notes"), written(renderer, "note"), answer]
+    async with scripted_chains(tmp_path, texts, renderer=renderer) as scripted:
+        chain = await scripted.run()
+        assert chain.outcome == "completed", chain.error
+        _, told, noted = scripted.sent()
+        assert "no tool 'notes'" in told.replace('\\"', '"'), told[-300:]
+        assert "noted rain" in noted
+        scripted.check(chain)
+
+
+async def test_a_template_that_opens_and_drops_reasoning_forks(tmp_path: Path) -> None:
+    """QwQ: the generation prompt opens <think>, and earlier turns are rendered without reasoning."""
+    family = next(family for family in FAMILIES if family.name == "qwq")
+    renderer = renderer_of(family)
+    assert renderer.behaviour.opens_reasoning
+    assert renderer.info["choice"] == "fork"
+    assert "rewrites history: an assistant turn does not begin with the generation prompt" in str(
+        renderer.info["reasons"]
+    )
+    assert renderer.info["rows"].startswith("history as the template has it, a new row where it changes")
+
+    def check(scripted: Scripted, prompts: list[str]) -> None:
+        assert [prompt.endswith("<|im_start|>assistant\n<think>\n") for prompt in prompts] == [True, True]
+        assert "Perhaps" not in prompts[1]
+        assert '<tool_call>\n{"name": "note", "arguments": {"text": "rain"}}\n</tool_call>' in prompts[1]
+        assert "noted rain" in prompts[1]
+
+    texts = [written(renderer, "note", thought="Perhaps.\n"), "Well.\n</think>\n\nDone."]
+    async with scripted_chains(tmp_path, texts, renderer=renderer) as scripted:
+        chain = await scripted.run()
+        assert chain.outcome == "completed", chain.error
+        assert len(chain.rows) == 2
+        check(scripted, scripted.sent())
+        scripted.check(chain)
+        # the prompt of the second row is what a deployed model sees
+        history: list[Message] = [
+            {"role": "user", "content": "go"},
+            {
+                "role": "assistant",
+                "content": "Perhaps.\n</think>",
+                "tool_calls": [{"type": "function", "function": CALL}],
+            },
+            {"role": "tool", "content": "noted rain"},
+        ]
+        specs = [spec.to_openai() for spec in scripted.runner.toolset.specs]
+        ids = renderer.tokenizer.apply_chat_template(history, tools=specs, add_generation_prompt=True)["input_ids"]
+        assert scripted.server.requests[1]["token_ids"] == ids
+
+
+CALL = {"name": "note", "arguments": {"text": "rain"}}
