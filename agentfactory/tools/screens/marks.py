@@ -5,18 +5,18 @@ from dataclasses import dataclass
 from PIL import Image, ImageDraw, ImageFont
 
 FIND_ELEMENTS = """() => {
-  const chosen = 'a[href], button, input, select, textarea, summary, label, option, [onclick], [role=button], [role=link], ' +
-    '[role=checkbox], [role=radio], [role=tab], [role=menuitem], [role=option], [role=slider], [contenteditable=true], ' +
-    '[tabindex], [draggable=true]';
+  const chosen = 'a[href], button, input, select, textarea, summary, [onclick], [contenteditable=true], [tabindex], ' +
+    '[draggable=true], [role=button], [role=link], [role=checkbox], [role=radio], [role=tab], [role=menuitem], ' +
+    '[role=option], [role=slider]';
   const found = [];
   for (const element of document.querySelectorAll(chosen)) {
     const box = element.getBoundingClientRect();
     const left = Math.max(box.left, 0), top = Math.max(box.top, 0);
     const right = Math.min(box.right, innerWidth), bottom = Math.min(box.bottom, innerHeight);
     if (right - left < 3 || bottom - top < 3 || element.disabled) continue;
-    const shown = document.elementFromPoint((left + right) / 2, (top + bottom) / 2);
-    if (shown === null || !(element.contains(shown) || shown.contains(element))) continue;
-    found.push([left, top, right, bottom]);
+    // what is covered, or scrolled out of a part of the page, is not seen
+    if (element.contains(document.elementFromPoint((left + right) / 2, (top + bottom) / 2)))
+      found.push([left, top, right, bottom]);
   }
   return found;
 }"""

@@ -1,11 +1,10 @@
 """`Screen` and `MarkedScreen`: environments in which a model acts on web pages by what it sees."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from io import BytesIO
 from typing import TYPE_CHECKING, Annotated, Any, Literal
-from collections.abc import AsyncIterator
 
 from PIL import Image
 from pydantic import Field
@@ -84,6 +83,7 @@ class _Screen(Environment):
         self._notes: list[str] = []
         self._dialogs = 0
         self._fault: str | None = None
+        self._closing: asyncio.Future[None] | None = None
         self._state = {"done": False, "score": 0.0}
 
     @classmethod
@@ -168,9 +168,9 @@ class _Screen(Environment):
             try:
                 await self._page.keyboard.press(keys)
             except Exception as error:
-                if "Unknown key" in str(error):
-                    raise ValueError(f"keys: got {keys!r}, which is no key; use names such as Enter or Control+A") from None
-                raise
+                if "Unknown key" not in str(error):
+                    raise
+                raise ValueError(f"keys: got {keys!r}; use names such as Enter or Control+A") from None
         return await self._after()
 
     @tool
@@ -321,7 +321,7 @@ class _Screen(Environment):
     def _opened(self, page: "Page") -> None:
         if len(self._pages) >= _MOST_TABS:
             self._notes.append("A further tab was not opened.")
-            asyncio.ensure_future(page.close())
+            self._closing = asyncio.ensure_future(page.close())
             return
         if self._pages:
             self._notes.append("A new tab was opened.")
@@ -355,10 +355,12 @@ class _Screen(Environment):
 
     async def _serve(self, route: "Route") -> None:
         """Answer a request for one of the site's files."""
-        assert self._site is not None and self._site.files is not None
-        name = route.request.url.removeprefix(self._site.origin + "/").split("?")[0].split("#")[0]
-        path = (self._site.files / name).resolve()
-        if path.is_relative_to(self._site.files.resolve()) and path.is_file():
+        site = self._site
+        if site is None or site.files is None:  # the chain has ended
+            return
+        name = route.request.url.removeprefix(site.origin + "/").split("?")[0].split("#")[0]
+        path = (site.files / name).resolve()
+        if path.is_relative_to(site.files.resolve()) and path.is_file():
             await route.fulfill(path=path)
         else:
             await route.fulfill(status=404, body="")

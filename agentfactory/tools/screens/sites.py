@@ -75,6 +75,4 @@ def screens_tasks(
     """Return data rows: each page with `seeds` seeds from `first_seed` on. Without any names, all of our own pages."""
     named = [{"page": name} for name in (PAGE_NAMES if pages is None and miniwob is None else pages or ())]
     named += [{"miniwob": name} for name in miniwob or ()]
-    return [
-        {"question": "", **name, "seed": seed} for seed in range(first_seed, first_seed + seeds) for name in named
-    ]
+    return [{"question": "", **name, "seed": seed} for seed in range(first_seed, first_seed + seeds) for name in named]
