@@ -147,14 +147,19 @@ def _is_lost(error: BaseException) -> bool:
     )
 
 
+def check_playwright() -> None:
+    """Raise SettingError if playwright is not installed."""
+    if importlib.util.find_spec("playwright") is None:
+        raise SettingError("", "playwright is not installed", "pip install 'agentfactory[screens]'")
+
+
 def find_chromium(executable: str | None) -> str:
     """Return the path of Chromium.
 
     Raises:
         SettingError: there is none, or no playwright.
     """
-    if importlib.util.find_spec("playwright") is None:
-        raise SettingError("", "playwright is not installed", "pip install 'agentfactory[screens]'")
+    check_playwright()
     names = _NAMES if executable is None else (executable,)
     for name in names:
         if found := shutil.which(name):

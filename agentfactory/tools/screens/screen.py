@@ -13,7 +13,7 @@ from agentfactory.tools.environment import Environment
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.screens.browser import Browser, find_chromium
+from agentfactory.tools.screens.browser import Browser, check_playwright, find_chromium
 from agentfactory.tools.screens.marks import FIND_ELEMENTS, Mark, draw_marks
 from agentfactory.tools.screens.sites import Site, site_of
 from agentfactory.tools.shared import Shared
@@ -89,7 +89,7 @@ class _Screen(Environment):
     @classmethod
     def check_machine(cls) -> None:
         """Raise SettingError if there is no playwright."""
-        find_chromium("true")
+        check_playwright()
 
     async def reset(
         self,
@@ -306,6 +306,7 @@ class _Screen(Environment):
             async with asyncio.timeout(self._seconds):
                 yield
         except TimeoutError:
+            self._check()
             raise ToolInfrastructureError(f"the page did not answer within {self._seconds:g} s") from None
         except (ValueError, ToolInfrastructureError):
             raise

@@ -1,6 +1,7 @@
-"""A player that solves every page of ours: it reads the page itself, and acts by places in the picture, as a model does."""
+"""A player that solves every page of ours: it reads the page itself, and acts by places in the picture."""
 
 import re
+from calendar import month_name
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -111,22 +112,9 @@ async def menu(player: Player) -> None:
 
 
 async def date(player: Player) -> None:
-    months = [
-        "January",
-        "February",
-        "March",
-        "April",
-        "May",
-        "June",
-        "July",
-        "August",
-        "September",
-        "October",
-        "November",
-        "December",
-    ]
-    wanted = months.index(player.told(r"Pick (\w+)"))
-    while (now := months.index(await player.ask("() => document.querySelector('span').textContent"))) != wanted:
+    wanted = month_name[1:].index(player.told(r"Pick (\w+)"))
+    shown = "() => document.querySelector('span').textContent"
+    while (now := month_name[1:].index(await player.ask(shown))) != wanted:
         await player.click_named(">" if now < wanted else "<")
     await player.click_named(player.told(r" (\d+)\."))
 
