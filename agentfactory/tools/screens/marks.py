@@ -1,0 +1,57 @@
+"""Numbers on the elements of a page, drawn into its picture."""
+
+from dataclasses import dataclass
+
+from PIL import Image, ImageDraw, ImageFont
+
+FIND_ELEMENTS = """() => {
+  const chosen = 'a[href], button, input, select, textarea, summary, [onclick], [contenteditable=true], [tabindex], ' +
+    '[draggable=true], [role=button], [role=link], [role=checkbox], [role=radio], [role=tab], [role=menuitem], ' +
+    '[role=option], [role=slider]';
+  const found = [];
+  for (const element of document.querySelectorAll(chosen)) {
+    const box = element.getBoundingClientRect();
+    const left = Math.max(box.left, 0), top = Math.max(box.top, 0);
+    const right = Math.min(box.right, innerWidth), bottom = Math.min(box.bottom, innerHeight);
+    if (right - left < 3 || bottom - top < 3 || element.disabled) continue;
+    // what is covered, or scrolled out of a part of the page, is not seen
+    if (element.contains(document.elementFromPoint((left + right) / 2, (top + bottom) / 2)))
+      found.push([left, top, right, bottom]);
+  }
+  return found;
+}"""
+"""JavaScript: the boxes of what a user can act on and sees, in CSS pixels: left, top, right, bottom."""
+_COLOURS = ("#d00000", "#0050c8", "#007a33", "#9a00b0", "#b05a00", "#005f73")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An element's box in CSS pixels."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    @property
+    def middle(self) -> tuple[float, float]:
+        return (self.left + self.right) / 2, (self.top + self.bottom) / 2
+
+
+def draw_marks(picture: Image.Image, marks: list[Mark], scale: float) -> Image.Image:
+    """Return the picture with a frame and a number, from 0, for each element."""
+    drawn = picture.copy()
+    pencil = ImageDraw.Draw(drawn)
+    font = ImageFont.load_default(max(10, round(11 * scale)))
+    for number, mark in enumerate(marks):
+        colour = _COLOURS[number % len(_COLOURS)]
+        left, top, right, bottom = (round(edge * scale) for edge in (mark.left, mark.top, mark.right, mark.bottom))
+        pencil.rectangle((left, top, right - 1, bottom - 1), outline=colour)
+        text = str(number)
+        _, _, width, height = font.getbbox(text)
+        # beside the element's text where there is room, and always in the picture
+        x = min(max(round(right - width - 2), 0), drawn.width - round(width) - 2)
+        y = min(max(top, 0), drawn.height - round(height) - 2)
+        pencil.rectangle((x, y, x + width + 1, y + height + 1), fill=colour)
+        pencil.text((x + 1, y), text, fill="white", font=font)
+    return drawn

@@ -1,0 +1,78 @@
+"""What a chain's browser is opened on: a page of ours, one of MiniWoB++, or any address."""
+
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PAGES = Path(__file__).parent / "pages"
+PAGE_NAMES = tuple(sorted(path.stem for path in PAGES.glob("*.html")))
+"""Our own pages."""
+_OURS, _MINIWOB = "http://pages.test", "http://miniwob.test"
+
+
+@dataclass(frozen=True)
+class Site:
+    """An address, the files that are served there, and the JavaScript that begins the task and judges it.
+
+    `begin` is an expression whose value is the instruction; `state` one whose value is `{done, score}`, with a score
+    from 0 to 1.
+    """
+
+    address: str
+    state: str
+    begin: str = "null"
+    files: Path | None = None
+
+    @property
+    def origin(self) -> str:
+        return "/".join(self.address.split("/")[:3])
+
+
+def site_of(page: str | None, miniwob: str | None, url: str | None, check: str | None, seed: int) -> Site:
+    """Return the site that a data row names.
+
+    Raises:
+        ValueError: it names none or several, or there is no such page.
+    """
+    if sum(name is not None for name in (page, miniwob, url)) != 1:
+        raise ValueError("a row of screens has one of the fields page, miniwob and url")
+    if check is not None and url is None:
+        raise ValueError("check: pages of ours and of MiniWoB++ have their own; leave it out")
+    if page is not None:
+        if page not in PAGE_NAMES:
+            raise ValueError(f"page: got {page!r}; there are {', '.join(PAGE_NAMES)}")
+        return Site(f"{_OURS}/{page}.html", "task.state", f"task.begin({seed})", PAGES)
+    if miniwob is not None:
+        return _miniwob(miniwob, seed)
+    assert url is not None
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"url: got {url!r}; it begins with http:// or https://")
+    return Site(url, f"{{done: false, score: Number({check or 0})}}")
+
+
+def _miniwob(name: str, seed: int) -> Site:
+    found = importlib.util.find_spec("miniwob")  # not imported: it wants selenium
+    if found is None or found.origin is None:
+        raise ValueError("miniwob: its pages are not installed; pip install miniwob")
+    files = Path(found.origin).parent / "html"
+    if not (files / "miniwob" / f"{name}.html").is_file():
+        names = sorted(path.stem for path in (files / "miniwob").glob("*.html"))
+        raise ValueError(f"miniwob: got {name!r}; there are {', '.join(names)}")
+    begin = (
+        # the clock of the published pages is for people
+        f"(Math.seedrandom({json.dumps(str(seed))}), core.EPISODE_MAX_TIME = 2147483647, core.startEpisodeReal(), "
+        "document.getElementById('query').innerText)"
+    )
+    state = "{done: WOB_DONE_GLOBAL, score: Math.max(0, WOB_RAW_REWARD_GLOBAL)}"
+    return Site(f"{_MINIWOB}/miniwob/{name}.html", state, begin, files)
+
+
+def screens_tasks(
+    pages: list[str] | None = None, miniwob: list[str] | None = None, seeds: int = 100, first_seed: int = 0
+) -> list[dict[str, Any]]:
+    """Return data rows: each page with `seeds` seeds from `first_seed` on. Without any names, all of our own pages."""
+    named = [{"page": name} for name in (PAGE_NAMES if pages is None and miniwob is None else pages or ())]
+    named += [{"miniwob": name} for name in miniwob or ()]
+    return [{"question": "", **name, "seed": seed} for seed in range(first_seed, first_seed + seeds) for name in named]

@@ -1,0 +1,277 @@
+"""Pages in a real Chromium: every task can be solved, and is not by itself; hostile pages are typed."""
+
+import asyncio
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from playwright.async_api import Error
+
+from agentfactory.tools.images.coordinates import Coordinates, ModelView
+from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.screens.screen import MarkedScreen, Screen
+from agentfactory.tools.screens.sites import PAGE_NAMES, screens_tasks
+from agentfactory.tools.tool import Finish
+from tests.tools.screens.players import CHOSEN, NAMED, PLAYERS, Player
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium: apt install chromium"),
+]
+SIZE = {"width": 320, "height": 240}
+TALL = "<body style='height: 100vh'>"
+PAGES = {
+    "/plain": "<button onclick='document.title=1'>a</button>",
+    "/hangs": "<button onclick='for (;;) {}' style='position:fixed; inset:0'>a</button>",
+    "/dialogs": "<body onclick='for (let n = 0; n < 1000; n++) alert(n)' style='height:100vh'>",
+    "/asks": "<body onclick='document.title = confirm(\"Sure?\")' style='height:100vh'>",
+    "/downloads": f"<script>onclick = () => setInterval(() => location = '/file', 100)</script>{TALL}",
+    "/tab": "<a href='/plain' target='_blank' style='position:fixed; inset:0'>a</a>",
+    "/tabs": "<body onclick='for (let n = 0; n < 30; n++) window.open(\"/plain\")' style='height:100vh'>",
+    "/leaves": f"<script>onclick = () => location = 'http://elsewhere.test/'</script>{TALL}",
+    "/cookie": "<script>document.title = document.cookie + localStorage.length;"
+    "document.cookie = 'a=1'; localStorage.b = 1</script>",
+}
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        if self.path == "/file":
+            self.send_header("Content-Disposition", "attachment; filename=a.bin")
+            self.end_headers()
+            with suppress(BrokenPipeError):  # the browser refuses it
+                self.wfile.write(bytes(1000))
+        else:
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(PAGES.get(self.path, "").encode())
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+async def screen(server: str) -> AsyncIterator[Screen]:
+    made = Screen(**SIZE, seconds=5.0, allowed=[server])
+    yield made
+    await made.close()
+
+
+async def play(screen: Screen, page: str, seed: int) -> dict[str, float]:
+    opening = await screen.reset(page=page, seed=seed)
+    player = Player(screen, opening[0])
+    await PLAYERS[page](player)
+    assert player.ended
+    return screen.reward()
+
+
+async def test_a_player_solves_every_page_and_one_that_does_nothing_solves_none(screen: Screen) -> None:
+    assert set(PLAYERS) == set(PAGE_NAMES)
+    for page in PAGE_NAMES:
+        assert await play(screen, page, 0) == {"reward": 1.0, "success": 1.0}, page
+        await screen.reset(page=page, seed=0)
+        assert isinstance(await screen.done(), Finish)
+        assert screen.reward() == {"reward": 0.0, "success": 0.0}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", PAGE_NAMES)
+async def test_a_player_solves_every_page_on_twenty_seeds(screen: Screen, page: str) -> None:
+    instructions = set()
+    for seed in range(20):
+        assert (await play(screen, page, seed))["success"] == 1, seed
+        instructions.add((await screen.reset(page=page, seed=seed))[0])
+    assert len(instructions) > 3
+
+
+async def test_a_seed_gives_the_same_picture(screen: Screen) -> None:
+    first, again, other = [(await screen.reset(page="click_button", seed=seed))[-1] for seed in (5, 5, 6)]
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+@pytest.mark.parametrize("coordinates", [Coordinates.RELATIVE1000, Coordinates.RELATIVE1, Coordinates.PIXELS])
+async def test_places_are_read_as_the_model_states_them(coordinates: Coordinates) -> None:
+    screen = Screen(**SIZE, scale=2.0)
+    try:
+        unit = {"relative1000": (1000, 1000), "relative1": (1, 1), "pixels": (640, 480)}[coordinates]
+        opening = await screen.reset(page="click_button", seed=1, model_view=ModelView(coordinates).to_json())
+        assert opening[-1].size == (640, 480)
+        x, y = await Player(screen, opening[0]).ask(NAMED, Player(screen, opening[0]).told(r'"(\w+)"'))
+        assert isinstance(await screen.click(x / 320 * unit[0], y / 240 * unit[1]), Finish)
+        with pytest.raises(ValueError, match=r"x, y: got .*, outside of the screen, which ends at"):
+            await screen.click(unit[0] * 1.2, 0)
+    finally:
+        await screen.close()
+
+
+async def test_marks_are_clicked_by_number() -> None:
+    screen = MarkedScreen(**SIZE)
+    try:
+        opening = await screen.reset(page="click_color", seed=0)
+        player = Player(screen, opening[0])  # type: ignore[arg-type]
+        colours = await player.ask("() => [...document.querySelectorAll('div')].map(one => one.style.background)")
+        wanted = colours.index(player.told(r"the (\w+) box"))
+        assert isinstance(await screen.click(wanted), Finish)
+        assert screen.reward()["success"] == 1
+        await screen.reset(page="scroll", seed=0)
+        # the list, and the buttons that are not scrolled out of it
+        assert len(screen._marks) <= 6
+        with pytest.raises(ValueError, match=r"element: got 99; the picture has 0 to"):
+            await screen.click(99)
+    finally:
+        await screen.close()
+
+
+MINIWOB = [
+    *("click-test", "click-test-2", "click-button", "click-checkboxes", "click-collapsible", "click-color"),
+    *(
+        "click-dialog",
+        "click-link",
+        "click-menu",
+        "click-option",
+        "click-pie",
+        "click-shape",
+        "click-tab",
+        "click-widget",
+    ),
+    *("count-shape", "enter-date", "enter-password", "enter-text", "focus-text", "login-user", "use-slider"),
+]
+
+
+async def test_miniwob_loads_resets_and_scores() -> None:
+    screen = Screen(160, 210)
+    try:
+        for name in MINIWOB:
+            opening = await screen.reset(miniwob=name, seed=1)
+            assert len(opening[0]) > 5
+            again = await screen.reset(miniwob=name, seed=1)
+            assert opening[0] == again[0]
+            assert screen.reward()["reward"] == 0
+        await screen.reset(miniwob="click-test", seed=1)
+        assert isinstance(await screen.click(*await Player(screen, "").ask(CHOSEN, ["#subbtn", 0])), Finish)
+        assert screen.reward() == {"reward": 1.0, "success": 1.0}
+    finally:
+        await screen.close()
+
+
+def at(server: str, path: str) -> dict[str, str]:
+    return {"url": f"http://{server}{path}"}
+
+
+async def test_hostile_pages_are_typed_and_the_next_chain_is_well(screen: Screen, server: str) -> None:
+    for path, problem in {
+        "/hangs": "the page did not answer within 5 s",
+        "/dialogs": "the page opened more than 20 dialogs",
+    }.items():
+        await screen.reset(**at(server, path))
+        with pytest.raises(ToolInfrastructureError, match=problem):
+            await screen.click(160, 120)
+        await screen.reset(**at(server, "/plain"))
+        await screen.click(20, 20)
+    await screen.reset(**at(server, "/plain"))
+    with suppress(Error):
+        await screen._page.goto("chrome://crash")
+    with pytest.raises(ToolInfrastructureError, match="the page crashed"):
+        await screen.click(20, 20)
+
+
+async def test_what_the_model_is_told(screen: Screen, server: str) -> None:
+    await screen.reset(**at(server, "/asks"))
+    assert (await screen.click(160, 120))["observation"][0] == "A dialog said 'Sure?'; it was refused."
+    await screen.reset(**at(server, "/tab"))
+    assert (await screen.click(160, 120))["observation"][0] == "A new tab was opened."
+    assert len((await screen.back())["observation"]) == 1
+    await screen.reset(**at(server, "/downloads"))
+    results = [await screen.click(160, 120), await screen.wait(0.5)]
+    assert "A download was refused." in [part for result in results for part in result["observation"]]
+    await screen.reset(**at(server, "/tabs"))
+    results = [await screen.click(160, 120), await screen.wait(1.0)]
+    told = " ".join(part for result in results for part in result["observation"] if isinstance(part, str))
+    assert "A further tab was not opened." in told
+    assert len(screen._pages) == 5
+    with pytest.raises(ValueError, match="keys: got 'Entr'"):
+        await screen.key("Entr")
+
+
+async def test_chains_share_nothing_and_reach_only_what_is_allowed(screen: Screen, server: str) -> None:
+    title = "() => document.title"
+    for _ in range(2):
+        await screen.reset(**at(server, "/cookie"))
+        assert await Player(screen, "").ask(title) == "0"
+    await screen.reset(**at(server, "/leaves"))
+    await screen.click(160, 120)
+    assert "test" not in await Player(screen, "").ask("() => document.body.innerText.includes('proxy') ? '' : 'test'")
+    other = Screen(**SIZE, seconds=5.0)
+    try:
+        with pytest.raises(ToolInfrastructureError, match="ERR_PROXY_CONNECTION_FAILED"):
+            await other.reset(**at(server, "/plain"))
+    finally:
+        await other.close()
+
+
+async def test_bad_rows_are_refused(screen: Screen) -> None:
+    for row, problem in (
+        ({}, "has one of the fields page, miniwob and url"),
+        ({"page": "click_buton"}, "page: got 'click_buton'; there are checkboxes, click_button"),
+        ({"miniwob": "click"}, "miniwob: got 'click'; there are"),
+        ({"url": "file:///etc/passwd"}, "it begins with http:// or https://"),
+        ({"page": "form", "check": "1"}, "check: pages of ours"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            await screen.reset(**row)
+    assert len(screens_tasks(seeds=2)) == 2 * len(PAGE_NAMES)
+
+
+async def test_sixteen_chains_at_once_and_nothing_stays(server: str) -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    screens = [Screen(**SIZE) for _ in range(16)]
+    scores = await asyncio.gather(*(play(one, "click_button", seed) for seed, one in enumerate(screens)))
+    assert all(score["success"] == 1 for score in scores)
+    await asyncio.gather(*(one.close() for one in screens))
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert not alive
+
+
+FOREVER = """
+import asyncio
+from agentfactory.tools.screens.screen import Screen
+
+async def main():
+    await Screen(320, 240).reset(page="form")
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_no_browser_outlives_a_killed_worker() -> None:
+    worker = subprocess.Popen([sys.executable, "-c", FOREVER], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == "ready\n"
+    started = psutil.Process(worker.pid).children(recursive=True)
+    assert len(started) > 2
+    worker.kill()
+    worker.wait()
+    worker.stdout.close()
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert not alive
