@@ -127,9 +127,8 @@ docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Short runs that must each show a rise: the quickstart per seed, with an adapter, with other algorithms, with rollouts
-# ahead of training, on rounded weights, in turns, by gpt-oss and DeepSeek networks in their own formats; the code
-# interpreter; a network with eyes; a shop; ScienceWorld; the tasks that `agentfactory new` writes. recipes/alfworld has
-# no short form.
+# ahead of training, on rounded weights, in turns; the code interpreter; a network with eyes; a shop; ScienceWorld; the
+# tasks that `agentfactory new` writes. recipes/alfworld and the formats of gpt-oss and DeepSeek have no short form.
 learn: $(VENV)/.installed-dev
 	SEEDS="$(SEEDS)" OMP_NUM_THREADS=1 $(PYTEST) -v --timeout 1800 \
 		$(filter-out $(addprefix %/,learn_alfworld.py learn_own_formats.py learn_agents.py),$(wildcard \
