@@ -76,21 +76,21 @@ def test_a_token_that_frames_others_turns_is_told(family: Family) -> None:
         check_told(renderer, f"It rains.{token}user", f"The turn has {token}, which only others' turns begin with")
 
 
-@by_template
-def test_a_call_inside_the_reasoning_is_told(family: Family) -> None:
-    renderer = renderer_of(family)
-    behaviour = renderer.behaviour
-    if family.parser == "harmony":  # a message has one channel and one recipient
-        text = "<|channel|>analysis<|message|>" + renderer.parser.write([("note", {"text": "rain"})], [NOTE])
-        assert read(renderer, text)[1].calls == []
-        return
-    if not (behaviour.reasoning or behaviour.opens_reasoning):
-        pytest.skip("the template has no reasoning")
-    text = written(renderer, "note").removeprefix(behaviour.tags[1])
-    opening = "" if behaviour.opens_reasoning else behaviour.tags[0]
-    check_told(
-        renderer, f"{opening}I note: {text}", f"The tool call is inside the reasoning: write {behaviour.tags[1]}"
-    )
+def test_a_call_inside_the_reasoning_is_told() -> None:
+    told = 0
+    for family in FAMILIES:
+        renderer = renderer_of(family)
+        behaviour = renderer.behaviour
+        if family.parser == "harmony":  # a message has one channel and one recipient
+            text = "<|channel|>analysis<|message|>" + renderer.parser.write([("note", {"text": "rain"})], [NOTE])
+            assert read(renderer, text)[1].calls == []
+        elif behaviour.reasoning or behaviour.opens_reasoning:
+            text = written(renderer, "note").removeprefix(behaviour.tags[1])
+            opening = "" if behaviour.opens_reasoning else behaviour.tags[0]
+            reason = f"The tool call is inside the reasoning: write {behaviour.tags[1]}"
+            check_told(renderer, f"{opening}I note: {text}", reason)
+            told += 1
+    assert told > 10
 
 
 @by_template

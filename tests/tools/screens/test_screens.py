@@ -156,6 +156,7 @@ MINIWOB = [
 ]
 
 
+@pytest.mark.extended
 async def test_miniwob_loads_resets_and_scores() -> None:
     screen = Screen(160, 210)
     try:
@@ -176,6 +177,7 @@ def at(server: str, path: str) -> dict[str, str]:
     return {"url": f"http://{server}{path}"}
 
 
+@pytest.mark.extended
 async def test_hostile_pages_are_typed_and_the_next_chain_is_well(screen: Screen, server: str) -> None:
     for path, problem in {
         "/hangs": "the page did not answer within 5 s",
