@@ -185,6 +185,13 @@ def main() -> None:
     studies = options.studies or list(STUDIES)
     if unknown := set(studies) - set(STUDIES):
         parser.error(f"no study is called {min(unknown)}; use some of {', '.join(STUDIES)}")
+    if options.jobs < 1:
+        parser.error(f"--jobs: got {options.jobs}; give a number from 1")
+    for study in studies:
+        if not set(STUDIES[study]) & set(options.worlds):
+            parser.error(
+                f"{study} has none of the worlds {', '.join(options.worlds)}; it has {', '.join(STUDIES[study])}"
+            )
     threads = max(1, len(os.sched_getaffinity(0)) // options.jobs)
     seeds, steps = ([0], 3) if options.quick else (options.seeds, None)
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(options.jobs) as pool:

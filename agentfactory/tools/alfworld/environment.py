@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from agentfactory.tools.alfworld.engine import Engine, GameError, Play, Scene, check_python
 from agentfactory.tools.alfworld.games import Games, GeneratedGames, PublishedGames, Split
 from agentfactory.tools.alfworld.generator import TaskType
+from agentfactory.tools.alfworld.paths import expanded_path
 from agentfactory.tools.environment import Environment
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.shared import Shared
@@ -51,7 +51,7 @@ class AlfWorld(Environment):
         games_per_process: int = 200,
         python: str | None = None,
     ) -> None:
-        count = processes or os.cpu_count() or 1
+        count = (os.cpu_count() or 1) if processes is None else processes
         for name, value in (
             ("max_steps", max_steps),
             ("processes", count),
@@ -164,6 +164,6 @@ def alfworld_tasks(
 def found_python(python: str | None) -> str | None:
     """Return the Python that has the packages as an absolute path; null: this one. Raises SettingError as
     `check_python`."""
-    found = None if python is None else str(Path(os.path.expandvars(python)).expanduser().absolute())
+    found = None if python is None else str(expanded_path("python", python))
     check_python(found)
     return found

@@ -1,13 +1,13 @@
 """The games by split and name: those of a folder in the published layout, and those that are made from a seed."""
 
 import json
-import os
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
 from agentfactory.tools.alfworld.generator import Game, Package, TaskType, make_game
+from agentfactory.tools.alfworld.paths import expanded_path
 from agentfactory.tools.errors import SettingError
 
 FOLDER = "json_2.1.1"
@@ -50,7 +50,7 @@ class PublishedGames:
     """
 
     def __init__(self, data: str) -> None:
-        given = Path(os.path.expandvars(data)).expanduser().resolve()
+        given = expanded_path("data", data).resolve()
         self._root = given / FOLDER if (given / FOLDER).is_dir() else given
         if not any((self._root / split).is_dir() for split in Split):
             raise SettingError("data", f"{data}: there is no folder {given / FOLDER} with games", _GET)

@@ -312,6 +312,9 @@ class _Screen(Environment):
             raise
         except Exception as error:
             self._check()
+            if self._site is not None and "ERR_PROXY_CONNECTION_FAILED" in str(error):
+                told = f"{self._site.origin} cannot be reached: `allowed` does not name it"
+                raise ToolInfrastructureError(told) from error
             raise ToolInfrastructureError(f"the page failed: {str(error)[:500]}") from error
         self._check()
 

@@ -282,7 +282,10 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
         ({"split": "test"}, "split: got 'test'; fix: use one of train, valid_seen, valid_unseen"),
         ({"types": ["cook"]}, "types: got 'cook'; fix: use some of pick_and_place_simple, look_at_obj_in_light, "),
         ({"types": []}, "types: train has no games of"),
-        ({"data": "$NO_SUCH_VARIABLE"}, r"data: \$NO_SUCH_VARIABLE: there is no folder"),
+        (
+            {"data": "$NO_SUCH_VARIABLE"},
+            r"data: \$NO_SUCH_VARIABLE: NO_SUCH_VARIABLE is not set; fix: set NO",
+        ),
     ],
 )
 def test_wrong_options_of_tasks_are_named(options: dict[str, Any], message: str) -> None:

@@ -1,0 +1,20 @@
+"""Paths in options, which may name environment variables."""
+
+import os
+import re
+from pathlib import Path
+
+from agentfactory.tools.errors import SettingError
+
+_VARIABLE = re.compile(r"\$\{?(\w+)")
+
+
+def expanded_path(option: str, text: str) -> Path:
+    """Return an absolute path, with ~ and variables replaced; links stay. Raises SettingError if a variable has no
+    value."""
+    for name in _VARIABLE.findall(text):
+        if not os.environ.get(name):
+            raise SettingError(
+                option, f"{text}: the variable {name} is not set", f"set {name}, or give the path itself"
+            )
+    return Path(os.path.expandvars(text)).expanduser().absolute()
