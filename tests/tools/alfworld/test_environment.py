@@ -284,7 +284,7 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
         ({"types": []}, "types: train has no games of"),
         (
             {"data": "$NO_SUCH_VARIABLE"},
-            r"data: \$NO_SUCH_VARIABLE: NO_SUCH_VARIABLE is not set; fix: set NO",
+            r"data: \$NO_SUCH_VARIABLE: the variable NO_SUCH_VARIABLE is not set",
         ),
     ],
 )
