@@ -1,0 +1,369 @@
+"""`BaseScreen`: a browser on a page, without the actions that name a place."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from io import BytesIO
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from PIL import Image
+from pydantic import Field
+
+from agentfactory.tools.environment import Environment
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.images.coordinates import ModelView
+from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.tools.screens.browser import Browser, check_playwright, find_chromium
+from agentfactory.tools.screens.sites import Site, site_of
+from agentfactory.tools.shared import Shared
+from agentfactory.tools.tool import finish, tool
+
+if TYPE_CHECKING:  # takes a while to import
+    from playwright.async_api import BrowserContext, Dialog, Download, Page, Route
+
+Direction = Literal["up", "down", "left", "right"]
+_MOST_TABS = 5
+_MOST_DIALOGS = 20
+"""Dialogs in one action; a page that opens more is broken."""
+_SCROLLED = 0.7
+"""Part of the screen."""
+_STEPS = {"up": (0.0, -_SCROLLED), "down": (0.0, _SCROLLED), "left": (-_SCROLLED, 0.0), "right": (_SCROLLED, 0.0)}
+_SETTLED = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
+_LONGEST_TEXT = 2000
+_OPTIONS_AT = """([x, y]) => {
+  const found = document.elementFromPoint(x, y);
+  if (!(found instanceof HTMLSelectElement) || found.disabled) return null;
+  found.focus();
+  return [...found.options].map(option => option.label);
+}"""
+"""The menu of a <select> is a window of its own, which no screenshot shows."""
+_CHOOSE = """(text) => {
+  const menu = document.activeElement;
+  if (!(menu instanceof HTMLSelectElement)) return null;
+  const wanted = text.trim().toLowerCase();
+  const labels = [...menu.options].map(option => option.label.trim().toLowerCase());
+  const index = labels.includes(wanted) ? labels.indexOf(wanted) : labels.findIndex(label => label.startsWith(wanted));
+  if (index < 0) return false;
+  menu.selectedIndex = index;
+  for (const kind of ['input', 'change']) menu.dispatchEvent(new Event(kind, {bubbles: true}));
+  return true;
+}"""
+
+_browsers: Shared[Browser] = Shared()
+
+
+class BaseScreen(Environment):
+    """What both kinds of screens have: the page, its picture, and the actions that name no place."""
+
+    def __init__(
+        self,
+        width: int = 640,
+        height: int = 480,
+        scale: float = 1.0,
+        seconds: float = 10.0,
+        allowed: Sequence[str] = (),
+        executable: str | None = None,
+    ) -> None:
+        for name, side in (("width", width), ("height", height)):
+            if not 32 <= side <= 8192:
+                raise SettingError(name, f"got {side}", "give a number of pixels from 32 to 8192")
+        if not 0.25 <= scale <= 4:
+            raise SettingError("scale", f"got {scale}", "give a number from 0.25 to 4")
+        if not 0 < seconds <= 600:
+            raise SettingError("seconds", f"got {seconds}", "give a number above 0, up to 600")
+        self._width, self._height, self._scale, self._seconds = width, height, scale, seconds
+        self._key = (find_chromium(executable), tuple(allowed))
+        self._view = ModelView()
+        self._browser: Browser | None = None
+        self._shut: Callable[[], Awaitable[None]] | None = None
+        self._context: BrowserContext | None = None
+        self._site: Site | None = None
+        self._pages: list[Page] = []
+        self._notes: list[str] = []
+        self._dialogs = 0
+        self._fault: str | None = None
+        self._closing: asyncio.Future[None] | None = None
+        self._state = {"done": False, "score": 0.0}
+
+    @classmethod
+    def check_machine(cls) -> None:
+        """Raise SettingError if there is no playwright."""
+        check_playwright()
+
+    async def reset(
+        self,
+        page: str | None = None,
+        miniwob: str | None = None,
+        url: str | None = None,
+        check: str | None = None,
+        seed: int = 0,
+        model_view: dict[str, Any] | None = None,
+        **task: Any,
+    ) -> list[Any]:
+        """Open the page; return its instruction and what the screen shows.
+
+        Args:
+            page: one of our own pages.
+            miniwob: one of MiniWoB++'s.
+            url: any address that `allowed` allows.
+            check: JavaScript whose value is the score, from 0 to 1, of a `url`.
+            seed: of a page's contents.
+            model_view: how the model states places.
+            task: other fields of the row.
+
+        Raises:
+            ValueError: the row names no page, or one that there is not.
+            ToolInfrastructureError: Chromium does not start, or the page does not open.
+        """
+        await self.release()
+        self._view = ModelView.of(model_view)
+        self._site = site = site_of(page, miniwob, url, check, seed)
+        if self._browser is None:
+            self._browser = _browsers.acquire(self._shared, lambda: Browser(*self._key))
+        context, self._shut = await self._browser.context(
+            viewport={"width": self._width, "height": self._height},
+            device_scale_factor=self._scale,
+            accept_downloads=False,
+            service_workers="block",
+            locale="en-US",
+            timezone_id="UTC",
+            reduced_motion="reduce",
+        )
+        self._context = context
+        context.set_default_timeout(1000 * self._seconds)
+        context.on("page", self._opened)
+        async with self._care():
+            if site.files is not None:
+                await context.route(f"{site.origin}/**", self._serve)
+            first = await context.new_page()
+            await first.mouse.move(self._width / 2, self._height / 2)
+            await first.goto(site.address)
+            instruction = await first.evaluate(site.begin)
+        return [*([str(instruction)] if instruction else []), *await self._look()]
+
+    @tool
+    async def type(self, text: str) -> Any:
+        """Type text where the cursor is, or choose from an open menu by name.
+
+        Args:
+            text: The text.
+        """
+        async with self._care():
+            chosen = await self._page.evaluate(_CHOOSE, text)
+            if chosen is False:
+                self._notes.append("The menu has no such entry.")
+            if chosen is None:
+                await self._page.keyboard.type(text[:_LONGEST_TEXT])
+        return await self._after()
+
+    @tool
+    async def key(self, keys: str) -> Any:
+        """Press a key, or several at a time.
+
+        Args:
+            keys: Such as Enter, Tab, Backspace, ArrowDown or Control+A.
+        """
+        async with self._care():
+            try:
+                await self._page.keyboard.press(keys)
+            except Exception as error:
+                if "Unknown key" not in str(error):
+                    raise
+                raise ValueError(f"keys: got {keys!r}; use names such as Enter or Control+A") from None
+        return await self._after()
+
+    @tool
+    async def wait(self, seconds: Annotated[float, Field(gt=0, le=10)] = 1.0) -> Any:
+        """Wait, and look again.
+
+        Args:
+            seconds: How long.
+        """
+        await asyncio.sleep(seconds)
+        return await self._after()
+
+    @tool
+    async def back(self) -> Any:
+        """Go back to the page before, or close a tab that was opened."""
+        async with self._care():
+            if len(self._pages) > 1:
+                await self._page.close()
+            elif await self._page.go_back() is None:
+                self._notes.append("There is no page before this one.")
+        return await self._after()
+
+    @tool
+    async def done(self, answer: str = "") -> Any:
+        """Say that the task is done.
+
+        Args:
+            answer: What was asked for, if anything.
+        """
+        await self._judge()
+        return finish({"observation": answer or "Done.", "score": self._state["score"]})
+
+    def reward(self) -> dict[str, float]:
+        """Return `reward`, the page's score from 0 to 1, and `success`, whether that is 1."""
+        score = float(self._state["score"])
+        return {"reward": score, "success": float(score >= 1)}
+
+    async def release(self) -> None:
+        """Close the chain's tabs; cookies and storage are gone with them."""
+        shut, self._shut = self._shut, None
+        self._context, self._site, self._fault = None, None, None
+        self._pages, self._notes, self._dialogs = [], [], 0
+        self._state = {"done": False, "score": 0.0}
+        if shut is not None:
+            await shut()
+
+    async def close(self) -> None:
+        """Close what the instance has open; the last one ends Chromium."""
+        await self.release()
+        if self._browser is not None:
+            self._browser = None
+            last = _browsers.release(self._shared)
+            if last is not None:
+                await last.close()
+
+    @property
+    def _shared(self) -> tuple[Any, ...]:
+        return (*self._key, id(asyncio.get_running_loop()))
+
+    @property
+    def _page(self) -> "Page":
+        if not self._pages:
+            raise ToolInfrastructureError("the page has closed itself")
+        return self._pages[-1]
+
+    async def _press(self, x: float, y: float, count: int = 1) -> Any:
+        """Click at a place in CSS pixels."""
+        async with self._care():
+            menu = await self._page.evaluate(_OPTIONS_AT, [x, y])
+            await self._page.mouse.move(x, y)
+            if menu is None:
+                await self._page.mouse.click(x, y, click_count=count)
+            else:
+                entries = ", ".join(map(repr, menu[:50]))
+                self._notes.append(f"A menu is open, of which you choose by typing: {entries}.")
+        return await self._after()
+
+    async def _drag(self, start: tuple[float, float], end: tuple[float, float]) -> Any:
+        async with self._care():
+            mouse = self._page.mouse
+            await mouse.move(*start)
+            await mouse.down()
+            await mouse.move(*end, steps=5)
+            await mouse.up()
+        return await self._after()
+
+    async def _wheel(self, direction: Direction, place: tuple[float, float] | None) -> Any:
+        async with self._care():
+            if place is not None:
+                await self._page.mouse.move(*place)
+            across, down = _STEPS[direction]
+            await self._page.mouse.wheel(across * self._width, down * self._height)
+        return await self._after()
+
+    async def _after(self) -> Any:
+        """Return what the screen shows after an action; end the chain if the task has ended."""
+        async with self._care():
+            await self._page.wait_for_load_state("load")
+            try:
+                await self._page.evaluate(_SETTLED)
+            except Exception as error:
+                if "navigation" not in str(error) and "context was destroyed" not in str(error):
+                    raise
+                await self._page.wait_for_load_state("load")
+        await self._judge()
+        shown = await self._look()
+        result = {"observation": shown, **({"score": self._state["score"]} if self._state["done"] else {})}
+        return finish(result) if self._state["done"] else result
+
+    async def _judge(self) -> None:
+        if self._site is None or not self._pages:
+            return
+        async with self._care():
+            self._state = await self._pages[0].evaluate(f"() => ({self._site.state})")
+
+    async def _look(self) -> list[Any]:
+        """Return notes, if there are any, and the picture."""
+        async with self._care():
+            content = await self._page.screenshot(animations="disabled", scale="device")
+        picture = await asyncio.to_thread(lambda: Image.open(BytesIO(content)).convert("RGB"))
+        notes, self._notes, self._dialogs = self._notes, [], 0
+        shown = self._view.shown(await self._drawn(picture))
+        return [" ".join(notes), shown] if notes else [shown]
+
+    async def _drawn(self, picture: Image.Image) -> Image.Image:
+        return picture
+
+    @asynccontextmanager
+    async def _care(self) -> AsyncIterator[None]:
+        """Limit the time of what is done with the page, and name what became of it."""
+        self._check()
+        try:
+            async with asyncio.timeout(self._seconds):
+                yield
+        except TimeoutError:
+            self._check()
+            raise ToolInfrastructureError(f"the page did not answer within {self._seconds:g} s") from None
+        except (ValueError, ToolInfrastructureError):
+            raise
+        except Exception as error:
+            self._check()
+            if self._site is not None and "ERR_PROXY_CONNECTION_FAILED" in str(error):
+                told = f"{self._site.origin} cannot be reached: `allowed` does not name it"
+                raise ToolInfrastructureError(told) from error
+            raise ToolInfrastructureError(f"the page failed: {str(error)[:500]}") from error
+        self._check()
+
+    def _check(self) -> None:
+        if self._fault is not None:
+            raise ToolInfrastructureError(self._fault)
+
+    def _opened(self, page: "Page") -> None:
+        if len(self._pages) >= _MOST_TABS:
+            self._notes.append("A further tab was not opened.")
+            self._closing = asyncio.ensure_future(page.close())
+            return
+        if self._pages:
+            self._notes.append("A new tab was opened.")
+        self._pages.append(page)
+        page.on("close", self._closed)
+        page.on("crash", self._crashed)
+        page.on("dialog", self._answer)
+        page.on("download", self._refuse)
+
+    def _closed(self, page: "Page") -> None:
+        if page in self._pages:
+            self._pages.remove(page)
+
+    def _crashed(self, page: "Page") -> None:
+        self._fault = "the page crashed"
+
+    async def _answer(self, dialog: "Dialog") -> None:
+        """Accept what only tells, and refuse what asks."""
+        self._dialogs += 1
+        if self._dialogs > _MOST_DIALOGS:
+            self._fault = f"the page opened more than {_MOST_DIALOGS} dialogs"
+            return
+        accepted = dialog.type in ("alert", "beforeunload")
+        self._notes.append(f"A dialog said {dialog.message[:200]!r}; it was {'closed' if accepted else 'refused'}.")
+        await (dialog.accept() if accepted else dialog.dismiss())
+
+    def _refuse(self, download: "Download") -> None:
+        note = "A download was refused."
+        if note not in self._notes:
+            self._notes.append(note)
+
+    async def _serve(self, route: "Route") -> None:
+        """Answer a request for one of the site's files."""
+        site = self._site
+        if site is None or site.files is None:  # the chain has ended
+            return
+        name = route.request.url.removeprefix(site.origin + "/").split("?")[0].split("#")[0]
+        path = (site.files / name).resolve()
+        if path.is_relative_to(site.files.resolve()) and path.is_file():
+            await route.fulfill(path=path)
+        else:
+            await route.fulfill(status=404, body="")
