@@ -32,7 +32,7 @@ class TemplateRenderer:
 
     - `append`: the template leaves earlier turns unchanged; `extend` returns ids.
     - `training variant`: the same, with TRL's variant of a template that rewrites earlier turns.
-    - `keep`: the template rewrites earlier turns, and `extend` returns ids all the same.
+    - `keep`: the template rewrites earlier turns, and `extend` returns ids nevertheless.
     - `fork`: the template rewrites history. `extend` returns ids only if the re-rendered conversation begins, letter
       for letter, with the text of `ids` and the closing of the turn; otherwise None.
     - `drop`: the same, and the reasoning of earlier turns is taken out of the conversation before it is rendered.

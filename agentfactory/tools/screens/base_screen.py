@@ -19,7 +19,7 @@ from agentfactory.tools.shared import Shared
 from agentfactory.tools.tool import finish, tool
 
 if TYPE_CHECKING:  # takes a while to import
-    from playwright.async_api import BrowserContext, Dialog, Download, Page, Route
+    from playwright.async_api import Dialog, Download, Page, Route
 
 Direction = Literal["up", "down", "left", "right"]
 _MOST_TABS = 5
@@ -76,7 +76,6 @@ class BaseScreen(Environment):
         self._view = ModelView()
         self._browser: Browser | None = None
         self._shut: Callable[[], Awaitable[None]] | None = None
-        self._context: BrowserContext | None = None
         self._site: Site | None = None
         self._pages: list[Page] = []
         self._notes: list[str] = []
@@ -129,7 +128,6 @@ class BaseScreen(Environment):
             timezone_id="UTC",
             reduced_motion="reduce",
         )
-        self._context = context
         context.set_default_timeout(1000 * self._seconds)
         context.on("page", self._opened)
         async with self._care():
@@ -154,6 +152,8 @@ class BaseScreen(Environment):
                 self._notes.append("The menu has no such entry.")
             if chosen is None:
                 await self._page.keyboard.type(text[:_LONGEST_TEXT])
+                if len(text) > _LONGEST_TEXT:
+                    self._notes.append(f"Only the first {_LONGEST_TEXT} characters were typed.")
         return await self._after()
 
     @tool
@@ -188,7 +188,9 @@ class BaseScreen(Environment):
         async with self._care():
             if len(self._pages) > 1:
                 await self._page.close()
-            elif await self._page.go_back() is None:
+            elif await self._may_go_back():
+                await self._page.go_back()
+            else:
                 self._notes.append("There is no page before this one.")
         return await self._after()
 
@@ -210,7 +212,7 @@ class BaseScreen(Environment):
     async def release(self) -> None:
         """Close the chain's tabs; cookies and storage are gone with them."""
         shut, self._shut = self._shut, None
-        self._context, self._site, self._fault = None, None, None
+        self._site = self._fault = None
         self._pages, self._notes, self._dialogs = [], [], 0
         self._state = {"done": False, "score": 0.0}
         if shut is not None:
@@ -234,6 +236,14 @@ class BaseScreen(Environment):
         if not self._pages:
             raise ToolInfrastructureError("the page has closed itself")
         return self._pages[-1]
+
+    async def _may_go_back(self) -> bool:
+        """Return whether there is a page before this one, other than the empty one that a tab begins with."""
+        session = await self._page.context.new_cdp_session(self._page)
+        history = await session.send("Page.getNavigationHistory")
+        await session.detach()
+        index = history["currentIndex"]
+        return index > 0 and history["entries"][index - 1]["url"] != "about:blank"
 
     async def _press(self, x: float, y: float, count: int = 1) -> Any:
         """Click at a place in CSS pixels."""

@@ -20,7 +20,7 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable
 _CONTEXTS = 500
 """Contexts after which a Chromium, whose memory grows, is replaced by another one."""
 _CARE_SECONDS = 15.0
-"""How long Chromium may take to open or close a context; then it is killed."""
+"""How long Chromium may take to open or close a context; then it is told to end, and playwright kills it."""
 _START_SECONDS = 60.0
 _NOWHERE = "http://127.0.0.1:9"
 """A proxy that does not exist."""
@@ -45,7 +45,8 @@ class _Running:
 
 
 class Browser:
-    """Contexts of Chromium. One is started with the first of them, again if it ended, and anew after 500 contexts.
+    """Opens contexts of Chromium. The first context starts it; another one is started if it has ended, and after 500
+    contexts.
 
     Pages reach the origins in `allowed` and nothing else: all other connections go to a proxy that does not exist.
 
@@ -133,7 +134,9 @@ class Browser:
 
 
 async def _end(running: _Running) -> None:
-    with suppress(Exception):
+    from playwright.async_api import Error
+
+    with suppress(Error, TimeoutError):  # it has ended, or is being killed
         async with asyncio.timeout(_CARE_SECONDS):
             await running.chromium.close()
 

@@ -209,6 +209,9 @@ async def test_what_the_model_is_told(screen: Screen, server: str) -> None:
     told = " ".join(part for result in results for part in result["observation"] if isinstance(part, str))
     assert "A further tab was not opened." in told
     assert len(screen._pages) == 5
+    await screen.reset(page="form")
+    assert (await screen.back())["observation"][0] == "There is no page before this one."
+    assert (await screen.type("a" * 2001))["observation"][0] == "Only the first 2000 characters were typed."
     with pytest.raises(ValueError, match="keys: got 'Entr'"):
         await screen.key("Entr")
 
