@@ -12,6 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from agentfactory.rollout.fast_encoding import FastEncoding
+
 MARK = "\ufdd0"
 """A Unicode noncharacter, which never occurs in text meant for interchange."""
 _UNFIT = re.compile(f"[{MARK}\ud800-\udfff]")
@@ -24,11 +26,13 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end: str, frame: str) -> None:
         self.tokenizer = tokenizer
-        # without offsets, and without the wrapper around it: half of the time
-        self._fast = tokenizer.backend_tokenizer if tokenizer.is_fast else None
-        if self._fast is not None:
-            self._fast.no_truncation()
-            self._fast.no_padding()
+        # without the wrapper around it, which takes longer than the tokenizer
+        self._backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+        self._fast = None
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
+            self._fast = FastEncoding(self._backend)
         self.end = end
         added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
         # reasoning tags do not frame turns: prompts mention them
@@ -61,8 +65,8 @@ class Encoder:
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, with control tokens as their names."""
         text: Any
-        if self._fast is not None:
-            text = self._fast.decode(ids, skip_special_tokens=False)
+        if self._backend is not None:
+            text = self._backend.decode(ids, skip_special_tokens=False)
         else:
             text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
@@ -99,7 +103,7 @@ class Encoder:
         if self._fast is None:
             ids = self.tokenizer(anchor + piece, add_special_tokens=False)["input_ids"]
         else:
-            ids = self._fast.encode_batch_fast([anchor + piece], add_special_tokens=False)[0].ids
+            ids = self._fast.encode(anchor + piece)
         return ids[1:] if anchor else ids
 
 

@@ -1,0 +1,145 @@
+"""fastokens gives the ids that tokenizers gives, or is not used."""
+
+import json
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from agentfactory.rollout import fast_encoding
+from agentfactory.rollout.fast_encoding import FastEncoding
+
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+CORPUS = [
+    "the quick brown fox isn't where it's been; 12345 dogs",
+    "Größe, naïve, Ελληνικά, 中文字符 and 日本語\n\n\tcode = {'a': [1, 2.5]}  \r\n",
+] * 50
+
+
+def byte_level(pattern: str | None, normalizer: Any = None) -> Tokenizer:
+    """A byte-level BPE; `pattern`: None for GPT-2's own."""
+    tokenizer = Tokenizer(models.BPE())
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    tokenizer.pre_tokenizer = (
+        bytes_
+        if pattern is None
+        else pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), bytes_])
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=600, initial_alphabet=letters, show_progress=False)
+    )
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>"])
+    return tokenizer
+
+
+TOKENIZERS = {
+    "gpt-2": byte_level(None),
+    "qwen": byte_level(QWEN, normalizers.NFC()),
+    "llama 3": byte_level(LLAMA),
+}
+FAST = {name: FastEncoding(tokenizer) for name, tokenizer in TOKENIZERS.items()}
+PIECES = st.one_of(
+    st.text(max_size=20),
+    st.sampled_from(
+        [
+            "<|im_start|>",
+            "<|im_end|>",
+            "<think>",
+            "<tool_call>",
+            "<|im_",
+            "  ",
+            "\n\n",
+            "\r\n ",
+            "'S",
+            "123456",
+            "e\u0301",
+        ]
+    ),
+    st.text(alphabet="ab \n\t'.1é中🙂", max_size=30),
+)
+
+
+def unigram() -> Tokenizer:
+    return Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0), ("▁a", -2.0)], unk_id=0))
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=300)
+@given(st.lists(PIECES, max_size=10).map("".join))
+@example("x" * 3000)
+@example(" " * 3000)
+def test_ids_are_those_of_tokenizers(name: str, text: str) -> None:
+    assert FAST[name].fast
+    text = text.encode(errors="replace").decode()
+    assert FAST[name].encode(text) == TOKENIZERS[name].encode(text, add_special_tokens=False).ids
+    assert FAST[name].fast
+
+
+def test_a_tokenizer_that_fastokens_does_not_know_encodes_itself(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = unigram()
+    with caplog.at_level(logging.INFO, fast_encoding.__name__):
+        encoding = FastEncoding(tokenizer)
+    assert not encoding.fast
+    assert "does not know this tokenizer" in caplog.text
+    assert encoding.encode("aa") == tokenizer.encode("aa").ids
+
+
+def other_ids(tokenizer: Tokenizer) -> Any:
+    """fastokens with another vocabulary: two letters have changed places."""
+    saved = json.loads(tokenizer.to_str())
+    vocabulary = saved["model"]["vocab"]
+    vocabulary["z"], vocabulary["Q"] = vocabulary["Q"], vocabulary["z"]
+    return fast_encoding.fastokens.Tokenizer.from_json_str(json.dumps(saved))
+
+
+def test_a_tokenizer_with_other_ids_is_found_when_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = TOKENIZERS["qwen"]
+    different = other_ids(tokenizer)
+
+    class Different:
+        @staticmethod
+        def from_json_str(_: str) -> Any:
+            return different
+
+    monkeypatch.setattr(fast_encoding.fastokens, "Tokenizer", Different)
+    with caplog.at_level(logging.INFO, fast_encoding.__name__):
+        encoding = FastEncoding(tokenizer)
+    assert not encoding.fast
+    assert "gives other ids for" in caplog.text
+
+
+def test_other_ids_are_found_among_later_texts_and_never_used_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = TOKENIZERS["qwen"]
+    encoding = FastEncoding(tokenizer)
+    monkeypatch.setattr(fast_encoding, "COMPARED", 5)
+    monkeypatch.setattr(encoding, "_fast", other_ids(tokenizer))
+    expected = tokenizer.encode("zQ").ids
+    found = [encoding.encode("zQ") for _ in range(7)]
+    assert [ids == expected for ids in found] == [False] * 4 + [True] * 3
+    assert not encoding.fast
+    assert "from now on, tokenizers encodes" in caplog.text
+
+
+def test_a_text_beyond_the_limits_of_an_expression_is_left_to_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_level(QWEN.replace(r"(?!\S)", r"(?!\S|q)"))
+    encoding = FastEncoding(tokenizer)
+    assert encoding.fast
+    limited = fast_encoding.fastokens.Tokenizer.from_json_str(tokenizer.to_str(), pcre2_match_limit=1)
+    with pytest.raises(ValueError, match="match limit exceeded"):
+        limited.encode("a    b", add_special_tokens=False)
+    monkeypatch.setattr(encoding, "_fast", limited)
+    assert encoding.encode("a    b") == tokenizer.encode("a    b").ids
+    assert encoding.fast
