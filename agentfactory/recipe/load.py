@@ -51,7 +51,7 @@ def load_recipe(
     """
     file = recipe_file(path, Path.cwd())
     composed = compose(read_mapping(file, "", "recipe"), file)
-    composed.data.setdefault("name", file.stem)
+    composed.data.setdefault("name", default_name(file))
     if "stages" in composed.data:
         return _load_staged(composed, file, overrides, purpose, lacks)
     for name, value in parse_overrides(overrides):
@@ -65,6 +65,14 @@ def load_recipe(
     check_prepare(recipe.prepare, composed)
     check(recipe, purpose, composed, recipe.output / "prepared" if recipe.prepare else None, lacks=lacks)
     return recipe
+
+
+def default_name(file: Path) -> str:
+    """Return the name of a run of the recipe `file`, for one that gives none: its folder and its own name, so that the
+    runs of recipes/webshop/small.yaml and recipes/alfworld/small.yaml are apart; its own name alone where that begins
+    with the folder's, or for a file in the current folder."""
+    folder, name = file.parent.name, file.stem
+    return name if file.parent == Path.cwd() or name.startswith(folder) else f"{folder}-{name}"
 
 
 def _load_staged(
