@@ -15,13 +15,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from huggingface_hub.constants import HF_HUB_OFFLINE
 from jsonschema.exceptions import SchemaError
 from jsonschema.validators import validator_for
 
 from agentfactory.commands.isolation_check import seen_of_another_chain
 from agentfactory.commands.options import json_object
 from agentfactory.recipe.composition import display
-from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.load import NO_MODEL, load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.images.files import with_files
@@ -224,13 +225,14 @@ def _for_tools(task: Task, toolset: Toolset, recipe: Recipe) -> Task:
         return task
     from agentfactory.rollout.images.families import view_of_model
 
+    view, why = None, "" if recipe.model.path == NO_MODEL else "; fix: set rollout.coordinates"
     try:
-        view = view_of_model(recipe.model, recipe.rollout.coordinates)
-    except OSError:
-        view = None
+        view = None if recipe.model.path == NO_MODEL else view_of_model(recipe.model, recipe.rollout.coordinates)
+    except FileNotFoundError as error:
+        why = f": {error}"
     if view is None:
-        text = f"it is not known how {recipe.model.path} states places in images: they are pixels of the file here"
-        print(text, file=sys.stderr)
+        told = "how the model states places in images is unknown, so here they are pixels of the file"
+        print(f"model.path: got {recipe.model.path!r}: {told}{why}", file=sys.stderr)
         return task
     return {**task, VIEW_FIELD: view.to_json()}
 
@@ -269,6 +271,8 @@ async def _prompt(recipe: Recipe, images: Path) -> None:
             messages = opening_messages(task, rollout.system_prompt)
             if session.opening:
                 messages.append({"role": "user", "content": session.opening})
+            if not Path(recipe.model.path).exists():
+                _tell_hub(f"model.path: the tokenizer of {recipe.model.path}")
             renderer = load_renderer(
                 recipe.model, rollout.parser, reasoning=rollout.reasoning, tools=bool(toolset.specs), base=Path.cwd()
             )
@@ -385,6 +389,8 @@ def _first_rows(recipe: Recipe, images: Path) -> tuple[list[Task], str]:
             continue
         if data.file is not None and not data.file.exists():
             return [], f"none, for there is no {display(data.file)} yet"
+        if data.path is not None and data.file is None:
+            _tell_hub(f"{name}: the data {data.path}")
         try:
             rows = [with_files(row, images) for row in load_tasks(data, name)[:TRIED_ROWS]]
             return rows, f"the first row of {name}"
@@ -393,6 +399,13 @@ def _first_rows(recipe: Recipe, images: Path) -> tuple[list[Task], str]:
         except Exception as error:  # boundary: files of any content, and the hub
             raise ToolsCommandError(f"{name}.path: {error}; fix: correct it, or give --task") from error
     return [{}], "an empty row, for the recipe has no data"
+
+
+def _tell_hub(what: str) -> None:
+    """Say what the hub is asked for, because that takes half a minute where there is no network."""
+    if not HF_HUB_OFFLINE:
+        told = f"{what} is looked up on the hub; without a network, HF_HUB_OFFLINE=1 uses what was downloaded before"
+        print(told, file=sys.stderr, flush=True)
 
 
 def _schema_fault(spec: ToolSpec) -> str | None:

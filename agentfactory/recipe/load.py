@@ -33,7 +33,9 @@ SectionT = TypeVar("SectionT", bound=Section)
 _STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _FOLDER_NAMES = {"prepared", "checkpoints", "trajectories", "logs", "eval", "rollout"}
 
-_NOT_FOR_TOOLS = {"model": {"path": "none"}, "train": {"steps": 1}}
+NO_MODEL = "none"
+"""The `model.path` of a file that has only tools, for `agentfactory tools`."""
+_NOT_FOR_TOOLS = {"model": {"path": NO_MODEL}, "train": {"steps": 1}}
 """What a tools-only file lacks of a recipe, and `agentfactory tools` does not use."""
 
 
