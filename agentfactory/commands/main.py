@@ -124,6 +124,7 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
     from agentfactory.launching.plan import describe_memory, plan_run
     from agentfactory.launching.run_folder import RunFolderError, check_free
     from agentfactory.placement.placement import PlacementError, place
+    from agentfactory.recipe.checks import try_sources
     from agentfactory.recipe.schema import stages_of
     from agentfactory.tools.errors import SettingError
 
@@ -135,6 +136,9 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
         comment(f"not installed here: {lack}")
     refused: SettingError | None = None
     try:
+        for stage in stages_of(recipe):
+            for unchecked in try_sources(stage, options.command):
+                comment(f"not checked here: {unchecked}")
         if options.command == "train":
             plan = plan_run(recipe, options.resume, options.overwrite)
             for line in plan.describe():

@@ -5,6 +5,7 @@ import asyncio
 import base64
 import inspect
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -15,7 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub.constants import HF_HUB_OFFLINE
 from jsonschema.exceptions import SchemaError
 from jsonschema.validators import validator_for
 
@@ -25,6 +25,7 @@ from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import NO_MODEL, load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.data import Task, load_tasks
+from agentfactory.rollout.hub import use_hub_if_it_answers
 from agentfactory.rollout.images.files import with_files
 from agentfactory.rollout.images.parts import clean_row
 from agentfactory.rollout.prompt import opening_messages
@@ -271,8 +272,8 @@ async def _prompt(recipe: Recipe, images: Path) -> None:
             messages = opening_messages(task, rollout.system_prompt)
             if session.opening:
                 messages.append({"role": "user", "content": session.opening})
-            if not Path(recipe.model.path).exists():
-                _tell_hub(f"model.path: the tokenizer of {recipe.model.path}")
+            if not os.path.isabs(recipe.model.path):
+                use_hub_if_it_answers()
             renderer = load_renderer(
                 recipe.model, rollout.parser, reasoning=rollout.reasoning, tools=bool(toolset.specs), base=Path.cwd()
             )
@@ -389,8 +390,8 @@ def _first_rows(recipe: Recipe, images: Path) -> tuple[list[Task], str]:
             continue
         if data.file is not None and not data.file.exists():
             return [], f"none, for there is no {display(data.file)} yet"
-        if data.path is not None and data.file is None:
-            _tell_hub(f"{name}: the data {data.path}")
+        if data.file is None:
+            use_hub_if_it_answers()
         try:
             rows = [with_files(row, images) for row in load_tasks(data, name)[:TRIED_ROWS]]
             return rows, f"the first row of {name}"
@@ -399,13 +400,6 @@ def _first_rows(recipe: Recipe, images: Path) -> tuple[list[Task], str]:
         except Exception as error:  # boundary: files of any content, and the hub
             raise ToolsCommandError(f"{name}.path: {error}; fix: correct it, or give --task") from error
     return [{}], "an empty row, for the recipe has no data"
-
-
-def _tell_hub(what: str) -> None:
-    """Say what the hub is asked for, because that takes half a minute where there is no network."""
-    if not HF_HUB_OFFLINE:
-        told = f"{what} is looked up on the hub; without a network, HF_HUB_OFFLINE=1 uses what was downloaded before"
-        print(told, file=sys.stderr, flush=True)
 
 
 def _schema_fault(spec: ToolSpec) -> str | None:
