@@ -21,6 +21,7 @@ import yaml
 
 from agentfactory.commands import main
 from agentfactory.commands.options import make_parser, parse
+from agentfactory.launching.run_folder import RunFolder
 from agentfactory.placement.__main__ import place as plan_for
 from agentfactory.placement.machine import Machine
 from agentfactory.placement.memory_table import GIB, Need
@@ -440,8 +441,7 @@ def provoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "2 + 2"}\n')
     (tmp_path / "questions.jsonl").write_text('{"question": "2 + 2"}\n')
     (tmp_path / "good.jsonl").write_text('{"question": "2 + 2", "answer": "4"}\n')
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
+    RunFolder.create(tmp_path / "full", "name: full\nimport_path: [/recipes/mine]\n")
     said = []
     attached = {"rewards": ["exact_match"], "server": {"url": "http://127.0.0.1:9"}}
     for recipe in (

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from agentfactory.recipe.schema import Recipe, StagedRecipe
     from agentfactory.tools.errors import SettingError
 
-OK, FAILED, REFUSED, STOPPED, MOSTLY_DROPPED, INTERRUPTED = 0, 1, 2, 3, 4, 130
+OK, FAILED, REFUSED, STOPPED, MOSTLY_DROPPED, UNCHECKED, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
 """Exit statuses: done; something failed; a bad recipe or command line, with nothing written; a symptom of
-train.stop_when; done, but most chains were dropped; Ctrl-C or SIGTERM."""
+train.stop_when; done, but most chains were dropped; no fault, but not all was checked; Ctrl-C or SIGTERM."""
 
 _TRACEBACK_LINES = 16
 """Number of lines shown of a traceback: with the error they fit on a screen."""
@@ -124,6 +124,7 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
     from agentfactory.launching.plan import describe_memory, plan_run
     from agentfactory.launching.run_folder import RunFolderError, check_free
     from agentfactory.placement.placement import PlacementError, place
+    from agentfactory.recipe.checks import try_sources
     from agentfactory.recipe.schema import stages_of
     from agentfactory.tools.errors import SettingError
 
@@ -135,6 +136,9 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
         comment(f"not installed here: {lack}")
     refused: SettingError | None = None
     try:
+        for stage in stages_of(recipe):
+            for unchecked in try_sources(stage, options.command):
+                comment(f"not checked here: {unchecked}")
         if options.command == "train":
             plan = plan_run(recipe, options.resume, options.overwrite)
             for line in plan.describe():
@@ -220,7 +224,7 @@ def _serve_tools(arguments: Sequence[str]) -> int:
 
 
 def _tools(options: argparse.Namespace) -> int:
-    from agentfactory.commands.tools import ToolsCommandError, ToolsFailed, run
+    from agentfactory.commands.tools import ToolsCommandError, ToolsFailed, ToolsUnchecked, run
     from agentfactory.tools.errors import SettingError
 
     try:
@@ -229,6 +233,8 @@ def _tools(options: argparse.Namespace) -> int:
         return _refuse(error)
     except ToolsFailed as error:
         return _end(str(error), FAILED)
+    except ToolsUnchecked as error:
+        return _end(str(error), UNCHECKED)
     return OK
 
 

@@ -3,7 +3,9 @@
 import argparse
 import asyncio
 import base64
+import inspect
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -20,14 +22,16 @@ from jsonschema.validators import validator_for
 from agentfactory.commands.isolation_check import seen_of_another_chain
 from agentfactory.commands.options import json_object
 from agentfactory.recipe.composition import display
-from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.load import NO_MODEL, load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.data import Task, load_tasks
+from agentfactory.rollout.hub import use_hub_if_it_answers
 from agentfactory.rollout.images.files import with_files
 from agentfactory.rollout.images.parts import clean_row
 from agentfactory.rollout.prompt import opening_messages
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe
+from agentfactory.tools.environment import Environment
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import VIEW_FIELD
 from agentfactory.tools.limits import check_limits
@@ -40,7 +44,10 @@ from agentfactory.tools.messages import (
     ToolSpec,
     text_of,
 )
+from agentfactory.tools.prebuilt import PREBUILT
+from agentfactory.tools.threads import run_in_thread
 from agentfactory.tools.toolset import Toolset, open_toolset
+from agentfactory.tools.user_code import load_object
 from agentfactory.tools.workspaces import check_template
 
 TRIED_ROWS = 3
@@ -61,14 +68,20 @@ class ToolsFailed(Exception):
     """A server cannot be used, or a call failed; the message says which and why."""
 
 
+class ToolsUnchecked(Exception):
+    """No fault was found, but a part could not be checked; the message says which, why, and what would help."""
+
+
 def run(options: argparse.Namespace) -> None:
     """Run `list`, `call` or `check`.
 
     Raises:
         SettingError, ToolsCommandError: nothing was done.
         ToolsFailed: a server cannot be used, or the call failed.
+        ToolsUnchecked: `check` found no fault, but could not check everything.
     """
-    recipe = stages_of(load_recipe(options.recipe, getattr(options, "overrides", ()), "tools"))[-1]
+    whole = load_recipe(options.recipe, getattr(options, "overrides", ()), "tools")
+    recipe, prepared = stages_of(whole)[-1], whole.output / "prepared" if whole.prepare else None
     with TemporaryDirectory(prefix="agentfactory-images-") as images:
         match options.action:
             case "list" if options.prompt:
@@ -78,13 +91,14 @@ def run(options: argparse.Namespace) -> None:
             case "call":
                 asyncio.run(_call(recipe, options, Path(images)))
             case "check":
-                asyncio.run(_check(recipe, options.task, Path(images)))
+                asyncio.run(_check(recipe, prepared, options.task, Path(images)))
 
 
 @dataclass
 class _Server:
     """The result of opening one server of a recipe. `seconds` is the time that it took to open, `tried` is False
-    if it is unknown what chains see of each other, `problems` are its faults."""
+    if it is unknown what chains see of each other, `needed` are the fields of a task that the environment was not reset
+    for want of, `problems` are its faults."""
 
     name: str
     opened: bool = False
@@ -94,18 +108,20 @@ class _Server:
     verdict: EnvironmentReward | None = None
     isolation: list[str] = field(default_factory=list)
     tried: bool = True
+    needed: list[str] | None = None
     problems: list[str] = field(default_factory=list)
 
 
 _FindTask = Callable[[], Awaitable[Task | None]]
 
 
-async def _open_each(recipe: Recipe, find_task: _FindTask | None) -> list[_Server]:
+async def _open_each(recipe: Recipe, find_task: _FindTask | None = None, prepared: Path | None = None) -> list[_Server]:
     """Open each server separately and all concurrently, so that a failure does not hide others. With `find_task`, begin
-    a chain on each; environments get the task that it finds, and are not tried if it finds none."""
+    a chain on each; environments get the task that it finds, and are made but not reset if it finds none. `prepared` is
+    the folder that `prepare` fills."""
     parts = [ToolsRecipe(tools=[reference]) for reference in recipe.tools]
     parts += [ToolsRecipe(mcp_servers={name: _for_a_try(config)}) for name, config in recipe.mcp_servers.items()]
-    return await asyncio.gather(*(_open(part, find_task, recipe) for part in parts))
+    return await asyncio.gather(*(_open(part, find_task, recipe, prepared) for part in parts))
 
 
 def _for_a_try(config: McpServerConfig) -> McpServerConfig:
@@ -126,7 +142,7 @@ def _announce(name: str, config: McpServerConfig) -> None:
         print(f"{name}: copies its workspace ({size >> 20} MiB) to start", file=sys.stderr, flush=True)
 
 
-async def _open(part: ToolsRecipe, find_task: _FindTask | None, recipe: Recipe) -> _Server:
+async def _open(part: ToolsRecipe, find_task: _FindTask | None, recipe: Recipe, prepared: Path | None) -> _Server:
     server = _Server([*part.mcp_servers, *(reference.rpartition(":")[2] for reference in part.tools)][0])
     started = time.perf_counter()
     try:
@@ -153,7 +169,10 @@ async def _open(part: ToolsRecipe, find_task: _FindTask | None, recipe: Recipe) 
                     server.problems.append(f"chains share its state; fix: {fix}")
                 return server
             task: Task | None = await find_task() if toolset.environments else {}
-            if task is not None:
+            if task is None:
+                server.needed = [*toolset.needed]
+                server.environment = f"an environment: {await _made(part, prepared)}"
+            else:
                 started = time.perf_counter()
                 async with toolset.chain("check", _for_tools(task, toolset, recipe)) as session:
                     seconds = time.perf_counter() - started
@@ -172,6 +191,34 @@ async def _open(part: ToolsRecipe, find_task: _FindTask | None, recipe: Recipe) 
     return server
 
 
+async def _made(part: ToolsRecipe, prepared: Path | None) -> str:
+    """Make an instance of the only environment of `part`, which checks its options, unless it is in another process or
+    its options name files that `prepare` has not made; return what was done.
+
+    Raises SettingError or ToolInfrastructureError if it cannot be made.
+    """
+    (config,) = part.mcp_servers.values() if part.mcp_servers else (McpServerConfig(module=part.tools[0]),)
+    waits = prepared is not None and not prepared.exists() and str(prepared) in json.dumps(config.options)
+    if config.module is None or waits:
+        return "not made" if waits else "not reset"
+    environment = load_object(config.module, Path.cwd(), PREBUILT)
+    if not (isinstance(environment, type) and issubclass(environment, Environment)):
+        return "not reset"
+    started = time.perf_counter()
+    try:
+        instance = await run_in_thread(lambda: environment(**config.options))
+    except Exception as error:  # boundary: user code
+        if isinstance(error, SettingError):
+            raise error.at(field=f"options.{error.field}") from None
+        raise ToolInfrastructureError(f"cannot be made: {type(error).__name__}: {error}") from error
+    seconds = time.perf_counter() - started
+    if inspect.iscoroutinefunction(instance.close):
+        await instance.close()
+    else:
+        await run_in_thread(instance.close)
+    return f"made in {seconds:.2f} s, but not reset"
+
+
 def _for_tools(task: Task, toolset: Toolset, recipe: Recipe) -> Task:
     """Return a row with how the recipe's model states places in images, if a reset needs that; without the model's
     files, places are pixels."""
@@ -179,13 +226,14 @@ def _for_tools(task: Task, toolset: Toolset, recipe: Recipe) -> Task:
         return task
     from agentfactory.rollout.images.families import view_of_model
 
+    view, why = None, "" if recipe.model.path == NO_MODEL else "; fix: set rollout.coordinates"
     try:
-        view = view_of_model(recipe.model, recipe.rollout.coordinates)
-    except OSError:
-        view = None
+        view = None if recipe.model.path == NO_MODEL else view_of_model(recipe.model, recipe.rollout.coordinates)
+    except FileNotFoundError as error:
+        why = f": {error}"
     if view is None:
-        text = f"it is not known how {recipe.model.path} states places in images: they are pixels of the file here"
-        print(text, file=sys.stderr)
+        told = "how the model states places in images is unknown, so here they are pixels of the file"
+        print(f"model.path: got {recipe.model.path!r}: {told}{why}", file=sys.stderr)
         return task
     return {**task, VIEW_FIELD: view.to_json()}
 
@@ -195,7 +243,7 @@ def _figures(verdict: EnvironmentReward) -> str:
 
 
 async def _list(recipe: Recipe, as_json: bool) -> None:
-    servers = await _open_each(recipe, None)
+    servers = await _open_each(recipe)
     if as_json:
         specs = [spec.to_openai() for server in servers for spec in server.specs]
         print(json.dumps(specs, indent=2, ensure_ascii=False))
@@ -224,6 +272,8 @@ async def _prompt(recipe: Recipe, images: Path) -> None:
             messages = opening_messages(task, rollout.system_prompt)
             if session.opening:
                 messages.append({"role": "user", "content": session.opening})
+            if not os.path.isabs(recipe.model.path):
+                use_hub_if_it_answers()
             renderer = load_renderer(
                 recipe.model, rollout.parser, reasoning=rollout.reasoning, tools=bool(toolset.specs), base=Path.cwd()
             )
@@ -232,7 +282,7 @@ async def _prompt(recipe: Recipe, images: Path) -> None:
         raise ToolsFailed(str(error)) from error
 
 
-async def _check(recipe: Recipe, task: Task | None, images: Path) -> None:
+async def _check(recipe: Recipe, prepared: Path | None, task: Task | None, images: Path) -> None:
     given = None if task is None else [_given_row(task, images)]
     finding: asyncio.Task[tuple[list[Task], str]] | None = None
 
@@ -247,7 +297,7 @@ async def _check(recipe: Recipe, task: Task | None, images: Path) -> None:
     async def find_task() -> Task | None:
         return next(iter(await find_tasks()), None)
 
-    servers = await _open_each(recipe, find_task)
+    servers = await _open_each(recipe, find_task, prepared)
     verdict = next((server.verdict for server in servers if server.verdict is not None), None)
     told, faults = await _try_rewards(recipe, find_tasks, verdict)
     owners = Counter(spec.name for server in servers for spec in server.specs)
@@ -285,8 +335,22 @@ async def _check(recipe: Recipe, task: Task | None, images: Path) -> None:
         except ValueError as error:
             problems.append(str(error))
     _fail(problems)
+    _tell_unchecked(recipe, servers, prepared)
     untried = [server.name for server in servers if not server.tried]
     print("all right" + (f", except that isolation was not tried: {', '.join(untried)}" if untried else ""))
+
+
+def _tell_unchecked(recipe: Recipe, servers: list[_Server], prepared: Path | None) -> None:
+    """Raise ToolsUnchecked if environments were not reset, and rewards not called, for want of a task."""
+    waiting = [server for server in servers if server.needed is not None]
+    if not waiting:
+        return
+    parts = [f"the reset and reward of {server.name}" for server in waiting] + ["`rewards`"] * bool(recipe.rewards)
+    row = json.dumps({field: "..." for server in waiting for field in server.needed or ()})
+    fix = f"give a task by --task '{row}'"
+    if prepared is not None and not prepared.exists():
+        fix += f", or let `agentfactory train` make {display(prepared)} first"
+    raise ToolsUnchecked(f"no fault was found, but without a task there was no check of {', '.join(parts)}; fix: {fix}")
 
 
 def _fail(problems: list[str]) -> None:
@@ -325,7 +389,9 @@ def _first_rows(recipe: Recipe, images: Path) -> tuple[list[Task], str]:
         if data is None:
             continue
         if data.file is not None and not data.file.exists():
-            return [], f"none, and no environment was reset: there is no {display(data.file)} yet; give --task"
+            return [], f"none, for there is no {display(data.file)} yet"
+        if data.file is None:
+            use_hub_if_it_answers()
         try:
             rows = [with_files(row, images) for row in load_tasks(data, name)[:TRIED_ROWS]]
             return rows, f"the first row of {name}"

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from agentfactory.recipe.composition import resolve_saved
+from agentfactory.recipe.composition import display, resolve_saved
 from agentfactory.rollout.group_files import CREDIT_FILE, arrays_file, train_files
 from agentfactory.tools.disk import append, refusal, writing
 from agentfactory.trainers.checkpoint_folder import INFO, checkpoints, read_info
@@ -282,12 +282,27 @@ def check_free(path: Path, overwrite: bool) -> None:
     check_writable(path)
     if is_free(path):
         return
-    if not overwrite:
-        resume = "--resume to go on with it, " if is_run(path) else ""
-        raise RunFolderError(f"output: {path} is not empty; fix: {resume}output=OTHER, or --overwrite to delete it")
     if not is_run(path):
         # a typing mistake must not delete a folder
-        raise RunFolderError(f"output: {path} is not a run folder, so --overwrite leaves it alone; fix: output=OTHER")
+        kept = ", so --overwrite leaves it alone" if overwrite else ""
+        raise RunFolderError(f"output: {path} is not empty and not a run folder{kept}; fix: output=OTHER")
+    if not overwrite:
+        fix = "output=OTHER for another run, --resume to go on with this one, or --overwrite to delete it"
+        raise RunFolderError(f"output: {path} holds {_described(path)}; fix: {fix}")
+
+
+def _described(path: Path) -> str:
+    """Return words for the run in `path`: its name, and the folder of its recipe's code."""
+    try:
+        saved = yaml.safe_load((path / RECIPE).read_text(encoding="utf-8"))
+    except yaml.YAMLError:
+        saved = None
+    if not isinstance(saved, dict) or "name" not in saved:
+        return "a run"
+    folders = saved.get("import_path") or [""]
+    # a run in the recipe's own folder has it as a path from there
+    of = f" of the recipe in {display(Path(folders[0]))}" if os.path.isabs(folders[0]) else ""
+    return f"the run {saved['name']!r}{of}"
 
 
 def base_of_adapter(checkpoint: Path) -> str:

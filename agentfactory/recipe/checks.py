@@ -13,9 +13,10 @@ from urllib.parse import urlsplit
 from agentfactory.recipe.composition import Composed, display
 from agentfactory.recipe.schema import Recipe
 from agentfactory.recipe.train_checks import Lack, check_placement, check_training
-from agentfactory.rollout.config import Inflight
+from agentfactory.rollout.config import DataConfig, Inflight
 from agentfactory.rollout.context import check_context
 from agentfactory.rollout.data import Task, check_source, load_tasks
+from agentfactory.rollout.hub import use_hub_if_it_answers
 from agentfactory.rollout.images.parts import images_of_row
 from agentfactory.rollout.parsers import AUTO, load_parser
 from agentfactory.rollout.rewards import Rewards
@@ -30,6 +31,7 @@ from agentfactory.tools.user_code import UserCodeError, load_object
 _MOST_BYTES_READ = 1 << 26
 """Maximum size of a data file that is read before anything is started, which takes about a second, in every trainer
 process."""
+_TRIED_ROWS = 3
 
 Purpose = Literal["train", "serve", "rollout", "eval", "tools"]
 """The command that will use a recipe. `tools` needs neither a model nor data."""
@@ -156,24 +158,61 @@ def _check_rows(recipe: Recipe, purpose: Purpose, prepared: Path | None) -> None
     each. Rows from the hub, in parquet and in huge files are checked before the first chain: reading them here, in
     every process, would take too long."""
     acts = runs_chains(recipe, purpose)
-    used = {
-        "data": (purpose == "train" and recipe.train.from_trajectories is None) or purpose == "rollout",
-        "eval.data": acts and purpose != "rollout",
-    }
-    for section, data in (("data", recipe.data), ("eval.data", recipe.eval.data)):
-        if not used[section] or data is None:
-            continue
+    for section, data in _used_data(recipe, purpose).items():
         check_source(data, section)
         if (path := data.file) is None:
             continue
         is_made = prepared is not None and path.is_relative_to(prepared)
         if is_made or path.suffix == ".parquet" or path.stat().st_size > _MOST_BYTES_READ:
             continue
-        tasks = load_tasks(data, section)
-        _check_images(tasks, section)
-        if acts:
-            Rewards.load(recipe.rewards, Path.cwd()).check_rows(tasks, section)
-            _check_resets(recipe, tasks, section)
+        _check_tasks(recipe, load_tasks(data, section), section, acts)
+
+
+def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) -> None:
+    _check_images(tasks, section)
+    if not acts:
+        return
+    Rewards.load(recipe.rewards, Path.cwd()).check_rows(tasks, section)
+    _check_resets(recipe, tasks, section)
+    if recipe.rollout.agent is not None:
+        # imported here, because it imports transformers
+        from agentfactory.rollout.agent import load_agent
+        from agentfactory.rollout.gateway.agents import ClientAgent
+
+        agent = load_agent(recipe.rollout.agent, Path.cwd())
+        if isinstance(agent, ClientAgent):
+            agent.check_rows(tasks, section)
+
+
+def try_sources(recipe: Recipe, purpose: Purpose) -> list[SettingError]:
+    """Call the functions that give the recipe's tasks, for their first rows, and check these rows. Return what this
+    machine lacks for that: the recipe may be for another. Raises SettingError for everything else."""
+    lacks = []
+    for section, data in _used_data(recipe, purpose).items():
+        if data.source is None:
+            continue
+        use_hub_if_it_answers()
+        try:
+            tasks = load_tasks(data.model_copy(update={"limit": _TRIED_ROWS}), section)
+        except SettingError as error:
+            # what the source says of its own options, such as a missing program, has another field
+            is_faulty = error.field.startswith((f"{section}.source", f"{section}.columns"))
+            if is_faulty and not isinstance(error.__cause__, (OSError, ImportError)):
+                raise
+            lacks.append(error)
+        else:
+            _check_tasks(recipe, tasks, section, runs_chains(recipe, purpose))
+    return lacks
+
+
+def _used_data(recipe: Recipe, purpose: Purpose) -> dict[str, DataConfig]:
+    """Return the sections of data that this command reads."""
+    is_used = {
+        "data": (purpose == "train" and recipe.train.from_trajectories is None) or purpose == "rollout",
+        "eval.data": runs_chains(recipe, purpose) and purpose != "rollout",
+    }
+    found = {"data": recipe.data, "eval.data": recipe.eval.data}
+    return {section: data for section, data in found.items() if is_used[section] and data is not None}
 
 
 def _check_images(tasks: list[Task], section: str) -> None:
@@ -213,12 +252,16 @@ def _check_programs(recipe: Recipe, lack: Lack, prepared: Path | None) -> None:
             raise SettingError(
                 f"mcp_servers.{key}.cwd", f"{display(folder)}: no such folder", "name an existing folder"
             )
-        # a command with a slash is resolved from its folder, others on PATH; `python` is this one
-        command = sys.executable if server.command in (None, "python") else server.command
-        if "/" in command:
-            command = os.path.join(server.cwd or "", command)
-        if not shutil.which(command):
-            lack(f"mcp_servers.{key}.command", f"no program {command!r}", "install it, or give its whole path")
+        _check_program(f"mcp_servers.{key}.command", server.command or "python", server.cwd or "", lack)
+    if (agent := recipe.rollout.agent) is not None and agent.command and "${" not in agent.command[0]:
+        _check_program("rollout.agent.command.0", agent.command[0], agent.workspace or "", lack)
+
+
+def _check_program(field: str, command: str, folder: str, lack: Lack) -> None:
+    """Check that a program exists: with a slash in `folder`, others on PATH; `python` is this one."""
+    command = sys.executable if command == "python" else command
+    if not shutil.which(os.path.join(folder, command) if "/" in command else command):
+        lack(field, f"no program {command!r}", "install it, or give its whole path")
 
 
 def _check_servers(recipe: Recipe, prepared: Path | None) -> None:

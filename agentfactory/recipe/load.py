@@ -33,7 +33,9 @@ SectionT = TypeVar("SectionT", bound=Section)
 _STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _FOLDER_NAMES = {"prepared", "checkpoints", "trajectories", "logs", "eval", "rollout"}
 
-_NOT_FOR_TOOLS = {"model": {"path": "none"}, "train": {"steps": 1}}
+NO_MODEL = "none"
+"""The `model.path` of a file that has only tools, for `agentfactory tools`."""
+_NOT_FOR_TOOLS = {"model": {"path": NO_MODEL}, "train": {"steps": 1}}
 """What a tools-only file lacks of a recipe, and `agentfactory tools` does not use."""
 
 
@@ -51,7 +53,7 @@ def load_recipe(
     """
     file = recipe_file(path, Path.cwd())
     composed = compose(read_mapping(file, "", "recipe"), file)
-    composed.data.setdefault("name", file.stem)
+    composed.data.setdefault("name", default_name(file))
     if "stages" in composed.data:
         return _load_staged(composed, file, overrides, purpose, lacks)
     for name, value in parse_overrides(overrides):
@@ -65,6 +67,14 @@ def load_recipe(
     check_prepare(recipe.prepare, composed)
     check(recipe, purpose, composed, recipe.output / "prepared" if recipe.prepare else None, lacks=lacks)
     return recipe
+
+
+def default_name(file: Path) -> str:
+    """Return the name of a run of the recipe `file`, for one that gives none: its folder and its own name, so that the
+    runs of recipes/webshop/small.yaml and recipes/alfworld/small.yaml are apart; its own name alone where that begins
+    with the folder's, or for a file in the current folder."""
+    folder, name = file.parent.name, file.stem
+    return name if file.parent == Path.cwd() or name.startswith(folder) else f"{folder}-{name}"
 
 
 def _load_staged(

@@ -16,7 +16,7 @@ class Recipe(TrainRecipe):
     """One run. Paths are absolute, except hub names."""
 
     name: str
-    """Name of the run; default: the recipe file's name."""
+    """Name of the run; default: the recipe file's folder and name, such as webshop-small."""
     output: Path
     """Run folder; default: runs/<name> in the current folder."""
     prepare: str | None = None
@@ -36,7 +36,7 @@ class StagedRecipe(Section):
     """Recipes that run in order, each from the previous one's checkpoint, in folders `<output>/<stage>`."""
 
     name: str
-    """Name of the run; default: the recipe file's name."""
+    """Name of the run; default: the recipe file's folder and name, such as webshop-small."""
     output: Path
     """Folder of all stages; default: runs/<name> in the current folder."""
     prepare: str | None = None

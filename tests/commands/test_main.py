@@ -73,6 +73,21 @@ BROKEN = {
     "no reward": ({}, ["rewards=[]"], ["rewards", "empty", "Environment"]),
     "no data": ({}, ["data=null"], ["data", "missing", "data.path"]),
     "no program": ({}, ["mcp_servers.a.command=no-such-program"], ["mcp_servers.a.command", "no-such-program"]),
+    "no program for an agent": (
+        {},
+        ["tools=[]", "rollout.agent={command: [no-agent, '${task.question}']}"],
+        ["command line: rollout.agent.command.0", "no program 'no-agent'", "fix: install it"],
+    ),
+    "a field of no row for an agent": (
+        {},
+        ["tools=[]", "rollout.agent={command: [python, '${task.qestion}']}"],
+        ["rollout.agent.command.1", "'${task.qestion}'", "row 1 of data has no qestion", "fix: write ${task.question}"],
+    ),
+    "a field without `task` for an agent": (
+        {},
+        ["tools=[]", "rollout.agent={command: [python, --ask, '${question}']}"],
+        ["rollout.agent.command.2", "${question} stands for nothing", "fix: write ${task.question}"],
+    ),
     "two ways to a server": (
         {},
         ["mcp_servers.a={command: python3, url: 'http://127.0.0.1:1'}"],
@@ -174,6 +189,36 @@ def test_dry_run_prints_the_resolved_recipe_and_writes_nothing(project: Path, ag
     assert recipe["train"]["steps"] == 3
     assert recipe["output"] == str(project / "elsewhere")
     assert everything_in(project) == before
+
+
+SOURCES = """
+def good(): return [{"question": "1 + 1?", "answer": "2"}]
+def faulty(): yield {"question": {}["lost"]}
+def elsewhere(): raise ConnectionError("no network")
+def other(): return [{"prompt": "1 + 1?"}]
+def poor(): return [{"question": "1 + 1?"}]
+"""
+
+
+def test_a_dry_run_calls_the_functions_that_give_tasks(project: Path, agentfactory: Command) -> None:
+    (project / "sources.py").write_text(SOURCES)
+
+    def run(name: str) -> subprocess.CompletedProcess[str]:
+        return agentfactory("train", "recipe.yaml", "--dry-run", "data.path=null", f"data.source=sources.py:{name}")
+
+    assert run("good").returncode == 0
+    for name, told in {
+        "faulty": "data.source: sources.py:faulty failed: KeyError: 'lost' (sources.py, line 3); fix: correct it",
+        "other": "data.source: row 1 of ",
+        "poor": "rewards.0: exact wants 'answer', which is neither one of ",
+    }.items():
+        result = run(name)
+        assert result.returncode == 2
+        assert result.stderr.splitlines()[-1].startswith(f"agentfactory: {told}")
+    # another machine may have it
+    result = run("elsewhere")
+    assert result.returncode == 0
+    assert "# not checked here: data.source: sources.py:elsewhere failed: ConnectionError: no network" in result.stdout
 
 
 def test_a_folder_in_use_is_refused(project: Path, agentfactory: Command) -> None:

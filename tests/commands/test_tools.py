@@ -321,12 +321,29 @@ def test_check_of_environments_that_cannot_teach(recipe: Path, capsys: Output) -
 def test_check_of_limits_and_data(recipe: Path, capsys: Output) -> None:
     assert tools("check", recipe, "limits.calls_per_tool.ad=2") == 1
     assert "limits.calls_per_tool.ad: there is no tool 'ad'; fix: did you mean add?" in capsys.readouterr().err
-    assert tools("check", recipe, "data.path=later.jsonl") == 0
-    out = capsys.readouterr().out
-    assert "task: none, and no environment was reset: there is no later.jsonl yet; give --task" in out
     (recipe.parent / "tasks.jsonl").write_text("{\n")
     assert tools("check", recipe) == 2
     assert "tasks.jsonl:1 is not JSON" in capsys.readouterr().err
+
+
+def test_check_says_what_it_could_not_check(recipe: Path, capsys: Output) -> None:
+    """Without a task no environment is reset; its options are checked all the same."""
+    (recipe.parent / "prepare.py").write_text("def prepare(folder, seed): ...\n")
+    later = ["prepare=prepare.py:prepare", "data.path=${prepared}/train.jsonl"]
+    assert tools("check", recipe, *later) == 5
+    captured = capsys.readouterr()
+    assert "an environment: made in 0.00 s, but not reset" in captured.out
+    assert "task: none, for there is no runs/recipe/prepared/train.jsonl yet" in captured.out
+    assert "all right" not in captured.out
+    told = "without a task there was no check of the reset and reward of World; fix: give a task by --task "
+    assert told + """'{"start": "..."}', or let `agentfactory train` make runs/recipe/prepared first""" in captured.err
+    assert tools("check", recipe, *later, "--task", '{"start": "there"}') == 0
+    assert tools("check", recipe, *later, "mcp_servers.more={module: webshop, options: {data: no/shop}}") == 1
+    assert re.search(r"more: options\.data: .*no/shop.*; fix: ", capsys.readouterr().err)
+    # an option in a folder that `prepare` fills cannot be checked before
+    waits = "mcp_servers.more={module: webshop, options: {data: '${prepared}/shop'}}"
+    assert tools("check", recipe, *later, waits) == 5
+    assert "an environment: not made" in capsys.readouterr().out
 
 
 def test_only_environments_need_a_task(recipe: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,5 +124,5 @@ def test_a_saved_recipe_taken_out_of_its_run_overwrites_nothing(project: Path) -
     shutil.copy(folder.recipe, project / "recipe.yaml")
     taken = load_recipe("recipe.yaml")
     assert taken.output == project
-    with pytest.raises(RunFolderError, match="is not a run folder, so --overwrite leaves it alone"):
+    with pytest.raises(RunFolderError, match="not a run folder, so --overwrite leaves it alone"):
         check_free(taken.output, overwrite=True)

@@ -109,9 +109,8 @@ def test_a_dry_run_prints_the_plan(two_stages: Path, agentfactory: Command) -> N
     write_checkpoint(folder, recipe, 2)
     taken = agentfactory("train", "first.yaml", "--dry-run")
     assert taken.returncode == 0
-    assert taken.stdout.splitlines()[-1].startswith(
-        f"# would be refused: output: {recipe.output} is not empty; fix: --res"
-    )
+    told = f"# would be refused: output: {recipe.output} holds the run 'first' of the recipe in "
+    assert taken.stdout.splitlines()[-1].startswith(told)
     resumed = agentfactory("train", "first.yaml", "--dry-run", "--resume")
     assert "# first: started, in runs/first, resumes from runs/first/checkpoints/step-000002" in resumed.stdout
     assert json.loads((folder.checkpoints / "step-000002" / "trainer_state.json").read_text())["step"] == 2

@@ -1,6 +1,7 @@
 """A run folder's layout, and what protects what is in it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,12 @@ def test_what_a_full_disk_does_not_take_is_named(tmp_path: Path) -> None:
 def test_only_a_run_is_overwritten_and_only_when_asked(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.mkdir()
-    RunFolder.create(path, "first")
-    with pytest.raises(RunFolderError, match=r"fix: --resume to go on with it, output=OTHER, or --overwrite to delete"):
+    RunFolder.create(path, f"name: webshop-small\nimport_path: [{tmp_path}/webshop]\n")
+    taken = f"output: {path} holds the run 'webshop-small' of the recipe in {tmp_path}/webshop; fix: output=OTHER for "
+    with pytest.raises(RunFolderError, match=re.escape(taken) + r"another run, --resume .*, or --overwrite to delete"):
+        RunFolder.create(path, "second")
+    (path / "recipe.yaml").write_text("name: [")
+    with pytest.raises(RunFolderError, match="holds a run; fix: "):
         RunFolder.create(path, "second")
     (path / "metrics.jsonl").write_text("{}\n")
     assert RunFolder.create(path, "second", overwrite=True).recipe.read_text() == "second"

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.composition import RECIPES
+from agentfactory.recipe.load import default_name, load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.tools.errors import SettingError
 
@@ -39,6 +40,16 @@ def test_defaults_follow_from_the_file(project: Path) -> None:
     assert recipe.tools == [f"{project}/my_tools.py:search"]
     assert recipe.train.learning_rate == 1e-5
     assert not (project / "runs").exists()
+
+
+def test_recipes_of_different_folders_have_different_run_folders(project: Path) -> None:
+    files = [file for file in RECIPES.glob("*/*.yaml") if file.parent.name != "accelerate"]
+    names = [default_name(file) for file in files]
+    assert {"quickstart", "quickstart-ppo", "webshop-small", "alfworld-small", "multi-node"} <= {*names}
+    assert len({*names}) == len(names) > 40
+    write(project / "sub" / "recipe.yaml", "extends: ../recipe.yaml\n")
+    assert single("sub/recipe.yaml").output == project / "runs" / "sub-recipe"
+    assert single(project / "recipe.yaml").output == project / "runs" / "recipe"
 
 
 def test_extends_merges_sections_and_keeps_each_files_base(project: Path) -> None:

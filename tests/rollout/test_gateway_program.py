@@ -142,7 +142,7 @@ async def test_a_program_that_is_not_there(tmp_path: Path) -> None:
 async def test_a_row_that_lacks_a_field_is_found_at_the_start(tmp_path: Path) -> None:
     agent = ProgramAgent(AgentConfig(command=["x", "${task.repository}"]), tmp_path)
     async with scripted_chains(tmp_path, [], agent=agent) as chains:
-        with pytest.raises(SettingError, match=r"needs repository, which row 1 lacks \(it has question\)"):
+        with pytest.raises(SettingError, match="row 1 of data has no repository but question; fix: give"):
             await chains.runner.check([{"question": "go"}])
 
 

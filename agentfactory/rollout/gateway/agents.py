@@ -6,7 +6,7 @@ import json
 import logging
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -101,10 +101,9 @@ class ClientAgent(ABC):
     async def __aexit__(self, *_: object) -> None:
         return None
 
-    @property
-    def needed(self) -> dict[str, str]:
-        """The fields of a row that the agent needs -> who needs them."""
-        return {}
+    def check_rows(self, tasks: Sequence[Task], section: str) -> None:
+        """Raise SettingError if a row of `section` lacks a field that the agent needs."""
+        return None
 
     @asynccontextmanager
     async def folder(self, chain: str) -> AsyncIterator[Path | None]:

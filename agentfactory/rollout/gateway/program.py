@@ -1,10 +1,11 @@
 """Programs as agents: a process for each chain, in a folder of its own, which finds the model by its environment."""
 
 import asyncio
+import difflib
 import re
 import sys
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,10 +16,12 @@ from agentfactory.rollout.config import AgentConfig
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.agents import AgentFailed, ClientAgent, Visit
 from agentfactory.tools import keeper
+from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.targets import expand_variables, program_of
 from agentfactory.tools.workspaces import ChainProgram, check_kept, check_template
 
 _FIELD = re.compile(r"\$\{task\.(\w+)\}")
+_BARE = re.compile(r"\$\{(\w+)\}")
 _KEPT_BYTES = 65536
 """How much of a program's output is kept, from its end."""
 _CHUNK = 8192
@@ -32,6 +35,8 @@ class ProgramAgent(ClientAgent):
         """Raises SettingError if a variable of `env` is not set, or the folders cannot be used."""
         self._command = program_of(config.command[0], config.command[1:], base)
         self._env = expand_variables("rollout.agent.env", config.env)
+        self._texts = {f"rollout.agent.command.{number}": part for number, part in enumerate(config.command)}
+        self._texts |= {f"rollout.agent.env.{name}": value for name, value in self._env.items()}
         self._template = Path(config.workspace) if config.workspace else None
         self._kept = Path(config.keep_workspaces) if config.keep_workspaces else None
         if self._template is not None:
@@ -39,11 +44,19 @@ class ProgramAgent(ClientAgent):
         if self._kept is not None:
             check_kept("rollout.agent.keep_workspaces", self._kept)
 
-    @property
-    def needed(self) -> dict[str, str]:
+    def check_rows(self, tasks: Sequence[Task], section: str) -> None:
         """See ClientAgent."""
-        parts = (*self._command, *self._env.values())
-        return {name: "rollout.agent" for part in parts for name in _FIELD.findall(part)}
+        for field, text in self._texts.items():
+            for number, task in enumerate(tasks, 1):
+                for name in _FIELD.findall(text):
+                    if name not in task:
+                        close, has = difflib.get_close_matches(name, task, 1), ", ".join(task)
+                        rename = f"give every row this field, or rename one by {section}.columns"
+                        problem = f"got {short(text)}, and row {number} of {section} has no {name} but {has}"
+                        raise SettingError(field, problem, f"write ${{task.{close[0]}}}" if close else rename)
+                if bare := [name for name in _BARE.findall(text) if name in task]:
+                    problem = f"got {short(text)}: ${{{bare[0]}}} stands for nothing"
+                    raise SettingError(field, problem, f"write ${{task.{bare[0]}}}")
 
     @asynccontextmanager
     async def folder(self, chain: str) -> AsyncIterator[Path]:

@@ -38,12 +38,7 @@ class GatewayRunner(ChainRunner):
 
     async def check(self, tasks: Sequence[Task], section: str = "data") -> None:
         """See ChainRunner."""
-        for name, who in self.client_agent.needed.items():
-            for number, task in enumerate(tasks, 1):
-                if name not in task:
-                    problem = f"{who} needs {name}, which row {number} lacks (it has {', '.join(task)})"
-                    fix = f"give every row this field, or rename one by {section}.columns"
-                    raise SettingError(section, problem, fix)
+        self.client_agent.check_rows(tasks, section)
         await super().check(tasks, section)
 
     def episode(self, trajectory: Trajectory, task: Task, sampling: Sampling) -> GatewayEpisode:

@@ -5,10 +5,12 @@ here. All others are left to the model's own processor (own_processor), which th
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
 from transformers.utils.hub import cached_file
 
 from agentfactory.rollout.config import ModelConfig
@@ -106,9 +108,24 @@ def view_of(path: str, vision: Vision, coordinates: str = "auto") -> ModelView |
 
 def view_of_model(model: ModelConfig, coordinates: str) -> ModelView | None:
     """Return how a recipe's model states places in images; None if it sees none, or its way is not known. Raises
-    SettingError, and OSError if the model's files are not here."""
-    vision = load_vision(model.path, model.min_image_pixels, model.max_image_pixels)
-    return None if vision is None else view_of(model.path, vision, coordinates)
+    SettingError, and FileNotFoundError if the model's files are not on this machine: the hub is not asked."""
+    folder = model.path if os.path.isabs(model.path) else _downloaded(model.path)
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"there is no {folder} yet")
+    vision = load_vision(folder, model.min_image_pixels, model.max_image_pixels)
+    return None if vision is None else view_of(folder, vision, coordinates)
+
+
+def _downloaded(name: str) -> str:
+    """Return the folder with the files of a model of the hub that say how it sees. Raises FileNotFoundError."""
+    config, *processors = (
+        try_to_load_from_cache(name, file)
+        for file in ("config.json", "preprocessor_config.json", "processor_config.json")
+    )
+    if not isinstance(config, str) or not any(isinstance(file, str) for file in processors):
+        fix = f"hf download {name} config.json preprocessor_config.json"
+        raise FileNotFoundError(f"its files are not on this machine; fix: {fix}")
+    return str(Path(config).parent)
 
 
 def banned_token_ids(config: dict[str, Any]) -> tuple[int, ...]:

@@ -2,6 +2,8 @@
 
 import random
 
+import httpx
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,8 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from agentfactory.rollout.images.families import load_vision
+from agentfactory.rollout.config import ModelConfig
+from agentfactory.rollout.images.families import load_vision, view_of_model
 from agentfactory.rollout.images.features import PixelMaker
 from agentfactory.rollout.images.patches import PatchVision
 from agentfactory.tools.errors import SettingError
@@ -55,6 +58,22 @@ def test_images_get_the_size_that_transformers_gives_them(model):
         else:
             assert vision.fitted(width, height) == expected
     assert twice
+
+
+def test_how_a_model_of_the_hub_sees_is_read_from_what_was_downloaded(model, tmp_path, monkeypatch):
+    """The tools are tried without a model, and where the hub cannot be reached each request takes half a minute."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(httpx.Client, "send", lambda *args, **more: pytest.fail("the hub was asked"))
+    config = ModelConfig(path="org/eyes")
+    with pytest.raises(FileNotFoundError, match=r"fix: hf download org/eyes config\.json preprocessor_config\.json"):
+        view_of_model(config, "auto")
+    (tmp_path / "models--org--eyes" / "snapshots").mkdir(parents=True)
+    (tmp_path / "models--org--eyes" / "snapshots" / "main").symlink_to(model)
+    stated = view_of_model(config, "auto")
+    assert stated == view_of_model(ModelConfig(path=model), "auto")
+    assert stated is not None
+    with pytest.raises(FileNotFoundError, match="there is no /nowhere/model yet"):
+        view_of_model(ModelConfig(path="/nowhere/model"), "auto")
 
 
 @pytest.mark.parametrize("size", [(5, 990), (990, 5), (20, 700), (64, 64), (301, 200), (1, 1), (3000, 2000)])
