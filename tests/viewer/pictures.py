@@ -1,6 +1,9 @@
-"""`python -m tests.viewer.pictures QUICKSTART OTHER`: takes the pictures of docs/viewer.md, of two such runs."""
+"""`python -m tests.viewer.pictures QUICKSTART OTHER`: takes the pictures of docs/viewer.md, of two such runs. Without
+them, that of a film, of a run that it makes."""
 
+import asyncio
 import sys
+import tempfile
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from playwright.sync_api import Page, sync_playwright
 
 from tests.viewer.browsing import api, viewing
 from tests.viewer.conftest import CHROMIUM
+from tests.viewer.screen_runs import screen_run
 from tests.waiting import wait_for
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -95,5 +99,21 @@ def main(folders: list[Path]) -> None:
         browser.close()
 
 
+def film() -> None:
+    """Take the picture of a film."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = asyncio.run(screen_run(Path(folder) / "run", ["form"]))
+        with viewing(run.path) as url, sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+            page = browser.new_page(viewport={"width": 1400, "height": 850})
+            [row] = api(url, "/api/trajectories")["rows"]
+            shown = picture(page, url, f"{trajectory(row)}?tab=film", ".film .place")
+            shown.convert("RGB").save(DOCS / "screens-film.png", optimize=True)
+            browser.close()
+
+
 if __name__ == "__main__":
-    main([Path(name) for name in sys.argv[1:]])
+    if sys.argv[1:]:
+        main([Path(name) for name in sys.argv[1:]])
+    else:
+        film()

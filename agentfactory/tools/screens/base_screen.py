@@ -255,7 +255,7 @@ class BaseScreen(Environment):
             else:
                 entries = ", ".join(map(repr, menu[:50]))
                 self._notes.append(f"A menu is open, of which you choose by typing: {entries}.")
-        return await self._after()
+        return await self._after((x, y))
 
     async def _drag(self, start: tuple[float, float], end: tuple[float, float]) -> Any:
         async with self._care():
@@ -264,7 +264,7 @@ class BaseScreen(Environment):
             await mouse.down()
             await mouse.move(*end, steps=5)
             await mouse.up()
-        return await self._after()
+        return await self._after(start, end)
 
     async def _wheel(self, direction: Direction, place: tuple[float, float] | None) -> Any:
         async with self._care():
@@ -272,10 +272,11 @@ class BaseScreen(Environment):
                 await self._page.mouse.move(*place)
             across, down = _STEPS[direction]
             await self._page.mouse.wheel(across * self._width, down * self._height)
-        return await self._after()
+        return await self._after(*([] if place is None else [place]))
 
-    async def _after(self) -> Any:
-        """Return what the screen shows after an action; end the chain if the task has ended."""
+    async def _after(self, *places: tuple[float, float]) -> Any:
+        """Return what the screen shows after an action; end the chain if the task has ended. The info has the `places`
+        where it acted, given in CSS pixels, in pixels of the picture, and the `size` of that."""
         async with self._care():
             await self._page.wait_for_load_state("load")
             try:
@@ -286,7 +287,12 @@ class BaseScreen(Environment):
                 await self._page.wait_for_load_state("load")
         await self._judge()
         shown = await self._look()
-        result = {"observation": shown, **({"score": self._state["score"]} if self._state["done"] else {})}
+        result: dict[str, Any] = {"observation": shown}
+        if places:
+            result["places"] = [[round(side * self._scale, 2) for side in place] for place in places]
+            result["size"] = [round(side * self._scale) for side in (self._width, self._height)]
+        if self._state["done"]:
+            result["score"] = self._state["score"]
         return finish(result) if self._state["done"] else result
 
     async def _judge(self) -> None:

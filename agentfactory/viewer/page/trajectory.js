@@ -46,7 +46,9 @@ class TrajectoryPage {
   }
 
   open(tab) {
-    const tabs = { conversation: () => this.conversation(), tokens: () => this.tokens(), time: () => this.time(), task: () => this.task() };
+    const frames = framesOf(this.data.messages);
+    const tabs = { conversation: () => this.conversation(), ...(frames.length ? { film: () => this.film(frames) } : {}),
+      tokens: () => this.tokens(), time: () => this.time(), task: () => this.task() };
     const chosen = tabs[tab] ? tab : "conversation";
     this.tabs.replaceChildren(...Object.keys(tabs).map((name) => make("button", {
       role: "tab", "aria-selected": String(name === chosen), on: { click: () => {
@@ -73,14 +75,21 @@ class TrajectoryPage {
     return view.element;
   }
 
+  film(frames) {
+    return filmStrip(frames, (turn) => this.goTo(turn));
+  }
+
   time() {
-    return new Waterfall(this.data, (turn) => {
-      this.note({ tab: "conversation" });
-      this.open("conversation");
-      const message = this.pane.querySelector(`[data-turn="${turn}"]`);
-      message?.focus();
-      message?.scrollIntoView({ block: "center" });
-    }).element;
+    return new Waterfall(this.data, (turn) => this.goTo(turn)).element;
+  }
+
+  /** Show the messages of a turn. */
+  goTo(turn) {
+    this.note({ tab: "conversation" });
+    this.open("conversation");
+    const message = this.pane.querySelector(`[data-turn="${turn}"]`);
+    message?.focus();
+    message?.scrollIntoView({ block: "center" });
   }
 
   task() {

@@ -1,0 +1,176 @@
+"""Where in its images a chain's tools looked, as boxes, and acted, as places: in any coordinates of models."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from io import BytesIO
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from transformers.utils.hub import cached_file
+
+from agentfactory.rollout.images.families import STATED
+from agentfactory.tools.images.coordinates import Coordinates
+from agentfactory.viewer.images import image_url, read_image
+from agentfactory.viewer.runs import Run
+from agentfactory.viewer.saved_groups import calls_of
+
+_BOXES = ("bbox_2d", "bbox", "box")
+"""Arguments of tools that are a box: left, top, right and bottom."""
+_NUMBERS = ("img_idx", "image_index")
+"""Arguments of tools that are the number of an image in the chain, counted from 0."""
+_PLACES = ("start_coordinate", "coordinate", "point", "point_2d")
+"""Arguments of tools that are a place: x and y. Of several, the first is where a drag begins."""
+_SIDES = (("start_x", "start_y"), ("startX", "startY"), ("x", "y"), ("endX", "endY"))
+"""Arguments of tools that are the two sides of a place."""
+
+Box = tuple[float, float, float, float]
+"""Left, top, right and bottom, as shares of the image's width and height."""
+Place = tuple[float, float]
+"""x and y, as shares of the image's width and height."""
+Part = tuple[int, int]
+"""(message, part of its content)"""
+Call = tuple[int, int]
+"""(message, call in it)"""
+
+
+@dataclass
+class Marks:
+    """What is to be drawn into a chain's images."""
+
+    boxes: dict[Part, list[Box]] = field(default_factory=dict)
+    """By the part with the image that they are in."""
+    places: dict[Call, list[Place]] = field(default_factory=dict)
+    """By the call that acted there, in the image that was the last one before its message."""
+
+
+def marks_of(run: Run, messages: list[dict[str, Any]]) -> Marks:
+    """Return the boxes and the places that a chain's tools were given.
+
+    A box is in the image whose number is another argument of the call, else in the chain's first one. A place is in the
+    last image before the call. Of both, what a tool has told in its result's info goes before what the model stated.
+    """
+    coordinates = _coordinates(run)
+    images: list[tuple[Part, str]] = []
+    marks = Marks()
+    for number, message in enumerate(messages):
+        for box, image in _told(message) if coordinates is Coordinates.PIXELS else _asked(message):
+            if image < len(images):
+                part, url = images[image]
+                share = box if coordinates is Coordinates.PIXELS else _box_share(run, url, box, coordinates)
+                if share is not None:
+                    marks.boxes.setdefault(part, []).append(share)
+        infos = _infos_after(messages, number)
+        for place, call in enumerate(message.get("tool_calls") or ()):
+            told = _places_told(infos.get(call.get("id")))
+            if images and (found := told or _places_asked(run, images[-1][1], call, coordinates)):
+                marks.places[number, place] = found
+        content = message.get("content")
+        for index, shown in enumerate(content if isinstance(content, list) else ()):
+            if (address := image_url(shown)) is not None:
+                images.append(((number, index), address))
+    return marks
+
+
+def _infos_after(messages: list[dict[str, Any]], number: int) -> dict[Any, Any]:
+    """Return the infos of the results of a message's calls, by the ids of the calls, which count within a turn."""
+    results = takewhile(lambda message: message.get("role") != "assistant", messages[number + 1 :])
+    return {result.get("tool_call_id"): result.get("info") for result in results if result.get("role") == "tool"}
+
+
+def _asked(message: dict[str, Any]) -> Iterator[tuple[Box, int]]:
+    """Yield the boxes in a message's calls, as written, and the number of the image."""
+    for _, arguments in calls_of(message):
+        given = arguments if isinstance(arguments, dict) else {}
+        numbers = [given[name] for name in _NUMBERS if type(given.get(name)) is int and given[name] >= 0]
+        for name in _BOXES:
+            if (box := _numbers(given.get(name), 4)) is not None:
+                yield (box[0], box[1], box[2], box[3]), numbers[0] if numbers else 0
+
+
+def _told(message: dict[str, Any]) -> Iterator[tuple[Box, int]]:
+    """Yield the part that `image_tools` says it showed, as shares of an image of the task, and the number of that: its
+    size in full is known nowhere else."""
+    info = message.get("info")
+    given = info if isinstance(info, dict) else {}
+    box, size, number = _numbers(given.get("box"), 4), _numbers(given.get("size"), 2), given.get("of")
+    if box is None or size is None or min(size) <= 0 or type(number) is not int or number < 0:
+        return  # info of another tool
+    left, top, right, bottom = (edge / size[axis % 2] for axis, edge in enumerate(box))
+    if 0 <= left < right <= 1 and 0 <= top < bottom <= 1:
+        yield (left, top, right, bottom), number
+
+
+def _places_told(info: Any) -> list[Place]:
+    """Return where a screen says it acted, from the info of a result."""
+    given = info if isinstance(info, dict) else {}
+    size, places = _numbers(given.get("size"), 2), given.get("places")
+    if size is None or min(size) <= 0 or not isinstance(places, list):
+        return []
+    numbers = [found for place in places if (found := _numbers(place, 2)) is not None]
+    return _within([(x / size[0], y / size[1]) for x, y in numbers])
+
+
+def _places_asked(run: Run, url: str, call: dict[str, Any], coordinates: Coordinates) -> list[Place]:
+    """Return the places in the arguments of a call, in the image at an address. None if they are pixels of a full size
+    that is not known."""
+    [(_, given)] = calls_of({"tool_calls": [call]})
+    if not isinstance(given, dict) or coordinates is Coordinates.PIXELS:
+        return []
+    stated = [_numbers(given.get(name), 2) for name in _PLACES]
+    stated += [_numbers([given.get(across), given.get(down)], 2) for across, down in _SIDES]
+    places = [place for place in stated if place is not None]
+    units = _units(run, url, coordinates) if places else None
+    return [] if units is None else _within([(x / units[0], y / units[1]) for x, y in places])
+
+
+def _within(places: list[Place]) -> list[Place]:
+    """Return those of the places that are in the image."""
+    return [place for place in places if all(0 <= share <= 1 for share in place)]
+
+
+def _numbers(value: Any, count: int) -> list[float] | None:
+    """Return a list of so many numbers; None for anything else."""
+    if not isinstance(value, list) or len(value) != count or any(type(one) not in (int, float) for one in value):
+        return None
+    return value
+
+
+def _box_share(run: Run, url: str, box: Box, coordinates: Coordinates) -> Box | None:
+    """Return a box that a model stated as shares of the image, cut to it. None if nothing of the image is in it."""
+    units = _units(run, url, coordinates)
+    if units is None:
+        return None
+    left, top, right, bottom = (min(max(edge / units[axis % 2], 0.0), 1.0) for axis, edge in enumerate(box))
+    return (left, top, right, bottom) if left < right and top < bottom else None
+
+
+def _units(run: Run, url: str, coordinates: Coordinates) -> tuple[int, int] | None:
+    """Return how many of a model's units are the width and the height of an image. None if it cannot be read."""
+    if coordinates is not Coordinates.RESIZED:
+        return (1, 1) if coordinates is Coordinates.RELATIVE1 else (1000, 1000)
+    try:
+        # the image is stored in the size that the model got
+        return Image.open(BytesIO(read_image(run, url)[1])).size
+    except (OSError, ValueError):
+        return None
+
+
+def _coordinates(run: Run) -> Coordinates:
+    """Return how the run's model states places; from 0 to 1000 if that is not known."""
+    asked = run.coordinates()
+    if asked in tuple(Coordinates):
+        return Coordinates(asked)
+    return STATED.get(_model_type(run.model_path()), Coordinates.RELATIVE1000)
+
+
+def _model_type(model: str | None) -> str:
+    try:
+        file = cached_file(
+            model or "", "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
+        )
+        return str(json.loads(Path(file).read_text(encoding="utf-8")).get("model_type")) if file else ""
+    except (OSError, ValueError):
+        return ""

@@ -1,0 +1,139 @@
+"""The public server @playwright/mcp by the block of docs/screens.md: eight chains at once, each in a Chromium of its
+own, whose screenshots a model sees."""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import psutil
+import pytest
+from PIL import Image
+
+from agentfactory.rollout.trajectory import Outcome
+from agentfactory.tools.messages import text_of
+from tests.seeing_chains import seeing
+from tests.third_party_servers import playwright
+from tests.vision_models import KINDS, make_vision_model
+from tests.waiting import wait_for
+
+__all__ = ["playwright"]  # a fixture
+
+CHROMIUM = "/usr/bin/chromium"
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not Path(CHROMIUM).exists(), reason=f"there is no {CHROMIUM}: apt install chromium"),
+]
+CHAINS = 8
+COLOURS = ["#cc0000", "#00aa00", "#0000cc", "#cccc00", "#00cccc", "#cc00cc", "#884400", "#444444"]
+"""What a chain's page becomes when its square is clicked."""
+PAGE = """<body style='margin:0; background:#ffffff'>
+<p id=told></p>
+<div style='position:fixed; left:{left}px; top:{top}px; width:100px; height:100px; background:#000000'
+     onclick="document.body.style.background='{colour}'"></div>
+<script>
+document.cookie = 'chain{number}=1';
+localStorage.setItem('chain{number}', 1);
+document.getElementById('told').textContent = document.cookie + ' / ' + Object.keys(localStorage).join();
+</script>"""
+
+
+def square_of(number: int) -> tuple[int, int]:
+    """Where the square of a chain's page begins, in a window of 1000 x 1000."""
+    return 200 + 100 * (number % 4), 300 + 200 * (number // 4)
+
+
+class Pages(BaseHTTPRequestHandler):
+    """Serves the page of each chain, and notes which processes of servers and browsers there are meanwhile."""
+
+    family: set[psutil.Process] = set()
+
+    def do_GET(self) -> None:
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if child.name() in ("node", "chromium"):
+                    Pages.family.add(child)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        if number := re.fullmatch("/([0-9]+)", self.path):
+            left, top = square_of(int(number[1]))
+            colour = COLOURS[int(number[1])]
+            self.wfile.write(PAGE.format(number=number[1], left=left, top=top, colour=colour).encode())
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@contextmanager
+def pages() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Pages)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def turns(address: str, number: int) -> list[str]:
+    """What the model of a chain says, turn by turn."""
+    left, top = square_of(number)
+    look = call("browser_take_screenshot", type="png", scale="css")
+    return [
+        call("browser_navigate", url=f"{address}/{number}"),
+        look,
+        call("browser_mouse_click_xy", x=left + 50, y=top + 50),
+        look,
+        call("browser_snapshot"),
+        "done",
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_eight_chains_see_their_own_pages(playwright: dict[str, Any], tmp_path: Path, kind: str) -> None:
+    path = make_vision_model(tmp_path / "model", kind)
+    with pages() as address:
+
+        def said(prompt: str) -> str:
+            [number] = re.findall("This is chain ([0-9]+)", prompt)
+            return turns(address, int(number))[prompt.count("<|im_start|>assistant") - 1]
+
+        fields = {
+            "tools": [],
+            "mcp_servers": {"browser": {**playwright, "pool": {"capacity": CHAINS}}},
+            "rollout": {"max_turns": 8, "max_tokens": 1024, "max_total_tokens": 60_000},
+            "limits": {"result_tokens": 2000},
+        }
+        async with seeing(str(path), tmp_path, said, **fields) as seen:
+            chains = await asyncio.gather(
+                *(seen.run(f"c{number}", question=f"This is chain {number}.") for number in range(CHAINS))
+            )
+            seen.check(*chains)
+            store, [server] = seen.renderer.sight.store, seen.servers
+        for number, chain in enumerate(chains):
+            assert chain.outcome is Outcome.COMPLETED, chain.error
+            told = [message for message in chain.messages if message["role"] == "tool"]
+            assert len(told) == 5
+            [row] = chain.rows
+            before, after = (store.load(span.digest) for span in row.images)
+            assert {span.digest for span in row.images} <= set(server.sent)
+            left, top = square_of(number)
+            for picture, colour in ((before, "#ffffff"), (after, COLOURS[number])):
+                assert colour_at(picture, left + 50, top + 50) == "#000000"
+                assert colour_at(picture, 900, 900) == colour
+            assert f"chain{number}=1 / chain{number}" in text_of(told[-1]["content"])
+    assert len(Pages.family) > 2 * CHAINS, "each has a server and the processes of its Chromium"
+    wait_for(lambda: not any(process.is_running() for process in Pages.family))
+
+
+def colour_at(picture: Image.Image, x: int, y: int) -> str:
+    """The colour at a place of the window, in the size that the model got."""
+    across, down = (round(place * side / 1000) for place, side in zip((x, y), picture.size, strict=True))
+    return "#{:02x}{:02x}{:02x}".format(*picture.getpixel((across, down)))

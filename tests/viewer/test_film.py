@@ -1,0 +1,133 @@
+"""Chains of a browser as film strips: real ones, with clicks where the model meant them, in any coordinates."""
+
+import asyncio
+import json
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from PIL import Image, ImageColor
+
+from agentfactory.launching.run_folder import RunFolder
+from agentfactory.tools.images.coordinates import Coordinates
+from tests.viewer.browsing import api, asking, viewing
+from tests.viewer.pictures import trajectory
+from tests.viewer.screen_runs import SIZE, SIZES, screen_run
+from tests.viewer.viewer_runs import many_chains
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium: apt install chromium"),
+]
+
+
+def pages_of(run: RunFolder) -> tuple[list[dict[str, Any]], Any]:
+    """What the page gets of each chain, and who asks its server."""
+    _, client = asking(run.path)
+    rows = client.get("/api/trajectories").json()["rows"]
+    rows.sort(key=lambda row: row["chain"])
+    keys = ("run", "file", "byte", "place")
+    return [client.get("/api/trajectory", params={key: row[key] for key in keys}).json() for row in rows], client
+
+
+@pytest.mark.parametrize("coordinates", [*Coordinates])
+async def test_marks_are_on_what_was_clicked(tmp_path: Path, coordinates: Coordinates) -> None:
+    run = await screen_run(tmp_path / "run", ["click_color", "drag"], coordinates)
+    [colours, dragged], client = pages_of(run)
+    [click], [drag] = colours["messages"][1]["calls"], dragged["messages"][1]["calls"]
+    said, shown = colours["messages"][0]["parts"]
+    picture = Image.open(BytesIO(client.get(f"/{shown['image']}").content))
+    assert picture.size == SIZES.fitted(*SIZE)
+    [(x, y)] = click["places"]
+    [wanted] = re.findall(r"the (\w+) box", said["text"])
+    assert picture.getpixel((int(x * picture.width), int(y * picture.height))) == ImageColor.getrgb(wanted)
+    assert len(drag["places"]) == 2
+    # what the model stated says the same, except of a picture whose full size nobody knows
+    forget_infos(run)
+    for page, before in zip(pages_of(run)[0], (click, drag), strict=True):
+        [call] = page["messages"][1]["calls"]
+        expected = [] if coordinates is Coordinates.PIXELS else before["places"]
+        assert [pytest.approx(place, abs=0.002) for place in expected] == call["places"]
+
+
+def forget_infos(run: RunFolder) -> None:
+    """Have a run without what its tools have told beside their results."""
+    file = run.trajectories / "train.jsonl"
+    groups = [json.loads(line) for line in file.read_text().splitlines()]
+    for message in (message for group in groups for one in group["trajectories"] for message in one["messages"]):
+        message.pop("info", None)
+    file.write_text("".join(f"{json.dumps(group)}\n" for group in groups))
+
+
+async def test_places_of_other_tools(tmp_path: Path) -> None:
+    run = await screen_run(tmp_path / "run", ["click_color"])
+    forget_infos(run)
+    file = run.trajectories / "train.jsonl"
+    text = file.read_text()
+    [arguments] = re.findall(r'"arguments": ?(\{"x": ?[0-9.]+, ?"y": ?[0-9.]+\})', text)
+
+    def places(given: str) -> Any:
+        file.write_text(text.replace(arguments, given))
+        return pages_of(run)[0][0]["messages"][1]["calls"][0]["places"]
+
+    assert places('{"action": "left_click", "coordinate": [250, 500]}') == [[0.25, 0.5]]
+    assert places('{"startX": 0, "startY": 0, "endX": 1000, "endY": 500}') == [[0, 0], [1, 0.5]]
+    assert places('{"x": 1200, "y": 5}') == [], "outside of the picture"
+    assert places('{"x": "5", "y": 5}') == places('{"coordinate": [1, 2, 3]}') == places('{"element": 3}') == []
+
+
+@pytest.fixture(scope="module")
+def film(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    # the browser that looks at it has an event loop in this thread
+    with ThreadPoolExecutor() as thread:
+        folder = tmp_path_factory.mktemp("film") / "run"
+        return thread.submit(lambda: asyncio.run(screen_run(folder, ["login"]))).result()
+
+
+def test_a_chain_of_a_browser_is_a_film(page: "Page", film: RunFolder) -> None:
+    with viewing(film.path) as url:
+        [row] = api(url, "/api/trajectories")["rows"]
+        page.goto(f"{url}{trajectory(row)}?tab=film")
+        frames = page.locator(".film li")
+        frames.first.wait_for()
+        messages = api(
+            url, "/api/trajectory?" + "&".join(f"{key}={row[key]}" for key in ("run", "file", "byte", "place"))
+        )["messages"]
+        calls = [call for message in messages for call in message["calls"]]
+        pictures = [part["image"] for message in messages for part in message["parts"] if "image" in part]
+        assert [call["name"] for call in calls] == ["click", "type", "key", "type", "click"]
+        # each action on the picture that the model saw before it, and what came of the last one
+        assert frames.count() == len(calls) + 1 == len(pictures)
+        assert frames.locator("img").evaluate_all("all => all.map(one => one.getAttribute('src'))") == pictures
+        lines = frames.locator(".frame-call").all_inner_texts()
+        assert [line.split("(")[0] for line in lines] == [*(call["name"] for call in calls), "the last picture"]
+        frames.locator("img").last.evaluate("image => image.decode()")
+        for number, call in enumerate(calls):
+            marks = frames.nth(number).locator(".place")
+            assert marks.count() == len(call["places"]) == (call["name"] == "click")
+            for x, y in call["places"]:
+                image, mark = frames.nth(number).locator("img").bounding_box(), marks.bounding_box()
+                assert image
+                assert mark
+                middle = mark["x"] + mark["width"] / 2, mark["y"] + mark["height"] / 2
+                assert middle[0] == pytest.approx(image["x"] + x * image["width"], abs=1)
+                assert middle[1] == pytest.approx(image["y"] + y * image["height"], abs=1)
+        # a frame leads to its turn
+        frames.nth(3).locator("button").click()
+        assert page.evaluate("document.activeElement.dataset.turn") == "3"
+        assert page.locator(".message:focus .call-name").inner_text() == "type"
+
+
+def test_a_chain_without_pictures_has_no_film(page: "Page", tmp_path: Path) -> None:
+    with viewing(many_chains(tmp_path / "many", 1, 1).path) as url:
+        [row] = api(url, "/api/trajectories")["rows"]
+        page.goto(f"{url}{trajectory(row)}?tab=film")
+        page.locator(".conversation").wait_for()
+        assert page.locator(".tabs button").all_inner_texts() == ["conversation", "tokens", "time", "task"]
