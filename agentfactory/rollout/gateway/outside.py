@@ -1,4 +1,4 @@
-"""Agents that live elsewhere: programs that take tasks by HTTP, play them through the gateway, and say how they ended."""
+"""Agents that live elsewhere: programs that take tasks by HTTP, play them through the gateway, and report."""
 
 import asyncio
 import hmac
