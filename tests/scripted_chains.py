@@ -16,7 +16,6 @@ from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.gateway.agents import ClientAgent
 from agentfactory.rollout.gateway.runner import GatewayRunner
-from agentfactory.rollout.gateway.server import Gateway
 from agentfactory.rollout.load_renderer import make_renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
@@ -111,7 +110,7 @@ async def scripted_chains(
         Rewards.load(recipe.rewards, folder) as rewards,
     ):
         if isinstance(agent, ClientAgent):
-            async with agent, Gateway() as gateway:
+            async with agent, agent.gateway() as gateway:
                 runner = GatewayRunner(recipe, used, client, toolset, rewards, agent, gateway)
                 yield Scripted(runner, server, tokenizer)
         else:

@@ -365,8 +365,11 @@ def _modules(recipe: Recipe) -> list[Any]:
 
 
 def _gives_reward(recipe: Recipe) -> bool:
+    agent = recipe.rollout.agent
     return (
         bool(recipe.rewards)
+        # programs elsewhere may report it
+        or (agent is not None and agent.outside is not None)
         or any(server.environment and server.environment.reward for server in recipe.mcp_servers.values())
         or any(map(_judges, _modules(recipe)))
     )

@@ -167,6 +167,9 @@ def _check_workers(recipe: Recipe) -> None:
         problem = f"got {rollout.workers}, which do not divide train.batch_size={groups} into equal shares"
         possible = [count for count in range(1, groups + 1) if groups % count == 0]
         raise SettingError("rollout.workers", problem, f"use one of {', '.join(map(str, possible))}")
+    if rollout.workers > 1 and rollout.agent is not None and rollout.agent.outside is not None:
+        problem = f"got {rollout.workers}: programs outside take tasks at one address"
+        raise SettingError("rollout.workers", problem, "use 1")
     if rollout.workers > 1 and rollout.curriculum is not None:
         problem = f"got {rollout.workers}: rollout.curriculum has to see the outcomes of all tasks"
         raise SettingError("rollout.workers", problem, "use 1, or remove the curriculum")

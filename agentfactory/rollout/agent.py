@@ -11,6 +11,7 @@ from agentfactory.rollout.config import AgentConfig
 from agentfactory.rollout.connection import ContextOverflowError, InferenceError
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.agents import ClientAgent, FunctionAgent
+from agentfactory.rollout.gateway.outside import OutsideAgent
 from agentfactory.rollout.gateway.program import ProgramAgent
 from agentfactory.rollout.renderer import Parsed, Renderer
 from agentfactory.rollout.trajectory import Span
@@ -147,12 +148,14 @@ class AgentHooks:
 
 def load_agent(config: AgentConfig | None, base: Path) -> AgentHooks | ClientAgent:
     """Load the agent that `rollout.agent` names: a class (`FILE.py:NAME`), created without arguments, an async function
-    with its own loop, or a program; by default, plain hooks.
+    with its own loop, a program, or programs elsewhere; by default, plain hooks.
 
     Raises ValueError if it is not an agent, a hook has the wrong signature, or it cannot be created.
     """
     if config is None:
         return AgentHooks()
+    if config.outside is not None:
+        return OutsideAgent(config.outside)
     if (reference := config.name) is None:
         return ProgramAgent(config, base)
     found = load_object(reference, base)

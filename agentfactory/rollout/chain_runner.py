@@ -250,11 +250,12 @@ class ChainRunner:
         """
         async with self.places:
             chain = self.episode(trajectory, task, sampling)
-            try:
-                async with asyncio.timeout(self.setup.config.timeout_seconds) as limit:
-                    await self._play_and_score(chain, scored, limit)
-            except (TimeoutError, ToolInfrastructureError) as error:
-                self._fail(trajectory, error)
+            async with chain.begun():
+                try:
+                    async with asyncio.timeout(self.setup.config.timeout_seconds) as limit:
+                        await self._play_and_score(chain, scored, limit)
+                except (TimeoutError, ToolInfrastructureError) as error:
+                    self._fail(trajectory, error)
             trajectory.seconds = chain.timeline.seconds
             trajectory.metrics = {**chain.metrics(), **trajectory.metrics}
             if self._outcomes is not None:
@@ -279,7 +280,7 @@ class ChainRunner:
             if trajectory.outcome not in scored:
                 return
             with chain.timeline.measure(Activity.REWARD):
-                environment = await session.reward()
+                environment = chain.reported or await session.reward()
                 sight = self.renderer.sight
                 seen = [] if sight is None else sight.files_of(trajectory.messages)
                 # a user's reward may raise anything, which says nothing about the policy

@@ -172,9 +172,20 @@ class RewardConfig(Section):
     """Further arguments, by name; they take precedence over fields of the data."""
 
 
+class OutsideConfig(Section):
+    """Programs elsewhere that take tasks by HTTP: `POST /tasks`, `/tools` and `/reward` beside the model's routes."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """Loopback port at which tasks are given; 0 picks a free one. The address is told."""
+    token_env: str = "AGENTFACTORY_TOKEN"
+    """Environment variable that contains the token for which tasks are given."""
+    fields: list[str] | None = None
+    """The fields of a row that programs get; null gives the whole row."""
+
+
 class AgentConfig(Section):
-    """The agent that plays the chains: a class or a function by name, or a program, which is a process for each chain.
-    A name alone stands for {name: NAME}."""
+    """The agent that plays the chains: a class or a function by name, a program, which is a process for each chain, or
+    programs elsewhere. A name alone stands for {name: NAME}, and `outside` alone for {outside: {}}."""
 
     name: str | None = None
     """`FILE.py:NAME` of an `Agent` class that overrides `generate` or `parse`, created without arguments; or of an
@@ -190,14 +201,18 @@ class AgentConfig(Section):
     """Folder that is copied into each chain's folder before the program starts."""
     keep_workspaces: str | None = None
     """Folder into which the folders of ended chains are moved; null: they are removed."""
+    outside: OutsideConfig | None = None
+    """Instead of name and command: programs elsewhere, which take tasks by HTTP."""
 
     @model_validator(mode="after")
     def _is_one_agent(self) -> "AgentConfig":
-        if (self.name is None) == (not self.command):
-            raise SettingError("", "it has to be a name or a command", "set one of name and command")
+        if [self.name is None, not self.command, self.outside is None].count(False) != 1:
+            problem = "it has to be a name, a command or programs outside"
+            raise SettingError("", problem, "set one of name, command and outside")
         for field in ("env", "workspace", "keep_workspaces"):
             if getattr(self, field) and not self.command:
-                raise SettingError(field, f"got {getattr(self, field)!r}, and {self.name} is no program", "remove it")
+                problem = f"got {getattr(self, field)!r}, and {self.name or 'outside'} is no program that we start"
+                raise SettingError(field, problem, "remove it")
         return self
 
 
@@ -277,6 +292,8 @@ class RolloutConfig(Section):
     @field_validator("agent", mode="before")
     @classmethod
     def _name_alone(cls, agent: Any) -> Any:
+        if agent == "outside":
+            return {"outside": {}}
         return {"name": agent} if isinstance(agent, str) else agent
 
     @field_serializer("agent", mode="wrap")

@@ -20,7 +20,7 @@ from agentfactory.rollout.timeline import Timeline
 from agentfactory.rollout.tool_errors import ToolErrors
 from agentfactory.rollout.trajectory import Activity, ImageSpan, Row, StopReason, Trajectory
 from agentfactory.tools.limits import ChainLimits, Rates
-from agentfactory.tools.messages import CallError, Message, ToolCall, ToolResult, ToolSpec
+from agentfactory.tools.messages import CallError, EnvironmentReward, Message, ToolCall, ToolResult, ToolSpec
 from agentfactory.tools.session import ToolSession
 
 logger = logging.getLogger(__name__)
@@ -73,6 +73,8 @@ class Episode:
         self.context = Context([])
         self.workspace: Path | None = None
         """The chain's folder, if it has one."""
+        self.reported: EnvironmentReward | None = None
+        """What the agent itself says that the chain is worth."""
         self._encoded = EncodedIds()
 
     @property
@@ -84,6 +86,11 @@ class Episode:
     def penalty(self) -> float:
         """The amount subtracted from the reward."""
         return self.limits.penalty + self.config.outcome_penalty.get(self.trajectory.outcome, 0.0)
+
+    @asynccontextmanager
+    async def begun(self) -> AsyncIterator[None]:
+        """Wait until the chain may begin; its time limit counts from then on."""
+        yield
 
     @asynccontextmanager
     async def surroundings(self) -> AsyncIterator[None]:

@@ -18,7 +18,6 @@ from agentfactory.rollout.data import Task
 from agentfactory.rollout.filter import commonest_ending
 from agentfactory.rollout.gateway.agents import ClientAgent
 from agentfactory.rollout.gateway.runner import GatewayRunner
-from agentfactory.rollout.gateway.server import Gateway
 from agentfactory.rollout.group_files import append_group, delete_groups
 from agentfactory.rollout.load_renderer import load_renderer
 from agentfactory.rollout.pass_at_k import Estimate, by_source, estimates, sample_figures
@@ -68,7 +67,7 @@ async def open_runner(
             images=seen,
         )
         if isinstance(acting, ClientAgent):
-            async with acting, Gateway() as gateway:
+            async with acting, acting.gateway() as gateway:
                 yield GatewayRunner(recipe, renderer, client, toolset, used, acting, gateway)
         else:
             yield ChainRunner(recipe, renderer, client, toolset, used, acting)

@@ -15,11 +15,18 @@ from pathlib import Path
 from typing import Any, Self
 
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.gateway.server import Endpoint
+from agentfactory.rollout.gateway.server import Endpoint, Gateway
 from agentfactory.rollout.timeline import Timeline
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.limits import ChainLimits
-from agentfactory.tools.messages import Content, ToolCall, ToolInfrastructureError, ToolResult, ToolSpec
+from agentfactory.tools.messages import (
+    Content,
+    EnvironmentReward,
+    ToolCall,
+    ToolInfrastructureError,
+    ToolResult,
+    ToolSpec,
+)
 from agentfactory.tools.session import ToolSession
 
 logger = logging.getLogger(__name__)
@@ -83,17 +90,24 @@ class ChainTools:
 
 @dataclass(frozen=True)
 class Visit:
-    """One chain, for its agent. `workspace` is the chain's folder, if the agent has folders."""
+    """One chain, for its agent. `workspace` is the chain's folder, if the agent has folders. `report` takes what the
+    agent says that the chain is worth; `judged` tells whether the recipe judges the chain without that."""
 
     endpoint: Endpoint
     task: Task
     chain: str
     tools: ChainTools
-    workspace: Path | None = None
+    workspace: Path | None
+    report: Callable[[EnvironmentReward], None]
+    judged: bool
 
 
 class ClientAgent(ABC):
     """An agent that samples its turns through an endpoint; use it as an async context manager."""
+
+    elsewhere = False
+    """Whether it lives elsewhere: files of this machine are not there, and a chain that may take no more turns waits
+    for what the agent says of it."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -104,6 +118,15 @@ class ClientAgent(ABC):
     def check_rows(self, tasks: Sequence[Task], section: str) -> None:
         """Raise SettingError if a row of `section` lacks a field that the agent needs."""
         return None
+
+    def gateway(self) -> Gateway:
+        """Return the endpoint for its chains."""
+        return Gateway()
+
+    @asynccontextmanager
+    async def begun(self, chain: str) -> AsyncIterator[None]:
+        """Wait until a chain may begin; its time limit counts from then on."""
+        yield
 
     @asynccontextmanager
     async def folder(self, chain: str) -> AsyncIterator[Path | None]:

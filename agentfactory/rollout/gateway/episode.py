@@ -13,7 +13,7 @@ from agentfactory.rollout.gateway.server import Gateway
 from agentfactory.rollout.gateway.turns import AskedTurns
 from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import StopReason, Trajectory
-from agentfactory.tools.messages import ToolCall, ToolResult
+from agentfactory.tools.messages import EnvironmentReward, ToolCall, ToolResult
 from agentfactory.tools.session import ToolSession
 
 logger = logging.getLogger(__name__)
@@ -25,11 +25,27 @@ class GatewayEpisode(AskedTurns):
     """One chain of an agent with its own client."""
 
     def __init__(
-        self, setup: Setup, trajectory: Trajectory, task: Task, sampling: Sampling, gateway: Gateway, agent: ClientAgent
+        self,
+        setup: Setup,
+        trajectory: Trajectory,
+        task: Task,
+        sampling: Sampling,
+        gateway: Gateway,
+        agent: ClientAgent,
+        judged: bool,
     ) -> None:
         super().__init__(setup, trajectory, task, sampling)
         self.gateway = gateway
         self.agent = agent
+        self.judged = judged
+        self._over: StopReason | None = None
+        """Why the agent may take no more turns, though it is still waited for."""
+
+    @asynccontextmanager
+    async def begun(self) -> AsyncIterator[None]:
+        """See Episode."""
+        async with self.agent.begun(self.trajectory.id):
+            yield
 
     @asynccontextmanager
     async def surroundings(self) -> AsyncIterator[None]:
@@ -41,7 +57,15 @@ class GatewayEpisode(AskedTurns):
         """Let the agent run until it ends or may take no more turns, and return the reason. Raises AgentFailed."""
         try:
             with self.gateway.serving(self) as endpoint:
-                visit = Visit(endpoint, self.task, self.trajectory.id, self._tools(session), self.workspace)
+                visit = Visit(
+                    endpoint,
+                    await self._shown_task(),
+                    self.trajectory.id,
+                    self._tools(session),
+                    self.workspace,
+                    self._report,
+                    self.judged,
+                )
                 agent = asyncio.create_task(self.agent.run(visit), name=f"agent of {visit.chain}")
                 try:
                     running: list[asyncio.Future[Any]] = [agent, self._ended]
@@ -49,7 +73,7 @@ class GatewayEpisode(AskedTurns):
                     if self._ended.done():
                         return self._ended.result()
                     self.trajectory.result = agent.result()
-                    return self._last
+                    return self._over or self._last
                 except AgentFailed as failure:
                     self.trajectory.result = failure.result
                     if self._last is StopReason.CONTEXT_OVERFLOW:
@@ -72,6 +96,25 @@ class GatewayEpisode(AskedTurns):
                 self._end(reason)
 
         return ChainTools(self.specs, session, self.limits, self.timeline, note, self._fail)
+
+    async def _shown_task(self) -> Task:
+        """Return the row as the agent gets it: with its images, if the agent cannot read the files."""
+        sight = self.renderer.sight
+        if not self.agent.elsewhere or sight is None or "images" not in self.task:
+            return self.task
+        rest = {name: value for name, value in self.task.items() if name != "images"}
+        return {**rest, "messages": await sight.with_data(self.task["messages"])}
+
+    def _report(self, reward: EnvironmentReward) -> None:
+        self.reported = reward
+
+    def _end(self, reason: StopReason) -> None:
+        """See AskedTurns. An agent that lives elsewhere cannot be ended, and may still say what the chain is worth."""
+        if self.agent.elsewhere:
+            self._over = self._over or reason
+            self._taken = self.config.max_turns
+        else:
+            super()._end(reason)
 
     def _number_turns(self) -> None:
         """Number the chain's turns in the order of its rows, as everything after the rollout does."""

@@ -43,7 +43,8 @@ class GatewayRunner(ChainRunner):
 
     def episode(self, trajectory: Trajectory, task: Task, sampling: Sampling) -> GatewayEpisode:
         """See ChainRunner."""
-        return GatewayEpisode(self.setup, trajectory, task, sampling, self.gateway, self.client_agent)
+        judged = bool(self.setup.recipe.rewards) or self.toolset.judges
+        return GatewayEpisode(self.setup, trajectory, task, sampling, self.gateway, self.client_agent, judged)
 
 
 def check_recipe(config: RolloutConfig, native: bool) -> None:

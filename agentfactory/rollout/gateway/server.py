@@ -85,23 +85,26 @@ class Endpoint:
 
 class Gateway:
     """Answers the requests of all chains of a process at a loopback port (0: a free one); use it as an async context
-    manager."""
+    manager. `routes` are further ones."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, routes: Sequence[web.RouteDef] = ()) -> None:
         self._port = port
+        self._routes = routes
         self._chains: dict[str, Asking] = {}
-        self._url = ""
+        self.url = ""
+        """Its address, once it is open."""
 
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=_MOST_BYTES)
         app.add_routes([web.post(api.ROUTE, _handler(self, api)) for api in APIS])
         app.add_routes([web.post(f"{messages.ROUTE}/count_tokens", self._count)])
         app.add_routes([web.get("/v1/models", self._models), web.get("/v1/models/{name:.*}", self._models)])
+        app.add_routes(self._routes)
         # a turn that its client no longer waits for is not sampled to its end
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self._port, backlog=4096).start()
-        self._url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -113,22 +116,20 @@ class Gateway:
         key = key or f"chain-{secrets.token_urlsafe(24)}"
         self._chains[key] = chain
         try:
-            yield Endpoint(f"{self._url}/v1", self._url, key)
+            yield Endpoint(f"{self.url}/v1", self.url, key)
         finally:
             del self._chains[key]
 
     def chain_of(self, request: web.Request) -> Asking:
         """Return the chain that a request names by its key. Raises Refusal."""
-        bearer = request.headers.get("Authorization", "")
-        key = request.headers.get("x-api-key") or bearer.removeprefix("Bearer ").strip()
-        if (chain := self._chains.get(key)) is None:
-            raise Refusal(401, "invalid_api_key", "this key is that of no running chain")
+        if (chain := self._chains.get(key_of(request))) is None:
+            raise foreign_key()
         return chain
 
     async def _count(self, request: web.Request) -> web.Response:
         try:
             chain = self.chain_of(request)
-            asked = _read(messages, await _body(request), chain)
+            asked = _read(messages, await body_of(request), chain)
             return web.json_response({"input_tokens": await chain.count(asked)})
         except Refusal as refusal:
             return web.json_response(messages.error(refusal), status=refusal.status)
@@ -143,11 +144,22 @@ class Gateway:
         return web.json_response(card if name else {"object": "list", "data": [card], "has_more": False})
 
 
+def key_of(request: web.Request) -> str:
+    """Return the key that a request shows, as clients of either protocol send it."""
+    bearer = request.headers.get("Authorization", "")
+    return request.headers.get("x-api-key") or bearer.removeprefix("Bearer ").strip()
+
+
+def foreign_key() -> Refusal:
+    """Return the refusal of a key that is that of no chain."""
+    return Refusal(401, "invalid_api_key", "this key is that of no running chain")
+
+
 def _handler(gateway: Gateway, api: Api) -> Any:
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
             chain = gateway.chain_of(request)
-            asked = _read(api, await _body(request), chain)
+            asked = _read(api, await body_of(request), chain)
             asked = replace(asked, session=request.headers.get("x-session-id", ""))
             sampling = await chain.admit(asked)
             if asked.stream:
@@ -159,7 +171,8 @@ def _handler(gateway: Gateway, api: Api) -> Any:
     return handle
 
 
-async def _body(request: web.Request) -> dict[str, Any]:
+async def body_of(request: web.Request) -> dict[str, Any]:
+    """Return the JSON object that a request has as its body. Raises Refusal."""
     try:
         body = json.loads(await request.read())
     except ValueError as error:
