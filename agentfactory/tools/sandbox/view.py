@@ -1,0 +1,58 @@
+"""`View`: what a program in a sandbox sees of a file system."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+_SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc")
+"""What is shown of the machine's own root: programs, libraries and settings, and nobody's files."""
+_OURS = ("proc", "dev", "sys", "run", "tmp")
+"""What every sandbox has of its own."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A root file system, read-only, with some folders that can be written. Only these parts of the machine exist."""
+
+    root: Path = Path("/")
+    """`/` shows the machine's programs, libraries and /etc; any other folder is shown as a whole."""
+    readable: tuple[Path, ...] = ()
+    """Further files and folders of the machine, read-only, at the place where they are."""
+    folders: Mapping[str, Path] = field(default_factory=dict)
+    """Place inside -> folder of the machine, writable."""
+    start: str = "/"
+    """The folder in which the program starts."""
+    user: int = 1000
+    """The number that its user has inside; outside it is the user of this process, or nobody for root."""
+
+    def arguments(self) -> list[str]:
+        """Return the arguments of bwrap that show what is read-only, and make the places of what is not."""
+        seen = [path for path in self.readable if not self._is_shown(path)]
+        points = [PurePosixPath(place) for place in (*self.folders, *map(str, seen))]
+        arguments: list[str] = []
+        names = sorted(os.listdir(self.root))
+        for name in names:
+            if name not in _OURS and (self.root != Path("/") or name in _SYSTEM):
+                arguments += self._show(PurePosixPath("/", name), points)
+        arguments += ["--dir", "/run"]
+        for path in sorted(seen):
+            arguments += ["--ro-bind", str(path), str(path)]
+        return arguments
+
+    def _is_shown(self, path: Path) -> bool:
+        return self.root == Path("/") and len(path.parts) > 1 and path.parts[1] in _SYSTEM
+
+    def _show(self, place: PurePosixPath, points: list[PurePosixPath]) -> list[str]:
+        """Show a file, link or folder of the root; entry by entry, if a place below it has to be made first."""
+        source = self.root / place.relative_to("/")
+        if source.is_symlink():
+            return ["--symlink", os.readlink(source), str(place)]
+        below = [point for point in points if place in point.parents]
+        if all(os.path.lexists(self.root / point.relative_to("/")) for point in below):
+            return ["--ro-bind", str(source), str(place)]
+        arguments = ["--dir", str(place)]
+        for name in sorted(os.listdir(source)):
+            if place / name not in points:
+                arguments += self._show(place / name, below)
+        return arguments
