@@ -222,6 +222,7 @@ _PATH_FIELDS: dict[str, Callable[..., str]] = {
     "rollout.agent.name": _reference,
     "rollout.agent.workspace": _absolute,
     "rollout.agent.keep_workspaces": _absolute,
+    "rollout.agent.readable.*": _absolute,
     "rollout.parser": _reference,
     "train.advantage.estimator": _reference,
     "train.loss.policy": _reference,

@@ -10,6 +10,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_serializer, fie
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.config import Options, PositiveInt, Section, ToolsRecipe
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.sandbox.settings import ProgramLimits, SandboxKind
 
 
 class LoraConfig(Section):
@@ -190,14 +191,33 @@ class AgentConfig(Section):
     """Folder that is copied into each chain's folder before the program starts."""
     keep_workspaces: str | None = None
     """Folder into which the folders of ended chains are moved; null: they are removed."""
+    sandbox: SandboxKind = SandboxKind.BUBBLEWRAP
+    """bubblewrap: the program sees the machine's programs and libraries, what command names and its folder, and reaches
+    the model and nothing else. none: it may do whatever this process may (docs/sandbox.md)."""
+    readable: list[str] = []
+    """In the sandbox: further files and folders that the program may read."""
+    processes: PositiveInt = 256
+    """In the sandbox: processes and threads of a chain at a time."""
+    memory_mb: PositiveInt = 4096
+    """In the sandbox: memory of a chain's processes together, in MiB; `/tmp` may take the same again."""
+    disk_mb: PositiveInt = 4096
+    """In the sandbox: size of the files in a chain's folder, in MiB."""
 
     @model_validator(mode="after")
     def _is_one_agent(self) -> "AgentConfig":
         if (self.name is None) == (not self.command):
             raise SettingError("", "it has to be a name or a command", "set one of name and command")
-        for field in ("env", "workspace", "keep_workspaces"):
-            if getattr(self, field) and not self.command:
+        for field in self.model_fields_set - {"name", "command"}:
+            if not self.command and getattr(self, field) != type(self).model_fields[field].default:
                 raise SettingError(field, f"got {getattr(self, field)!r}, and {self.name} is no program", "remove it")
+        for field in ("readable", "processes", "memory_mb", "disk_mb"):
+            if self.sandbox is SandboxKind.NONE and field in self.model_fields_set:
+                raise SettingError(field, f"got {getattr(self, field)!r} with sandbox=none", "remove one of them")
+        try:
+            ProgramLimits(self.processes, self.memory_mb, self.disk_mb)
+        except ValueError as error:
+            field, _, problem = str(error).partition(": ")
+            raise SettingError(field, problem, "change it") from None
         return self
 
 

@@ -23,6 +23,7 @@ from agentfactory.tools.config import CHAIN
 from agentfactory.tools.disk import refusal
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.notices import tell
+from agentfactory.tools.sandbox.settings import sandbox_user
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,16 @@ class ChainProgram:
                 "cwd": str(program.cwd).replace(CHAIN, folder),
             }
         )
+
+
+def give_to_sandbox(folder: Path) -> None:
+    """Let the user of sandboxes own a folder with everything in it."""
+    if (user := sandbox_user()) is None:
+        return
+    os.chown(folder, user, user)
+    for path, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            os.chown(os.path.join(path, name), user, user, follow_symlinks=False)
 
 
 def check_template(field: str, template: Path) -> int:
@@ -167,6 +178,7 @@ def _root() -> Path:
     """Return the folder of this process's folders. A small process removes it when this one is gone, however it
     ended."""
     root = Path(tempfile.mkdtemp(prefix="agentfactory-chains-"))
+    root.chmod(0o711)  # sandboxes of root run as nobody; each folder in it belongs to one user
     sweeper = subprocess.Popen(
         [sys.executable, "-I", "-S", removal.__file__, root],  # its stdin closes with this process
         cwd="/",

@@ -20,6 +20,7 @@ from agentfactory.rollout.timeline import Timeline
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.limits import ChainLimits
 from agentfactory.tools.messages import Content, ToolCall, ToolInfrastructureError, ToolResult, ToolSpec
+from agentfactory.tools.sandbox.program import Listening
 from agentfactory.tools.session import ToolSession
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,8 @@ class Visit:
     chain: str
     tools: ChainTools
     workspace: Path | None = None
+    listening: Listening | None = None
+    """Answers at a further socket as `endpoint` does."""
 
 
 class ClientAgent(ABC):

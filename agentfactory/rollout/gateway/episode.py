@@ -41,7 +41,8 @@ class GatewayEpisode(AskedTurns):
         """Let the agent run until it ends or may take no more turns, and return the reason. Raises AgentFailed."""
         try:
             with self.gateway.serving(self) as endpoint:
-                visit = Visit(endpoint, self.task, self.trajectory.id, self._tools(session), self.workspace)
+                tools = self._tools(session)
+                visit = Visit(endpoint, self.task, self.trajectory.id, tools, self.workspace, self.gateway.listening)
                 agent = asyncio.create_task(self.agent.run(visit), name=f"agent of {visit.chain}")
                 try:
                     running: list[asyncio.Future[Any]] = [agent, self._ended]

@@ -19,7 +19,13 @@ from typing import Any
 
 from agentfactory.tools.sandbox import bubblewrap, seccomp
 from agentfactory.tools.sandbox.interpreter import Interpreter, find_interpreter, library_folders, package_paths
-from agentfactory.tools.sandbox.settings import ProgramLimits, SandboxKind, SandboxSettings, SandboxUnavailable
+from agentfactory.tools.sandbox.settings import (
+    ProgramLimits,
+    SandboxKind,
+    SandboxSettings,
+    SandboxUnavailable,
+    sandbox_user,
+)
 from agentfactory.tools.sandbox.view import View
 
 _WORKER, _REAPER, _ENTER = (Path(__file__).with_name(name) for name in ("worker.py", "reaper.py", "enter.py"))
@@ -107,12 +113,6 @@ def start_program(
     """Start a program that may start others, in the background. `outputs`: descriptors of its stdout and stderr. With
     `port`, the first message on the socket brings the one that listens there, inside."""
     return _starter.submit(_start_program, command, view, env, limits, outputs, port)
-
-
-def sandbox_user() -> int | None:
-    """Return the user as whom sandboxes run: nobody for root, who is exempt from process limits and could read more;
-    None for the user of this process."""
-    return 65534 if os.geteuid() == 0 else None
 
 
 def _start_program(

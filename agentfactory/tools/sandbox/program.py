@@ -98,9 +98,7 @@ async def run_program(
     return ProgramResult(_status(started), said[0], said[-1] if not merged else "", ended)
 
 
-async def _supervised(
-    started: SandboxProcess, view: View, limits: ProgramLimits, seconds: float | None
-) -> str | None:
+async def _supervised(started: SandboxProcess, view: View, limits: ProgramLimits, seconds: float | None) -> str | None:
     """Wait until the program ends. Return why it has to be ended, if it does not end itself."""
     watches = [_memory(started, limits.memory_mb), _disk(list(view.folders.values()), limits.disk_mb)]
     if seconds is not None:
@@ -122,12 +120,13 @@ async def _clock(seconds: float) -> str:
 
 
 async def _memory(started: SandboxProcess, most: int) -> str:
-    while started.init is None or _resident(started.init, "status", ("RssAnon", "RssShmem")) <= most << 10 or (
-        # memory that processes share, as after a fork, counts once
-        _resident(started.init, "smaps_rollup", ("Pss_Anon", "Pss_Shmem")) <= most << 10
-    ):
+    while True:
         await asyncio.sleep(_MEMORY_SECONDS)
-    return f"it took more than {most} MiB of memory"
+        if started.init is None or _resident(started.init, "status", ("RssAnon", "RssShmem")) <= most << 10:
+            continue
+        # memory that processes share, as after a fork, counts once
+        if _resident(started.init, "smaps_rollup", ("Pss_Anon", "Pss_Shmem")) > most << 10:
+            return f"it took more than {most} MiB of memory"
 
 
 def _resident(root: int, file: str, names: tuple[str, ...]) -> int:

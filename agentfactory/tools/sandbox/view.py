@@ -1,9 +1,13 @@
 """`View`: what a program in a sandbox sees of a file system."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.sandbox.interpreter import is_public
+from agentfactory.tools.sandbox.settings import sandbox_user
 
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc")
 """What is shown of the machine's own root: programs, libraries and settings, and nobody's files."""
@@ -56,3 +60,15 @@ class View:
             if place / name not in points:
                 arguments += self._show(place / name, below)
         return arguments
+
+
+def check_readable(field: str, paths: Iterable[Path]) -> None:
+    """Raise SettingError if sandboxes cannot show one of these files and folders of the machine."""
+    for path in paths:
+        if path == Path("/"):
+            raise SettingError(field, "got /, which has everything", "name the files and folders that are needed")
+        if not path.exists():
+            raise SettingError(field, f"there is no {path}", "name an existing file or folder")
+        if sandbox_user() is not None and not is_public(path):
+            problem = f"{path} can be read by its owner only, and the sandboxes of root run as nobody"
+            raise SettingError(field, problem, "put it where everyone may read, or run as an ordinary user")
