@@ -229,6 +229,11 @@ _PATH_FIELDS: dict[str, Callable[..., str]] = {
     "sync.backend": _reference,
     "data.source": _reference,
     "eval.data.source": _reference,
+    **{
+        f"{data}.harbor{field}": _absolute
+        for data in ("data", "eval.data")
+        for field in ("", ".folder", ".images.*", ".images.*.root")
+    },
     "mcp_servers.*.module": _reference,
     "mcp_servers.*.cwd": _absolute,
     "mcp_servers.*.workspace": _absolute,

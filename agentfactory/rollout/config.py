@@ -49,6 +49,34 @@ class ModelConfig(Section):
     Null: as its own processor does."""
 
 
+class HarborImageConfig(Section):
+    """What stands for an image that Harbor tasks begin with. A path alone stands for {root: PATH}."""
+
+    root: str
+    """Folder with a root file system, shown read-only; `/` shows this machine's programs, libraries and /etc."""
+    run_done: bool = False
+    """The RUN instructions of its tasks were done in it. Otherwise tasks that have some are refused."""
+    writable: list[str] = []
+    """Folders in it that tasks may change; each chain gets a copy. The tasks' WORKDIR, the folders that they COPY to,
+    /root and /tmp are copied anyway."""
+
+
+class HarborConfig(Section):
+    """Tasks in Harbor's format, for `tools: [harbor]` (docs/harbor.md). A path alone stands for {folder: PATH}."""
+
+    folder: str
+    """Folder with a folder for each task, or the folder of one."""
+    images: dict[str, HarborImageConfig] = {}
+    """FROM of the tasks' Dockerfiles -> the root file system that stands for it."""
+
+    @field_validator("images", mode="before")
+    @classmethod
+    def _root_alone(cls, images: Any) -> Any:
+        if not isinstance(images, dict):
+            return images
+        return {name: {"root": image} if isinstance(image, str) else image for name, image in images.items()}
+
+
 class DataConfig(Section):
     """Tasks: rows with `question` or `messages`. Any other fields are passed to tools and rewards by name. The `images`
     of a row (paths relative to the file, bytes, base64) stand where its text says `<image>`, or else come first in its
@@ -58,6 +86,8 @@ class DataConfig(Section):
     """A JSON, JSONL or parquet file, or the hub name of a dataset."""
     source: str | None = None
     """Used instead of path: `FILE.py:NAME` of a function or class that returns rows."""
+    harbor: HarborConfig | None = None
+    """Used instead of path: tasks in Harbor's format."""
     options: Options = {}
     """Arguments for source."""
     subset: str | None = None
@@ -79,17 +109,22 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _has_one_origin(self) -> "DataConfig":
-        if (self.path is None) == (self.source is None):
-            got = "neither path nor source" if self.path is None else f"both path={self.path} and source={self.source}"
-            raise SettingError(
-                "", f"got {got}", "give one: path, a file of rows, or source, FILE.py:NAME (and null for the other)"
-            )
+        given = [name for name in ("path", "source", "harbor") if getattr(self, name) is not None]
+        if len(given) != 1:
+            got = " and ".join(f"{name}={getattr(self, name)}" for name in given) or "neither path nor source"
+            fix = "give one: path, a file of rows, source, FILE.py:NAME, or harbor, a folder (and null for the others)"
+            raise SettingError("", f"got {got}", fix)
         if self.options and self.source is None:
             raise SettingError("options", f"got {self.options} without source", "set it to null")
-        if self.source is not None and (self.subset is not None or self.split != "train"):
+        if self.path is None and (self.subset is not None or self.split != "train"):
             name = "split" if self.subset is None else "subset"
-            raise SettingError(name, f"got {getattr(self, name)!r} with source: it is for the hub", "remove it")
+            raise SettingError(name, f"got {getattr(self, name)!r} with {given[0]}: it is for the hub", "remove it")
         return self
+
+    @field_validator("harbor", mode="before")
+    @classmethod
+    def _folder_alone(cls, harbor: Any) -> Any:
+        return {"folder": harbor} if isinstance(harbor, str) else harbor
 
 
 class OutcomePolicy(StrEnum):
