@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data import load_tasks
 from agentfactory.tools.errors import SettingError
@@ -256,6 +259,28 @@ def test_what_a_task_asks_for_in_vain_is_told(tmp_path: Path, files: dict[str, s
     with pytest.raises(SettingError, match=r"data\.harbor: task a-task: ") as told:
         rows(make(tmp_path, **files))
     assert told.match(problem)
+
+
+@pytest.mark.processes
+def test_the_check_tells_tasks_that_do_not_work(tmp_path: Path) -> None:
+    folder = make(tmp_path, **{"solution/solve.sh": "#!/bin/bash\nexit 1\n"})
+    command = [sys.executable, "-m", "agentfactory.tools.harbor.check"]
+    wrong = subprocess.run([*command, folder, "ubuntu:24.04=/"], capture_output=True, text=True, check=False)
+    assert (wrong.returncode, wrong.stdout.split()) == (1, ["a-task", "solution", "0", "nothing", "0", "WRONG"])
+    right = subprocess.run([*command, TASKS / "squares", "ubuntu:24.04=/"], capture_output=True, text=True, check=False)
+    assert (right.returncode, right.stdout.split()) == (0, ["squares", "solution", "1", "nothing", "0"])
+
+
+def test_the_recipe_is_valid_and_its_tasks_are_checked_at_once(tmp_path: Path) -> None:
+    file = REPOSITORY / "recipes" / "harbor" / "3b-lora-24gb.yaml"
+    recipe = load_recipe(file, lacks=[])
+    assert isinstance(recipe, Recipe)
+    assert recipe.data is not None
+    assert recipe.data.harbor is not None
+    assert recipe.data.harbor.images["ubuntu:24.04"].root == "/"
+    assert len(load_tasks(recipe.data)) == 5
+    with pytest.raises(SettingError, match=r"data\.harbor\.folder: there is no folder"):
+        load_recipe(file, [f"data.harbor.folder={tmp_path / 'none'}"], lacks=[])
 
 
 def test_a_folder_without_tasks(tmp_path: Path) -> None:
