@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import sys
+import tempfile
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ async def play(
     if kind == "bubblewrap":
         python = str(find_interpreter(sandbox_user()).executable)
         packages = str(Path(openai.__file__).parents[1])
-        program["readable"] = [packages]
+        program["readable"] = [packages, *program.get("readable", [])]
         program["env"] = {"PYTHONPATH": packages, **program.get("env", {})}
     agent = ProgramAgent(AgentConfig(command=[python, "agent.py", *arguments], **program), folder)
     async with scripted_chains(folder, texts, agent=agent, source=REWARD, **fields) as chains:
@@ -171,7 +172,7 @@ for path in ("/usr/x", "/etc/x", "/x"):
         reached.append(path)
     except OSError:
         pass
-print("reached", reached, os.getcwd())
+print("reached", reached, os.getcwd(), open("README").read())
 """
 
 
@@ -180,9 +181,14 @@ async def test_it_reaches_the_gateway_and_nothing_else(tmp_path: Path) -> None:
         secret = tmp_path / "secret"
         secret.write_text("secret")
         script = REACHING.replace("PORT", str(server.getsockname()[1])).replace("SECRET", str(secret))
-        trajectory = await play(tmp_path, script, [])
-        assert trajectory.result == "reached [] /workspace"
-        without = await play(tmp_path, script, [], kind="none")
+        with tempfile.NamedTemporaryFile("w") as readable:
+            readable.write("a file that the recipe names")
+            readable.flush()
+            os.chmod(readable.name, 0o644)
+            script = script.replace("README", readable.name)
+            trajectory = await play(tmp_path, script, [], program={"readable": [readable.name]})
+            without = await play(tmp_path, script, [], kind="none")
+        assert trajectory.result == "reached [] /workspace a file that the recipe names"
         assert str(server.getsockname()[1]) in (without.result or ""), "or the test would prove nothing"
 
 

@@ -271,6 +271,7 @@ def test_the_check_tells_tasks_that_do_not_work(tmp_path: Path) -> None:
     assert (right.returncode, right.stdout.split()) == (0, ["squares", "solution", "1", "nothing", "0"])
 
 
+@pytest.mark.processes
 def test_the_recipe_is_valid_and_its_tasks_are_checked_at_once(tmp_path: Path) -> None:
     file = REPOSITORY / "recipes" / "harbor" / "3b-lora-24gb.yaml"
     recipe = load_recipe(file, lacks=[])

@@ -96,13 +96,11 @@ def program_command(
     """Return the arguments up to a program inside that sees `view` and may start others. `/tmp` and `/dev/shm` are in
     memory, `memory_mb` each; on the descriptor `status` bwrap tells the first process's number and the exit status."""
     arguments = [*_apart(bwrap, seccomp, env, view.user), "--json-status-fd", str(status)]
-    arguments += view.arguments()
+    arguments += view.of_root()
     arguments += ["--proc", "/proc", "--dev", "/dev", "--size", str(memory_mb << 20), "--tmpfs", "/dev/shm"]
     if "/tmp" not in view.folders:
         arguments += ["--size", str(memory_mb << 20), "--tmpfs", "/tmp"]
-    for place, folder in view.folders.items():
-        arguments += ["--bind", str(folder), place]
-    return [*arguments, "--chdir", view.start, "--remount-ro", "/dev", "--remount-ro", "/", "--"]
+    return [*arguments, *view.of_the_rest(), "--chdir", view.start, "--remount-ro", "/dev", "--remount-ro", "/", "--"]
 
 
 def _apart(bwrap: str, seccomp: int, env: Mapping[str, str], user: int = 1000) -> list[str]:

@@ -30,22 +30,29 @@ class View:
     user: int = 1000
     """The number that its user has inside; outside it is the user of this process, or nobody for root."""
 
-    def arguments(self) -> list[str]:
-        """Return the arguments of bwrap that show what is read-only, and make the places of what is not."""
-        seen = [path for path in self.readable if not self._is_shown(path)]
-        points = [PurePosixPath(place) for place in (*self.folders, *map(str, seen))]
+    def of_root(self) -> list[str]:
+        """Return the arguments of bwrap that show the root, and make way for the places in it of all else."""
+        points = [PurePosixPath(place) for place in (*self.folders, *map(str, self._further()))]
         arguments: list[str] = []
         names = sorted(os.listdir(self.root))
         for name in names:
             if name not in _OURS and (self.root != Path("/") or name in _SYSTEM):
                 arguments += self._show(PurePosixPath("/", name), points)
-        arguments += ["--dir", "/run"]
-        for path in sorted(seen):
+        return [*arguments, "--dir", "/run"]
+
+    def of_the_rest(self) -> list[str]:
+        """Return the arguments that show further files and folders; they may lie in what every sandbox has of its
+        own."""
+        arguments: list[str] = []
+        for path in self._further():
             arguments += ["--ro-bind", str(path), str(path)]
+        for place, folder in sorted(self.folders.items()):
+            arguments += ["--bind", str(folder), place]
         return arguments
 
-    def _is_shown(self, path: Path) -> bool:
-        return self.root == Path("/") and len(path.parts) > 1 and path.parts[1] in _SYSTEM
+    def _further(self) -> list[Path]:
+        shown = [Path("/", name) for name in _SYSTEM] if self.root == Path("/") else []
+        return sorted(path for path in set(self.readable) if not any(path.is_relative_to(one) for one in shown))
 
     def _show(self, place: PurePosixPath, points: list[PurePosixPath]) -> list[str]:
         """Show a file, link or folder of the root; entry by entry, if a place below it has to be made first."""
