@@ -44,6 +44,8 @@ async def test_its_commands_run_and_files_change(tmp_path: Path) -> None:
 
 
 async def test_one_that_takes_too_long_is_ended_and_typed(tmp_path: Path) -> None:
-    played = await play(tmp_path, qwen(tmp_path), turns("sleep 86396"), "86396", 90, again=True)
+    # it does not run a plain `sleep` of more than some seconds
+    texts = turns("python3 -c 'import time; time.sleep(86396)'")
+    played = await play(tmp_path, qwen(tmp_path), texts, "86396", 60, again=True)
     assert [chain.outcome for chain in played] == [Outcome.TIMEOUT] * CHAINS
     assert not left("86396")
