@@ -18,11 +18,14 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data import load_tasks
+from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.harbor.check import play
 from agentfactory.tools.harbor.dockerfile import parse
 from agentfactory.tools.harbor.environment import Harbor
+from tests.command_line_agents import call
 from tests.conftest import REPOSITORY
+from tests.scripted_chains import scripted_chains
 
 TASKS = REPOSITORY / "recipes" / "harbor" / "tasks"
 STANDARD = "FROM ubuntu:24.04\n\n# Install or copy over any environment dependencies here.\n\nWORKDIR /app"
@@ -120,6 +123,7 @@ COPY ["a.txt", "/etc/our own"]
         await shell.shell("echo kept | tee made /tmp/made /root/made /etc/made")
         assert (await shell.shell("cat made /tmp/made /root/made /etc/made"))["observation"] == "kept\n" * 3 + "kept"
         assert "Read-only" in (await shell.shell("touch /usr/bin/x"))["observation"]
+        assert "No such file" in (await shell.shell("cat /etc/shadow"))["observation"], "the copy of /etc lacks it"
         assert not Path("/etc/made").exists()
     finally:
         await shell.close()
@@ -222,6 +226,26 @@ async def test_chains_of_a_task_do_not_share_files() -> None:
     row = rows()["squares"]
     solved, idle = await asyncio.gather(play(row, solve=True), play(row, ["sleep 0.5"]))
     assert (solved["success"], idle["success"]) == (1.0, 0.0)
+
+
+@pytest.mark.processes
+async def test_a_chain_works_by_the_tool_and_is_judged_by_the_tests(tmp_path: Path) -> None:
+    row = rows()["squares"]
+    write = "for n in 1 2 3 4 5 6 7 8 9 10; do echo $((n * n)); done > squares.txt"
+    texts = [
+        call("I write.", "shell", command=write),
+        call("I look.", "shell", command="cat squares.txt"),
+        "It is done.",
+    ]
+    async with scripted_chains(tmp_path, texts, tools=["harbor"], rewards=[]) as chains:
+        await chains.runner.check([row])
+        trajectory = await chains.run(**row)
+        chains.check(trajectory)
+    assert (trajectory.outcome, trajectory.reward, trajectory.metrics["success"]) == (Outcome.COMPLETED, 1.0, 1.0)
+    assert [m["content"] for m in trajectory.messages if m["role"] == "tool"] == [
+        "(no output)",
+        "\n".join(str(n * n) for n in range(1, 11)),
+    ]
 
 
 @pytest.mark.parametrize(

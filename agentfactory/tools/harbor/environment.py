@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from time import monotonic
@@ -13,7 +14,7 @@ from typing import Any
 from agentfactory.tools.harbor.dockerfile import Copy
 from agentfactory.tools.harbor.task import HarborTask
 from agentfactory.tools.sandbox.program import ProgramResult, run_program
-from agentfactory.tools.sandbox.settings import ProgramLimits
+from agentfactory.tools.sandbox.settings import ProgramLimits, sandbox_user
 from agentfactory.tools.sandbox.view import View
 from agentfactory.tools.shell import PATH, Shell
 from agentfactory.tools.workspaces import give_to_sandbox, make_folder
@@ -127,7 +128,7 @@ def _stage(task: HarborTask, folder: Path) -> None:
         inner = Path(task.root, *place.parts[1:])
         # of this machine, nobody's files
         if inner.is_dir() and (task.root != "/" or place.parts[1] in ("usr", "etc")):
-            shutil.copytree(inner, outside, symlinks=True, ignore_dangling_symlinks=True)
+            shutil.copytree(inner, outside, symlinks=True, ignore=_unreadable)
         else:
             outside.mkdir()
     context = Path(task.folder, "environment")
@@ -136,6 +137,21 @@ def _stage(task: HarborTask, folder: Path) -> None:
     workdir = _outside(PurePosixPath(task.workdir), folders)
     workdir.mkdir(parents=True, exist_ok=True)
     give_to_sandbox(folder)
+
+
+def _unreadable(folder: str, names: list[str]) -> list[str]:
+    """Return which entries of a folder of the root are left out: sockets and pipes, and what the sandbox's user may not
+    read, such as /etc/shadow."""
+    return [name for name in names if not _is_for_sandboxes(Path(folder, name))]
+
+
+def _is_for_sandboxes(path: Path) -> bool:
+    if path.is_symlink():
+        return True
+    if not (path.is_file() or path.is_dir()):
+        return False
+    # the copy will belong to that user
+    return os.access(path, os.R_OK) if sandbox_user() is None else bool(path.stat().st_mode & stat.S_IROTH)
 
 
 def _put(copy: Copy, context: Path, folders: Mapping[PurePosixPath, Path]) -> None:
