@@ -145,10 +145,16 @@ learn-agents: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet langgraph langchain langchain-openai 'smolagents[openai]'
 	SEEDS="$(SEEDS)" OMP_NUM_THREADS=1 $(PYTEST) -v --timeout 1800 tests/learn/learn_agents.py $(ARGS)
 
-# mini-swe-agent as it is, in an environment of its own.
+# mini-swe-agent and Qwen Code as they are, in an environment of their own.
 .venv-agents/bin/mini:
 	$(PYTHON) -m venv .venv-agents
 	.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check mini-swe-agent mcp
 
-test-agents: $(VENV)/.installed-dev .venv-agents/bin/mini
-	AGENTFACTORY_MINI=$(abspath .venv-agents/bin/mini) $(PYTEST) -n 0 -m long tests/test_mini_swe_agent.py $(ARGS)
+QWEN := .venv-agents/node_modules/.bin/qwen
+
+$(QWEN): .venv-agents/bin/mini
+	npm install --silent --no-audit --no-fund --prefix .venv-agents @qwen-code/qwen-code@0.15.10
+
+test-agents: $(VENV)/.installed-dev .venv-agents/bin/mini $(QWEN)
+	AGENTFACTORY_MINI=$(abspath .venv-agents/bin/mini) AGENTFACTORY_QWEN=$(abspath $(QWEN)) \
+		$(PYTEST) -n 0 -m long tests/test_mini_swe_agent.py tests/test_qwen_code.py $(ARGS)

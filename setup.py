@@ -83,6 +83,7 @@ setup(
         "agentfactory.rollout.rewards",
         "agentfactory.tools",
         "agentfactory.tools.alfworld",
+        "agentfactory.tools.harbor",
         "agentfactory.tools.images",
         "agentfactory.tools.sandbox",
         "agentfactory.tools.scienceworld",
@@ -97,7 +98,7 @@ setup(
     ],
     package_data={
         # the recipes, through a link to the folder at the root; the templates are for `agentfactory new`
-        "agentfactory": ["recipes/*/*"],
+        "agentfactory": ["recipes/*/*", "recipes/*/tasks/**/*"],
         "agentfactory.commands": ["templates/*", "templates/*/*", "templates/*/tiny/*"],
         # model configurations for planning memory when the hub cannot be reached
         "agentfactory.placement": ["shapes/*.json"],

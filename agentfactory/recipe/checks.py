@@ -160,6 +160,10 @@ def _check_rows(recipe: Recipe, purpose: Purpose, prepared: Path | None) -> None
     acts = runs_chains(recipe, purpose)
     for section, data in _used_data(recipe, purpose).items():
         check_source(data, section)
+        if data.harbor is not None:
+            tasks = load_tasks(data, section)
+            if acts:
+                _check_resets(recipe, tasks, section)
         if (path := data.file) is None:
             continue
         is_made = prepared is not None and path.is_relative_to(prepared)

@@ -222,12 +222,18 @@ _PATH_FIELDS: dict[str, Callable[..., str]] = {
     "rollout.agent.name": _reference,
     "rollout.agent.workspace": _absolute,
     "rollout.agent.keep_workspaces": _absolute,
+    "rollout.agent.readable.*": _absolute,
     "rollout.parser": _reference,
     "train.advantage.estimator": _reference,
     "train.loss.policy": _reference,
     "sync.backend": _reference,
     "data.source": _reference,
     "eval.data.source": _reference,
+    **{
+        f"{data}.harbor{field}": _absolute
+        for data in ("data", "eval.data")
+        for field in ("", ".folder", ".images.*", ".images.*.root")
+    },
     "mcp_servers.*.module": _reference,
     "mcp_servers.*.cwd": _absolute,
     "mcp_servers.*.workspace": _absolute,

@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import BaseModel
+
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import EqualRewards
 from agentfactory.tools.errors import SettingError, short
@@ -278,7 +280,7 @@ def _check_unused(recipe: Recipe) -> None:
             section = getattr(section, key)
         value, default = getattr(section, last), type(section).model_fields[last].default
         if not used and value != default:
-            shown = short(value) if not hasattr(value, "model_fields") else "a setting"
+            shown = "a setting" if isinstance(value, BaseModel) else short(value)
             fix = "set it to null, or change that" if name.endswith(".options") else "remove it, or change that"
             raise SettingError(name, f"got {shown}, which has an effect only with {with_what}", fix)
 

@@ -10,6 +10,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_serializer, fie
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.config import Options, PositiveInt, Section, ToolsRecipe
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.sandbox.settings import ProgramLimits, SandboxKind
 
 
 class LoraConfig(Section):
@@ -48,6 +49,34 @@ class ModelConfig(Section):
     Null: as its own processor does."""
 
 
+class HarborImageConfig(Section):
+    """What stands for an image that Harbor tasks begin with. A path alone stands for {root: PATH}."""
+
+    root: str
+    """Folder with a root file system, shown read-only; `/` shows this machine's programs, libraries and /etc."""
+    run_done: bool = False
+    """The RUN instructions of its tasks were done in it. Otherwise tasks that have some are refused."""
+    writable: list[str] = []
+    """Folders in it that tasks may change; each chain gets a copy. The tasks' WORKDIR, the folders that they COPY to,
+    /root and /tmp are copied anyway."""
+
+
+class HarborConfig(Section):
+    """Tasks in Harbor's format, for `tools: [harbor]` (docs/harbor.md). A path alone stands for {folder: PATH}."""
+
+    folder: str
+    """Folder with a folder for each task, or the folder of one."""
+    images: dict[str, HarborImageConfig] = {}
+    """FROM of the tasks' Dockerfiles -> the root file system that stands for it."""
+
+    @field_validator("images", mode="before")
+    @classmethod
+    def _root_alone(cls, images: Any) -> Any:
+        if not isinstance(images, dict):
+            return images
+        return {name: {"root": image} if isinstance(image, str) else image for name, image in images.items()}
+
+
 class DataConfig(Section):
     """Tasks: rows with `question` or `messages`. Any other fields are passed to tools and rewards by name. The `images`
     of a row (paths relative to the file, bytes, base64) stand where its text says `<image>`, or else come first in its
@@ -57,6 +86,8 @@ class DataConfig(Section):
     """A JSON, JSONL or parquet file, or the hub name of a dataset."""
     source: str | None = None
     """Used instead of path: `FILE.py:NAME` of a function or class that returns rows."""
+    harbor: HarborConfig | None = None
+    """Used instead of path: tasks in Harbor's format."""
     options: Options = {}
     """Arguments for source."""
     subset: str | None = None
@@ -78,17 +109,22 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _has_one_origin(self) -> "DataConfig":
-        if (self.path is None) == (self.source is None):
-            got = "neither path nor source" if self.path is None else f"both path={self.path} and source={self.source}"
-            raise SettingError(
-                "", f"got {got}", "give one: path, a file of rows, or source, FILE.py:NAME (and null for the other)"
-            )
+        given = [name for name in ("path", "source", "harbor") if getattr(self, name) is not None]
+        if len(given) != 1:
+            got = " and ".join(f"{name}={getattr(self, name)}" for name in given) or "neither path nor source"
+            fix = "give one: path, a file of rows, source, FILE.py:NAME, or harbor, a folder (and null for the others)"
+            raise SettingError("", f"got {got}", fix)
         if self.options and self.source is None:
             raise SettingError("options", f"got {self.options} without source", "set it to null")
-        if self.source is not None and (self.subset is not None or self.split != "train"):
+        if self.path is None and (self.subset is not None or self.split != "train"):
             name = "split" if self.subset is None else "subset"
-            raise SettingError(name, f"got {getattr(self, name)!r} with source: it is for the hub", "remove it")
+            raise SettingError(name, f"got {getattr(self, name)!r} with {given[0]}: it is for the hub", "remove it")
         return self
+
+    @field_validator("harbor", mode="before")
+    @classmethod
+    def _folder_alone(cls, harbor: Any) -> Any:
+        return {"folder": harbor} if isinstance(harbor, str) else harbor
 
 
 class OutcomePolicy(StrEnum):
@@ -203,16 +239,35 @@ class AgentConfig(Section):
     """Folder into which the folders of ended chains are moved; null: they are removed."""
     outside: OutsideConfig | None = None
     """Instead of name and command: programs elsewhere, which take tasks by HTTP."""
+    sandbox: SandboxKind = SandboxKind.BUBBLEWRAP
+    """bubblewrap: the program sees the machine's programs and libraries, what command names and its folder, and reaches
+    the model and nothing else. none: it may do whatever this process may (docs/sandbox.md)."""
+    readable: list[str] = []
+    """In the sandbox: further files and folders that the program may read."""
+    processes: PositiveInt = 256
+    """In the sandbox: processes and threads of a chain at a time."""
+    memory_mb: PositiveInt = 4096
+    """In the sandbox: memory of a chain's processes together, in MiB; `/tmp` may take the same again."""
+    disk_mb: PositiveInt = 4096
+    """In the sandbox: size of the files in a chain's folder, in MiB."""
 
     @model_validator(mode="after")
     def _is_one_agent(self) -> "AgentConfig":
         if [self.name is None, not self.command, self.outside is None].count(False) != 1:
             problem = "it has to be a name, a command or programs outside"
             raise SettingError("", problem, "set one of name, command and outside")
-        for field in ("env", "workspace", "keep_workspaces"):
-            if getattr(self, field) and not self.command:
+        for field in self.model_fields_set - {"name", "command", "outside"}:
+            if not self.command and getattr(self, field) != type(self).model_fields[field].default:
                 problem = f"got {getattr(self, field)!r}, and {self.name or 'outside'} is no program that we start"
                 raise SettingError(field, problem, "remove it")
+        for field in ("readable", "processes", "memory_mb", "disk_mb"):
+            if self.sandbox is SandboxKind.NONE and field in self.model_fields_set:
+                raise SettingError(field, f"got {getattr(self, field)!r} with sandbox=none", "remove one of them")
+        try:
+            ProgramLimits(self.processes, self.memory_mb, self.disk_mb)
+        except ValueError as error:
+            field, _, problem = str(error).partition(": ")
+            raise SettingError(field, problem, "change it") from None
         return self
 
 

@@ -14,6 +14,7 @@ from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.images.parts import clean_row
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.extension import load_extension
+from agentfactory.tools.harbor.task import Image, load_rows
 
 Task = dict[str, Any]
 """One row: `question` or `messages`, and any further fields."""
@@ -30,7 +31,7 @@ def load_tasks(config: DataConfig, section: str = "data") -> list[Task]:
         if config.limit is not None:
             rows = rows[: config.limit]
         if not rows:
-            raise SettingError(_origin(config), f"{config.path or config.source} holds no rows", "name one that does")
+            raise SettingError(_origin(config), f"{_named(config)} holds no rows", "name one that does")
         column = config.columns.get("images", "images")
         has_images = any(isinstance(row, dict) and column in row for row in rows)
         return [_rename(row, number, config, has_images) for number, row in enumerate(rows, 1)]
@@ -64,6 +65,12 @@ def _called(config: DataConfig) -> list[Any]:
 
 
 def _read(config: DataConfig) -> list[Task]:
+    if config.harbor is not None:
+        images = {
+            name: Image(image.root, image.run_done, tuple(image.writable))
+            for name, image in config.harbor.images.items()
+        }
+        return load_rows(Path(config.harbor.folder), images, "harbor")
     if config.path is None:
         return _called(config)
     path = Path(config.path)
@@ -112,24 +119,26 @@ def _parse(content: bytes, path: Path, first_line: int) -> Any:
 
 def _origin(config: DataConfig) -> str:
     """Return the field that says where the rows come from."""
-    return "path" if config.source is None else "source"
+    return next(name for name in ("path", "source", "harbor") if getattr(config, name) is not None)
+
+
+def _named(config: DataConfig) -> str:
+    return config.path or config.source or (config.harbor.folder if config.harbor else "")
 
 
 def _rename(row: Any, number: int, config: DataConfig, has_images: bool) -> Task:
     """Return a row with its columns renamed. `has_images`: there is a column of images, which a row may leave out."""
     if not isinstance(row, dict):
-        problem = f"row {number} of {config.path or config.source} is a {type(row).__name__}, not an object"
+        problem = f"row {number} of {_named(config)} is a {type(row).__name__}, not an object"
         raise SettingError(_origin(config), problem, "correct it")
     row = dict(row)
     for new, old in config.columns.items():
         if old not in row:
-            problem = f"row {number} of {config.path or config.source} has no field {old!r} but {sorted(row)}"
+            problem = f"row {number} of {_named(config)} has no field {old!r} but {sorted(row)}"
             raise SettingError(f"columns.{new}", problem, "name one of those")
         row[new] = row.pop(old)
     if "question" not in row and "messages" not in row:
-        problem = (
-            f"row {number} of {config.path or config.source} has neither 'question' nor 'messages' but {sorted(row)}"
-        )
+        problem = f"row {number} of {_named(config)} has neither 'question' nor 'messages' but {sorted(row)}"
         fix = "rename one with data.columns, such as data.columns.question=problem"
         raise SettingError(_origin(config), problem, fix)
     if has_images:
@@ -137,7 +146,7 @@ def _rename(row: Any, number: int, config: DataConfig, has_images: bool) -> Task
     try:
         return clean_row(row, _folder(config))
     except ValueError as error:
-        problem = f"row {number} of {config.path or config.source}: {error}"
+        problem = f"row {number} of {_named(config)}: {error}"
         raise SettingError(_origin(config), problem, "correct it") from error
 
 

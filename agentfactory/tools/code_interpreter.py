@@ -2,14 +2,13 @@
 chain."""
 
 import base64
-import binascii
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from agentfactory.tools.environment import Environment
+from agentfactory.tools.row_files import folder_of_files, load_files
 from agentfactory.tools.sandbox.process import SandboxProcess
 from agentfactory.tools.sandbox.session import Sandbox, SandboxLost
 from agentfactory.tools.sandbox.settings import SandboxKind, SandboxSettings
@@ -68,12 +67,10 @@ class CodeInterpreter(Environment):
             raise ValueError(f"sandbox: got {sandbox!r}; it is one of {', '.join(SandboxKind)}")
         if not 0 < seconds <= 3600:
             raise ValueError(f"seconds: got {seconds}; it has to be above 0, and an hour at most")
-        if files is not None and not Path(files).is_dir():
-            raise ValueError(f"files: there is no folder {Path(files).resolve()}")
         kind = SandboxKind(sandbox)
         self._settings = SandboxSettings(kind, memory_mb, disk_mb, output_characters, tuple(packages))
         self._seconds = seconds
-        self._folder = None if files is None else Path(files).resolve()
+        self._folder = folder_of_files(files)
         if not 1 <= artefact_mb <= 1024:
             raise ValueError(f"artefact_mb: got {artefact_mb}; it has to be from 1 to 1024")
         self._patterns = tuple(artefacts)
@@ -93,7 +90,7 @@ class CodeInterpreter(Environment):
         """
         if self._used:
             self._renew()
-        self._contents = self._load(files)
+        self._contents = load_files(files, self._folder, self._settings.disk_mb)
         if self._contents:
             await self._current()
 
@@ -183,39 +180,9 @@ class CodeInterpreter(Environment):
             self._sandbox = sandbox
         return self._sandbox
 
-    def _load(self, files: Any) -> dict[str, bytes]:
-        if files is None:
-            return {}
-        if isinstance(files, Mapping):
-            return {str(name): _decode(name, content) for name, content in files.items()}
-        if not isinstance(files, Sequence) or isinstance(files, str):
-            raise ValueError(f"files: got {files!r}; it is a mapping of name to text, or a list of names")
-        if self._folder is None:
-            raise ValueError(f"files: the row names {list(files)}; say by the option `files` in which folder they are")
-        return {str(name): self._read(str(name), self._folder) for name in files}
-
-    def _read(self, name: str, folder: Path) -> bytes:
-        path = (folder / name).resolve()
-        if not path.is_relative_to(folder) or not path.is_file():
-            raise ValueError(f"files: there is no file {name!r} in {folder}")
-        if path.stat().st_size > self._settings.disk_mb << 20:
-            raise ValueError(f"files: {name!r} is larger than the workspace; raise disk_mb ({self._settings.disk_mb})")
-        return path.read_bytes()
-
 
 def _restarted(reason: str) -> str:
     return f"[The interpreter was restarted: {reason}. Variables and files made so far are lost.]"
-
-
-def _decode(name: str, content: Any) -> bytes:
-    if isinstance(content, str):
-        return content.encode()
-    if isinstance(content, Mapping) and isinstance(coded := content.get("base64"), str):
-        try:
-            return base64.b64decode(coded, validate=True)
-        except binascii.Error as error:
-            raise ValueError(f"files: {name} is not base64: {error}") from None
-    raise ValueError(f'files: {name} is {type(content).__name__}; it is a text, or {{"base64": ...}}')
 
 
 def _encode(content: bytes) -> Any:

@@ -23,6 +23,7 @@ from agentfactory.tools.config import CHAIN
 from agentfactory.tools.disk import refusal
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.notices import tell
+from agentfactory.tools.sandbox.settings import sandbox_user
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class ChainProgram:
     async def running(self, chain: Callable[[], str]) -> AsyncIterator[StdioServerParameters]:
         """Make a folder and yield the command that refers to it. `chain` names it if it is kept; one that no chain
         used is not. Raises OSError if the template cannot be copied."""
-        folder = Path(tempfile.mkdtemp(dir=_root()))
+        folder = make_folder()
         try:
             if self.template is not None:
                 await asyncio.to_thread(_copy, self.template, folder)
@@ -52,7 +53,7 @@ class ChainProgram:
             if self.kept is not None and chain():
                 await asyncio.to_thread(_keep, folder, self.kept, chain())
             else:
-                await asyncio.to_thread(_remove, folder)
+                await asyncio.to_thread(remove_folder, folder)
 
     def _command(self, folder: str) -> StdioServerParameters:
         program = self.program
@@ -63,6 +64,21 @@ class ChainProgram:
                 "cwd": str(program.cwd).replace(CHAIN, folder),
             }
         )
+
+
+def make_folder() -> Path:
+    """Make a folder for a chain. If this process ends without removing it, a small process does."""
+    return Path(tempfile.mkdtemp(dir=_root()))
+
+
+def give_to_sandbox(folder: Path) -> None:
+    """Let the user of sandboxes own a folder with everything in it."""
+    if (user := sandbox_user()) is None:
+        return
+    os.chown(folder, user, user)
+    for path, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            os.chown(os.path.join(path, name), user, user, follow_symlinks=False)
 
 
 def check_template(field: str, template: Path) -> int:
@@ -144,10 +160,11 @@ def _keep(folder: Path, kept: Path, chain: str) -> None:
     except OSError as error:
         told = f"the folder of chain {chain} could not be kept in {kept}, and is removed: {error.strerror or error}"
         tell(logger, f"keep_workspaces {kept}", told)
-    _remove(folder)
+    remove_folder(folder)
 
 
-def _remove(folder: Path) -> None:
+def remove_folder(folder: Path) -> None:
+    """Remove a chain's folder, and tell the person what cannot be removed."""
     if left := removal.remove(folder):
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
         tell(logger, "chains' folders", f"the folder of a chain could not be removed: {left[0]}{more}")
@@ -167,6 +184,7 @@ def _root() -> Path:
     """Return the folder of this process's folders. A small process removes it when this one is gone, however it
     ended."""
     root = Path(tempfile.mkdtemp(prefix="agentfactory-chains-"))
+    root.chmod(0o711)  # sandboxes of root run as nobody; each folder in it belongs to one user
     sweeper = subprocess.Popen(
         [sys.executable, "-I", "-S", removal.__file__, root],  # its stdin closes with this process
         cwd="/",

@@ -1,10 +1,15 @@
 """Programs as agents: each chain has a process and a folder, and nothing of either is left."""
 
 import asyncio
+import os
+import socket
 import sys
+import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import openai
 import psutil
 import pytest
 
@@ -12,6 +17,8 @@ from agentfactory.rollout.config import AgentConfig
 from agentfactory.rollout.gateway.program import ProgramAgent
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.sandbox.interpreter import find_interpreter
+from agentfactory.tools.sandbox.settings import SandboxKind, sandbox_user
 from tests.scripted_chains import scripted_chains
 from tests.waiting import wait_for
 
@@ -52,7 +59,7 @@ import os, subprocess, sys, time
 
 # a process that leaves the session and the group, as daemons do
 script = "import os, time; os.setsid(); os.fork() and os._exit(0); print(os.getpid(), flush=True); time.sleep(600)"
-pid = subprocess.run([sys.executable, "-c", script], stdout=open("pid", "w"))
+pid = subprocess.run([sys.executable, "-c", script, sys.argv[2]], stdout=open("pid", "w"))
 while not open("pid").read().strip():
     time.sleep(0.01)
 print(open("pid").read().strip(), flush=True)
@@ -63,28 +70,39 @@ sys.exit(3 if sys.argv[1] == "fail" else 0)
 """
 
 
-async def play(folder: Path, script: str, texts: list[str], *arguments: str, **fields: Any) -> Trajectory:
-    """One chain of a Python script."""
-    (folder / "agent.py").write_text(script)
-    config = AgentConfig(command=[sys.executable, str(folder / "agent.py"), *arguments], **fields.pop("program", {}))
-    agent = ProgramAgent(config, folder)
+async def play(
+    folder: Path, script: str, texts: list[str], *arguments: str, kind: str = "bubblewrap", **fields: Any
+) -> Trajectory:
+    """One chain of a Python script, which is in its folder. In the sandbox it runs on a Python that the sandbox's user
+    may read."""
+    template = folder / "template"
+    template.mkdir(exist_ok=True)
+    (template / "agent.py").write_text(script)
+    program = {"workspace": str(template), "sandbox": kind, **fields.pop("program", {})}
+    python = sys.executable
+    if kind == "bubblewrap":
+        python = str(find_interpreter(sandbox_user()).executable)
+        packages = str(Path(openai.__file__).parents[1])
+        program["readable"] = [packages, *program.get("readable", [])]
+        program["env"] = {"PYTHONPATH": packages, **program.get("env", {})}
+    agent = ProgramAgent(AgentConfig(command=[python, "agent.py", *arguments], **program), folder)
     async with scripted_chains(folder, texts, agent=agent, source=REWARD, **fields) as chains:
         trajectory = await chains.run()
         chains.check(trajectory)
     return trajectory
 
 
+@pytest.mark.parametrize("kind", SandboxKind)
 async def test_a_program_on_the_openai_sdk_works_in_a_folder_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setenv("SECRET", "mine")
     template, kept = tmp_path / "template", tmp_path / "kept"
     template.mkdir()
     (template / "drink").write_text("tea\n")
-    program = {"workspace": str(template), "keep_workspaces": str(kept), "env": {"FOLDER": "${chain}"}}
-    trajectory = await play(
-        tmp_path, AGENT, ["cat drink > $FOLDER/file", "cat file"], "${task.question}", program=program
-    )
+    program = {"keep_workspaces": str(kept), "env": {"FOLDER": "${chain}"}}
+    texts = ["cat drink > $FOLDER/file", "cat file"]
+    trajectory = await play(tmp_path, AGENT, texts, "${task.question}", kind=kind, program=program)
     assert trajectory.error is None
     assert (trajectory.reward, trajectory.metrics["said"]) == (1.0, 1.0)
     assert trajectory.result == "wrote tea in True None", "it does not get this process's variables"
@@ -93,16 +111,18 @@ async def test_a_program_on_the_openai_sdk_works_in_a_folder_of_its_own(
     assert (kept / "c0" / "file").read_text() == "tea\n"
 
 
+@pytest.mark.parametrize("kind", SandboxKind)
 @pytest.mark.parametrize("way", ["end", "fail", "wait"])
-async def test_no_process_is_left(tmp_path: Path, way: str) -> None:
+async def test_no_process_is_left(tmp_path: Path, way: str, kind: str) -> None:
     keep = {"keep_workspaces": str(tmp_path / "kept")}
-    trajectory = await play(tmp_path, DAEMON, [], way, program=keep, rollout={"timeout_seconds": 5.0})
+    mark = f"left-{os.getpid()}-{way}-{kind}"
+    trajectory = await play(tmp_path, DAEMON, [], way, mark, kind=kind, program=keep, rollout={"timeout_seconds": 5.0})
     pid = int((tmp_path / "kept" / "c0" / "pid").read_text())
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert not [p.pid for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
     expected = {"end": Outcome.COMPLETED, "fail": Outcome.AGENT_ERROR, "wait": Outcome.TIMEOUT}
     assert trajectory.outcome is expected[way]
     if way == "fail":
-        assert trajectory.error == f"{Path(sys.executable).name} ended with exit status 3: RuntimeError: no plan"
+        assert (trajectory.error or "").endswith(" ended with exit status 3: RuntimeError: no plan")
         assert trajectory.result == str(pid)
 
 
@@ -111,7 +131,7 @@ async def test_the_program_ends_with_the_process_that_started_it(tmp_path: Path)
     from agentfactory.tools import keeper
 
     (tmp_path / "agent.py").write_text(DAEMON)
-    command = [sys.executable, "-I", "-S", keeper.__file__, sys.executable, str(tmp_path / "agent.py"), "wait"]
+    command = [sys.executable, "-I", "-S", keeper.__file__, sys.executable, str(tmp_path / "agent.py"), "wait", "mark"]
     process = await asyncio.create_subprocess_exec(
         *command, cwd=tmp_path, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
@@ -121,6 +141,78 @@ async def test_the_program_ends_with_the_process_that_started_it(tmp_path: Path)
     process.stdin.close()
     assert await process.wait() in (128 + 9, 128 + 15)
     wait_for(lambda: not psutil.pid_exists(pid))
+
+
+REACHING = """
+import os, socket, urllib.error, urllib.request
+
+reached = []
+for path in ("/root", "/home", "/etc/shadow", "SECRET"):
+    try:
+        reached += [path] if os.listdir(path) else []
+    except NotADirectoryError:
+        try:
+            reached.append(open(path).read() and path)
+        except OSError:
+            pass
+    except OSError:
+        pass
+for port in (PORT, 80):
+    try:
+        socket.create_connection(("127.0.0.1", port), 2)
+        reached.append(port)
+    except OSError:
+        pass
+for url in (os.environ["OPENAI_BASE_URL"] + "/models",):
+    request = urllib.request.Request(url, headers={"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+    assert urllib.request.urlopen(request).status == 200
+for path in ("/usr/x", "/etc/x", "/x"):
+    try:
+        open(path, "w")
+        reached.append(path)
+    except OSError:
+        pass
+print("reached", reached, os.getcwd(), open("README").read())
+"""
+
+
+async def test_it_reaches_the_gateway_and_nothing_else(tmp_path: Path) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        secret = tmp_path / "secret"
+        secret.write_text("secret")
+        script = REACHING.replace("PORT", str(server.getsockname()[1])).replace("SECRET", str(secret))
+        with tempfile.NamedTemporaryFile("w") as readable:
+            readable.write("a file that the recipe names")
+            readable.flush()
+            os.chmod(readable.name, 0o644)
+            script = script.replace("README", readable.name)
+            trajectory = await play(tmp_path, script, [], program={"readable": [readable.name]})
+            without = await play(tmp_path, script, [], kind="none")
+        assert trajectory.result == "reached [] /workspace a file that the recipe names"
+        assert str(server.getsockname()[1]) in (without.result or ""), "or the test would prove nothing"
+
+
+@pytest.mark.parametrize(
+    ("script", "limits", "problem"),
+    [
+        ("x = bytearray(900 << 20); import time; time.sleep(60)", {"memory_mb": 300}, "more than 300 MiB of memory"),
+        ("import time; open('f', 'wb').write(bytes(9 << 20)); time.sleep(60)", {"disk_mb": 8}, "File too large"),
+        (
+            "import time\nfor i in range(3): open(f'f{i}', 'wb').write(bytes(5 << 20))\ntime.sleep(60)",
+            {"disk_mb": 8},
+            "its files took more than 8 MiB",
+        ),
+        ("import os, time\nfor i in range(20): os.fork() or time.sleep(60)", {"processes": 9}, "unavailable"),
+    ],
+)
+async def test_a_limit_ends_it_and_types_the_chain(
+    tmp_path: Path, script: str, limits: dict[str, int], problem: str
+) -> None:
+    mark = f"limit-{os.getpid()}"
+    trajectory = await play(tmp_path, script, [], mark, program=limits)
+    assert trajectory.outcome is Outcome.AGENT_ERROR
+    assert problem in (trajectory.error or "")
+    assert not [p.pid for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
 
 
 async def test_a_program_that_takes_all_its_turns_is_ended(tmp_path: Path) -> None:
@@ -152,6 +244,7 @@ async def test_a_row_that_lacks_a_field_is_found_at_the_start(tmp_path: Path) ->
         ({"env": {"TOKEN": "${NO_SUCH_TOKEN}"}}, r"rollout\.agent\.env\.TOKEN: .*NO_SUCH_TOKEN is not set"),
         ({"workspace": "/no/such/folder"}, r"rollout\.agent\.workspace: .*not a folder"),
         ({"keep_workspaces": "/proc/1"}, r"rollout\.agent\.keep_workspaces: "),
+        ({"readable": ["/no/such/file"]}, r"rollout\.agent\.readable: there is no /no/such/file"),
     ],
 )
 def test_what_a_program_cannot_have_is_found_at_the_start(tmp_path: Path, fields: dict[str, Any], problem: str) -> None:

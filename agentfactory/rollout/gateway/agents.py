@@ -27,6 +27,7 @@ from agentfactory.tools.messages import (
     ToolResult,
     ToolSpec,
 )
+from agentfactory.tools.sandbox.program import Listening
 from agentfactory.tools.session import ToolSession
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,8 @@ class Visit:
     workspace: Path | None
     report: Callable[[EnvironmentReward], None]
     judged: bool
+    listening: Listening | None = None
+    """Answers at a further socket as `endpoint` does."""
 
 
 class ClientAgent(ABC):

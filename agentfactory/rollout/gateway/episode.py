@@ -65,6 +65,7 @@ class GatewayEpisode(AskedTurns):
                     self.workspace,
                     self._report,
                     self.judged,
+                    self.gateway.listening,
                 )
                 agent = asyncio.create_task(self.agent.run(visit), name=f"agent of {visit.chain}")
                 try:

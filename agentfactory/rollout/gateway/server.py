@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import secrets
+import socket
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -109,6 +110,16 @@ class Gateway:
 
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
+
+    @asynccontextmanager
+    async def listening(self, listener: socket.socket) -> AsyncIterator[None]:
+        """Answer at a listening socket too, such as one in the network of a sandbox, as long as the context lasts."""
+        site = web.SockSite(self._runner, listener, backlog=1024)
+        await site.start()
+        try:
+            yield
+        finally:
+            await site.stop()
 
     @contextmanager
     def serving(self, chain: Asking, key: str | None = None) -> Iterator[Endpoint]:

@@ -5,12 +5,14 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 from agentfactory.tools.sandbox.interpreter import Interpreter, is_public, library_folders
 from agentfactory.tools.sandbox.settings import SandboxSettings, SandboxUnavailable
+from agentfactory.tools.sandbox.view import View
 
 WORKSPACE, PACKAGES, WORKER = "/workspace", "/packages", "/run/worker.py"
 
@@ -66,12 +68,7 @@ def command(
 ) -> list[str]:
     """Return the arguments up to the program inside; `seccomp`, `info` and `worker` are descriptors that bwrap reads or
     writes."""
-    arguments = [bwrap, "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
-    arguments += ["--unshare-cgroup-try", "--disable-userns", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox"]
-    arguments += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
-    arguments += ["--seccomp", str(seccomp), "--info-fd", str(info)]
-    for name, value in environment(WORKSPACE).items():
-        arguments += ["--setenv", name, value]
+    arguments = [*_apart(bwrap, seccomp, environment(WORKSPACE)), "--info-fd", str(info)]
 
     for folder in library_folders(interpreter):
         arguments += ["--ro-bind", str(folder), str(folder)]
@@ -93,6 +90,30 @@ def command(
     return [*arguments, "--chdir", WORKSPACE, "--remount-ro", "/", "--"]
 
 
+def program_command(
+    bwrap: str, view: View, env: Mapping[str, str], memory_mb: int, seccomp: int, status: int
+) -> list[str]:
+    """Return the arguments up to a program inside that sees `view` and may start others. `/tmp` and `/dev/shm` are in
+    memory, `memory_mb` each; on the descriptor `status` bwrap tells the first process's number and the exit status."""
+    arguments = [*_apart(bwrap, seccomp, env, view.user), "--json-status-fd", str(status)]
+    arguments += view.of_root()
+    arguments += ["--proc", "/proc", "--dev", "/dev", "--size", str(memory_mb << 20), "--tmpfs", "/dev/shm"]
+    if "/tmp" not in view.folders:
+        arguments += ["--size", str(memory_mb << 20), "--tmpfs", "/tmp"]
+    return [*arguments, *view.of_the_rest(), "--chdir", view.start, "--remount-ro", "/dev", "--remount-ro", "/", "--"]
+
+
+def _apart(bwrap: str, seccomp: int, env: Mapping[str, str], user: int = 1000) -> list[str]:
+    """Return the arguments that every sandbox begins with."""
+    arguments = [bwrap, "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    arguments += ["--unshare-cgroup-try", "--disable-userns", "--uid", str(user), "--gid", str(user)]
+    arguments += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    arguments += ["--seccomp", str(seccomp)]
+    for name, value in env.items():
+        arguments += ["--setenv", name, value]
+    return arguments
+
+
 def environment(home: str) -> dict[str, str]:
     """Return all environment variables that the code sees."""
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -103,6 +124,8 @@ def refusal(message: str) -> SandboxUnavailable:
     """Create the error for a sandbox that bwrap did not start, with its message and a fix."""
     if re.search(r"source path|bind mount", message):
         advice = "the user that sandboxes run as (nobody, for root) has to be able to read that path"
+    elif re.search(r"mount proc", message):
+        advice = "in docker: `--security-opt systempaths=unconfined`, or a container that shows its whole /proc"
     elif re.search(r"namespace|uid map|Permission denied|not permitted|No space left", message):
         advice = (
             "the kernel or a security module keeps this user from making user namespaces. Ubuntu 24.04 and its like: "

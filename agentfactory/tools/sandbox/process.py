@@ -10,17 +10,25 @@ import signal
 import socket
 import subprocess
 import tempfile
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from agentfactory.tools.sandbox import bubblewrap, seccomp
-from agentfactory.tools.sandbox.interpreter import Interpreter, find_interpreter, package_paths
-from agentfactory.tools.sandbox.settings import SandboxKind, SandboxSettings, SandboxUnavailable
+from agentfactory.tools.sandbox.interpreter import Interpreter, find_interpreter, library_folders, package_paths
+from agentfactory.tools.sandbox.settings import (
+    ProgramLimits,
+    SandboxKind,
+    SandboxSettings,
+    SandboxUnavailable,
+    sandbox_user,
+)
+from agentfactory.tools.sandbox.view import View
 
-_WORKER, _REAPER = Path(__file__).with_name("worker.py"), Path(__file__).with_name("reaper.py")
+_WORKER, _REAPER, _ENTER = (Path(__file__).with_name(name) for name in ("worker.py", "reaper.py", "enter.py"))
 _PAGE = 4096
 _TOKEN = f"sandbox-of-{os.getpid()}-{secrets.token_hex(8)}"
 """Part of the command line of each sandbox of this process, by which the reaper finds leftovers."""
@@ -48,6 +56,8 @@ class SandboxProcess:
     """Descriptor of that process."""
     folder: str | None = None
     """Workspace of a sandbox of kind none, which we must remove."""
+    status: int | None = None
+    """What bwrap tells of a program's end can be read there."""
     _killed: bool = field(default=False, init=False)
 
     def said(self, output: int = 0, rewind: bool = False) -> str:
@@ -82,6 +92,9 @@ class SandboxProcess:
         self.control.close()
         while self.outputs:
             os.close(self.outputs.pop())
+        if self.status is not None:
+            os.close(self.status)
+            self.status = None
 
     def _reap(self) -> None:
         self.popen.wait()
@@ -94,46 +107,89 @@ def start(settings: SandboxSettings, output_bytes: list[int]) -> "Future[Sandbox
     return _starter.submit(_start, settings, output_bytes)
 
 
+def start_program(
+    command: list[str], view: View, env: Mapping[str, str], limits: ProgramLimits, outputs: list[int], port: int | None
+) -> "Future[SandboxProcess]":
+    """Start a program that may start others, in the background. `outputs`: descriptors of its stdout and stderr. With
+    `port`, the first message on the socket brings the one that listens there, inside."""
+    return _starter.submit(_start_program, command, view, env, limits, outputs, port)
+
+
+def _start_program(
+    command: list[str], view: View, env: Mapping[str, str], limits: ProgramLimits, outputs: list[int], port: int | None
+) -> SandboxProcess:
+    user = sandbox_user()
+    interpreter = find_interpreter(user)
+    _watch_over(interpreter, user)
+    bwrap = bubblewrap.find_bwrap(user)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    enter: list[str] = []
+    if port is not None:
+        folders = (interpreter.executable, *library_folders(interpreter))
+        view = replace(view, readable=(*view.readable, *folders))
+        code = _ENTER.read_text()
+        enter = [str(interpreter.executable), "-I", "-S", "-c", code, str(theirs.fileno()), str(port)]
+
+    def arguments(status: int, seccomp: int) -> list[str]:
+        prefix = bubblewrap.program_command(bwrap, view, env, limits.memory_mb, seccomp, status)
+        # the token stands where the reaper looks for it, and is the shell's name for itself
+        return [*prefix, *enter, "/bin/sh", "-c", _limited(limits), _TOKEN, *command]
+
+    try:
+        passed = () if port is None else (theirs.fileno(),)
+        popen, status = _popen_bwrap(arguments, [_filter(processes=True)], user, outputs, passed)
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    ours.setblocking(False)
+    init = _read_init(status)
+    return SandboxProcess(SandboxKind.BUBBLEWRAP, popen, ours, [], init, _handle(init), status=status)
+
+
+def _limited(limits: ProgramLimits) -> str:
+    """Return the shell's program that sets limits and becomes the command. Shells differ in what -p and -u mean; files
+    are counted in blocks of 512 bytes. Processes are counted in the sandbox's own user namespace, so this is set
+    inside."""
+    return (
+        f"ulimit -p {limits.processes} 2>/dev/null || ulimit -u {limits.processes} || exit 125; "
+        f"ulimit -n 4096; ulimit -c 0; ulimit -f {limits.disk_mb << 11}; "
+        'command -v "$1" >/dev/null || { echo "$1 cannot be started: No such file or directory" >&2; exit 127; }; '
+        'exec "$@"'
+    )
+
+
 def _start(settings: SandboxSettings, output_bytes: list[int]) -> SandboxProcess:
     bubblewrapped = settings.kind is SandboxKind.BUBBLEWRAP
-    # real root is exempt from process limits, and could read more: its sandboxes run as nobody
-    user = 65534 if bubblewrapped and os.geteuid() == 0 else None
+    user = sandbox_user() if bubblewrapped else None
     interpreter = find_interpreter(user)
     packages = package_paths(settings.packages, interpreter)
-    if user not in _reapers:
-        _reapers[user] = _start_reaper(interpreter, user)
+    _watch_over(interpreter, user)
     folder = None if bubblewrapped else tempfile.mkdtemp(prefix="sandbox-")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     outputs = [_bounded_file(size) for size in output_bytes]
-    inherited, ends = [], []
+    program = [str(interpreter.executable), "-I", "-S", "-B", "-X", "utf8"]
+    init = None
     try:
-        program = [str(interpreter.executable), "-I", "-S", "-B", "-X", "utf8"]
-        environment: dict[str, str] | None = None
-        read_end = None
         if bubblewrapped:
-            read_end, write_end = os.pipe()
-            ends.append(read_end)
-            inherited += [write_end, _filled_file(_filter()), _filled_file(_WORKER.read_bytes())]
-            prefix = bubblewrap.command(
-                bubblewrap.find_bwrap(user),
-                interpreter,
-                packages,
-                settings,
-                info=inherited[0],
-                seccomp=inherited[1],
-                worker=inherited[2],
-            )
-            path = [bubblewrap.PACKAGES] if packages else []
-            command = [*prefix, *program, bubblewrap.WORKER, *_options(theirs, bubblewrap.WORKSPACE, settings), *path]
+            bwrap = bubblewrap.find_bwrap(user)
+
+            def arguments(info: int, seccomp: int, worker: int) -> list[str]:
+                prefix = bubblewrap.command(
+                    bwrap, interpreter, packages, settings, info=info, seccomp=seccomp, worker=worker
+                )
+                path = [bubblewrap.PACKAGES] if packages else []
+                return [*prefix, *program, bubblewrap.WORKER, *_options(theirs, bubblewrap.WORKSPACE, settings), *path]
+
+            contents = [_filter(), _WORKER.read_bytes()]
+            popen, info = _popen_bwrap(arguments, contents, user, outputs, (theirs.fileno(),))
+            init = _read_init(info)
+            os.close(info)
         else:
-            environment = bubblewrap.environment(str(folder))
             path = sorted({str(package.parent) for package in packages.values()})
             command = [*program, str(_WORKER), *_options(theirs, str(folder), settings), *path]
-        popen = _popen(command, environment, user, outputs, (theirs.fileno(), *inherited))
-        for descriptor in inherited:
-            os.close(descriptor)
-        inherited = []
-        init = _read_init(read_end) if read_end is not None else None
+            popen = _popen(command, bubblewrap.environment(str(folder)), user, outputs, (theirs.fileno(),))
     except BaseException:
         ours.close()
         for descriptor in outputs:
@@ -143,14 +199,37 @@ def _start(settings: SandboxSettings, output_bytes: list[int]) -> SandboxProcess
         raise
     finally:
         theirs.close()
-        for descriptor in (*inherited, *ends):
-            os.close(descriptor)
     ours.setblocking(False)
-    handle = None
+    return SandboxProcess(settings.kind, popen, ours, outputs, init, _handle(init), folder)
+
+
+def _popen_bwrap(
+    arguments: Callable[..., list[str]],
+    contents: list[bytes],
+    user: int | None,
+    outputs: list[int],
+    passed: tuple[int, ...],
+) -> tuple["subprocess.Popen[bytes]", int]:
+    """Start bwrap; `arguments` makes its command of a descriptor that it writes and of one for each of `contents`.
+    Returns the process, and the end that reads what it writes."""
+    read_end, write_end = os.pipe()
+    inherited = [write_end]
+    try:
+        inherited += map(_filled_file, contents)
+        return _popen(arguments(*inherited), {}, user, outputs, (*passed, *inherited)), read_end
+    except BaseException:
+        os.close(read_end)
+        raise
+    finally:
+        for descriptor in inherited:
+            os.close(descriptor)
+
+
+def _handle(init: int | None) -> int | None:
     if init is not None:
         with suppress(ProcessLookupError):
-            handle = os.pidfd_open(init)
-    return SandboxProcess(settings.kind, popen, ours, outputs, init, handle, folder)
+            return os.pidfd_open(init)
+    return None
 
 
 def _options(control: socket.socket, folder: str, settings: SandboxSettings) -> list[str]:
@@ -160,9 +239,11 @@ def _options(control: socket.socket, folder: str, settings: SandboxSettings) -> 
     return [str(control.fileno()), folder, str(settings.output_characters // 2), follow, limits, _TOKEN]
 
 
-def _start_reaper(interpreter: Interpreter, user: int | None) -> "subprocess.Popen[bytes]":
-    command = [str(interpreter.executable), "-I", "-S", "-c", _REAPER.read_text(), _TOKEN]
-    return _popen(command, {}, user, [subprocess.DEVNULL], (), stdin=subprocess.PIPE)
+def _watch_over(interpreter: Interpreter, user: int | None) -> None:
+    """Start the reaper of this user's sandboxes, unless it runs."""
+    if user not in _reapers:
+        command = [str(interpreter.executable), "-I", "-S", "-c", _REAPER.read_text(), _TOKEN]
+        _reapers[user] = _popen(command, {}, user, [subprocess.DEVNULL], (), stdin=subprocess.PIPE)
 
 
 def _popen(
@@ -190,14 +271,14 @@ def _popen(
         raise SandboxUnavailable(f"{command[0]} could not be started as user {user or os.geteuid()}: {error}") from None
 
 
-def _filter() -> bytes:
+def _filter(processes: bool = False) -> bytes:
     machine = platform.machine()
     if machine not in seccomp.MACHINES:
         raise SandboxUnavailable(
             f"the sandbox has no list of system calls for {machine}, only for {', '.join(seccomp.MACHINES)}",
-            "run the code interpreter on such a machine",
+            "run it on such a machine",
         )
-    return seccomp.program(machine)
+    return seccomp.program(machine, processes)
 
 
 def _bounded_file(size: int) -> int:
@@ -218,6 +299,6 @@ def _filled_file(content: bytes) -> int:
 def _read_init(descriptor: int) -> int | None:
     """Return the process number that bwrap reports; None if it ended without one."""
     text = b""
-    while piece := os.read(descriptor, 4096):
+    while b"}" not in text and (piece := os.read(descriptor, 4096)):
         text += piece
     return json.loads(text)["child-pid"] if text.strip() else None

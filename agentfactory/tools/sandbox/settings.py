@@ -1,9 +1,16 @@
 """The limits of a sandbox, and the error for machines that cannot run one."""
 
+import os
 from dataclasses import dataclass
 from enum import StrEnum
 
 from agentfactory.tools.messages import ToolInfrastructureError
+
+
+def sandbox_user() -> int | None:
+    """Return the user as whom sandboxes run: nobody for root, who is exempt from process limits and could read more;
+    None for the user of this process."""
+    return 65534 if os.geteuid() == 0 else None
 
 
 class SandboxUnavailable(ToolInfrastructureError):
@@ -56,3 +63,21 @@ class SandboxSettings:
         }
         # counted in the sandbox's own user namespace; without one it would count all processes of this user
         return limits if self.kind is SandboxKind.NONE else {**limits, "RLIMIT_NPROC": 64}
+
+
+@dataclass(frozen=True)
+class ProgramLimits:
+    """Limits of a program in a sandbox together with everything that it starts, checked on creation."""
+
+    processes: int = 256
+    """Processes and threads at a time."""
+    memory_mb: int = 2048
+    """Memory of all processes together, in MiB; `/tmp` and `/dev/shm` may take the same again, each."""
+    disk_mb: int = 1024
+    """Size of all files in writable folders together, and of each file, in MiB."""
+
+    def __post_init__(self) -> None:
+        bounds = {"processes": (4, 1 << 16), "memory_mb": (64, 1 << 24), "disk_mb": (1, 1 << 24)}
+        for name, (least, most) in bounds.items():
+            if not least <= (value := getattr(self, name)) <= most:
+                raise ValueError(f"{name}: got {value}; it has to be from {least} to {most}")

@@ -60,3 +60,24 @@ sched_setaffinity=122 sched_getparam=121 sched_getscheduler=120 sched_get_priori
 sched_get_priority_min=126 getcpu=168 prctl=167 uname=160 sysinfo=179 getrandom=278 capget=90 clone=220
 socketpair=199 socket=198 clone3=435 connect=203
 """)
+
+# what programs with processes of their own need in addition: a server and a client on loopback, changes of files that
+# package managers and editors watch or label, named pipes, priorities
+PROCESSES_X86_64 = _table("""
+bind=49 listen=50 accept=43 accept4=288 inotify_init=253 inotify_init1=294 inotify_add_watch=254 inotify_rm_watch=255
+setxattr=188 lsetxattr=189 fsetxattr=190 getxattr=191 lgetxattr=192 fgetxattr=193 listxattr=194 llistxattr=195
+flistxattr=196 removexattr=197 lremovexattr=198 fremovexattr=199 mknod=133 mknodat=259 pidfd_open=434
+pidfd_send_signal=424 setpriority=141 ioprio_set=251 ioprio_get=252 setuid=105 setgid=106 setreuid=113 setregid=114
+setresuid=117 setresgid=119 setgroups=116 setfsuid=122 setfsgid=123 sync=162 syncfs=306 vmsplice=278
+get_mempolicy=239 sched_setscheduler=144 sched_setattr=314 sched_getattr=315 mlock=149 munlock=150 mlock2=325
+execveat=322 fchmodat2=452 futex_waitv=449 capset=126
+""")
+PROCESSES_AARCH64 = _table("""
+bind=200 listen=201 accept=202 accept4=242 inotify_init1=26 inotify_add_watch=27 inotify_rm_watch=28
+setxattr=5 lsetxattr=6 fsetxattr=7 getxattr=8 lgetxattr=9 fgetxattr=10 listxattr=11 llistxattr=12
+flistxattr=13 removexattr=14 lremovexattr=15 fremovexattr=16 mknodat=33 pidfd_open=434
+pidfd_send_signal=424 setpriority=140 ioprio_set=30 ioprio_get=31 setuid=146 setgid=144 setreuid=145 setregid=143
+setresuid=147 setresgid=149 setgroups=159 setfsuid=151 setfsgid=152 sync=81 syncfs=267 vmsplice=75
+get_mempolicy=236 sched_setscheduler=119 sched_setattr=274 sched_getattr=275 mlock=228 munlock=229 mlock2=284
+execveat=281 fchmodat2=452 futex_waitv=449 capset=91
+""")

@@ -1,0 +1,272 @@
+"""`run_program`: a program in a sandbox, which may start others; none of them is left when it returns."""
+
+import array
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+from agentfactory.tools.sandbox import bubblewrap, process
+from agentfactory.tools.sandbox.process import SandboxProcess
+from agentfactory.tools.sandbox.session import bounded
+from agentfactory.tools.sandbox.settings import ProgramLimits
+from agentfactory.tools.sandbox.view import View
+
+_CHUNK = 1 << 16
+_MEMORY_SECONDS = 0.05
+"""How often memory is looked at."""
+_DISK_SECONDS, _DISK_SHARE = 1.0, 0.05
+"""How often the disk is looked at: once a second, or more rarely, so that it takes at most this share of a core."""
+_MOST_FILES = 1_000_000
+
+Listening = Callable[[socket.socket], AbstractAsyncContextManager[None]]
+"""What answers at a listening socket, as long as its context lasts."""
+
+
+@dataclass(frozen=True)
+class ProgramResult:
+    """The end of a program. None of its text can be trusted."""
+
+    status: int
+    """Exit status; 128 plus the signal's number if it was killed."""
+    stdout: str
+    stderr: str
+    ended: str | None = None
+    """Why it was ended from outside, such as `it ran for more than 5 s`; None if it ended itself."""
+
+
+async def run_program(
+    command: list[str],
+    view: View,
+    limits: ProgramLimits,
+    env: Mapping[str, str],
+    *,
+    seconds: float | None = None,
+    characters: int = 65536,
+    merged: bool = False,
+    port: int | None = None,
+    listening: Listening | None = None,
+) -> ProgramResult:
+    """Run a program until it ends or a limit ends it. When this returns or is cancelled, nothing of it runs.
+
+    Args:
+        command: The program and its arguments, as named inside.
+        view: What it sees.
+        limits: For it and everything that it starts.
+        env: Its whole environment.
+        seconds: Time limit; None for none.
+        characters: How much of stdout and of stderr is kept, from the beginning and the end.
+        merged: stderr goes to stdout.
+        port: There, on 127.0.0.1 inside, `listening` answers; otherwise it reaches nothing.
+
+    Raises:
+        SandboxUnavailable: there is no sandbox on this machine, or it cannot show `view`.
+    """
+    outputs = [_Output(characters) for _ in range(1 if merged else 2)]
+    ends = [output.write_end for output in outputs]
+    starting = process.start_program(command, view, env, limits, ends, port)
+    try:
+        started = await asyncio.wrap_future(starting)
+    except BaseException:
+        starting.add_done_callback(_kill)
+        for output in outputs:
+            output.drop()
+        raise
+    reading = [asyncio.create_task(output.read()) for output in outputs]
+    try:
+        async with AsyncExitStack() as stack:
+            if listening is not None and (listener := await _listener(started)) is not None:
+                await stack.enter_async_context(listening(listener))
+            ended = await _supervised(started, view, limits, seconds)
+    finally:
+        await _nothing_left(started)
+        await asyncio.wait(reading)
+        said = [output.text() for output in outputs]
+        told = b""
+        if started.status is not None:
+            while piece := os.read(started.status, 4096):
+                told += piece
+        started.free()
+    # bwrap tells the status only of a program that it has started
+    if b"exit-code" not in told and ended is None:
+        raise bubblewrap.refusal(said[-1])
+    return ProgramResult(_status(started), said[0], said[-1] if not merged else "", ended)
+
+
+async def _supervised(started: SandboxProcess, view: View, limits: ProgramLimits, seconds: float | None) -> str | None:
+    """Wait until the program ends. Return why it has to be ended, if it does not end itself."""
+    watches = [_memory(started, limits.memory_mb), _disk(list(view.folders.values()), limits.disk_mb)]
+    if seconds is not None:
+        watches.append(_clock(seconds))
+    tasks = [asyncio.create_task(watch) for watch in watches]
+    end = asyncio.create_task(_end_of(started.popen.pid))
+    try:
+        done, _ = await asyncio.wait([end, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        return None if end in done else next(task.result() for task in tasks if task in done)
+    finally:
+        for task in (end, *tasks):
+            task.cancel()
+        await asyncio.wait([end, *tasks])
+
+
+async def _clock(seconds: float) -> str:
+    await asyncio.sleep(seconds)
+    return f"it ran for more than {seconds:g} s"
+
+
+async def _memory(started: SandboxProcess, most: int) -> str:
+    while True:
+        await asyncio.sleep(_MEMORY_SECONDS)
+        if started.init is None or _resident(started.init, "status", ("RssAnon", "RssShmem")) <= most << 10:
+            continue
+        # memory that processes share, as after a fork, counts once
+        if _resident(started.init, "smaps_rollup", ("Pss_Anon", "Pss_Shmem")) > most << 10:
+            return f"it took more than {most} MiB of memory"
+
+
+def _resident(root: int, file: str, names: tuple[str, ...]) -> int:
+    """Return the sum of these fields, in KiB, of the file in /proc, over the process `root` and all below it."""
+    total, waiting = 0, [root]
+    while waiting:
+        pid = waiting.pop()
+        with suppress(OSError):  # it has ended
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with suppress(OSError):
+                    waiting += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_bytes().split())
+            for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
+                if line.partition(":")[0] in names:
+                    total += int(line.split()[1])
+    return total
+
+
+async def _disk(folders: list[Path], most: int) -> str:
+    size, _ = await asyncio.to_thread(_size_of, folders)
+    allowed = max(most << 20, size)  # who has left too much has to be able to remove it
+    while True:
+        begun = monotonic()
+        size, files = await asyncio.to_thread(_size_of, folders)
+        if size > allowed:
+            return f"its files took more than {most} MiB"
+        if files > _MOST_FILES:
+            return f"it had more than {_MOST_FILES} files"
+        await asyncio.sleep(max(_DISK_SECONDS, (monotonic() - begun) / _DISK_SHARE))
+
+
+def _size_of(folders: list[Path]) -> tuple[int, int]:
+    """Return how many bytes of disk are used below `folders`, and the number of files."""
+    size = files = 0
+    waiting = [str(folder) for folder in folders]
+    while waiting and files <= _MOST_FILES:
+        with suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                files += 1
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+                else:
+                    with suppress(OSError):
+                        size += entry.stat(follow_symlinks=False).st_blocks << 9
+    return size, files
+
+
+async def _listener(started: SandboxProcess) -> socket.socket | None:
+    """Receive the socket that listens inside; None if the sandbox ended before that."""
+    ready = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(started.control, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(started.control)
+    room = socket.CMSG_SPACE(array.array("i").itemsize)
+    try:
+        _, ancillary, _, _ = started.control.recvmsg(16, room)
+    except ConnectionError:
+        return None
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            listener = socket.socket(fileno=array.array("i", data)[0])
+            listener.setblocking(False)
+            return listener
+    return None
+
+
+async def _end_of(pid: int) -> None:
+    await _readable(os.pidfd_open(pid))
+
+
+async def _readable(descriptor: int) -> None:
+    """Wait until the process of a descriptor has ended, and close it."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+async def _nothing_left(started: SandboxProcess) -> None:
+    """Kill what runs in the sandbox, and wait until it has ended, also if this task is cancelled again meanwhile."""
+    init = None if started.init_handle is None else os.dup(started.init_handle)
+    started.kill()
+    if init is None:
+        return
+    # the namespace's first process ends after all others
+    waiting = asyncio.ensure_future(_readable(init))
+    try:
+        await asyncio.shield(waiting)
+    except asyncio.CancelledError:
+        await asyncio.wait([waiting])
+        raise
+
+
+def _status(started: SandboxProcess) -> int:
+    status = started.popen.wait()
+    return 128 - status if status < 0 else status
+
+
+def _kill(starting: "Future[SandboxProcess]") -> None:
+    if not starting.cancelled() and starting.exception() is None:
+        starting.result().free()
+
+
+class _Output:
+    """A pipe of which the beginning and the end are kept."""
+
+    def __init__(self, characters: int) -> None:
+        self._most = characters
+        self._head, self._tail, self._left_out = b"", b"", 0
+        self._read_end, self.write_end = os.pipe()
+
+    def drop(self) -> None:
+        os.close(self._read_end)
+        os.close(self.write_end)
+
+    async def read(self) -> None:
+        """Read until nothing has the other end any more."""
+        os.close(self.write_end)
+        reader = asyncio.StreamReader()
+        pipe = os.fdopen(self._read_end, "rb", 0)
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+        try:
+            while chunk := await reader.read(_CHUNK):
+                room = max(0, self._most - len(self._head))
+                self._head += chunk[:room]
+                tail = self._tail + chunk[room:]
+                self._tail = tail[-self._most :]
+                self._left_out += len(tail) - len(self._tail)
+        finally:
+            transport.close()
+
+    def text(self) -> str:
+        if not self._left_out:
+            return bounded((self._head + self._tail).decode("utf-8", "replace"), 0, "", self._most)
+        head, tail = self._head.decode("utf-8", "replace"), self._tail.decode("utf-8", "replace")
+        return bounded(head, self._left_out, tail, self._most)

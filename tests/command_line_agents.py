@@ -1,0 +1,79 @@
+"""Chains of a command-line agent as it is, whose calls are scripted, and what is left of them."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from agentfactory.rollout.config import AgentConfig
+from agentfactory.rollout.gateway.program import ProgramAgent
+from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.trajectory import Outcome, Trajectory
+from tests.scripted_chains import Scripted, scripted_chains
+
+CHAINS = 8
+SOURCE = """
+from agentfactory import reward, tool
+
+
+@tool
+def note(text: str) -> str:
+    \"\"\"Take a note.\"\"\"
+    return text
+
+
+@reward
+def turns(workspace):
+    file = workspace / "made.txt"
+    return float(file.exists() and file.read_text() == "hello\\n")
+"""
+
+
+def call(words: str, tool: str, **arguments: Any) -> str:
+    """A turn with a call."""
+    return f"{words}\n<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
+
+
+async def play(
+    folder: Path, config: AgentConfig, texts: list[str], marker: str, seconds: float, again: bool = False
+) -> list[Trajectory]:
+    """Eight chains at once. The first turn is the first of `texts`, and the second one, after it, is the last; with
+    `again` every turn is the first. `marker` is in the task; it tells the processes of these chains from others."""
+    async with _chains(folder, config, texts, seconds) as chains:
+        tokenizer, first = chains.tokenizer, texts[0].splitlines()[0]
+        turns = [tokenizer.encode(text + "<|im_end|>", add_special_tokens=False) for text in texts]
+        chains.server.script = lambda ids: turns[not again and first in tokenizer.decode(ids)]
+        runner = chains.runner
+        task = {"question": f"Make made.txt, as in {marker}."}
+        scored = runner.setup.config.scored
+        played = (runner.run(f"c{i}", task, Sampling("p", 1.0, str(i)), scored) for i in range(CHAINS))
+        trajectories = list(await asyncio.gather(*played))
+        if not again:
+            chains.check(*trajectories)
+        assert chains.server.requests, "some were in the middle of their command"
+    return trajectories
+
+
+@asynccontextmanager
+async def _chains(folder: Path, config: AgentConfig, texts: list[str], seconds: float) -> AsyncIterator[Scripted]:
+    limits = {"concurrency": CHAINS, "timeout_seconds": seconds, "max_total_tokens": 131072, "max_tokens": 512}
+    agent = ProgramAgent(config, folder)
+    async with scripted_chains(folder, texts, agent=agent, source=SOURCE, rollout=limits) as chains:
+        yield chains
+
+
+def check_completed(played: list[Trajectory]) -> None:
+    """Assert that each chain is one row of two turns, whose command has made the file."""
+    assert [chain.error for chain in played] == [None] * CHAINS
+    assert [(chain.outcome, chain.turns, chain.reward) for chain in played] == [(Outcome.COMPLETED, 2, 1.0)] * CHAINS
+    assert [len(chain.rows) for chain in played] == [1] * CHAINS
+
+
+def left(marker: str) -> list[int]:
+    """Processes that still run with the marker that is in the task and in the command."""
+    found = psutil.process_iter(["cmdline"])
+    return [process.pid for process in found if any(marker in part for part in process.info["cmdline"] or [])]

@@ -1,0 +1,51 @@
+"""Qwen Code, a command-line agent on Node, as it is, in the sandbox: its commands run, and nothing of it is left.
+
+`make test-agents` installs it from npm.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from agentfactory.rollout.config import AgentConfig
+from agentfactory.rollout.trajectory import Outcome
+from tests.command_line_agents import CHAINS, call, check_completed, left, play
+
+QWEN = os.environ.get("AGENTFACTORY_QWEN", "")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not QWEN, reason="@qwen-code/qwen-code is not installed: make test-agents"),
+]
+SETTINGS = {"privacy": {"usageStatisticsEnabled": False}, "general": {"disableAutoUpdate": True}}
+
+
+def qwen(folder: Path) -> AgentConfig:
+    template = folder / "template"
+    (template / ".qwen").mkdir(parents=True)
+    (template / ".qwen" / "settings.json").write_text(json.dumps(SETTINGS))
+    return AgentConfig(
+        command=[QWEN, "--auth-type", "openai", "--approval-mode", "yolo", "${task.question}"],
+        env={"OPENAI_MODEL": "policy"},
+        workspace=str(template),
+    )
+
+
+def turns(command: str) -> list[str]:
+    return [call("I write.", "run_shell_command", command=command, is_background=False), "I am done."]
+
+
+async def test_its_commands_run_and_files_change(tmp_path: Path) -> None:
+    texts = turns("echo hello > made.txt; (sleep 86395 > /dev/null 2>&1 &) ; ls")
+    check_completed(await play(tmp_path, qwen(tmp_path), texts, "86395", 400))
+    assert not left("86395")
+
+
+async def test_one_that_takes_too_long_is_ended_and_typed(tmp_path: Path) -> None:
+    # it does not run a plain `sleep` of more than some seconds
+    texts = turns("python3 -c 'import time; time.sleep(86396)'")
+    played = await play(tmp_path, qwen(tmp_path), texts, "86396", 60, again=True)
+    assert [chain.outcome for chain in played] == [Outcome.TIMEOUT] * CHAINS
+    assert not left("86396")

@@ -1,0 +1,116 @@
+"""The shell as an environment: what the model reads, what is kept, what a command cannot do, and what is left."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from agentfactory.tools.config import ToolsRecipe
+from agentfactory.tools.messages import ToolCall
+from agentfactory.tools.shell import Shell
+from agentfactory.tools.toolset import open_toolset
+from tests.waiting import until
+
+pytestmark = pytest.mark.processes
+MARK = f"shell-{os.getpid()}"
+
+
+@pytest.fixture
+async def shell() -> AsyncIterator[Shell]:
+    made = Shell(seconds=20, processes=20, memory_mb=200, disk_mb=8, output_characters=400)
+    await made.reset()
+    yield made
+    await made.close()
+
+
+async def said(shell: Shell, command: str) -> str:
+    text = (await shell.shell(command))["observation"]
+    assert isinstance(text, str)
+    return text
+
+
+def left() -> list[int]:
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if any(MARK in part for part in p.info["cmdline"] or [])]
+
+
+async def test_files_stay_and_processes_end(shell: Shell) -> None:
+    assert await said(shell, "echo tea > drink; cd /; true") == "(no output)"
+    assert await said(shell, "pwd; cat drink | tr a-z A-Z") == "/workspace\nTEA"
+    assert await said(shell, "echo to stdout; echo to stderr >&2; exit 3") == "to stdout\nto stderr\n[exit status 3]"
+    assert (
+        await said(shell, f"bash -c 'exec -a {MARK} sleep 600' & setsid bash -c 'exec -a {MARK} sleep 600' & echo ok")
+        == "ok"
+    )
+    assert not left()
+    assert "left out" in await said(shell, "seq 100000")
+    assert shell.workspace is not None
+    assert (shell.workspace / "drink").read_text() == "tea\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        (
+            "python3 -c 'bytearray(600 << 20); import time; x = bytearray(600 << 20); time.sleep(60)'",
+            "more than 200 MiB",
+        ),
+        ("for i in $(seq 40); do sleep 60 & done; wait", "Resource temporarily unavailable"),
+        ("head -c 20M /dev/zero > big", "File size limit exceeded"),
+        ("for i in 1 2 3; do head -c 5M /dev/zero > part$i; done; sleep 60", "files took more than 8 MiB"),
+        ("echo x > /usr/x", "Read-only file system"),
+        ("ls /root /home 2>&1; cat /etc/shadow", "Permission denied"),
+        ("python3 -c 'import socket; socket.create_connection((\"127.0.0.1\", 80), 2)'", "Connection refused"),
+        ("unshare -U true", "Function not implemented"),
+        ("no-such-program", "command not found\n[exit status 127]"),
+    ],
+)
+async def test_what_a_command_cannot_do(shell: Shell, command: str, text: str) -> None:
+    shell._seconds = 5.0 if "wait" in command else 20.0
+    assert text in await said(shell, command)
+    assert await said(shell, "echo on") == "on", "the next one works"
+
+
+async def test_a_command_that_takes_too_long_and_one_that_is_cancelled(shell: Shell) -> None:
+    shell._seconds = 1.0
+    slow = f"echo begun; exec -a {MARK} sleep 600"
+    assert await said(shell, slow) == "begun\n[The command was ended: it ran for more than 1 s.]"
+    shell._seconds = 600.0
+    call = asyncio.create_task(said(shell, slow))
+    await until(left)
+    call.cancel()
+    await asyncio.wait([call])
+    assert not left()
+
+
+async def test_chains_share_nothing_and_rows_give_files(tmp_path: Path) -> None:
+    recipe = ToolsRecipe.model_validate({"mcp_servers": {"terminal": {"module": "shell", "options": {"disk_mb": 8}}}})
+    folders = Path("/tmp")
+    async with open_toolset(recipe, tmp_path) as toolset:
+        async with (
+            toolset.chain("a", {"files": {"notes/one.txt": "first"}}) as one,
+            toolset.chain("b", {}) as two,
+        ):
+            call = ToolCall("1", "shell", {"command": "cat notes/one.txt; echo more > new; ls"})
+            first, second = await asyncio.gather(one.call(call), two.call(call))
+            assert first.content == "firstnew\nnotes"
+            assert "No such file" in str(second.content)
+            made = [path for path in folders.glob("agentfactory-chains-*/*/new")]
+            assert len(made) >= 2
+        assert not any(path.exists() for path in made)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"seconds": 0}, "seconds: got 0"),
+        ({"processes": 1}, "processes: got 1; it has to be from 4"),
+        ({"root": "/etc"}, "root: /etc has no /bin/sh"),
+        ({"readable": ["/no/such"]}, "readable: there is no /no/such"),
+    ],
+)
+def test_options_that_cannot_work(options: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        Shell(**options)  # type: ignore[arg-type]
