@@ -114,8 +114,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     takes_more = takes_call or hasattr(options, "overrides")
     if unknown := [argument for argument in rest if argument.startswith("-") or not takes_more]:
         command.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if takes_more:
-        (options.arguments if takes_call else options.overrides).extend(rest)
+    if takes_call:
+        words = [*options.words, *rest]
+        named = next((place for place, word in enumerate(words) if "=" not in word), None)
+        if named is None:
+            command.error("call: no tool is named; write tools call RECIPE [key=value ...] TOOL [ARGUMENT ...]")
+        options.overrides, options.tool, options.arguments = words[:named], words[named], words[named + 1 :]
+    elif takes_more:
+        options.overrides.extend(rest)
     match options.command:
         case "train":
             settle_resume(options)
@@ -243,9 +249,9 @@ def _add_tools(command: argparse.ArgumentParser) -> None:
             continue  # its options are parsed by agentfactory.tools.serve
         action.add_argument("recipe", metavar="RECIPE", help="a YAML file; it needs no model")
         if name == "call":
-            action.add_argument("tool", metavar="TOOL", help="name of the tool, as `list` prints it")
-            about = "one JSON object, or key=value ..."
-            action.add_argument("arguments", metavar="ARGUMENT", nargs="*", default=[], help=about)
+            action.usage = "%(prog)s [-h] [--output FILE] [--task JSON] RECIPE [key=value ...] TOOL [ARGUMENT ...]"
+            about = "overrides such as limits.calls=8; TOOL as `list` prints it; its arguments: JSON, or key=value ..."
+            action.add_argument("words", metavar="[key=value ...] TOOL [ARGUMENT ...]", nargs="+", help=about)
             action.add_argument("--output", type=Path, metavar="FILE", help="save the result's image")
         else:
             about = "such as limits.calls=8"
