@@ -118,7 +118,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         words = [*options.words, *rest]
         named = next((place for place, word in enumerate(words) if "=" not in word), None)
         if named is None:
-            command.error("call: no tool is named; write tools call RECIPE [key=value ...] TOOL [ARGUMENT ...]")
+            options.refuse("the following arguments are required: TOOL")
         options.overrides, options.tool, options.arguments = words[:named], words[named], words[named + 1 :]
     elif takes_more:
         options.overrides.extend(rest)
@@ -249,9 +249,11 @@ def _add_tools(command: argparse.ArgumentParser) -> None:
             continue  # its options are parsed by agentfactory.tools.serve
         action.add_argument("recipe", metavar="RECIPE", help="a YAML file; it needs no model")
         if name == "call":
-            action.usage = "%(prog)s [-h] [--output FILE] [--task JSON] RECIPE [key=value ...] TOOL [ARGUMENT ...]"
+            words = "[key=value ...] TOOL [ARGUMENT ...]"
+            action.usage = f"%(prog)s [-h] [--output FILE] [--task JSON] RECIPE {words}"
             about = "overrides such as limits.calls=8; TOOL as `list` prints it; its arguments: JSON, or key=value ..."
-            action.add_argument("words", metavar="[key=value ...] TOOL [ARGUMENT ...]", nargs="+", help=about)
+            action.add_argument("words", metavar=words, nargs="*", default=[], help=about)
+            action.set_defaults(refuse=action.error)
             action.add_argument("--output", type=Path, metavar="FILE", help="save the result's image")
         else:
             about = "such as limits.calls=8"
