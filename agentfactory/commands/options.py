@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import importlib.metadata
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,10 +117,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         command.error(f"unrecognized arguments: {' '.join(unknown)}")
     if takes_call:
         words = [*options.words, *rest]
-        named = next((place for place, word in enumerate(words) if "=" not in word), None)
-        if named is None:
+        options.overrides = list(itertools.takewhile(lambda word: "=" in word, words))
+        tool, *options.arguments = words[len(options.overrides) :] or [None]
+        if tool is None:
             options.refuse("the following arguments are required: TOOL")
-        options.overrides, options.tool, options.arguments = words[:named], words[named], words[named + 1 :]
+        options.tool = tool
     elif takes_more:
         options.overrides.extend(rest)
     match options.command:
