@@ -20,7 +20,7 @@ from agentfactory.placement.placement import Placement, may_have_gpu, place
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.server_keys import key_file_of
-from agentfactory.rollout.serving import address_fault, server_command
+from agentfactory.rollout.serving import address_fault, outside_fault, server_command
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -233,6 +233,8 @@ def _acting(
                 # a running server has its own weights
                 served = replace(served, label=f"{served.name} at {', '.join(urls)}", step=None)
             elif (taken := address_fault(served.recipe)) is not None:
+                raise taken
+            if (taken := outside_fault(served.recipe)) is not None:
                 raise taken
             check_writable(recipe.output)
             run_prepare(recipe, children, say)
