@@ -83,14 +83,15 @@ def _run(options: argparse.Namespace) -> int:
         return _show(recipe, options, lacks or [])
 
     from agentfactory.commands import server_commands
+    from agentfactory.commands.served_weights import trained_in
     from agentfactory.launching import launcher
     from agentfactory.launching.conclusion import MostChainsDroppedError
     from agentfactory.launching.processes import ChildFailed
     from agentfactory.launching.run_folder import RunFolderError
     from agentfactory.placement.placement import PlacementError
-    from agentfactory.recipe.composition import display
+    from agentfactory.recipe.composition import display, recipe_file
 
-    folder = display(recipe.output)
+    folder, run = display(recipe.output), recipe_file(options.recipe, Path.cwd()).parent
     try:
         match options.command:
             case "train":
@@ -98,10 +99,12 @@ def _run(options: argparse.Namespace) -> int:
             case "serve":
                 server_commands.serve(recipe, _say, options.chat)
             case "rollout":
-                server_commands.roll_out(recipe, _say)
+                server_commands.roll_out(recipe, trained_in(run, recipe, options.overrides), _say)
             case "eval":
                 asked = {"model": options.model, "url": options.url, "samples": options.samples}
-                server_commands.evaluate(recipe, options.checkpoint, _say, **asked)
+                named = options.checkpoint or options.model or options.url
+                checkpoint = options.checkpoint if named else trained_in(run, recipe, options.overrides)
+                server_commands.evaluate(recipe, checkpoint, _say, **asked)
     except (SettingError, RunFolderError) as error:
         return _refuse(error)
     except KeyboardInterrupt as error:

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import importlib.metadata
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,8 +115,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     takes_more = takes_call or hasattr(options, "overrides")
     if unknown := [argument for argument in rest if argument.startswith("-") or not takes_more]:
         command.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if takes_more:
-        (options.arguments if takes_call else options.overrides).extend(rest)
+    if takes_call:
+        words = [*options.words, *rest]
+        options.overrides = list(itertools.takewhile(lambda word: "=" in word, words))
+        tool, *options.arguments = words[len(options.overrides) :] or [None]
+        if tool is None:
+            options.refuse("the following arguments are required: TOOL")
+        options.tool = tool
+    elif takes_more:
+        options.overrides.extend(rest)
     match options.command:
         case "train":
             settle_resume(options)
@@ -243,9 +251,11 @@ def _add_tools(command: argparse.ArgumentParser) -> None:
             continue  # its options are parsed by agentfactory.tools.serve
         action.add_argument("recipe", metavar="RECIPE", help="a YAML file; it needs no model")
         if name == "call":
-            action.add_argument("tool", metavar="TOOL", help="name of the tool, as `list` prints it")
-            about = "one JSON object, or key=value ..."
-            action.add_argument("arguments", metavar="ARGUMENT", nargs="*", default=[], help=about)
+            words = "[key=value ...] TOOL [ARGUMENT ...]"
+            action.usage = f"%(prog)s [-h] [--output FILE] [--task JSON] RECIPE {words}"
+            about = "overrides such as limits.calls=8; TOOL as `list` prints it; its arguments: JSON, or key=value ..."
+            action.add_argument("words", metavar=words, nargs="*", default=[], help=about)
+            action.set_defaults(refuse=action.error)
             action.add_argument("--output", type=Path, metavar="FILE", help="save the result's image")
         else:
             about = "such as limits.calls=8"

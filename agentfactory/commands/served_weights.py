@@ -1,5 +1,6 @@
 """The weights that a command serves: the recipe's model, a checkpoint of it, an adapter on its base, or a hub name."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,6 +46,16 @@ def what_is_served(recipe: Recipe | StagedRecipe, checkpoint: Path | str | None)
     if checkpoint is not None or isinstance(recipe, StagedRecipe):
         served = _unquantised(served)
     return Served(served, str(path), step=step)
+
+
+def trained_in(run: Path, recipe: Recipe | StagedRecipe, overrides: Sequence[str]) -> Path | None:
+    """Return the last checkpoint of the run whose folder `run` holds the recipe's file, if one stage is all that it
+    has: that of a staged recipe is found by `what_is_served`. None if `overrides` name another model, if a server has
+    weights of its own, or if nothing has been trained."""
+    names = {override.partition("=")[0] for override in overrides}
+    if isinstance(recipe, StagedRecipe) or names & {"model", "model.path"} or recipe.server.urls:
+        return None
+    return RunFolder(run).last_checkpoint()
 
 
 def _step_of(path: Path) -> int | None:

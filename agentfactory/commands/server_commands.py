@@ -20,7 +20,7 @@ from agentfactory.placement.placement import Placement, may_have_gpu, place
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.server_keys import key_file_of
-from agentfactory.rollout.serving import address_fault, server_command
+from agentfactory.rollout.serving import address_fault, outside_fault, server_command
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -89,7 +89,7 @@ def evaluate(
     - `checkpoint`, a folder;
     - `model`, a folder or a hub name;
     - the server at `url` (its model called `model`), by token ids if it accepts them, otherwise by OpenAI's chat API;
-    - by default the recipe's model, or the last checkpoint of a staged recipe; if `server.url` is set, the weights that
+    - by default the last checkpoint of a staged recipe, or the recipe's model; if `server.url` is set, the weights that
       this server has.
     """
     from agentfactory.commands import eval_target
@@ -167,9 +167,10 @@ def _report(found: "Evaluation", recipe: Recipe, label: str, folder: RunFolder, 
     _check_failed(sum(found.failures.values()), found.chains)
 
 
-def roll_out(recipe: Recipe | StagedRecipe, say: Say) -> None:
-    """Run one group of chains for every task of `data` and save them into `<output>/rollout`, rollout-2, ..."""
-    with _acting("rollout", recipe, None, say) as (served, folder, urls):
+def roll_out(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say) -> None:
+    """Run one group of chains for every task of `data`, with the weights that `evaluate` would take, and save them into
+    `<output>/rollout`, rollout-2, ..."""
+    with _acting("rollout", recipe, checkpoint, say) as (served, folder, urls):
         from agentfactory.launching.progress import follow_groups, tell_warnings
         from agentfactory.rollout.data import load_tasks
         from agentfactory.rollout.evaluate import run_rollout
@@ -232,6 +233,8 @@ def _acting(
                 # a running server has its own weights
                 served = replace(served, label=f"{served.name} at {', '.join(urls)}", step=None)
             elif (taken := address_fault(served.recipe)) is not None:
+                raise taken
+            if (taken := outside_fault(served.recipe)) is not None:
                 raise taken
             check_writable(recipe.output)
             run_prepare(recipe, children, say)

@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> None:
         ToolsFailed: a server cannot be used, or the call failed.
         ToolsUnchecked: `check` found no fault, but could not check everything.
     """
-    whole = load_recipe(options.recipe, getattr(options, "overrides", ()), "tools")
+    whole = load_recipe(options.recipe, options.overrides, "tools")
     recipe, prepared = stages_of(whole)[-1], whole.output / "prepared" if whole.prepare else None
     with TemporaryDirectory(prefix="agentfactory-images-") as images:
         match options.action:
@@ -451,6 +451,8 @@ def _parse_arguments(given: Sequence[str], spec: ToolSpec | None) -> dict[str, A
         key, equals, value = pair.partition("=")
         if not equals:
             raise ToolsCommandError(f"the argument {pair!r}; fix: write key=value, or all as one JSON object")
+        if spec and key not in known and "." in key and key.partition(".")[0] in Recipe.model_fields:
+            raise ToolsCommandError(f"{pair}: {spec.name} has no such argument; fix: write overrides before TOOL")
         arguments[key] = value
         if known.get(key, {}).get("type") != "string":
             with suppress(ValueError):

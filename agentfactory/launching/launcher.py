@@ -13,7 +13,7 @@ from agentfactory.launching.run_folder import Hold, RunFolder, RunFolderError, c
 from agentfactory.launching.server_process import begin_server, wait_for_server
 from agentfactory.recipe.checks import check_prepared
 from agentfactory.recipe.schema import Recipe, StagedRecipe
-from agentfactory.rollout.serving import address_fault
+from agentfactory.rollout.serving import address_fault, outside_fault
 from agentfactory.tools.disk import DiskError
 
 Say = Callable[[str], None]
@@ -47,6 +47,8 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
             if stage.refusal is not None:
                 _tell(stage, say)
             if stage.server is not None and (taken := address_fault(stage.recipe)) is not None:
+                raise taken
+            if (taken := outside_fault(stage.recipe)) is not None:
                 raise taken
         folder = _open_folder(plan, overwrite, resume, hold)
         try:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentfactory.tools import import_path, parent_watch
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import own_python
 from agentfactory.tools.user_code import UserCodeError, load_object
 from agentfactory.trainers.checkpoint_folder import set_usual_modes
@@ -60,5 +61,5 @@ if __name__ == "__main__":
     import_path.append_folders(map(Path, sys.argv[4:]))
     try:
         prepare(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
-    except UserCodeError as error:
+    except (UserCodeError, SettingError) as error:
         sys.exit(str(error))

@@ -287,10 +287,14 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
         case "literal_error" | "enum":
             return name, f"got {got}", f"use {context['expected']}"
         case "model_type" | "dict_type" | "model_attributes_type":
-            return name, f"got {got}, not a section", f"write `{keys[-1]}:` and its keys below, indented"
+            fix = f"write `{keys[-1]}:` and its keys below, indented"
+            if keys[-1] == "agent" and isinstance(error["input"], list):
+                fix = "write agent: {command: [...]}"
+            return name, f"got {got}, not a section", fix
         case "list_type":
             given = error["input"]
-            return name, f"got {got}, not a list", f"write [{given}]" if isinstance(given, str) else "write a list"
+            written = ", ".join(given.split() if keys[-1] == "command" else [given]) if isinstance(given, str) else ""
+            return name, f"got {got}, not a list", f"write [{written}]" if written else "write a list"
         case "string_type":
             return name, f"got {got}, not text", "write text, in quotes where it looks like something else"
     if (meant := _without_quotes(error["input"])) is not None:

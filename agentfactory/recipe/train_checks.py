@@ -12,7 +12,7 @@ from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.import_path import is_installed
 from agentfactory.trainers.advantages import Estimator
 from agentfactory.trainers.best_checkpoint import AUTO
-from agentfactory.trainers.config import ALGORITHMS, owners
+from agentfactory.trainers.config import ALGORITHMS, TrainConfig, owners
 from agentfactory.trainers.metrics import METRICS
 from agentfactory.trainers.sync.backends import backend_of, check_backend
 
@@ -209,6 +209,7 @@ def _check_algorithm(recipe: Recipe) -> None:
     compares = Estimator(train.advantage).compares or estimator in ("reinforce_pp_baseline", "gigpo")
     if compares and recipe.rollout.group_size < 2:
         raise SettingError("rollout.group_size", f"got 1: {estimator} compares the chains of a task", "use at least 2")
+    _check_replaced(train)
     if estimator == "gigpo":
         _check_gigpo(recipe)
     if train.loss.kl.place == "reward" and compares:
@@ -232,12 +233,20 @@ def _check_algorithm(recipe: Recipe) -> None:
         raise SettingError("train.overlong.buffer", problem, "lower it")
 
 
+def _check_replaced(train: TrainConfig) -> None:
+    """Refuse an algorithm that is its estimator or its policy loss, if the recipe sets another of ours. A function of
+    the user's takes the rest of the algorithm's defaults."""
+    for name, chosen in (("advantage.estimator", train.advantage.estimator), ("loss.policy", train.loss.policy)):
+        preset = ALGORITHMS[train.algorithm].get(f"train.{name}", chosen)
+        if chosen != preset and ".py:" not in chosen:
+            # grpo is the default, and takes any
+            others = (other for other, fields in ALGORITHMS.items() if fields.get(f"train.{name}") == chosen)
+            problem = f"got {train.algorithm!r}, which is {name}={preset}, with {name}={chosen}"
+            raise SettingError("train.algorithm", problem, f"use {next(others, 'grpo')}, or remove {name}")
+
+
 def _check_gigpo(recipe: Recipe) -> None:
     train = recipe.train
-    preset = ALGORITHMS[train.algorithm].get("train.advantage.estimator", "gigpo")
-    if preset != "gigpo":
-        problem = f"got {train.algorithm!r} with advantage.estimator=gigpo: it is the estimator {preset}"
-        raise SettingError("train.algorithm", problem, "use gigpo, or remove the estimator")
     if train.advantage.scale == "batch":
         problem = "got 'batch' with advantage.estimator=gigpo: turns in the same state are too few chains' to share it"
         raise SettingError("train.advantage.scale", problem, "use group or none")

@@ -15,7 +15,7 @@ from agentfactory.rollout.gateway.outside import OutsideAgent
 from agentfactory.rollout.gateway.program import ProgramAgent
 from agentfactory.rollout.renderer import Parsed, Renderer
 from agentfactory.rollout.trajectory import Span
-from agentfactory.tools.errors import SettingError
+from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.messages import Message, ToolSpec
 from agentfactory.tools.user_code import load_object
 
@@ -159,13 +159,18 @@ def load_agent(config: AgentConfig | None, base: Path) -> AgentHooks | ClientAge
     if (reference := config.name) is None:
         return ProgramAgent(config, base)
     found = load_object(reference, base)
+    if inspect.isasyncgenfunction(found):
+        raise SettingError("rollout.agent", f"{reference} yields", "return the agent's last words, or nothing")
     if inspect.isfunction(found):
         if not inspect.iscoroutinefunction(found):
             problem = f"{reference} is not an async function"
             raise SettingError("rollout.agent", problem, f"write `async def {_name(found)}(client, task):`")
         return FunctionAgent(reference, found)
     if not (isinstance(found, type) and issubclass(found, AgentHooks)):
-        raise SettingError("rollout.agent", f"{reference} is not an agent", f"write `class {_name(found)}(Agent):`")
+        problem, fix = f"{reference} is not an agent", f"write `class {_name(found)}(Agent):`"
+        if not isinstance(found, type):
+            problem, fix = f"{problem} but {short(found)}", "name an async function, or a class of Agent"
+        raise SettingError("rollout.agent", problem, fix)
     if not inspect.iscoroutinefunction(found.generate) or _parameters(found.generate) != 2:
         raise SettingError(
             "rollout.agent", f"{reference}: generate has another signature", "write `async def generate(self, turn):`"

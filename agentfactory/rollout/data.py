@@ -19,6 +19,8 @@ from agentfactory.tools.harbor.task import Image, load_rows
 Task = dict[str, Any]
 """One row: `question` or `messages`, and any further fields."""
 
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
 
 def load_tasks(config: DataConfig, section: str = "data") -> list[Task]:
     """Load the rows of `config.path`, columns renamed, each with `question` or `messages`; `section` names `config` in
@@ -137,6 +139,8 @@ def _rename(row: Any, number: int, config: DataConfig, has_images: bool) -> Task
             problem = f"row {number} of {_named(config)} has no field {old!r} but {sorted(row)}"
             raise SettingError(f"columns.{new}", problem, "name one of those")
         row[new] = row.pop(old)
+    # a table fills the columns that a row leaves out
+    row = {name: value for name, value in row.items() if value is not None or name not in ("question", "messages")}
     if "question" not in row and "messages" not in row:
         problem = f"row {number} of {_named(config)} has neither 'question' nor 'messages' but {sorted(row)}"
         fix = "rename one with data.columns, such as data.columns.question=problem"
@@ -144,10 +148,26 @@ def _rename(row: Any, number: int, config: DataConfig, has_images: bool) -> Task
     if has_images:
         row.setdefault("images", None)
     try:
+        if "messages" in row:
+            _check_messages(row["messages"])
         return clean_row(row, _folder(config))
     except ValueError as error:
         problem = f"row {number} of {_named(config)}: {error}"
         raise SettingError(_origin(config), problem, "correct it") from error
+
+
+def _check_messages(messages: Any) -> None:
+    """Raise ValueError if these are not messages with a role and a content."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"messages: got {short(messages)}, not a list of {{role: ..., content: ...}}")
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or "role" not in message:
+            raise ValueError(f"messages.{number}: got {short(message)}, not {{role: ..., content: ...}}")
+        if message["role"] not in _ROLES:
+            raise ValueError(f"messages.{number}.role: got {short(message['role'])}, not one of {', '.join(_ROLES)}")
+        content = message.get("content")
+        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
+            raise ValueError(f"messages.{number}.content: got {short(content)}, not text or a list of parts")
 
 
 def _folder(config: DataConfig) -> Path:

@@ -62,14 +62,30 @@ def ready_url(log: Sequence[str]) -> str | None:
 def address_fault(recipe: RolloutRecipe) -> SettingError | None:
     """Return why a server started here could not listen; None if it could."""
     host, port = recipe.server.host, recipe.server.port
+    if (problem := _listening_problem(host, port)) is None:
+        return None
+    field, fix = ("port", "server.port=0 takes a free one") if port else ("host", "server.host=127.0.0.1")
+    return SettingError(f"server.{field}", problem, fix)
+
+
+def outside_fault(recipe: RolloutRecipe) -> SettingError | None:
+    """Return why programs elsewhere, as agents, could not ask for their tasks here; None if they could, or there are
+    none."""
+    agent = recipe.rollout.agent
+    if agent is None or agent.outside is None:
+        return None
+    problem = _listening_problem("127.0.0.1", agent.outside.port)
+    return problem and SettingError("rollout.agent.outside.port", problem, "name a free port, and tell the programs")
+
+
+def _listening_problem(host: str, port: int) -> str | None:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
-        field, fix = ("port", "server.port=0 takes a free one") if port else ("host", "server.host=127.0.0.1")
-        return SettingError(f"server.{field}", f"nothing can listen on {host}:{port}: {error.strerror}", fix)
+        return f"nothing can listen on {host}:{port}: {error.strerror}"
     return None
 
 

@@ -1,6 +1,7 @@
 """Converts what a tool returns to an MCP result, and an MCP result of any server to what the model sees."""
 
 import base64
+import inspect
 import json
 import sys
 from io import BytesIO
@@ -152,6 +153,9 @@ def _plain(value: Any) -> Any:
     """Convert arrays and scalars of numpy and torch to Python's own types."""
     if hasattr(value, "tolist"):
         return value.tolist()
+    if inspect.iscoroutine(value):
+        value.close()
+        raise TypeError("a tool returns a coroutine: write `async def`, and `await` before what it returns")
     raise TypeError(f"a tool returns text, JSON, an image, or a list with images, and not {type(value).__name__}")
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from agentfactory.tools.alfworld.engine import Engine
-from agentfactory.tools.alfworld.environment import AlfWorld, found_python
+from agentfactory.tools.alfworld.engine import Engine, found_python
+from agentfactory.tools.alfworld.environment import AlfWorld
 from agentfactory.tools.alfworld.games import GeneratedGames
 from agentfactory.tools.alfworld.generator import Package, TaskType
 from agentfactory.tools.user_code import load_object

@@ -13,6 +13,7 @@ OPERATORS, make_task = (load_object(f"arithmetic.py:{name}", HERE) for name in (
 make_model, write_jsonl = (
     load_object(f"../quickstart/tiny_model.py:{name}", HERE) for name in ("make_model", "write_jsonl")
 )
+add_call = load_object("../quickstart/transcripts.py:add_call", HERE)
 
 HELD_OUT = 200
 TRAINING = 4000
@@ -54,11 +55,7 @@ async def work_one_out(task: dict[str, Any], interpreter: CodeInterpreter, rng: 
     one, two = (choose(operator, rng) for operator in task["operators"])
     messages: list[dict[str, Any]] = [{"role": "user", "content": task["question"]}]
     for code in (f"x = {start} {one} {first}", f"x {two} {second}"):
-        call = {"id": f"call_{len(messages)}", "type": "function"}
-        call["function"] = {"name": "python", "arguments": {"code": code}}
-        shown = await interpreter.python(code)
-        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        messages.append({"role": "tool", "name": "python", "tool_call_id": call["id"], "content": shown})
+        add_call(messages, "python", {"code": code}, await interpreter.python(code))
     messages.append({"role": "assistant", "content": FINAL_ANSWER})
     return messages
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tiny_model import make_model, write_jsonl
+from transcripts import add_call
 from treasure_hunt import SIZE, STEPS, TreasureHunt, compass, distance, opening
 
 HELD_OUT = 200
@@ -80,11 +81,7 @@ def play_badly(task: dict[str, Any], rng: random.Random) -> tuple[bool, list[dic
             direction = directions[(directions.index(hint) + 1) % 4]
         else:
             direction = rng.choice(directions)
-        call = {"id": f"call_{len(messages)}", "type": "function"}
-        call["function"] = {"name": "move", "arguments": {"direction": direction}}
-        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        observation = hunt.move(direction)
-        messages.append({"role": "tool", "name": "move", "tool_call_id": call["id"], "content": observation})
+        add_call(messages, "move", {"direction": direction}, hunt.move(direction))
     success = hunt.here == hunt.treasure
     messages.append({"role": "assistant", "content": FINAL_ANSWER})
     return success, messages

@@ -4,9 +4,14 @@ from typing import Any
 
 
 def add_call(
-    messages: list[dict[str, Any]], name: str, arguments: dict[str, Any], shown: str, thought: str = ""
+    messages: list[dict[str, Any]],
+    name: str,
+    arguments: dict[str, Any],
+    shown: str | list[dict[str, Any]],
+    thought: str = "",
 ) -> None:
-    """Append a call of the tool `name` to a conversation, after a `thought`, and what it showed."""
+    """Append a call of the tool `name` to a conversation, after a `thought`, and what it showed: text, or parts of a
+    message."""
     call = call_message(name, arguments, len(messages), thought)
     answer = {"role": "tool", "name": name, "tool_call_id": call["tool_calls"][0]["id"], "content": shown}
     messages.extend((call, answer))

@@ -15,6 +15,7 @@ OBJECTS, UNKNOWN, Museum = (load_object(f"museum.py:{name}", HERE) for name in (
 make_model, write_jsonl = (
     load_object(f"../quickstart/tiny_model.py:{name}", HERE) for name in ("make_model", "write_jsonl")
 )
+add_call = load_object("../quickstart/transcripts.py:add_call", HERE)
 
 HELD_OUT = 200
 TRANSCRIPTS = 4000
@@ -71,14 +72,8 @@ async def look_up(task: dict[str, Any], museum: Any, search: Search, rng: random
     await search.reset()
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
     for query in queries:
-        await _call(messages, search, "search", query=query)
-        await _call(messages, search, "open", doc=1)
+        found, opened = await search.search(query=query), await search.open(doc=1)
+        add_call(messages, "search", {"query": query}, found["observation"])
+        add_call(messages, "open", {"doc": 1}, opened["observation"])
     messages.append({"role": "assistant", "content": answer})
     return messages
-
-
-async def _call(messages: list[dict[str, Any]], search: Search, name: str, **arguments: Any) -> None:
-    shown = await getattr(search, name)(**arguments)
-    call = {"id": f"call_{len(messages)}", "type": "function", "function": {"name": name, "arguments": arguments}}
-    messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-    messages.append({"role": "tool", "name": name, "tool_call_id": call["id"], "content": shown["observation"]})

@@ -18,6 +18,9 @@ HERE = Path(__file__).parent
 SPECIAL, make_network, write_jsonl = (
     load_object(f"../quickstart/tiny_model.py:{name}", HERE) for name in ("SPECIAL", "make_network", "write_jsonl")
 )
+add_call, call_message = (
+    load_object(f"../quickstart/transcripts.py:{name}", HERE) for name in ("add_call", "call_message")
+)
 BRIEF_TEMPLATE, train_word_tokenizer = (
     load_object(f"../quickstart/word_tokenizer.py:{name}", HERE) for name in ("BRIEF_TEMPLATE", "train_word_tokenizer")
 )
@@ -134,29 +137,33 @@ def echo(words: list[str], rng: random.Random) -> list[dict[str, Any]]:
     return [{"role": role, "content": " ".join(said)} for role in ("user", "assistant")]
 
 
-def glance(environment: WebShop, task: dict[str, Any], asked: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return a conversation for the task: a search for `asked`, and a click on the first product found."""
+def look_for(environment: WebShop, task: dict[str, Any], asked: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return the beginning of a conversation for the task: a search for `asked`."""
     keywords = " ".join(asked)
     # as in a chain: the task's question, and then what the shop shows
     opening = (task["question"], environment.reset(**task))
     messages: list[dict[str, Any]] = [{"role": "user", "content": text} for text in opening]
-    messages += [call("search", keywords, 2), shown("search", environment.search(keywords), 2)]
-    return [*messages, call("click", first_found(keywords), 4)]
+    add_call(messages, "search", {"keywords": keywords}, environment.search(keywords))
+    return messages
+
+
+def glance(environment: WebShop, task: dict[str, Any], asked: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return a conversation for the task: a search for `asked`, and a click on the first product found."""
+    messages = look_for(environment, task, asked)
+    return [*messages, call_message("click", {"target": first_found(asked)}, len(messages))]
 
 
 async def visit(environment: WebShop, task: dict[str, Any], rng: random.Random) -> list[dict[str, Any]]:
     """Return the conversation of one visit: a search, the first product found; perhaps the option, and seldom the
     purchase."""
     asked = what_is_asked(task)
-    messages = glance(environment, task, asked)
-    page = await environment.click(first_found(" ".join(asked)))
-    messages.append(shown("click", page, 4))
-    if rng.random() < CHOOSES:
-        *_, option = asked
-        messages += [call("click", option, 6), shown("click", await environment.click(option), 6)]
+    messages = look_for(environment, task, asked)
+    *_, option = asked
+    for target in (first_found(asked), *([option] if rng.random() < CHOOSES else [])):
+        add_call(messages, "click", {"target": target}, await environment.click(target))
     buys = rng.random() < BUYS
-    messages.append(call("click", "Buy Now", len(messages)) if buys else {"role": "assistant", "content": GIVES_UP})
-    return messages
+    purchase = call_message("click", {"target": "Buy Now"}, len(messages))
+    return [*messages, purchase if buys else {"role": "assistant", "content": GIVES_UP}]
 
 
 def with_another_instruction(
@@ -179,23 +186,10 @@ def with_other_codes(messages: list[dict[str, Any]], rng: random.Random) -> list
     return json.loads(re.sub(CODE, lambda found: f"B{others[found[0]]:04d}", text))
 
 
-def first_found(keywords: str) -> str:
-    """Return the code of the first product that a search finds."""
+def first_found(asked: tuple[str, ...]) -> str:
+    """Return the code of the first product that a search for `asked` finds."""
     shop = open_shop(ShopConfig())
-    return shop.product(shop.search(keywords)[0]).asin
-
-
-def call(tool: str, argument: str, number: int) -> dict[str, Any]:
-    """Return the message with a call of one of the two tools; `number` is its place in the conversation."""
-    arguments = {"keywords" if tool == "search" else "target": argument}
-    function = {"name": tool, "arguments": arguments}
-    calls = [{"id": f"call_{number}", "type": "function", "function": function}]
-    return {"role": "assistant", "content": "", "tool_calls": calls}
-
-
-def shown(tool: str, page: str, number: int) -> dict[str, Any]:
-    """Return the message with the page that call `number` led to."""
-    return {"role": "tool", "name": tool, "tool_call_id": f"call_{number}", "content": page}
+    return shop.product(shop.search(" ".join(asked))[0]).asin
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:

@@ -16,6 +16,7 @@ Picture, PATTERNS, SIDE, REDUCTION = (
     load_object(f"pictures.py:{name}", HERE) for name in ("Picture", "PATTERNS", "SIDE", "REDUCTION")
 )
 write_jsonl = load_object("../quickstart/tiny_model.py:write_jsonl", HERE)
+add_call = load_object("../quickstart/transcripts.py:add_call", HERE)
 BRIEF_TEMPLATE, train_word_tokenizer = (
     load_object(f"../quickstart/word_tokenizer.py:{name}", HERE) for name in ("BRIEF_TEMPLATE", "train_word_tokenizer")
 )
@@ -94,17 +95,9 @@ def look(task: dict[str, Any], picture: Any, told: str, folder: Path) -> list[di
         tools = ImageTools(labels=False)
         tools.reset([folder / file], VIEW.to_json())
         tools.zoom(picture.where(ASKED))["observation"].save(folder / part, compress_level=1)
-    function = {"name": "zoom", "arguments": {"bbox_2d": picture.where(ASKED)}}
-    return [
-        {"role": "user", "content": [image(file), {"type": "text", "text": told}]},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": "call_1", "type": "function", "function": function}],
-        },
-        {"role": "tool", "name": "zoom", "tool_call_id": "call_1", "content": [image(str(part))]},
-        {"role": "assistant", "content": task["answer"], "weight": NAME_WEIGHT},
-    ]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": [image(file), {"type": "text", "text": told}]}]
+    add_call(messages, "zoom", {"bbox_2d": picture.where(ASKED)}, [image(str(part))])
+    return [*messages, {"role": "assistant", "content": task["answer"], "weight": NAME_WEIGHT}]
 
 
 def give_up(task: dict[str, Any], told: str) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import pytest
 
 from agentfactory.commands import eval_target
 from agentfactory.commands.eval_table import tables
+from agentfactory.commands.served_weights import trained_in
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.evaluate import Evaluation
@@ -82,6 +83,17 @@ def test_any_chat_endpoint_is_a_baseline(
     assert "step" not in figures(whole / "eval-2"), "nobody knows it of a server's own weights"
     by_messages, by_ids = figures(whole / "eval"), figures(whole / "eval-2")
     assert by_messages["eval/greedy/reward"] == by_ids["eval/greedy/reward"]
+
+
+def test_of_a_run_of_one_stage_it_is_the_last_checkpoint(project: Path) -> None:
+    run = project / "runs" / "mine"
+    recipe = load_recipe("recipe.yaml", purpose="eval")
+    assert trained_in(run, recipe, []) is None, "nothing is trained"
+    for step in (2, 10):
+        (run / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    assert trained_in(run, recipe, ["eval.samples=4"]) == run / "checkpoints" / "step-000010"
+    assert trained_in(run, recipe, ["model.path=x/y"]) is None
+    assert trained_in(run, load_recipe("recipe.yaml", ["server.url=http://h:1"], "eval"), []) is None
 
 
 def test_options_that_cannot_be_are_refused(project: Path) -> None:

@@ -80,12 +80,12 @@ BROKEN = {
     ),
     "a field of no row for an agent": (
         {},
-        ["tools=[]", "rollout.agent={command: [python, '${task.qestion}']}"],
+        ["tools=[]", "rollout.agent={command: [sh, '${task.qestion}']}"],
         ["rollout.agent.command.1", "'${task.qestion}'", "row 1 of data has no qestion", "fix: write ${task.question}"],
     ),
     "a field without `task` for an agent": (
         {},
-        ["tools=[]", "rollout.agent={command: [python, --ask, '${question}']}"],
+        ["tools=[]", "rollout.agent={command: [sh, --ask, '${question}']}"],
         ["rollout.agent.command.2", "${question} stands for nothing", "fix: write ${task.question}"],
     ),
     "two ways to a server": (

@@ -198,6 +198,23 @@ def test_call(recipe: Path, capsys: Output) -> None:
         assert capsys.readouterr().out == f"{printed}\n"
 
 
+def test_call_takes_overrides_before_the_tool(recipe: Path, capsys: Output) -> None:
+    assert tools("call", recipe, "limits.result_tokens=null", "mcp_servers.more.prefix=your_", "add", "a=40") == 0
+    assert capsys.readouterr().out == "42\n"
+    for arguments, told in (
+        (
+            ["add", "a=40", "limits.calls=1"],
+            "add has no such argument; fix: write overrides before TOOL",
+        ),
+        (["limts.calls=1", "add", "a=40"], "limts: unknown key 'limts'; fix: did you mean limits?"),
+    ):
+        assert tools("call", recipe, *arguments) == 2
+        assert told in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        tools("call", recipe, "limits.calls=1")
+    assert "arguments are required: TOOL" in capsys.readouterr().err
+
+
 def test_call_prints_what_a_tool_says_beside_its_result(recipe: Path, capsys: Output) -> None:
     recipe.write_text("tools: [things.py:submit]")
     assert tools("call", recipe, "submit", "answer=me") == 0

@@ -16,5 +16,4 @@ def test_reinforcement_finds_the_right_operation(tmp_path: Path, seed: int) -> N
     overrides = [setting.replace("train.", "grpo.train.") for setting in shortened(steps=20)]
     summary = train(RECIPE, seed, tmp_path, *overrides)
     assert summary["seed"] == seed
-    assert summary["success_before"] <= 0.25
     assert_risen(summary, full=0.80)

@@ -19,7 +19,6 @@ def test_a_network_learns_in_its_own_format(tmp_path: Path, model: str, seed: in
     prepare = f"prepare={PREPARE}:{model}"
     habit = train("sft.yaml", seed, tmp_path / "sft", prepare)
     hunt = train("grpo.yaml", seed, tmp_path / "grpo", *shortened(prepare, f"model.path={habit['checkpoint']}"))
-    assert hunt["success_before"] <= 0.25
     assert_risen(hunt, full=0.85)
 
     first, second = (read_json(Path(run["checkpoint"]) / "trainer_state.json")["renderer"] for run in (habit, hunt))

@@ -18,8 +18,7 @@ HELD_OUT_TASKS = 200
 def test_reinforcement_reverses_the_habit(tmp_path: Path, seed: int) -> None:
     summary = train("quickstart.yaml", seed, tmp_path)
     assert summary["seed"] == seed
-    assert summary["success_before"] <= 0.25
-    assert summary["greedy_before"] <= 0.10
+    assert_risen(summary, by=0.6, figures=("success", "greedy"))
     assert summary["success_after"] >= 0.85
     assert summary["greedy_after"] >= 0.95
 
@@ -45,7 +44,6 @@ def test_taking_turns_on_one_device_changes_nothing(tmp_path: Path, habit: Path)
     """placement.mode: time_share, on a CPU: the server sleeps during each update."""
     overrides = shortened(f"model.path={habit}", "placement.mode=time_share")
     summary = train("grpo.yaml", SEEDS[0], tmp_path, *overrides)
-    assert summary["success_before"] <= 0.25
     assert_risen(summary, full=0.85)
     stage = Path(summary["checkpoint"]).parents[1]
     steps = [json.loads(line) for line in (stage / "metrics.jsonl").open(encoding="utf-8")]

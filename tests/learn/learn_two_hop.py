@@ -14,5 +14,4 @@ RECIPE = str(REPOSITORY / "recipes" / "two_hop" / "two_hop.yaml")
 def test_reinforcement_finds_the_second_search(tmp_path: Path, seed: int) -> None:
     overrides = [setting.replace("train.", "grpo.train.") for setting in shortened(steps=15)]
     summary = train(RECIPE, seed, tmp_path, *overrides)
-    assert summary["success_before"] <= 0.25
     assert_risen(summary, full=0.80)

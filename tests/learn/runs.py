@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "quickstart"
@@ -26,11 +27,15 @@ def shortened(*overrides: str, steps: int = SHORT_STEPS) -> list[str]:
     return [*overrides, *([] if FULL else [f"train.steps={steps}"])]
 
 
-def assert_risen(summary: dict, full: float, short: float = 0.3) -> None:
-    """Success on held-out tasks is at least `full` after all steps; after fewer, it has risen by at least `short`."""
+def assert_risen(summary: dict, full: float = 0.0, by: float = 0.3, figures: Sequence[str] = ("success",)) -> None:
+    """Each of `figures` on held-out tasks has risen by at least `by`, and the first one to `full`, after all steps.
+
+    Where they begin is not judged: processors round in other ways, and so their warm starts end in other places.
+    """
     if FULL:
-        assert summary["success_after"] >= full
-    assert summary["success_after"] >= summary["success_before"] + short
+        assert summary[f"{figures[0]}_after"] >= full
+    for figure in figures:
+        assert summary[f"{figure}_after"] >= summary[f"{figure}_before"] + by, figure
 
 
 def train(recipe: str, seed: int, tmp_path: Path, *overrides: str) -> dict:

@@ -39,8 +39,22 @@ REFUSED = {
         "reinforce_pp or gae",
     ),
     "states that nobody tells": (["train.algorithm=gigpo"], "train.advantage.estimator", "anchors=observation"),
-    "states and a critic": ([*GIGPO, "train.algorithm=ppo"], "train.algorithm", "use gigpo, or remove the estimator"),
+    "states and a critic": (
+        [*GIGPO, "train.algorithm=ppo"],
+        "train.algorithm",
+        "use gigpo, or remove",
+    ),
     "states and the others' mean": ([*GIGPO, "train.algorithm=rloo"], "train.algorithm", "use gigpo"),
+    "critic and no critic": (
+        ["train.algorithm=ppo", "train.advantage.estimator=grpo"],
+        "train.algorithm",
+        "use grpo, or remove advantage.estimator",
+    ),
+    "two policy losses": (
+        ["train.algorithm=gspo", "train.loss.policy=cispo"],
+        "train.algorithm",
+        "use cispo",
+    ),
     "states and the batch's deviation": (
         [*GIGPO, "train.advantage.scale=batch"],
         "train.advantage.scale",

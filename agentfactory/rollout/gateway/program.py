@@ -30,6 +30,7 @@ from agentfactory.tools.workspaces import ChainProgram, check_kept, check_templa
 
 _FIELD = re.compile(r"\$\{task\.(\w+)\}")
 _BARE = re.compile(r"\$\{(\w+)\}")
+_SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts")
 _KEPT = 65536
 """How much of a program's output is kept, from its end."""
 _CHUNK = 8192
@@ -41,6 +42,12 @@ class ProgramAgent(ClientAgent):
 
     def __init__(self, config: AgentConfig, base: Path) -> None:
         """Raises SettingError if a variable of `env` is not set, or files and folders cannot be used."""
+        for number, part in enumerate(config.command):
+            # of other paths nobody knows whether the program reads or writes them
+            if os.path.isabs(part) and part.endswith(_SCRIPTS) and not os.path.isfile(part):
+                raise SettingError(
+                    f"rollout.agent.command.{number}", f"{part}: no such file", "name an existing script"
+                )
         self._command = program_of(config.command[0], config.command[1:], base)
         self._env = expand_variables("rollout.agent.env", config.env)
         self._texts = {f"rollout.agent.command.{number}": part for number, part in enumerate(config.command)}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.tools.alfworld.generator import Package
+from agentfactory.tools.alfworld.paths import expanded_path
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import is_installed, own_python
 from agentfactory.tools.killable import KillableProcess
@@ -203,6 +204,18 @@ class _Process:
             self._process.end()
 
 
+def found_python(python: str | None) -> str | None:
+    """Return the Python that has the packages as an absolute path; null: this one. Raises SettingError as
+    `check_python`, or if a variable in `python` is not set."""
+    try:
+        found = None if python is None else str(expanded_path("python", python))
+    except SettingError as error:
+        fix = f"{error.fix}, of a Python with the package alfworld; `make alfworld` installs .venv-alfworld/bin/python"
+        raise SettingError(error.field, error.problem, fix) from None
+    check_python(found)
+    return found
+
+
 def check_python(python: str | None) -> None:
     """Raise SettingError if a Python (null: this one) cannot be run, or lacks ALFWorld's packages. Imports nothing."""
     if python is None:
@@ -212,9 +225,13 @@ def check_python(python: str | None) -> None:
         try:
             asked = subprocess.run(own_python("-c", question, executable=python), capture_output=True, text=True)
         except OSError as error:
-            raise SettingError("python", f"{python} cannot be run: {error.strerror}", "name a Python") from error
+            raise SettingError(
+                "python", f"{python} cannot be run: {error.strerror}", "name a Python that has alfworld"
+            ) from error
         if asked.returncode:
-            raise SettingError("python", f"{python} fails: {asked.stderr.strip()[-200:]}", "name a Python")
+            raise SettingError(
+                "python", f"{python} fails: {asked.stderr.strip()[-200:]}", "name a Python that has alfworld"
+            )
         lacking = [name for name in PACKAGES if name in asked.stdout]
     if lacking:
         where = "here" if python is None else f"where {python} is"

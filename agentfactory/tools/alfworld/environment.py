@@ -4,10 +4,9 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from agentfactory.tools.alfworld.engine import Engine, GameError, Play, Scene, check_python
+from agentfactory.tools.alfworld.engine import Engine, GameError, Play, Scene, found_python
 from agentfactory.tools.alfworld.games import Games, GeneratedGames, PublishedGames, Split
 from agentfactory.tools.alfworld.generator import TaskType
-from agentfactory.tools.alfworld.paths import expanded_path
 from agentfactory.tools.environment import Environment
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.shared import Shared
@@ -159,11 +158,3 @@ def alfworld_tasks(
     if not rows:
         raise SettingError("types", f"{split} has no games of {', '.join(wanted)}", "use another split, or more types")
     return iter(rows)
-
-
-def found_python(python: str | None) -> str | None:
-    """Return the Python that has the packages as an absolute path; null: this one. Raises SettingError as
-    `check_python`."""
-    found = None if python is None else str(expanded_path("python", python))
-    check_python(found)
-    return found

@@ -7,38 +7,55 @@ Each game is won by its walkthrough before it is written. A run that was ended i
 import argparse
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
-from agentfactory.tools.alfworld.engine import Engine, check_python
-from agentfactory.tools.alfworld.games import FOLDER, GAME, TRAJECTORY, GeneratedGames, Split
+from agentfactory.tools.alfworld.engine import Engine, found_python
+from agentfactory.tools.alfworld.games import COUNTS, FOLDER, GAME, TRAJECTORY, GeneratedGames, Split
 from agentfactory.tools.alfworld.generator import Game, TaskType
 from agentfactory.tools.disk import write_whole
 from agentfactory.tools.errors import SettingError
+from agentfactory.tools.messages import ToolInfrastructureError
 
 
 def main() -> None:
-    """Parse the command line and write; exit with status 2 and the reason if something is missing."""
+    """Parse the command line and write. Exit with the reason: status 2 if nothing was done, 1 if writing failed, 130 if
+    it was interrupted."""
     parser = argparse.ArgumentParser("python -m agentfactory.tools.alfworld.write_games", description=__doc__)
     parser.add_argument("folder", type=Path, help="folder to write; ALFWORLD_DATA may name it")
     for split in Split:
-        parser.add_argument(f"--{split}", type=int, default=0, metavar="N", help="games of this split")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--python", help="the Python that has the package alfworld")
+        about = f"games of this split, at most {COUNTS[split]}; default: 0"
+        parser.add_argument(f"--{split}", type=int, default=0, metavar="N", help=about)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="other games; default: 0")
+    about = "the Python that has the package alfworld, such as .venv-alfworld/bin/python; default: this one"
+    parser.add_argument("--python", metavar="FILE", help=about)
     options = parser.parse_args()
+    counts = {split: getattr(options, split) for split in Split}
+    for split, count in counts.items():
+        if not 0 <= count <= COUNTS[split]:
+            parser.error(f"--{split}: got {count}; fix: give 0 to {COUNTS[split]}")
+    if not any(counts.values()):
+        parser.error(f"no games are asked for; fix: give {' or '.join(f'--{split} N' for split in Split)}")
+    if options.folder.exists() and not options.folder.is_dir():
+        parser.error(f"folder: {options.folder} is a file; fix: name a folder")
     try:
-        check_python(options.python)
+        python = found_python(options.python)
     except SettingError as error:
-        parser.error(str(error))
+        parser.error(str(error.at(field="--python")))
     cores = os.cpu_count() or 1
-    engine = Engine(cores, 200, options.python)
+    engine = Engine(cores, 200, python)
     try:
-        counts = {split: getattr(options, split) for split in Split}
         for number, file in enumerate(write_games(engine, options.folder, counts, options.seed, cores), 1):
             print(f"\r{number} of {sum(counts.values())}: {file.parent}", end="", flush=True)
         print()
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on", file=sys.stderr)
+        sys.exit(130)
+    except (ToolInfrastructureError, ValueError, OSError) as error:
+        sys.exit(f"\nfailed: {error}; the same command goes on")
     finally:
         engine.close()
 
