@@ -26,6 +26,7 @@ from agentfactory.doctor.recipe import (
     check_rewards,
     check_servers,
     check_vllm,
+    has_tasks,
     open_files,
     runs_code,
     starts_server,
@@ -110,9 +111,9 @@ def _checks(recipe: Recipe, gpus: int) -> Iterator[tuple[str, Check]]:
     yield "run folder", partial(check_output, recipe)
     yield "memory", lambda: check_fit(recipe, memory_room())
     yield "hub", partial(check_hub, recipe)
-    if runs_chains(recipe, "train") and Path(recipe.model.path).is_dir():
+    if runs_chains(recipe, "train"):
         yield "format", partial(check_format, recipe)
-    if recipe.rewards and recipe.data is not None and recipe.data.file is not None and recipe.data.file.exists():
+    if recipe.rewards and has_tasks(recipe):
         yield "rewards", partial(check_rewards, recipe)
     if starts_server(recipe):
         yield "port", partial(check_address, recipe)

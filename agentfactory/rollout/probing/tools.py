@@ -37,7 +37,9 @@ def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parse
     try:
         text = fit_calls(template, parser, specs)
     except RenderError as error:
-        raise (unseen if ignores else error) from error
+        fit = _fitting_formats(template)
+        named = RenderError(f"{error}; {_use(fit)}") if fit else error
+        raise (unseen if ignores else named) from error
     turn = text.rpartition("wordask")[2]
     words = behaviour.closings.words
     if not any(reads_call_at(closing) for closing in (words, Closing(end=template.trailing_token(text)))):
@@ -171,9 +173,23 @@ def reads_call(template: ChatTemplate, parser: Parser) -> tuple[str, list[Call]]
 
 def _formats_that_read(template: ChatTemplate) -> str:
     """Suggest formats for a template whose calls the chosen parser cannot read."""
-    native = {name: parser for name in PARSERS if (parser := load_parser(name)).native}
-    fit = [n for n, parser in native.items() if reads_call(ChatTemplate(template.tokenizer, template.source), parser)]
-    return f"use rollout.parser={' or '.join(fit)}" if fit else f"none of {', '.join(native)} does; {_plain_text()}"
+    fit = _fitting_formats(template)
+    return _use(fit) if fit else f"none of {', '.join(_native())} does; {_plain_text()}"
+
+
+def _fitting_formats(template: ChatTemplate) -> list[str]:
+    """Return the native formats that read a call as the template writes it."""
+    return [
+        n for n, parser in _native().items() if reads_call(ChatTemplate(template.tokenizer, template.source), parser)
+    ]
+
+
+def _native() -> dict[str, Parser]:
+    return {name: parser for name in PARSERS if (parser := load_parser(name)).native}
+
+
+def _use(formats: list[str]) -> str:
+    return f"use rollout.parser={' or '.join(formats)}"
 
 
 def _plain_text() -> str:
