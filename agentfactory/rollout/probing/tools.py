@@ -31,7 +31,7 @@ def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parse
     def reads_call_at(closing: Closing) -> bool:
         return parser.parse(said(text, opened, behaviour.tags, parser, closing), PROBE_TOOLS).calls == expected
 
-    ignores = not all(spec.name in opened for spec in PROBE_TOOLS)
+    ignores = not shows_tools(opened)
     unseen = RenderError(f"the chat template ignores `tools`: the model would not know of them; {_plain_text()}")
     messages, expected = probe_calls(parser, 1)
     try:
@@ -88,6 +88,18 @@ def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parse
         )
     if not behaviour.complains_as_tool:
         behaviour.notes.append("has no tool message without a call: a user message tells of a malformed call")
+
+
+def shows_tools(text: str) -> bool:
+    """Return whether a conversation's text describes the tools of the probes."""
+    return all(spec.name in text for spec in PROBE_TOOLS)
+
+
+def fit_tools(template: ChatTemplate, messages: list[Message], specs: Tools) -> bool:
+    """Find out whether a template that ignores `tools` takes them in the system message."""
+    template.tools_in_system = True
+    template.tools_in_system = all(shows(template, messages, specs, spec.name) for spec in PROBE_TOOLS)
+    return template.tools_in_system
 
 
 def _probe_two_calls(
