@@ -111,13 +111,11 @@ def check_rewards(recipe: Recipe) -> Iterator[Finding]:
 
 def check_format(recipe: Recipe) -> Iterator[Finding]:
     """Check that the model's chat template can serve: which tool-call format it has, what becomes of reasoning, and
-    what the first prompt is. Nothing is said of a model that is not on this machine."""
+    what the first prompt is."""
     try:
         info = try_template(recipe)
     except SettingError as error:
         yield problem("format", error.told, error.fix)
-        return
-    if info is None:
         return
     yield ok("format", f"{info['parser']}: {info['reasons'][0]}; rows: {info['choice']}, {info['rows']}")
     if has_tasks(recipe) and not _has_own_loop(recipe):

@@ -209,16 +209,13 @@ def try_sources(recipe: Recipe, purpose: Purpose) -> list[SettingError]:
     return lacks
 
 
-def try_template(recipe: Recipe) -> dict[str, Any] | None:
-    """Probe the chat template of the recipe's model, and return what is found; None if the model is not on this
-    machine. Raises SettingError if it cannot serve: if `rollout.parser` does not read what it writes, for one."""
+def try_template(recipe: Recipe) -> dict[str, Any]:
+    """Probe the chat template of the recipe's model, and return what is found. Raises SettingError if it cannot serve:
+    if `rollout.parser` does not read what it writes, for one."""
     # imported here, because it imports transformers
     from agentfactory.rollout.load_renderer import load_renderer
     from agentfactory.rollout.templates import RenderError
-    from agentfactory.rollout.tokenizer import has_tokenizer
 
-    if not has_tokenizer(recipe.model.path):
-        return None
     if not Path(recipe.model.path).is_dir():
         use_hub_if_it_answers()
     rollout, tools = recipe.rollout, bool(recipe.tools or recipe.mcp_servers)

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
@@ -27,11 +26,6 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         problem = f"{path} has no tokenizer that transformers can load: {error}"
         raise SettingError("model.path", problem, "name a model with its tokenizer") from error
-
-
-def has_tokenizer(path: str) -> bool:
-    """Return whether the tokenizer of a model folder or hub name is on this machine."""
-    return Path(path).is_dir() or isinstance(try_to_load_from_cache(path, "tokenizer_config.json"), str)
 
 
 def generation_eos(path: str) -> list[int]:
