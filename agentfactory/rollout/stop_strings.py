@@ -30,8 +30,22 @@ class StopWatch:
         self._decode = decode
         # a token stands for at least one byte, and the first of a window may begin in the middle of a character
         self._window = max(len(stop.encode()) for stop in stops) + 4
+        ends = {stop[-1] for stop in stops}
+        # a decoder may leave out a space at the beginning, and shows no part of a character
+        self._ends = ends if all(end.isascii() and end != " " for end in ends) else None
+        self._may_complete: dict[int, bool] = {}
 
     def completed(self, tokens: list[int]) -> str | None:
         """Return the stop string that the last of `tokens` completes."""
+        if not self._may(tokens[-1]):
+            return None
         found = find_stop(self._decode(tokens[-self._window :]), self._stops)
         return None if found is None else found[1]
+
+    def _may(self, token: int) -> bool:
+        """Return whether a token has the last character of a stop string: most have not, and decoding takes time."""
+        if self._ends is None:
+            return True
+        if token not in self._may_complete:
+            self._may_complete[token] = not self._ends.isdisjoint(self._decode([token]))
+        return self._may_complete[token]

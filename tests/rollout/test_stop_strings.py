@@ -41,10 +41,18 @@ def test_the_string_that_is_complete_first_is_found() -> None:
     assert find_stop("ab", []) is None
 
 
-@pytest.mark.parametrize("text", ["a\nObservation: b", "\u20ac\nObservation:", "\nObservation:\u20ac\u20ac and more"])
-def test_a_turn_ends_with_the_token_that_completes_the_string(text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "stop"),
+    [
+        ("a\nObservation: b", "\nObservation:"),
+        ("\u20ac\nObservation:", "\nObservation:"),
+        ("\nObservation:\u20ac\u20ac and more", "\nObservation:"),
+        ("a \u20ac\u20ac\u20ad b", "\u20ac\u20ad"),
+        ("so: yes ", "yes "),
+    ],
+)
+def test_a_turn_ends_with_the_token_that_completes_the_string(text: str, stop: str) -> None:
     tokenizer = make_tokenizer(trl_template("qwen2_5"))
-    stop = "\nObservation:"
 
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False)
