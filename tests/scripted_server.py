@@ -16,10 +16,12 @@ Script = Callable[[list[int]], list[int]]
 
 @dataclass
 class ScriptedServer:
-    """`script` answers each prompt; `requests` and `responses` keep what passed. `delay` is in seconds."""
+    """`script` answers each prompt; `requests` and `responses` keep what passed. `delay` is in seconds. With `decode`,
+    which gives the text of ids, it stops at the stop strings of a request."""
 
     script: Script
     delay: float = 0.0
+    decode: Callable[[list[int]], str] | None = None
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     responses: list[list[int]] = field(default_factory=list)
@@ -31,11 +33,18 @@ class ScriptedServer:
         ids = self.script(body["token_ids"])
         cut = len(ids) > limit
         ids = ids[:limit]
+        stop = None
+        for count in range(1, len(ids) + 1) if self.decode else ():
+            text = self.decode(ids[:count])
+            if stop := next((stop for stop in body["sampling_params"].get("stop", []) if stop in text), None):
+                ids, cut = ids[:count], False
+                break
         self.requests.append(body)
         self.responses.append(ids)
         choice = {
             "index": 0,
             "finish_reason": "length" if cut else "stop",
+            "stop_reason": stop,
             "token_ids": ids,
             "logprobs": {"content": [{"token_id": i, "logprob": -1.0} for i in ids]},
             "weight_versions": [{"version": "0", "start": 0, "end": len(ids)}],
@@ -47,9 +56,11 @@ class ScriptedServer:
 
 
 @asynccontextmanager
-async def serve_script(script: Script, delay: float = 0.0) -> AsyncIterator[ScriptedServer]:
+async def serve_script(
+    script: Script, delay: float = 0.0, decode: Callable[[list[int]], str] | None = None
+) -> AsyncIterator[ScriptedServer]:
     """Run the server on a free loopback port."""
-    server = ScriptedServer(script, delay)
+    server = ScriptedServer(script, delay, decode)
     app = web.Application(client_max_size=1 << 26)
     app.add_routes([web.post("/inference/v1/generate", server.generate), web.get("/openapi.json", server.describe)])
     runner = web.AppRunner(app)

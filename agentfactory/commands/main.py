@@ -127,8 +127,9 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
     from agentfactory.launching.plan import describe_memory, plan_run
     from agentfactory.launching.run_folder import RunFolderError, check_free
     from agentfactory.placement.placement import PlacementError, place
-    from agentfactory.recipe.checks import try_sources
+    from agentfactory.recipe.checks import runs_chains, try_sources, try_template
     from agentfactory.recipe.schema import stages_of
+    from agentfactory.rollout.hub import has_tokenizer
     from agentfactory.tools.errors import SettingError
 
     def comment(text: str) -> None:
@@ -142,6 +143,9 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
         for stage in stages_of(recipe):
             for unchecked in try_sources(stage, options.command):
                 comment(f"not checked here: {unchecked}")
+            if runs_chains(stage, options.command) and has_tokenizer(stage.model.path):
+                found = try_template(stage)
+                comment(f"tool calls in {stage.name}: {found['parser']}; rows: {found['choice']}")
         if options.command == "train":
             plan = plan_run(recipe, options.resume, options.overwrite)
             for line in plan.describe():

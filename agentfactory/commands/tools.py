@@ -28,7 +28,6 @@ from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.hub import use_hub_if_it_answers
 from agentfactory.rollout.images.files import with_files
 from agentfactory.rollout.images.parts import clean_row
-from agentfactory.rollout.prompt import opening_messages
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.tools.config import McpServerConfig, ToolsRecipe
 from agentfactory.tools.environment import Environment
@@ -77,8 +76,8 @@ def run(options: argparse.Namespace) -> None:
 
     Raises:
         SettingError, ToolsCommandError: nothing was done.
-        ToolsFailed: a server cannot be used, or the call failed.
-        ToolsUnchecked: `check` found no fault, but could not check everything.
+        ToolsFailed: a server cannot be used, the call failed, or a prompt cannot be shown.
+        ToolsUnchecked: `check` found no fault, but could not check everything, or a prompt is not that of a task.
     """
     whole = load_recipe(options.recipe, options.overrides, "tools")
     recipe, prepared = stages_of(whole)[-1], whole.output / "prepared" if whole.prepare else None
@@ -261,25 +260,21 @@ async def _list(recipe: Recipe, as_json: bool) -> None:
 async def _prompt(recipe: Recipe, images: Path) -> None:
     """Print the first prompt of a chain on the first row of the data, as a run would send it."""
     # imported here, because it imports transformers
-    from agentfactory.rollout.first_prompt import describe_prompt
-    from agentfactory.rollout.load_renderer import load_renderer
+    from agentfactory.rollout.first_prompt import describe_first_prompt
 
-    task = next(iter(_first_rows(recipe, images)[0]), {})
-    task = task if {"question", "messages"} & task.keys() else {**task, "question": "(the question of a task)"}
-    rollout = recipe.rollout
     try:
-        async with open_toolset(recipe, Path.cwd()) as toolset, toolset.chain("prompt", task) as session:
-            messages = opening_messages(task, rollout.system_prompt)
-            if session.opening:
-                messages.append({"role": "user", "content": session.opening})
-            if not os.path.isabs(recipe.model.path):
-                use_hub_if_it_answers()
-            renderer = load_renderer(
-                recipe.model, rollout.parser, reasoning=rollout.reasoning, tools=bool(toolset.specs), base=Path.cwd()
-            )
-            print(describe_prompt(renderer, messages, toolset.specs))
+        rows, origin = _first_rows(recipe, images)
+    except ToolsCommandError as error:
+        rows, origin = [], str(error).removesuffix(", or give --task")
+    if not os.path.isabs(recipe.model.path):
+        use_hub_if_it_answers()
+    try:
+        async for part in describe_first_prompt(recipe, next(iter(rows), {}), Path.cwd()):
+            print(part, flush=True)
     except (ToolInfrastructureError, ValueError) as error:
         raise ToolsFailed(str(error)) from error
+    if not rows:
+        raise ToolsUnchecked(f"this is not the prompt of a task: {origin}")
 
 
 async def _check(recipe: Recipe, prepared: Path | None, task: Task | None, images: Path) -> None:

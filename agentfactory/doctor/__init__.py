@@ -26,6 +26,7 @@ from agentfactory.doctor.recipe import (
     check_rewards,
     check_servers,
     check_vllm,
+    has_tasks,
     open_files,
     runs_code,
     starts_server,
@@ -33,6 +34,7 @@ from agentfactory.doctor.recipe import (
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
+from agentfactory.rollout.hub import has_tokenizer
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.memory import memory_room
 
@@ -110,9 +112,9 @@ def _checks(recipe: Recipe, gpus: int) -> Iterator[tuple[str, Check]]:
     yield "run folder", partial(check_output, recipe)
     yield "memory", lambda: check_fit(recipe, memory_room())
     yield "hub", partial(check_hub, recipe)
-    if runs_chains(recipe, "train") and Path(recipe.model.path).is_dir():
+    if runs_chains(recipe, "train") and (Path(recipe.model.path).is_dir() or has_tokenizer(recipe.model.path)):
         yield "format", partial(check_format, recipe)
-    if recipe.rewards and recipe.data is not None and recipe.data.file is not None and recipe.data.file.exists():
+    if recipe.rewards and has_tasks(recipe):
         yield "rewards", partial(check_rewards, recipe)
     if starts_server(recipe):
         yield "port", partial(check_address, recipe)

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import indent
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -16,19 +17,21 @@ from packaging.requirements import Requirement
 from agentfactory.doctor.finding import Finding, gib, ok, problem, warning
 from agentfactory.doctor.machine import existing
 from agentfactory.placement.placement import place
-from agentfactory.recipe.checks import runs_chains
+from agentfactory.recipe.checks import runs_chains, try_template
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.client import NEEDED_ROUTES, missing_routes
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.images.files import with_files
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.serving import address_fault
+from agentfactory.tools.errors import SettingError
 from agentfactory.tools.import_path import own_python
-from agentfactory.tools.messages import EnvironmentReward
+from agentfactory.tools.messages import EnvironmentReward, ToolInfrastructureError
 
 _ANSWERS_WITHIN = 10.0
 """Seconds within which a server or the hub must answer."""
 _TRIED_ROWS = 3
+_SHOWN_CHARACTERS = 1200
 _WEIGHTS = ("*.safetensors", "*.bin")
 _CODE = ("code_interpreter", "code_tests", "image_interpreter")
 """Prebuilt tools and rewards that run code."""
@@ -107,19 +110,52 @@ def check_rewards(recipe: Recipe) -> Iterator[Finding]:
 
 
 def check_format(recipe: Recipe) -> Iterator[Finding]:
-    """Check that the model's chat template can serve: which tool-call format it has, and what becomes of reasoning."""
-    # imported here, because it imports transformers
-    from agentfactory.rollout.load_renderer import load_renderer
-
-    rollout = recipe.rollout
+    """Check that the model's chat template can serve: which tool-call format it has, what becomes of reasoning, and
+    what the first prompt is."""
     try:
-        tools = bool(recipe.tools or recipe.mcp_servers)
-        info = load_renderer(recipe.model, rollout.parser, reasoning=rollout.reasoning, tools=tools).info
-    except ValueError as error:
-        yield problem("format", str(error), "rollout.parser or model.chat_template, as it says")
+        info = try_template(recipe)
+    except SettingError as error:
+        yield problem("format", error.told, error.fix)
         return
-    text = f"{info['parser']}: {info['reasons'][0]}; rows: {info['choice']}, {info['rows']}"
-    yield ok("format", f"{text}; `agentfactory tools list RECIPE --prompt` prints the first prompt")
+    yield ok("format", f"{info['parser']}: {info['reasons'][0]}; rows: {info['choice']}, {info['rows']}")
+    if has_tasks(recipe) and not _has_own_loop(recipe):
+        yield from _show_prompt(recipe)
+
+
+def has_tasks(recipe: Recipe) -> bool:
+    """Return whether the recipe's tasks are in a file here."""
+    return recipe.data is not None and recipe.data.file is not None and recipe.data.file.exists()
+
+
+def _has_own_loop(recipe: Recipe) -> bool:
+    """Return whether an agent of the user's asks for the turns: then it alone knows the first prompt."""
+    from agentfactory.rollout.agent import load_agent
+    from agentfactory.rollout.gateway.agents import ClientAgent
+
+    return isinstance(load_agent(recipe.rollout.agent, Path.cwd()), ClientAgent)
+
+
+def _show_prompt(recipe: Recipe) -> Iterator[Finding]:
+    """Begin a chain on the first task, and show its first prompt and a made call, both shortened."""
+    # imported here, because it imports transformers
+    from agentfactory.rollout.first_prompt import describe_first_prompt
+
+    assert recipe.data is not None
+    task = load_tasks(recipe.data)[0]
+
+    async def describe(images: Path) -> str:
+        shown = describe_first_prompt(recipe, with_files(task, images), Path.cwd(), _SHOWN_CHARACTERS)
+        return "\n".join([part async for part in shown])
+
+    try:
+        with TemporaryDirectory(prefix="agentfactory-images-") as images:
+            text = asyncio.run(describe(Path(images)))
+    except (ToolInfrastructureError, ValueError) as error:
+        fix = "correct it; `agentfactory tools list RECIPE --prompt` shows how far it gets"
+        yield problem("prompt", str(error), fix)
+        return
+    told = "that of the first task; in full, and with all ids: `agentfactory tools list RECIPE --prompt`"
+    yield ok("prompt", f"{told}\n{indent(text, ' ' * 9)}")
 
 
 def check_fit(recipe: Recipe, room: int) -> Iterator[Finding]:

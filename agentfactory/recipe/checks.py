@@ -209,6 +209,25 @@ def try_sources(recipe: Recipe, purpose: Purpose) -> list[SettingError]:
     return lacks
 
 
+def try_template(recipe: Recipe) -> dict[str, Any]:
+    """Probe the chat template of the recipe's model, and return what is found. Raises SettingError if it cannot serve:
+    if `rollout.parser` does not read what it writes, for one."""
+    # imported here, because it imports transformers
+    from agentfactory.rollout.load_renderer import load_renderer
+    from agentfactory.rollout.templates import RenderError
+
+    if not Path(recipe.model.path).is_dir():
+        use_hub_if_it_answers()
+    rollout, tools = recipe.rollout, bool(recipe.tools or recipe.mcp_servers)
+    try:
+        return load_renderer(
+            recipe.model, rollout.parser, reasoning=rollout.reasoning, tools=tools, base=Path.cwd()
+        ).info
+    except RenderError as error:
+        fix = "change rollout.parser or model.chat_template, as it says"
+        raise SettingError("rollout.parser", f"got {rollout.parser!r}, and {error}", fix) from error
+
+
 def _used_data(recipe: Recipe, purpose: Purpose) -> dict[str, DataConfig]:
     """Return the sections of data that this command reads."""
     is_used = {

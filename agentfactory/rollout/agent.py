@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
@@ -93,23 +93,41 @@ class Turn:
             )
         text = prefix if after is not None else self.prefix + prefix
         context = self.renderer.encode(text) if text else []
+        so_far = sum(after.mask) if after else 0
+        end = self.budget.turn if max_tokens is None else min(self.budget.turn, so_far + max_tokens)
+        whole = await self._sample_up_to(end, after, context)
+        while whole.stop is not None and sum(whole.mask) < end:
+            # a stop string in the reasoning ends no turn
+            longer = await self._sample_up_to(end, whole, [])
+            if longer is whole:
+                break
+            whole = longer
+        if whole.stop is not None:
+            whole = replace(whole, cut=True, stop=None)
+        if whole is not after:
+            self.made.append(whole)
+        return whole
+
+    async def _sample_up_to(self, end: int, after: Completion | None, context: list[int]) -> Completion:
+        """Sample until the turn has `end` sampled tokens, at most, after `after` and `context`; return all of it. Its
+        `stop` is set if the server ended it at a stop string that ends no turn. If no token is left, `after` is
+        returned unchanged. Raises ContextOverflowError if there is none."""
         more = [*(after.token_ids if after else []), *context]
         ids = [*self.row, *more] if more else self.row
-        left = self.budget.turn - (sum(after.mask) if after else 0)
-        most = min(left if max_tokens is None else min(left, max_tokens), self.budget.row - len(ids))
-        if most > 0:
-            try:
-                sampled = await self.generate(ids, most, next(self.requests))
-            except ContextOverflowError:
-                if after is None:
-                    raise
+        most = min(end - (sum(after.mask) if after else 0), self.budget.row - len(ids))
+        if most < 1:
+            if after is not None:
                 return after
-            whole = _join(after, context, sampled)
-            self.made.append(whole)
-            return whole
-        if after is not None:
+            raise ContextOverflowError(f"the turn begins with {len(ids)} tokens, of {self.budget.row}")
+        try:
+            sampled = await self.generate(ids, most, next(self.requests))
+        except ContextOverflowError:
+            if after is None:
+                raise
             return after
-        raise ContextOverflowError(f"the turn begins with {len(ids)} tokens, of {self.budget.row}")
+        whole = _join(after, context, sampled)
+        count = self.renderer.stopped(whole.token_ids)
+        return whole if count is None else whole.beginning(count)
 
     def parse(self, completion: Completion) -> Parsed:
         """Parse a turn with `rollout.parser`."""
@@ -129,6 +147,7 @@ def _join(after: Completion | None, context: list[int], sampled: Completion) -> 
         ],
         sampled.cut,
         [*start.mask, *[0] * len(context), *sampled.mask],
+        sampled.stop,
     )
 
 

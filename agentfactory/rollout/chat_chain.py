@@ -27,6 +27,7 @@ from agentfactory.rollout.reasoning_tags import split_reasoning
 from agentfactory.rollout.renderer import Parsed
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.stop_strings import find_stop
 from agentfactory.rollout.trajectory import Activity, Row, Trajectory
 from agentfactory.rollout.transcript import transcript
 from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec, text_of
@@ -109,6 +110,7 @@ class ChatWords:
         # the endpoint gets images in the size that the policy would see
         self.sight = None if images is None else _load_sight(recipe, images)
         self.stop_token_ids: list[int] = []
+        self.stops = parser.stops
         self.info: dict[str, Any] = {"choice": "chat endpoint"}
         self._tokens = None
         if recipe.limits.result_tokens is not None:
@@ -123,7 +125,9 @@ class ChatWords:
         thought = {"reasoning_content": str(reasoning)} if reasoning else {}
         if not self.parser.native:
             said: Message = {"role": "assistant", "content": content, **thought}
-            found = self.parser.parse(split_reasoning(content, opened=False)[2], specs)
+            rest = split_reasoning(content, opened=False)[2]
+            stop = find_stop(rest, self.stops)
+            found = self.parser.parse(rest if stop is None else rest[: stop[0]], specs)
             calls = [ToolCall(f"call_{first_call + n}", *call) for n, call in enumerate(found.calls)]
             return Parsed(said, [] if found.error else calls, found.error, found.answer)
         made = []
@@ -166,6 +170,10 @@ class ChatWords:
         raise TypeError("a chat endpoint gives no token ids")
 
     def decode(self, ids: list[int]) -> str:
+        """Raises TypeError, as `parse` does."""
+        raise TypeError("a chat endpoint gives no token ids")
+
+    def stopped(self, ids: list[int]) -> int | None:
         """Raises TypeError, as `parse` does."""
         raise TypeError("a chat endpoint gives no token ids")
 

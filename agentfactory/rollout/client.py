@@ -56,6 +56,8 @@ class Completion:
     versions: list[Span]
     cut: bool
     mask: list[int]
+    stop: str | None = None
+    """The stop string at which the server ended the turn."""
 
     def beginning(self, count: int) -> "Completion":
         """Return the turn as if it had ended after its first `count` tokens."""
@@ -320,6 +322,8 @@ def _completion(text: str) -> Completion | None:
         # vLLM returns no span for a turn without tokens
         versions = [Span(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or []]
         count = len(token_ids)
+        reason = choice.get("stop_reason")  # of a stop token, it is the token
+        stop = reason if isinstance(reason, str) else None
     except json.JSONDecodeError as error:
         raise InferenceError(f"the server's answer is no JSON: {error}: {text[:200]}") from error
     except (KeyError, TypeError, IndexError) as error:
@@ -336,4 +340,4 @@ def _completion(text: str) -> Completion | None:
         edges = (0, span.start, span.end, count)
         if type(span.version) is not str or any(type(edge) is not int for edge in edges) or sorted(edges) != [*edges]:
             raise InferenceError(f"the server sent {span} as the weights of {count} tokens")
-    return Completion(token_ids, logprobs, versions, choice["finish_reason"] == "length", [1] * count)
+    return Completion(token_ids, logprobs, versions, choice["finish_reason"] == "length", [1] * count, stop)

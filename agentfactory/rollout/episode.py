@@ -170,13 +170,15 @@ class Episode:
         return completion, parsed
 
     def _turn(self, prefix: str = "") -> Turn:
-        number = self.trajectory.turns
+        number, stops = self.trajectory.turns, self.renderer.stops
 
         async def generate(ids: Sequence[int], most: int, sample: int) -> Completion:
             with self.timeline.measure(Activity.MODEL, number):
                 row = self.row
                 encoded = self._encoded if ids is row.token_ids else None
-                return await self.setup.sampler.sample(ids, self.sampling, number, most, sample, row.images, encoded)
+                return await self.setup.sampler.sample(
+                    ids, self.sampling, number, most, sample, row.images, encoded, stops
+                )
 
         return Turn(
             messages=self.context.messages,

@@ -1,58 +1,114 @@
 """What a model reads first: text and ids of a prompt, with a made call and its answer, as a chain has them."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from agentfactory.rollout.parsers import NativeParser
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.data import Task
+from agentfactory.rollout.load_renderer import load_renderer
+from agentfactory.rollout.parsers import Call, NativeParser
 from agentfactory.rollout.parsers.parser import parameters
+from agentfactory.rollout.prompt import opening_messages
 from agentfactory.rollout.template_renderer import TemplateRenderer
 from agentfactory.tools.messages import Message, ToolResult, ToolSpec
+from agentfactory.tools.toolset import open_toolset
 
 _MADE: dict[str, Any] = {"integer": 1, "number": 0.5, "boolean": True, "array": [], "object": {}, "null": None}
 
 
-def describe_prompt(renderer: TemplateRenderer, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> str:
-    """Describe the first prompt of a chain that `messages` open, in lines for a person: which format it is and why, the
-    text, the ids, a made call of the first tool and what follows it. Raises ValueError if it cannot be rendered."""
+async def describe_first_prompt(
+    recipe: RolloutRecipe, task: Task, base: Path = Path(), most: int | None = None
+) -> AsyncIterator[str]:
+    """Begin a chain of a recipe on `task`, and yield what `describe_prompt` does of its prompt. Raises ValueError or
+    ToolInfrastructureError for what cannot be shown."""
+    rollout = recipe.rollout
+    task = task if {"question", "messages"} & task.keys() else {**task, "question": "(the question of a task)"}
+    async with open_toolset(recipe, base) as toolset, toolset.chain("prompt", task) as session:
+        messages = opening_messages(task, rollout.system_prompt)
+        if session.opening:
+            messages.append({"role": "user", "content": session.opening})
+        tools = bool(toolset.specs)
+        renderer = load_renderer(recipe.model, rollout.parser, reasoning=rollout.reasoning, tools=tools, base=base)
+        if rollout.assistant_prefix:
+            yield f"each turn is made to begin with: {rollout.assistant_prefix!r}"
+        for part in describe_prompt(renderer, messages, toolset.specs, most):
+            yield part
+
+
+def describe_prompt(
+    renderer: TemplateRenderer, messages: Sequence[Message], specs: Sequence[ToolSpec], most: int | None = None
+) -> Iterator[str]:
+    """Yield what a person may want to know of the first prompt of a chain that `messages` open: which format it is and
+    why, the text, the ids, a made call of a tool and what follows it. Of each text and of its ids, `most` characters
+    are shown; None: all.
+
+    Raises ValueError for what cannot be shown: the prompt, or a call.
+    """
     info = renderer.info
-    stops = ", ".join(f"{renderer.tokenizer.decode([token])!r} ({token})" for token in renderer.stop_token_ids)
-    lines = [
-        f"format: {info['parser']}",
-        f"template: {info['template']}, sha256 {info['template_sha256'][:12]}",
-        f"rows: {info['choice']}: {info['rows']}",
-        f"a turn ends with: {stops}",
-        *(f"because: {reason}" for reason in info["reasons"]),
-    ]
+    stops = [f"{renderer.tokenizer.decode([token])!r} ({token})" for token in renderer.stop_token_ids]
+    stops += [repr(stop) for stop in renderer.stops]
+    yield "\n".join(
+        [
+            f"format: {info['parser']}",
+            f"template: {info['template']}, sha256 {info['template_sha256'][:12]}",
+            f"rows: {info['choice']}: {info['rows']}",
+            f"a turn ends with: {', '.join(stops)}",
+            *(f"because: {reason}" for reason in info["reasons"]),
+        ]
+    )
     tools = list(specs)
+
+    def shown(title: str, ids: list[int]) -> str:
+        text: Any = renderer.tokenizer.decode(ids, skip_special_tokens=False)
+        return f"\n--- {title}: {len(ids)} ids\n{_short(text, most)}\n--- {_short(str(ids), most and most // 6)}"
+
     opening = renderer.instruct(messages, tools)
     ids = renderer.open(opening, tools)
-    lines += _shown("the first prompt", renderer, ids)
-    if tools:
-        said = _made_turn(renderer, tools)
-        parsed = renderer.parse(said, specs=tools)
-        new = renderer.answers(parsed.calls, [ToolResult("(its result)") for _ in parsed.calls])
-        if parsed.error is not None:  # a format may have no call of this tool
-            new = renderer.complaint(parsed.error)
-        lines += _shown(f"a made call of {tools[0].name}", renderer, said)
-        following = renderer.extend([*ids, *said], [*opening, parsed.message, *new], new, tools)
-        if following is None:
-            lines += _shown(
-                "its answer, in a new row", renderer, renderer.open([*opening, parsed.message, *new], tools)
-            )
+    yield shown("the first prompt", ids)
+    if not tools:
+        return
+    call = _made_call(renderer, tools)
+    said = _made_turn(renderer, call, tools)
+    yield shown(f"a made call of {call[0]}", said)
+    parsed = renderer.parse(said, specs=tools)
+    if parsed.calls == []:
+        raise ValueError(f"the format does not read the made call of {call[0]}: {parsed.error}")
+    new = renderer.answers(parsed.calls, [ToolResult("(its result)") for _ in parsed.calls])
+    conversation = [*opening, parsed.message, *new]
+    following = renderer.extend([*ids, *said], conversation, new, tools)
+    if following is None:
+        yield shown("its answer, in a new row", renderer.open(conversation, tools))
+    else:
+        yield shown("its answer", following)
+
+
+def _short(text: str, most: int | None) -> str:
+    """Return the beginning and the end of a long text, and say how much is between them."""
+    if most is None or len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[len(text) - half :]}"
+
+
+def _made_call(renderer: TemplateRenderer, specs: list[ToolSpec]) -> Call:
+    """Return a call of the first tool that the format can call. Raises ValueError if it can call none."""
+    problem: ValueError | None = None
+    for spec in specs:
+        call = spec.name, _made_arguments(spec)
+        try:
+            renderer.parser.write([call], specs)
+        except ValueError as error:
+            problem = problem or error
         else:
-            lines += _shown("its answer", renderer, following)
-    return "\n".join(lines)
+            return call
+    raise ValueError(f"the format has no call of these tools: {problem}")
 
 
-def _shown(title: str, renderer: TemplateRenderer, ids: list[int]) -> list[str]:
-    text: Any = renderer.tokenizer.decode(ids, skip_special_tokens=False)
-    return ["", f"--- {title}: {len(ids)} ids", text, f"--- {ids}"]
-
-
-def _made_turn(renderer: TemplateRenderer, specs: list[ToolSpec]) -> list[int]:
-    """Return the ids of a turn that calls the first tool."""
+def _made_turn(renderer: TemplateRenderer, call: Call, specs: list[ToolSpec]) -> list[int]:
+    """Return the ids of a turn that makes a call."""
     parser, behaviour = renderer.parser, renderer.behaviour
-    calls = [(specs[0].name, _made_arguments(specs[0]))]
+    calls = [call]
     written = parser.write(calls, specs)
     if isinstance(parser, NativeParser) and renderer.tokenizer.get_added_vocab().keys() >= set(parser.marks):
         written = parser.write_as_content(calls, specs)

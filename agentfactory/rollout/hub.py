@@ -1,13 +1,22 @@
 """The hub of models and data sets, where it may be out of reach."""
 
+import os
 import sys
 import urllib.error
 import urllib.request
 from functools import cache
+from pathlib import Path
 
-from huggingface_hub import constants
+from huggingface_hub import constants, try_to_load_from_cache
 
 _ANSWER_SECONDS = 5.0
+
+
+def has_tokenizer(model: str) -> bool:
+    """Return whether the tokenizer of a model folder or hub name is on this machine."""
+    if os.path.isabs(model):
+        return any(Path(model).glob("tokenizer*"))
+    return isinstance(try_to_load_from_cache(model, "tokenizer_config.json"), str)
 
 
 def use_hub_if_it_answers() -> None:

@@ -30,11 +30,13 @@ class Renderer(Protocol):
 
     The caller keeps the pieces: `open`, then sampled ids and `extend` in turn. The server gets their concatenation.
 
+    A turn ends with one of `stop_token_ids`, or with the token that completes one of `stops` outside its reasoning.
     `sight` is how the model sees images; None: they become text. Ids have one token for each image: the caller expands
     them.
     """
 
     stop_token_ids: list[int]
+    stops: tuple[str, ...]
     info: dict[str, Any]
     sight: "Sight | None"
 
@@ -65,6 +67,9 @@ class Renderer(Protocol):
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, without a token that ends a turn at their end."""
+
+    def stopped(self, ids: list[int]) -> int | None:
+        """Return the number of a turn's ids up to the one that completes a stop string; None if none does."""
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
         """Return the description of the tools for the model; None if the chat template contains it."""

@@ -68,14 +68,18 @@ class Sampler:
         sample: int = 0,
         images: Sequence[ImageSpan] = (),
         encoded: EncodedIds | None = None,
+        stops: Sequence[str] = (),
     ) -> Completion:
         """Sample the `sample`-th attempt at a turn after `ids`, in which `images` are; `encoded` is that of the row, if
-        `ids` are the row's. Raises InferenceError if a token for an image is sampled."""
+        `ids` are the row's. The server ends the turn with the token that completes one of `stops`. Raises
+        InferenceError if a token for an image is sampled."""
         parameters: dict[str, Any] = {
             "temperature": sampling.temperature,
             "max_tokens": max_tokens,
             "stop_token_ids": self.stop_token_ids,
         }
+        if stops:
+            parameters["stop"] = list(stops)
         # vLLM's CPU engine crashes with per-request seeds, so only our own engine gets them
         if self.recipe.server.engine == "embedded":
             parameters["seed"] = turn_seed(self.recipe.seed, sampling.seed, turn, sample)

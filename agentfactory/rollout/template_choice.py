@@ -181,7 +181,10 @@ def choose_template(
             if behaviour is None:  # the model's own cannot be used at all
                 template, behaviour, variant = better, found_better, f"trl:{name}"
     if behaviour is None:
-        raise RenderError("; ".join(reasons) + ". Set model.chat_template to a file with a template that can serve")
+        told = "; ".join(reasons)
+        if "use rollout.parser=" not in told:
+            told += ". Set model.chat_template to a file with a template that can serve"
+        raise RenderError(told)
     if reasoning is Reasoning.DROP:
         return Choice(Use.DROP, template, behaviour, reasons, variant)
     if reasoning is Reasoning.KEEP:

@@ -14,6 +14,7 @@ from agentfactory.rollout.probing.behaviour import Behaviour
 from agentfactory.rollout.reasoning_tags import split_reasoning
 from agentfactory.rollout.renderer import Parsed
 from agentfactory.rollout.roles import TokenLengths, turn_roles
+from agentfactory.rollout.stop_strings import find_stop, tokens_of
 from agentfactory.rollout.template_choice import Use
 from agentfactory.rollout.templates import ChatTemplate, RenderError, cached
 from agentfactory.rollout.trajectory import Row
@@ -71,8 +72,9 @@ class TemplateRenderer:
         """Token that ends a turn of words, and one with calls."""
         ends: tuple[Any, ...] = (*self._ends, tokenizer.eos_token_id, *eos_token_ids)
         self.stop_token_ids: list[int] = sorted({i for i in ends if i is not None})
+        self.stops = parser.stops
         self._foreign = self._foreign_tokens()
-        self.info = {**info, "stop_token_ids": self.stop_token_ids}
+        self.info = {**info, "stop_token_ids": self.stop_token_ids, "stops": list(self.stops)}
         self._specs: list[ToolSpec] = []
         self._tools = "[]"
         # the cached functions take JSON, which is hashable and cheaper to create than a render
@@ -160,7 +162,8 @@ class TemplateRenderer:
         message of a text format is its text and has no `tool_calls`."""
         text = prefix + self.decode(sampled_ids)
         reasoning, thought, rest = self.parser.split(text, self.behaviour.opens_reasoning, self.behaviour.tags)
-        found = self.parser.parse(rest, specs)
+        stop = find_stop(rest, self.stops)
+        found = self.parser.parse(rest if stop is None else rest[: stop[0]], specs)
         if error := self._misplaced(sampled_ids, reasoning, rest, found, specs):
             found = Reading(rest.strip(), error=error)
         message: Message = {"role": "assistant", "content": found.content if self.parser.native else rest}
@@ -219,6 +222,15 @@ class TemplateRenderer:
     def continuation(self, text: str) -> list[int]:
         """See Renderer."""
         return self._encoder.encode(self._encoder.mark(text, "assistant"), follows=True)
+
+    def stopped(self, ids: list[int]) -> int | None:
+        """See Renderer."""
+        if not self.stops:
+            return None
+        text = self.decode(ids)
+        thought = self.parser.split(text, self.behaviour.opens_reasoning, self.behaviour.tags)[1]
+        found = find_stop(text, self.stops, len(thought))
+        return None if found is None else tokens_of(found[0] + len(found[1]), ids, self.decode)
 
     def decode(self, ids: list[int]) -> str:
         """See Renderer."""

@@ -62,8 +62,8 @@ class ChatTemplate:
 
     Its clock stands still: a template that writes the date or the time writes that of `clock`. `probing` finds out in
     which form the template takes messages: the name of the field for reasoning, arguments of calls as objects or as
-    JSON text, the content of a turn of calls as empty text or as null, and calls in the content, as `write_calls`
-    writes them.
+    JSON text, the content of a turn of calls as empty text or as null, calls in the content, as `write_calls` writes
+    them, and tools as JSON text in the system message (`tools_in_system`).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
@@ -73,6 +73,7 @@ class ChatTemplate:
         self.reasoning_field = "reasoning_content"
         self.arguments_as_text = False
         self.null_content = False
+        self.tools_in_system = False
         self.write_calls: Callable[[list[dict[str, Any]]], str] | None = None
         self._dummies = lru_cache(1024)(self._render_dummy)
         self._prompts = lru_cache(1024)(self._render_prompt)
@@ -82,9 +83,12 @@ class ChatTemplate:
 
     def render(self, messages: list[Message], tools: Tools = None, prompt: bool = False) -> str:
         """Return the conversation's text; `prompt` adds the generation prompt. Raises RenderError."""
+        shown = [self._adapted(message) for message in messages]
+        if self.tools_in_system and tools:
+            shown = _with_tools(shown, tools)
         try:
             text = self.tokenizer.apply_chat_template(
-                [self._adapted(message) for message in messages],
+                shown,
                 tools=list(tools) if tools else None,
                 chat_template=self.source,
                 tokenize=False,
@@ -214,6 +218,15 @@ def cached(size: int, render: Callable[[str, _Key], _Rendered]) -> Callable[[str
         return (kept if len(text) <= _CACHED_CHARACTERS else render)(text, key)
 
     return rendered
+
+
+def _with_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
+    """Return messages with the tools in the field `tools` of the first one, the system's, as Phi-4-mini takes them."""
+    system: Message = {"role": "system", "content": ""}
+    if messages[0]["role"] == "system":
+        system, *messages = messages
+    functions = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    return [{**system, "tools": functions}, *messages]
 
 
 def _with_text(call: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from agentfactory.commands.completion import script
+from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.forked import COMMAND, Forked
 
 pytestmark = pytest.mark.processes
@@ -200,6 +201,19 @@ def poor(): return [{"question": "1 + 1?"}]
 """
 
 
+@pytest.mark.processes
+def test_a_dry_run_probes_the_chat_template(project: Path, agentfactory: Command) -> None:
+    make_tokenizer(trl_template("qwen2_5")).save_pretrained(project / "model")
+    result = agentfactory("train", "recipe.yaml", "--dry-run")
+    assert result.returncode == 0, result.stderr
+    assert "# tool calls in recipe: hermes; rows: append\n" in result.stdout
+    result = agentfactory("train", "recipe.yaml", "--dry-run", "rollout.parser=mistral")
+    assert result.returncode == 2
+    assert "rollout.parser: got 'mistral', and the chat template writes tool calls" in result.stderr
+    assert "use rollout.parser=hermes; fix: " in result.stderr
+
+
+@pytest.mark.processes
 def test_a_dry_run_calls_the_functions_that_give_tasks(project: Path, agentfactory: Command) -> None:
     (project / "sources.py").write_text(SOURCES)
 

@@ -167,6 +167,18 @@ def test_list_prints_the_first_prompt(recipe: Path, capsys: Output, tmp_path: Pa
     assert "<tool_response>\n(its result)\n</tool_response>" in out
     assert tools("list", recipe, "--prompt", override, "rollout.parser=glm") == 1
     assert "use rollout.parser=hermes" in capsys.readouterr().err
+    # what can be shown is shown
+    assert tools("list", recipe, "--prompt", override, "tools=[things.py:submit]", "rollout.parser=code_block") == 1
+    shown = capsys.readouterr()
+    assert shown.out.startswith("format: code_block\n")
+    assert "a turn ends with: '<|im_end|>' (1), '```\\nOutput:\\n'" in shown.out
+    assert "code_block needs one tool with a parameter `code`" in shown.err
+    # a task that is not there yet is made up, and that is said
+    for missing in ("data.path=later.jsonl", "data.path=things.py"):
+        assert tools("list", recipe, "--prompt", override, "tools=[things.py:submit]", "mcp_servers={}", missing) == 5
+        shown = capsys.readouterr()
+        assert "<|im_start|>user\n(the question of a task)<|im_end|>" in shown.out
+        assert "this is not the prompt of a task" in shown.err
 
 
 def test_list_of_nothing(tmp_path: Path, capsys: Output) -> None:

@@ -21,6 +21,7 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.client import NEEDED_ROUTES
 from agentfactory.tools.memory import memory_room
+from tests.chat_tokenizers import make_tokenizer, trl_template
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -107,6 +108,25 @@ def test_a_machine_without_problems(project: Path, agentfactory: Command, warm_s
     for subject in ("python", "packages", "devices", "memory", "disk", "open files", "sandbox", "recipe"):
         assert f" {subject}: " in result.stdout
     assert result.stdout.splitlines()[-1].startswith("no problems, ")
+
+
+def test_the_first_prompt_is_shown(project: Path) -> None:
+    make_tokenizer(trl_template("qwen2_5")).save_pretrained(project / "model")
+    form, prompt = doctor_recipe.check_format(load())
+    assert form.level is prompt.level is Level.OK
+    assert form.text.startswith("hermes: rollout.parser=auto: hermes reads the calls that the template writes; rows: ")
+    assert "<|im_start|>user\n         1 + 1?<|im_end|>\n" in prompt.text
+    assert "a made call of " in prompt.text
+    assert "(its result)" in prompt.text
+    assert len(prompt.text) < 6000
+    (stops, _) = doctor_recipe.check_format(load("rollout.parser=react"))
+    assert stops.text.startswith("react: ")
+    said = the_problem(doctor_recipe.check_format(load("rollout.parser=mistral")))
+    assert "rollout.parser: got 'mistral', and the chat template writes tool calls in a format that" in said
+    assert "use rollout.parser=hermes" in said
+    # what a chain meets at its beginning
+    (project / "tasks.jsonl").write_text('{"messages": [{"role": "user"}], "answer": "2"}\n')
+    assert "refuses the conversation" in the_problem(doctor_recipe.check_format(load()))
 
 
 @pytest.mark.processes

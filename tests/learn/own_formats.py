@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from agentfactory.rollout.load_renderer import make_renderer
+from agentfactory.rollout.parsers import AUTO
 from agentfactory.tools.messages import ToolSpec
 from agentfactory.tools.user_code import load_object
 
@@ -96,9 +97,11 @@ def deepseek(folder: Path, seed: int) -> None:
     save(DeepseekV3ForCausalLM, config, folder, seed)
 
 
-def write_tasks(folder: Path, seed: int, template: str, tokens: list[str], eos: str) -> PreTrainedTokenizerFast:
+def write_tasks(
+    folder: Path, seed: int, template: str, tokens: list[str], eos: str, parser: str = AUTO
+) -> PreTrainedTokenizerFast:
     """Write the quickstart's hunts and transcripts, and return a tokenizer with these special tokens, which was trained
-    on the transcripts as `template` writes them."""
+    on the transcripts as `template` and `parser` write them."""
     rng = random.Random(seed)
     train, heldout = split_tasks(rng)
     spec: ToolSpec = hunt.move.spec
@@ -132,8 +135,8 @@ def write_tasks(folder: Path, seed: int, template: str, tokens: list[str], eos: 
         tokenizer.chat_template = template
         return tokenizer
 
-    renderer = make_renderer(train_on([]))
-    tools = [spec.to_openai()]
+    renderer = make_renderer(train_on([]), parser=parser)
+    tools = [spec.to_openai()] if renderer.parser.native else None
     texts = [renderer.template.render(renderer.instruct(messages, [spec]), tools) for messages in transcripts[:1000]]
     for token in tokens:
         texts = [text.replace(token, "\n") for text in texts]

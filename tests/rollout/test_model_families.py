@@ -150,6 +150,10 @@ def test_prompts_have_the_ids_that_the_template_gives(family: Family) -> None:
             if template.write_calls is not None and message.get("tool_calls"):
                 written = template.write_calls(message.pop("tool_calls"))
                 message["content"] = "\n".join(part for part in (message["content"], written) if part)
+        if template.tools_in_system:
+            system = taken.pop(0) if taken[0]["role"] == "system" else {"role": "system", "content": ""}
+            functions = [spec.to_openai()["function"] for spec in SPECS]
+            taken.insert(0, {**system, "tools": json.dumps(functions, ensure_ascii=False)})
         whole = renderer.tokenizer.apply_chat_template(
             taken,
             tools=[spec.to_openai() for spec in SPECS],
@@ -173,7 +177,7 @@ def test_families_without_native_calls_are_refused_with_the_reason(name: str) ->
 def test_the_first_prompt_is_shown_with_a_made_call_and_its_answer(family: Family) -> None:
     renderer = renderer_of(family)
     opening: list[Message] = [{"role": "user", "content": "Will it rain?"}]
-    text = describe_prompt(renderer, opening, SPECS)
+    text = "\n".join(describe_prompt(renderer, opening, SPECS))
     assert text.startswith(f"format: {family.parser}\n")
     assert f"because: rollout.parser=auto: {family.parser} reads the calls" in text
     prompt = renderer.open(renderer.instruct(opening, SPECS), SPECS)

@@ -6,6 +6,7 @@ vLLM takes part where the variable AGENTFACTORY_VLLM_PYTHON names a Python that 
 import asyncio
 import base64
 import io
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -326,6 +327,30 @@ async def test_stop_tokens_and_the_models_own_end(client: Client) -> None:
         assert choice["stop_reason"] is None
         assert end not in choice["token_ids"][:-1]
     assert any(choice["finish_reason"] == "stop" for choice in choices)
+
+
+async def test_stop_strings_end_a_turn_with_the_token_that_completes_them(client: Client) -> None:
+    tokenizer = make_tokenizer()
+    prompt = some_ids(30)
+    free = (await client.generate(prompt, temperature=0, max_tokens=20))["token_ids"]
+    texts = [tokenizer.decode(free[:count]) for count in range(21)]
+    tried = 0
+    for count in range(2, 21):
+        # the last character of a token and the first of the next, if both are whole
+        stop = texts[count - 1][-1:] + texts[count][len(texts[count - 1]) :][:1]
+        first = next((n for n in range(21) if stop in texts[n]), None)
+        if "\ufffd" in stop or len(stop) != 2 or first != count:
+            continue
+        choice = await client.generate(prompt, temperature=0, max_tokens=20, stop=[stop, "never written"])
+        assert (choice["token_ids"], choice["finish_reason"]) == (free[:count], "stop")
+        assert choice["stop_reason"] == stop
+        assert len(choice["logprobs"]["content"]) == count
+        tried += 1
+    assert tried
+    none = await client.generate(prompt, temperature=0, max_tokens=20, stop=["never written"])
+    assert (none["token_ids"], none["finish_reason"], none["stop_reason"]) == (free, "length", None)
+    refused = {"token_ids": prompt, "sampling_params": {"stop": [""]}}
+    assert "stop" in json.dumps(await client.post("/inference/v1/generate", refused, status=400))
 
 
 async def test_a_turn_ends_at_the_context_length(client: Client) -> None:

@@ -116,6 +116,16 @@ def test_variants_are_those_of_trl() -> None:
             assert ours[1] == theirs, file.stem
 
 
+def test_a_template_that_needs_tools_can_serve() -> None:
+    # Hermes 2's iterates over them without asking whether there are any
+    needing = CHATML.replace(
+        "{%- for m in messages %}", "{%- for tool in tools %}{% endfor %}{%- for m in messages %}", 1
+    )
+    assert choose(needing).use == "append"
+    with pytest.raises(RenderError, match="not iterable"):
+        choose(needing, tools=False)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "reason"),
     [

@@ -38,18 +38,19 @@ def played(warm_server: str, warm_start: Path, quickstart_run: Path) -> tuple[li
 
 
 def play_chains(
-    model: Path, tasks_file: Path, server: dict, url: str, count: int
+    model: Path, tasks_file: Path, server: dict, url: str, count: int, template: Path | None = None, **rollout: str
 ) -> tuple[list[Trajectory], Recording]:
-    """`count` chains of the treasure hunt, and what passed between them and the server at `url`.
+    """`count` chains of the treasure hunt, and what passed between them and the server at `url`. `template` is
+    `model.chat_template`.
 
     The turns of every fourth chain are cut at 3 tokens, in the middle of a call.
     """
     recipe = RolloutRecipe.model_validate(
         {
-            "model": {"path": str(model), "dtype": "float32"},
+            "model": {"path": str(model), "dtype": "float32", "chat_template": template and str(template)},
             "data": {"path": str(tasks_file)},
             "tools": [str(QUICKSTART / "treasure_hunt.py:TreasureHunt")],
-            "rollout": {"max_turns": 8, "max_tokens": 40, "max_total_tokens": 1024, "concurrency": 64},
+            "rollout": {"max_turns": 8, "max_tokens": 40, "max_total_tokens": 1024, "concurrency": 64, **rollout},
             "server": server,
         }
     )

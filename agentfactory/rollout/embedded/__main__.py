@@ -8,11 +8,13 @@ import os
 import signal
 import socket
 import sys
+from functools import partial
 from typing import Any, NoReturn
 
 from agentfactory.rollout.config import EMBEDDED_QUANTIZATIONS
 from agentfactory.rollout.embedded.allocator import keep_freed_memory
 from agentfactory.rollout.server_keys import published_key
+from agentfactory.rollout.stop_strings import Decode
 from agentfactory.tools import parent_watch
 from agentfactory.tools.errors import SettingError
 
@@ -105,6 +107,7 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
             max_loras=args.max_loras,
             eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
             api_key=api_key,
+            decode=_decoder(args.model),
         )
         for adapter in args.adapter:
             name, _, path = adapter.partition("=")
@@ -122,6 +125,19 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
     host, port = bound.getsockname()[:2]
     print(f"ready http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     await server.run_engine()
+
+
+def _decoder(model: str) -> Decode | None:
+    """Return what turns the model's ids into text, special tokens included; None if it has no tokenizer."""
+    from agentfactory.rollout.tokenizer import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(model)
+    except SettingError:
+        return None
+    if tokenizer.is_fast:  # without the wrapper around it, which takes as long again
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
+    return partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def main() -> None:

@@ -409,6 +409,8 @@ class Engine:
                 request.logprobs.append(logprob)
                 if token in request.stop:
                     request.finish_reason = "stop"
+                elif request.watch and (stop_string := request.watch.completed(request.tokens)):
+                    request.finish_reason, request.stop_string = "stop", stop_string
                 elif len(request.tokens) >= request.max_tokens or known >= self.max_model_len:
                     request.finish_reason = "length"
             if request.finish_reason:

@@ -11,6 +11,7 @@ import numpy as np
 from agentfactory.rollout.embedded.engine import Engine
 from agentfactory.rollout.embedded.lora import Adapter
 from agentfactory.rollout.embedded.request import Request
+from agentfactory.rollout.stop_strings import Decode, StopWatch
 
 if TYPE_CHECKING:
     from agentfactory.rollout.embedded.images import HeldImage
@@ -20,7 +21,7 @@ Json = dict[str, Any]
 # Supported sampling parameters, and those that are accepted only with the value that has no effect.
 _SAMPLING = {
     *("temperature", "max_tokens", "logprobs", "stop_token_ids", "ignore_eos", "seed"),
-    *("logprob_token_ids", "logit_bias", "skip_reading_prefix_cache"),
+    *("logprob_token_ids", "logit_bias", "skip_reading_prefix_cache", "stop"),
 }
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -31,7 +32,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
-    "stop": (None, []),
     "prompt_logprobs": (None,),
 }
 _REQUEST = {
@@ -55,9 +55,10 @@ def make_request(
     eos_token_ids: frozenset[int],
     on_finish: Callable[[Request], None],
     held: Sequence["HeldImage"] = (),
+    decode: Decode | None = None,
 ) -> Request:
-    """Create the request for `engine`, with the images of its content parts. Raises ApiError if the body asks for
-    something that the engine does not support."""
+    """Create the request for `engine`, with the images of its content parts; `decode` gives the text of ids, if the
+    model has a tokenizer. Raises ApiError if the body asks for something that the engine does not support."""
     if unknown := body.keys() - _REQUEST:
         raise ApiError(400, f"{min(unknown)}: not supported by the embedded engine")
     if body.get("stream"):
@@ -112,6 +113,7 @@ def make_request(
         max_tokens=max_tokens or limit,
         on_finish=on_finish,
         temperature=float(temperature),
+        watch=_stop_watch(params.get("stop"), decode),
         stop=stop if params.get("ignore_eos") else stop | eos_token_ids,
         generator=random.Random(seed),
         adapter=adapter,
@@ -135,11 +137,11 @@ def answer(body: Json, request: Request, eos_token_ids: frozenset[int]) -> Json:
         for entry, candidates in zip(content, request.candidate_logprobs, strict=False):
             entry["top_logprobs"] = _top_logprobs(entry, request.candidates, candidates)
     ends = [start for _, start in request.versions[1:]] + [len(tokens)]
-    stopped = request.finish_reason == "stop" and tokens[-1] not in eos_token_ids
+    stopped = request.finish_reason == "stop" and request.stop_string is None and tokens[-1] not in eos_token_ids
     choice = {
         "index": 0,
         "finish_reason": request.finish_reason,
-        "stop_reason": tokens[-1] if stopped else None,
+        "stop_reason": tokens[-1] if stopped else request.stop_string,
         "token_ids": tokens,
         "logprobs": logprobs,
         "weight_versions": [
@@ -174,6 +176,16 @@ def _logit_bias(value: Any, vocab_size: int) -> dict[int, float]:
     if not valid:
         raise ApiError(400, f"sampling_params.logit_bias: must map tokens from 0 to {vocab_size - 1} to finite numbers")
     return bias
+
+
+def _stop_watch(value: Any, decode: Decode | None) -> StopWatch | None:
+    """Convert a text, or a list of texts. Raises ApiError."""
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise ApiError(400, f"sampling_params.stop: {value!r} is not a list of texts of at least one character")
+    if stops and decode is None:
+        raise ApiError(400, "sampling_params.stop: the model's folder has no tokenizer, which stop strings need")
+    return StopWatch(stops, decode) if stops and decode else None
 
 
 def _is_number(value: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from agentfactory.rollout.embedded.lora import Adapter
+from agentfactory.rollout.stop_strings import StopWatch
 
 if TYPE_CHECKING:
     from agentfactory.rollout.embedded.images import PromptImages
@@ -21,6 +22,7 @@ class UnsupportedModel(ValueError):
 class Request:
     """One sequence to continue: the request, and what has been sampled so far.
 
+    `stop` are tokens that end the sequence, and `watch` knows strings that do; `stop_string` is the one that did.
     `temperature` 0 is greedy. `logprobs` are the natural log-probabilities of the sampled tokens after temperature (at
     temperature 0, those of the unscaled distribution). `candidate_logprobs` contains, for each sampled token, the
     log-probabilities of `candidates` at its position. `logit_bias` is added to the logits of its tokens, before the
@@ -35,6 +37,7 @@ class Request:
     on_finish: Callable[["Request"], None]
     temperature: float = 1.0
     stop: frozenset[int] = frozenset()
+    watch: StopWatch | None = None
     generator: random.Random = field(default_factory=random.Random)
     adapter: Adapter | None = None
     candidates: list[int] = field(default_factory=list)
@@ -48,6 +51,7 @@ class Request:
     candidate_logprobs: list[list[float]] = field(default_factory=list)
     versions: list[tuple[str, int]] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_string: str | None = None
 
     @property
     def token_ids(self) -> list[int]:

@@ -16,6 +16,7 @@ from agentfactory.rollout.embedded.request import Request
 from agentfactory.rollout.embedded.shared_memory import CPU, memory_key
 from agentfactory.rollout.embedded.weights import WeightsError, WeightUpdate, checksums
 from agentfactory.rollout.server_metrics import METRICS_ROUTE, Load, write_load
+from agentfactory.rollout.stop_strings import Decode
 
 if TYPE_CHECKING:
     from agentfactory.rollout.embedded.images import HeldImage
@@ -37,12 +38,15 @@ class Server:
         max_loras: int,
         eos_token_ids: frozenset[int] = frozenset(),
         api_key: str,
+        decode: Decode | None = None,
     ) -> None:
+        """`decode` gives the text of ids, for stop strings."""
         self.engine = engine
         self.served_model_name = served_model_name
         self.max_loras = max_loras
         self.eos_token_ids = eos_token_ids
         self.adapters: dict[str, Adapter] = {}
+        self._decode = decode
         self._authorization = f"Bearer {api_key}".encode()
         self._device = engine.device
         self._asleep: set[str] = set()  # subset of "weights", "kv_cache"
@@ -96,7 +100,8 @@ class Server:
             raise ApiError(503, "the server is asleep; POST /wake_up first")
         finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         request = make_request(
-            body, self._adapter(body), self.engine, self.eos_token_ids, partial(_finish, finished), held
+            *(body, self._adapter(body), self.engine, self.eos_token_ids),
+            *(partial(_finish, finished), held, self._decode),
         )
         self.engine.add(request)
         self._in_flight.add(finished)

@@ -17,6 +17,7 @@ from agentfactory.rollout.gateway.likeness import Delivered, content_text
 from agentfactory.rollout.gateway.tree import ChainTree, Plan
 from agentfactory.rollout.renderer import Parsed
 from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.stop_strings import find_stop, tokens_of
 from agentfactory.rollout.templates import RenderError
 from agentfactory.rollout.trajectory import Activity, StopReason, Trajectory
 from agentfactory.tools.messages import CallError
@@ -107,7 +108,9 @@ class AskedTurns(Episode):
     async def _complete(self, asked: Asked, plan: Plan, most: int) -> Completion:
         self._asked += 1
         sampling = self._sampling(asked)
-        return await self.setup.sampler.sample(plan.ids, sampling, self._asked, most, images=plan.images)
+        return await self.setup.sampler.sample(
+            plan.ids, sampling, self._asked, most, images=plan.images, stops=asked.stop
+        )
 
     def _sampling(self, asked: Asked) -> Sampling:
         """Return how to sample the turns of a request: as the recipe says."""
@@ -161,15 +164,11 @@ class AskedTurns(Episode):
         ends there depends only on the tokens before, so that the log-probabilities of the others are right."""
         ids = completion.token_ids
         text = self.renderer.decode(ids)
-        found = [stop for stop in stops if stop in text]
-        if not found:
+        found = find_stop(text, stops)
+        if found is None:
             return completion, None
-        stop = min(found, key=text.index)
-        low, high = 1, len(ids)
-        while low < high:  # the least number of tokens whose text has the stop string
-            middle = (low + high) // 2
-            low, high = (low, middle) if stop in self.renderer.decode(ids[:middle]) else (middle + 1, high)
-        return completion.beginning(low), stop
+        at, stop = found
+        return completion.beginning(tokens_of(at + len(stop), ids, self.renderer.decode)), stop
 
     def _overflow(self, problem: str) -> Refusal:
         self._last = StopReason.CONTEXT_OVERFLOW

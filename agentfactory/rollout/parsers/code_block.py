@@ -17,6 +17,8 @@ class CodeBlock(Parser):
     Several blocks in one turn run as one program, in their order. A turn without a block is the final answer.
     """
 
+    stops = ("```\nOutput:\n", "```\n\nOutput:\n")
+
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
         """See Parser. Blocks in other languages are ordinary text."""
         outside: list[str] = []

@@ -44,6 +44,9 @@ class Parser:
     native: ClassVar[bool] = False
     """Whether the chat template shows the tools and writes calls and results; `read` then parses the template's
     format."""
+    stops: ClassVar[tuple[str, ...]] = ()
+    """Texts that end a turn, outside its reasoning: what follows is not the model's to write. `read` gets the text
+    before them."""
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
         """Read a turn in time linear in its length. Whatever the text, the only error to raise is FormatError, if the

@@ -27,6 +27,8 @@ _ANSWER_FORM = "Thought: ...\nFinal Answer: the answer"
 class React(Parser):
     """One action per turn: `Action: search` and `Action Input: {"query": "rain"}` on separate lines."""
 
+    stops = ("\nObservation:",)
+
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
         """See Parser. An input that is not a JSON object is the value of the tool's only parameter, or its only
         required one."""

@@ -27,6 +27,8 @@ ANSWER, RESULT = "answer", "information"
 class Tags(Parser):
     """Uses a tool's name as the tag. The body is the only argument, or a JSON object of all arguments."""
 
+    stops = (f"<{RESULT}>",)
+
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
         """See Parser. Tags other than those of tools, the answer and results are ordinary text."""
         by_name = {spec.name: spec for spec in specs}

@@ -7,7 +7,7 @@ from agentfactory.rollout.images.parts import for_template
 from agentfactory.rollout.parsers import Parser
 from agentfactory.rollout.probing.behaviour import Behaviour
 from agentfactory.rollout.probing.conversations import PROBE_TOOLS, long_conversations, make_call, short_conversations
-from agentfactory.rollout.probing.tools import check_tools
+from agentfactory.rollout.probing.tools import check_tools, fit_tools, shows_tools
 from agentfactory.rollout.probing.turns import closing_of_words, find_reasoning, shows, turn_start
 from agentfactory.rollout.reasoning_tags import reasoning_tags
 from agentfactory.rollout.templates import ChatTemplate, Closings, RenderError, Tools, shared_length
@@ -33,6 +33,8 @@ def probe(template: ChatTemplate, tools: bool, parser: Parser, image: str | None
         return template.render(messages, specs, prompt)
 
     closed = _steady(template, [*question, answer], specs)
+    if tools and not shows_tools(closed) and fit_tools(template, question, specs):
+        closed = rendered([*question, answer])
     before, opened = rendered(question), rendered(question, prompt=True)
     for word in ("wordask", "wordanswer"):
         if word not in closed:
@@ -48,12 +50,14 @@ def probe(template: ChatTemplate, tools: bool, parser: Parser, image: str | None
         reasoning=reasoned is not None,
         tags=reasoning_tags(template.source if reasoned is None else reasoned),
         system=shows(template, [{"role": "system", "content": "wordsystem"}, *question], specs, "wordsystem"),
-        frame=template.render([*question, answer, *question], prompt=True),
+        frame=_frame(template, [*question, answer, *question], specs),
         turns=closed[turn_start(opened, closed) :] + (reasoned or closed)[turn_start(opened, closed) :],
     )
     behaviour.whole_frame = behaviour.frame
     if _writes_clock(template, question, specs):
         behaviour.notes.append("writes the date or the time: all prompts of this process have those of its start")
+    if template.tools_in_system:
+        behaviour.notes.append("takes the tools in the system message's field `tools`")
     if not behaviour.system:
         behaviour.notes.append("has no system messages: a conversation with one is refused")
     if tools:
@@ -84,6 +88,17 @@ def _steady(template: ChatTemplate, messages: list[Message], specs: Tools) -> st
                 f"{text[at : at + 60]!r}, then {other[at : at + 60]!r}"
             )
     return text
+
+
+def _frame(template: ChatTemplate, messages: list[Message], specs: Tools) -> str:
+    """Return text with all that the template writes around turns, and without its description of the tools."""
+    try:
+        return template.render(messages, prompt=True)
+    except RenderError:
+        if specs is None:
+            raise
+        # Hermes 2's cannot do without tools: they are described before the first turn
+        return template.render(messages, specs, prompt=True).partition("wordask")[2]
 
 
 def _writes_clock(template: ChatTemplate, messages: list[Message], specs: Tools) -> bool:

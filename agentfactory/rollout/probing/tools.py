@@ -31,13 +31,15 @@ def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parse
     def reads_call_at(closing: Closing) -> bool:
         return parser.parse(said(text, opened, behaviour.tags, parser, closing), PROBE_TOOLS).calls == expected
 
-    ignores = not all(spec.name in opened for spec in PROBE_TOOLS)
+    ignores = not shows_tools(opened)
     unseen = RenderError(f"the chat template ignores `tools`: the model would not know of them; {_plain_text()}")
     messages, expected = probe_calls(parser, 1)
     try:
         text = fit_calls(template, parser, specs)
     except RenderError as error:
-        raise (unseen if ignores else error) from error
+        fit = _fitting_formats(template)
+        named = RenderError(f"{error}; {_use(fit)}") if fit else error
+        raise (unseen if ignores else named) from error
     turn = text.rpartition("wordask")[2]
     words = behaviour.closings.words
     if not any(reads_call_at(closing) for closing in (words, Closing(end=template.trailing_token(text)))):
@@ -86,6 +88,18 @@ def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parse
         )
     if not behaviour.complains_as_tool:
         behaviour.notes.append("has no tool message without a call: a user message tells of a malformed call")
+
+
+def shows_tools(text: str) -> bool:
+    """Return whether a conversation's text describes the tools of the probes."""
+    return all(spec.name in text for spec in PROBE_TOOLS)
+
+
+def fit_tools(template: ChatTemplate, messages: list[Message], specs: Tools) -> bool:
+    """Find out whether a template that ignores `tools` takes them in the system message."""
+    template.tools_in_system = True
+    template.tools_in_system = all(shows(template, messages, specs, spec.name) for spec in PROBE_TOOLS)
+    return template.tools_in_system
 
 
 def _probe_two_calls(
@@ -171,9 +185,23 @@ def reads_call(template: ChatTemplate, parser: Parser) -> tuple[str, list[Call]]
 
 def _formats_that_read(template: ChatTemplate) -> str:
     """Suggest formats for a template whose calls the chosen parser cannot read."""
-    native = {name: parser for name in PARSERS if (parser := load_parser(name)).native}
-    fit = [n for n, parser in native.items() if reads_call(ChatTemplate(template.tokenizer, template.source), parser)]
-    return f"use rollout.parser={' or '.join(fit)}" if fit else f"none of {', '.join(native)} does; {_plain_text()}"
+    fit = _fitting_formats(template)
+    return _use(fit) if fit else f"none of {', '.join(_native())} does; {_plain_text()}"
+
+
+def _fitting_formats(template: ChatTemplate) -> list[str]:
+    """Return the native formats that read a call as the template writes it."""
+    return [
+        n for n, parser in _native().items() if reads_call(ChatTemplate(template.tokenizer, template.source), parser)
+    ]
+
+
+def _native() -> dict[str, Parser]:
+    return {name: parser for name in PARSERS if (parser := load_parser(name)).native}
+
+
+def _use(formats: list[str]) -> str:
+    return f"use rollout.parser={' or '.join(formats)}"
 
 
 def _plain_text() -> str:

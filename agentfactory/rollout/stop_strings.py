@@ -1,0 +1,51 @@
+"""Stop strings: texts that end a turn, of a tool-call format or of a client's request."""
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[list[int]], str]
+
+
+def find_stop(text: str, stops: Sequence[str], start: int = 0) -> tuple[int, str] | None:
+    """Return the place and the text of the stop string that `text` completes first from `start` on; None if it has
+    none."""
+    found = [(at, stop) for stop in stops if (at := text.find(stop, start)) >= 0]
+    return min(found, key=lambda place: place[0] + len(place[1]), default=None)
+
+
+def tokens_of(length: int, ids: list[int], decode: Decode) -> int:
+    """Return the least number of leading tokens whose text has the first `length` characters of all tokens' text."""
+    text = decode(ids)[:length]
+    low, high = 0, len(ids)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if decode(ids[:middle]).startswith(text) else (middle + 1, high)
+    return low
+
+
+class StopWatch:
+    """Tells after each sampled token whether it completes one of `stops`, by decoding only the last tokens."""
+
+    def __init__(self, stops: Sequence[str], decode: Decode) -> None:
+        self._stops = stops
+        self._decode = decode
+        # a token stands for at least one byte, and the first of a window may begin in the middle of a character
+        self._window = max(len(stop.encode()) for stop in stops) + 4
+        ends = {stop[-1] for stop in stops}
+        # a decoder may leave out a space at the beginning, and shows no part of a character
+        self._ends = ends if all(end.isascii() and end != " " for end in ends) else None
+        self._may_complete: dict[int, bool] = {}
+
+    def completed(self, tokens: list[int]) -> str | None:
+        """Return the stop string that the last of `tokens` completes."""
+        if not self._may(tokens[-1]):
+            return None
+        found = find_stop(self._decode(tokens[-self._window :]), self._stops)
+        return None if found is None else found[1]
+
+    def _may(self, token: int) -> bool:
+        """Return whether a token has the last character of a stop string: most have not, and decoding takes time."""
+        if self._ends is None:
+            return True
+        if token not in self._may_complete:
+            self._may_complete[token] = not self._ends.isdisjoint(self._decode([token]))
+        return self._may_complete[token]

@@ -1,0 +1,286 @@
+"""Stop strings of text formats: a turn ends with the token that completes one, on every engine, and no other token is
+sampled after it or trained."""
+
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agentfactory.rollout.chain_runner import ChainRunner
+from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.load_renderer import load_renderer, make_renderer
+from agentfactory.rollout.rewards import Rewards, reward
+from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.stop_strings import StopWatch, find_stop, tokens_of
+from agentfactory.rollout.template_renderer import TemplateRenderer
+from agentfactory.rollout.trajectory import Trajectory
+from agentfactory.tools.toolset import open_toolset
+from tests.chat_tokenizers import make_tokenizer, trl_template
+from tests.learn import runs
+from tests.recording_proxy import Recording
+from tests.rollout.test_token_exactness import check_rows, play_chains
+from tests.scripted_chains import scripted_chains
+from tests.scripted_server import serve_script
+from tests.server_process import serve
+
+LEARN = Path(__file__).parents[1] / "learn"
+KEEPS, DROPS = LEARN / "thinks_and_keeps.jinja", LEARN / "thinks_and_drops.jinja"
+ACTION = 'Thought: so\nAction: note\nAction Input: {"text": "rain"}'
+Exchange = tuple[list[int], list[int], str | None]
+"""A prompt, what was sampled after it, and the stop string that ended it."""
+
+
+def test_the_string_that_is_complete_first_is_found() -> None:
+    assert find_stop("a b c", ["c", "b"]) == (2, "b")
+    assert find_stop("ab", ["abc", "b"]) == (1, "b")
+    assert find_stop("xx-x", ["x"], start=2) == (3, "x")
+    assert find_stop("ab", []) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "stop"),
+    [
+        ("a\nObservation: b", "\nObservation:"),
+        ("\u20ac\nObservation:", "\nObservation:"),
+        ("\nObservation:\u20ac\u20ac and more", "\nObservation:"),
+        ("a \u20ac\u20ac\u20ad b", "\u20ac\u20ad"),
+        ("so: yes ", "yes "),
+    ],
+)
+def test_a_turn_ends_with_the_token_that_completes_the_string(text: str, stop: str) -> None:
+    tokenizer = make_tokenizer(trl_template("qwen2_5"))
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    # a split into bytes cuts characters apart
+    for ids in (tokenizer.encode(text), [i for byte in text.encode() for i in tokens_of_byte(tokenizer, byte)]):
+        assert decode(ids) == text
+        watch = StopWatch([stop], decode)
+        first = next(count for count in range(1, len(ids) + 1) if stop in decode(ids[:count]))
+        assert [watch.completed(ids[:count]) for count in range(1, first + 1)] == [None] * (first - 1) + [stop]
+        assert tokens_of(text.index(stop) + len(stop), ids, decode) == first
+
+
+def tokens_of_byte(tokenizer, byte: int) -> list[int]:
+    """The token of a single byte."""
+    alphabet = {value: letter for letter, value in byte_letters().items()}
+    return [tokenizer.convert_tokens_to_ids(alphabet[byte])]
+
+
+def byte_letters() -> dict[str, int]:
+    """The letters that byte-level tokenizers write for bytes."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = {chr(byte): byte for byte in plain}
+    others = [byte for byte in range(256) if byte not in plain]
+    return letters | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "kept"),
+    [
+        ("react", f"{ACTION}\nObservation: noted. Final Answer: 3", f"{ACTION}\nObservation:"),
+        (
+            "tags",
+            "<note>rain</note>\n<information>noted</information><answer>3</answer>",
+            "<note>rain</note>\n<information>",
+        ),
+    ],
+)
+async def test_what_a_server_samples_after_a_stop_is_in_no_row(
+    tmp_path: Path, parser: str, text: str, kept: str
+) -> None:
+    # this server knows no stop strings
+    last = "Final Answer: 3" if parser == "react" else "<answer>3</answer>"
+    async with scripted_chains(tmp_path, [text, last], rollout={"parser": parser}) as chains:
+        trajectory = await chains.run()
+    assert trajectory.error is None
+    assert not trajectory.malformed_turns
+    assert trajectory.metrics["tool/note/calls"] == 1
+    (row,) = trajectory.rows
+    (_, start, end), _ = trajectory.turn_spans()
+    said = chains.tokenizer.decode(row.token_ids[start:end])
+    assert said.startswith(kept)
+    assert kept not in chains.tokenizer.decode(row.token_ids[start : end - 1])
+    assert chains.server.responses[0][: end - start] == row.token_ids[start:end]
+    assert len(chains.server.responses[0]) > end - start
+    # the turn keeps the stop string, and the template closes it
+    assert f"{said}<|im_end|>\n<|im_start|>user\n" in chains.sent()[1]
+    assert chains.server.requests[0]["sampling_params"]["stop"] == list(chains.runner.renderer.stops)
+
+
+async def test_a_native_format_has_no_stop_strings(tmp_path: Path) -> None:
+    async with scripted_chains(tmp_path, ["\nObservation: 3"]) as chains:
+        trajectory = await chains.run()
+    assert "stop" not in chains.server.requests[0]["sampling_params"]
+    assert trajectory.messages[-1]["content"] == "Observation: 3"
+
+
+@pytest.mark.parametrize("reasoning", ["auto", "keep", "drop", "template"])
+@pytest.mark.parametrize("template", [KEEPS, DROPS], ids=["keeps", "drops"])
+@pytest.mark.parametrize("parser", ["react", "tags", "code_block"])
+async def test_rows_are_what_was_sent_and_sampled(tmp_path: Path, parser: str, template: Path, reasoning: str) -> None:
+    await check_chains(tmp_path, parser, template, reasoning, 12)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("reasoning", ["auto", "keep", "drop", "template"])
+@pytest.mark.parametrize("template", [KEEPS, DROPS], ids=["keeps", "drops"])
+@pytest.mark.parametrize("parser", ["react", "tags", "code_block"])
+async def test_rows_of_200_chains_are_what_was_sent_and_sampled(
+    tmp_path: Path, parser: str, template: Path, reasoning: str
+) -> None:
+    await check_chains(tmp_path, parser, template, reasoning, 200)
+
+
+async def check_chains(folder: Path, parser: str, template: Path, reasoning: str, count: int) -> None:
+    """Play chains against a server that samples actions, stop strings in the reasoning and after the action, in any
+    split into tokens, cut turns, noise and control tokens; assert that each sampled token is trained once, that a turn
+    ends where its stop string does, and that one in the reasoning ends no turn."""
+    renderer = make_renderer(make_tokenizer(template.read_text(encoding="utf-8")), parser=parser, reasoning=reasoning)
+    tokenizer, rng = renderer.tokenizer, random.Random(f"{parser} {template.name} {reasoning}")
+    action, stop = {
+        "react": ('Action: run\nAction Input: {"code": "x"}', "\nObservation:"),
+        "tags": ("<run>x</run>", "<information>"),
+        "code_block": ("```python\nx\n```", "\n\nOutput:\n"),
+    }[parser]
+    fence = "```" if parser == "code_block" else ""
+    thought, stopped_thought = "hm</think>\n\n", f"hm {fence}{stop} so</think>\n\n"
+    texts = [
+        *(thought + action, stopped_thought + action, thought + action + stop + " made up", stopped_thought),
+        *(stopped_thought + action + stop + " made up", f"hm {fence}{stop}", action, thought + action[:-3]),
+    ]
+
+    def script(_: list[int]) -> list[int]:
+        text = rng.choice(texts)
+        cuts = sorted(rng.randrange(len(text)) for _ in range(3))
+        parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        ids = [i for part in parts for i in tokenizer.encode(part, add_special_tokens=False)]
+        if rng.random() < 0.2:
+            ids.insert(rng.randrange(len(ids)), rng.choice([i for i in tokenizer.added_tokens_decoder if i > 1]))
+        if rng.random() < 0.2:
+            ids = ids[: rng.randrange(1, len(ids) + 1)]
+        end = next((at for at, i in enumerate(ids) if i in renderer.stop_token_ids), None)
+        if end is not None:
+            return ids[: end + 1]
+        return [*ids, renderer.stop_token_ids[0]] if rng.random() < 0.8 else ids
+
+    (folder / "code.py").write_text(
+        "from agentfactory import tool\n\n@tool\ndef run(code: str) -> str:\n    'Run.'\n    return code * 2\n"
+    )
+
+    @reward
+    def nothing() -> float:
+        return 0.0
+
+    recipe = RolloutRecipe.model_validate(
+        {"model": {"path": "x"}, "tools": ["code.py:run"], "rollout": {"max_turns": 6, "max_tokens": 200}}
+    )
+    async with (
+        serve_script(script, decode=renderer.decode) as server,
+        InferenceClient(server.url) as client,
+        open_toolset(recipe, folder) as toolset,
+    ):
+        runner = ChainRunner(recipe, renderer, client, toolset, Rewards([nothing]))
+        run = (runner.run(f"c{i}", {"question": "go"}, Sampling("policy", 1.0, seed="")) for i in range(count))
+        chains: list[Trajectory] = list(await asyncio.gather(*run))
+    assert not any(chain.outcome.failed for chain in chains), {chain.error for chain in chains}
+    prompts = [request["token_ids"] for request in server.requests]
+    exchanges = [(prompt, ids, find_text(renderer, ids)) for prompt, ids in zip(prompts, server.responses, strict=True)]
+    check_stops(renderer, chains, exchanges)
+
+
+def find_text(renderer: TemplateRenderer, ids: list[int]) -> str | None:
+    """The stop string at which a server ended these ids."""
+    found = find_stop(renderer.decode(ids), renderer.stops)
+    return None if found is None else found[1]
+
+
+def check_stops(renderer: TemplateRenderer, chains: list[Trajectory], exchanges: list[Exchange]) -> dict[str, int]:
+    """Assert that the rows are what was sent and sampled, and that turns end where their stop strings do. Return how
+    many turns ended with one, and how many went on after one in the reasoning."""
+    whole, continued = join_continued(exchanges)
+    turns = check_rows(chains, [({"token_ids": prompt}, sampled) for prompt, sampled in whole])
+    assert turns == sum(chain.turns for chain in chains)
+    stopped = 0
+    for chain in chains:
+        for row, start, end in chain.turn_spans():
+            ids = chain.rows[row].token_ids[start:end]
+            count = renderer.stopped(ids)
+            assert count in (None, len(ids)), "text after a stop string is in a row"
+            stopped += count is not None
+    assert stopped
+    assert continued
+    return {"turns": turns, "stopped": stopped, "continued": continued}
+
+
+def join_continued(exchanges: list[Exchange]) -> tuple[list[tuple[list[int], list[int]]], int]:
+    """Join each exchange that ended with a stop string in the reasoning with the one that goes on exactly there."""
+    waiting = defaultdict(list)
+    whole: list[tuple[list[int], list[int]]] = []
+    continued = 0
+    for prompt, sampled, stop in sorted(exchanges, key=lambda exchange: len(exchange[0])):
+        begun = waiting[tuple(prompt)].pop() if waiting[tuple(prompt)] else None
+        continued += begun is not None
+        first, said = (prompt, sampled) if begun is None else (begun[0], begun[1] + sampled)
+        if stop is None:
+            whole.append((first, said))
+        else:
+            waiting[(*prompt, *sampled)].append((first, said))
+    return whole + [left for lefts in waiting.values() for left in lefts], continued
+
+
+# ---- a network with a base model's habit, on the engines
+
+
+def learn_habit(folder: Path) -> Path:
+    """The run folder of a network that learned to make up observations; see tests/learn/text_format.py."""
+    prepare, template = f"prepare={LEARN}/text_format.py:prepare", f"model.chat_template={KEEPS}"
+    runs.train(
+        "sft.yaml", 0, folder, prepare, template, "rollout.parser=" + f"{LEARN}/text_format.py:Habit", "train.steps=150"
+    )
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def habit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return learn_habit(tmp_path_factory.mktemp("habit"))
+
+
+def play_habit(habit: Path, server: dict, url: str, template: Path, count: int) -> dict[str, int]:
+    """Play chains of the network on the server at `url`, and return the counts of `check_stops`."""
+    (model,) = (habit / "checkpoints").glob("step-*")
+    tasks = habit / "prepared" / "train.jsonl"
+    chains, recording = play_chains(model, tasks, server, url, count, template, parser="react")
+    assert not any(chain.outcome.failed for chain in chains), {chain.error for chain in chains}
+    config = RolloutRecipe.model_validate({"model": {"path": str(model), "chat_template": str(template)}}).model
+    renderer = load_renderer(config, "react")
+    assert renderer.info["choice"] == ("append" if template is KEEPS else "fork")
+    counts = check_stops(renderer, chains, exchanges_of(recording))
+    assert min(counts["stopped"], counts["continued"]) > count
+    calls = sum(chain.metrics.get("tool/move/calls", 0) for chain in chains)
+    assert calls > count
+    forks = sum(len(chain.rows) > 1 for chain in chains)
+    assert (forks == 0) if template is KEEPS else (forks > count / 4)
+    return {**counts, "calls": int(calls), "forked": forks}
+
+
+def exchanges_of(recording: Recording) -> Iterator[Exchange]:
+    for request, answer in recording.exchanges:
+        choice = answer["choices"][0]
+        stop = choice["stop_reason"]
+        yield request["token_ids"], choice["token_ids"], stop if isinstance(stop, str) else None
+
+
+@pytest.mark.extended
+@pytest.mark.processes
+def test_the_embedded_engine_stops(habit: Path, tmp_path: Path) -> None:
+    server = {"engine": "embedded", "max_model_len": 1024}
+    (model,) = (habit / "checkpoints").glob("step-*")
+    with serve({"model": {"path": str(model), "dtype": "float32"}, "server": server}, tmp_path) as url:
+        for template in (KEEPS, DROPS):
+            print(template.name, play_habit(habit, server, url, template, 200))
