@@ -173,21 +173,13 @@ class ImageTools(Environment):
     def _notes(self, part: Part, picture: Picture, name: str) -> list[str]:
         """Return what the model is to be told of a box."""
         told = [f"{name} {note}." for note in part.notes]
-        return [*told, f"It is {self._stated(part.box, picture)} now."] if told else []
+        return [*told, f"It is {self._view.stated(part.box, picture.size)} now."] if told else []
 
     def _point(self, point: Sequence[float], picture: Picture, argument: str) -> Point:
-        x, y = self._view.to_pixels(point, picture.size)
-        width, height = picture.size
-        # to half a pixel: a model may round
-        if not (-0.5 <= x <= width + 0.5 and -0.5 <= y <= height + 0.5):
-            limits = self._stated((width, height), picture)
-            raise ValueError(f"{argument}: got {list(point)}, outside of the image, which ends at {limits}")
-        return min(max(x, 0), width), min(max(y, 0), height)
-
-    def _stated(self, places: Sequence[float], picture: Picture) -> list[float]:
-        """Return pixels as the model states places, rounded as it would."""
-        numbers = self._view.from_pixels(places, picture.size)
-        return [round(number, 3) if self._view.is_fine else round(number) for number in numbers]
+        try:
+            return self._view.point_in(point, picture.size)
+        except ValueError as error:
+            raise ValueError(f"{argument}: {error}") from None
 
     def _made(self, picture: Picture, step: Step, notes: Sequence[str] = ()) -> dict[str, Any]:
         """Return the result of a tool that makes a new image, which gets the next number."""

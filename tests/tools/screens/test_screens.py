@@ -116,7 +116,7 @@ async def test_places_are_read_as_the_model_states_them(coordinates: Coordinates
         assert opening[-1].size == (640, 480)
         x, y = await Player(screen, opening[0]).ask(NAMED, Player(screen, opening[0]).told(r'"(\w+)"'))
         assert isinstance(await screen.click(x / 320 * unit[0], y / 240 * unit[1]), Finish)
-        with pytest.raises(ValueError, match=r"x, y: got .*, outside of the screen, which ends at"):
+        with pytest.raises(ValueError, match=r"x, y: got .*, outside of the image, which ends at"):
             await screen.click(unit[0] * 1.2, 0)
     finally:
         await screen.close()
