@@ -11,8 +11,8 @@ __all__ = ["gui_r1", "pages", "screen_spot", "screen_spot_pro"]
 
 
 def gui_r1(limit: int, path: str = "ritzzai/GUI-R1", file: str = "train.parquet") -> Iterator[dict[str, Any]]:
-    """Yield the first `limit` clicks of GUI-R1's training data (Luo et al., 2025, arXiv:2504.10458): of its tasks of one
-    step (`task_type: low`), those that say a box, and not only a point.
+    """Yield the first `limit` clicks of GUI-R1's training data (Luo et al., 2025, arXiv:2504.10458): of its tasks of
+    one step (`task_type: low`), those that say a box, and not only a point.
 
     Args:
         limit: Number of clicks; their images are held in memory.

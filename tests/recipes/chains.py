@@ -15,8 +15,8 @@ from tests.seeing_server import serve_seeing
 
 
 async def chain_of(recipe: Recipe, base: Path, task: dict, texts: Sequence[str], images: Path) -> Trajectory:
-    """Return a chain on `task` in which the model says `texts`. The recipe's code is in `base`; `images` is a folder for
-    what the model sees."""
+    """Return a chain on `task` in which the model says `texts`. The recipe's code is in `base`; `images` is a folder
+    for what the model sees."""
     renderer = load_renderer(recipe.model, recipe.rollout.parser, images=images)
     said = iter(texts)
 

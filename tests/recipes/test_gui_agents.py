@@ -62,7 +62,13 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     (root / "GUI-R1").mkdir()
     datasets.Dataset.from_list(clicks).to_parquet(root / "GUI-R1" / "train.parquet")
-    spot = {"file_name": "a.png", "instruction": "press it", "data_type": "icon", "data_source": "ios", "image": picture}
+    spot = {
+        "file_name": "a.png",
+        "instruction": "press it",
+        "data_type": "icon",
+        "data_source": "ios",
+        "image": picture,
+    }
     features = datasets.Features(
         **dict.fromkeys(("file_name", "instruction", "data_type", "data_source"), datasets.Value("string")),
         bbox=datasets.Sequence(datasets.Value("float64")),
@@ -200,6 +206,7 @@ async def test_a_chain_clicks_on_a_row_of_the_hub(name: str, hub: Path, tmp_path
     assert (wrong.outcome, wrong.reward) == (Outcome.MAX_TURNS, 0.0)
 
 
+@pytest.mark.processes
 @pytest.mark.extended
 def test_the_recipe_is_evaluated_on_the_columns_of_the_hub(
     hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -66,7 +66,9 @@ async def test_a_chain_looks_closer_and_is_judged(recipe: Recipe, tmp_path: Path
     name = "image_zoom_in_tool" if search else "zoom"
     call = f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'bbox_2d': box}})}\n</tool_call>"
     answer = task["answer"] if search else task["answer"][0]
-    chain = await chain_of(recipe, FOLDER, task, [f"<think>Where?</think>{call}", f"<answer>{answer}</answer>"], tmp_path)
+    chain = await chain_of(
+        recipe, FOLDER, task, [f"<think>Where?</think>{call}", f"<answer>{answer}</answer>"], tmp_path
+    )
     assert chain.outcome is Outcome.COMPLETED, chain.error
     assert chain.metrics["success"] == 1
     assert chain.reward == pytest.approx(2.0 if search else 1.1)
