@@ -207,6 +207,8 @@ class ToolServer:
                     f"{_names(listed)}" + ("; name one of them" if role == "reset" else "; set it to null")
                 )
             self.hidden[role] = listed[tool]
+        if declared and "take_images" in roles:
+            self.hidden["take_images"] = listed[roles["take_images"]]
         if self.environment and self.cache:
             raise ValueError(f"mcp_servers.{self.name}.cache: it is an environment, with state per chain; remove it")
         hidden = {tool.name for tool in self.hidden.values()} | {self._gauges}

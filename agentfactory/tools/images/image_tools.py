@@ -24,10 +24,10 @@ Colour = Literal["red", "green", "blue", "yellow", "cyan", "magenta", "black", "
 class ImageTools(Environment):
     """Shows parts of a task's images, turned, in a mirror, with more contrast or with marks, and measures in them.
 
-    The images of a chain have numbers, from 0: first those of the task's `images`, then each that a tool has made.
-    Places are numbers as the model states them (`rollout.coordinates`), of the image that the call names. Each result
-    has in its info which part of which image of the task it shows, in pixels of that image in full size: `image` (its
-    own number), `of`, `box`, and the `size` of that image.
+    The images of a chain have numbers, from 0: first those of the task's `images`, then each that a tool has shown, one
+    of these or any other. Places are numbers as the model states them (`rollout.coordinates`), of the image that the
+    call names. Each result has in its info which part of which image it shows, in pixels of that image in full size:
+    `image` (its own number), `of`, `box`, and the `size` of that image.
 
     It judges nothing: give the recipe `rewards:`.
 
@@ -150,6 +150,19 @@ class ImageTools(Environment):
             f"{math.hypot(across, down):.1f} pixels: {across:.1f} to the right and {down:.1f} down, of an image of "
             f"{width} x {height} pixels"
         )
+
+    def take_images(self, images: list[str]) -> list[str]:
+        """Give the images of other tools the next numbers, and return what is said before each. One that no model can
+        be shown gets none."""
+        return [self._taken(image) for image in images]
+
+    def _taken(self, image: str) -> str:
+        picture = Picture(image, len(self._pictures))
+        try:
+            self._seen(picture)
+        except ValueError:
+            return ""
+        return " ".join(self._named(self._add(picture), picture))
 
     def release(self) -> None:
         """Forget the images."""
