@@ -14,6 +14,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.screens.browser import Browser, check_playwright, find_chromium
+from agentfactory.tools.screens.frames import AT, FOCUSED, frame_with
 from agentfactory.tools.screens.sites import Site, site_of
 from agentfactory.tools.shared import Shared
 from agentfactory.tools.tool import finish, tool
@@ -148,7 +149,8 @@ class BaseScreen(Environment):
             text: The text.
         """
         async with self._care():
-            chosen = await self._page.evaluate(_CHOOSE, text)
+            frame, _ = await frame_with(self._page, FOCUSED)
+            chosen = await frame.evaluate(_CHOOSE, text)
             if chosen is False:
                 self._notes.append("The menu has no such entry.")
             if chosen is None:
@@ -249,7 +251,8 @@ class BaseScreen(Environment):
     async def _press(self, x: float, y: float, count: int = 1, button: Button = "left") -> Any:
         """Click at a place in CSS pixels."""
         async with self._care():
-            menu = await self._page.evaluate(_OPTIONS_AT, [x, y]) if button == "left" else None
+            frame, place = await frame_with(self._page, AT, (x, y))
+            menu = await frame.evaluate(_OPTIONS_AT, place) if button == "left" else None
             await self._page.mouse.move(x, y)
             if menu is None:
                 await self._page.mouse.click(x, y, click_count=count, button=button)

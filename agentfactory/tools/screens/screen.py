@@ -6,6 +6,7 @@ from typing import Any
 from PIL import Image
 
 from agentfactory.tools.screens.base_screen import BaseScreen, Direction
+from agentfactory.tools.screens.frames import boxes_in
 from agentfactory.tools.screens.marks import FIND_ELEMENTS, Mark, draw_marks
 from agentfactory.tools.tool import tool
 
@@ -147,5 +148,5 @@ class MarkedScreen(BaseScreen):
 
     async def _drawn(self, picture: Image.Image) -> Image.Image:
         async with self._care():
-            self._marks = [Mark(*box) for box in await self._page.evaluate(FIND_ELEMENTS)]
+            self._marks = [Mark(*box) for box in await boxes_in(self._page, FIND_ELEMENTS)]
         return draw_marks(picture, self._marks, self._scale)
