@@ -72,6 +72,7 @@ class Connection:
         self._result_bytes = result_bytes
         self.reopens = reopens
         self.chain = ""  # which has this connection for itself
+        self.pid: int | None = None  # of the server, if it is our child
         self.timeout_seconds = timeout_seconds
         self.generation = 0
         self.tools: list[Tool] = []
@@ -252,11 +253,16 @@ class Connection:
                 return
             if isinstance(target, StdioServerParameters):
                 errlog = await stack.enter_async_context(self._collect_stderr())
-                transport = stdio_transport(target, errlog, self._result_bytes, lambda: self._lost(self.generation))
+                transport = stdio_transport(
+                    target, errlog, self._result_bytes, lambda: self._lost(self.generation), self._started
+                )
                 client = Client(transport, cache=None)
             else:
                 client = Client(target, cache=None)
             yield await stack.enter_async_context(client)
+
+    def _started(self, pid: int) -> None:
+        self.pid = pid
 
     async def _note(self, response: httpx2.Response) -> None:
         self._in_session |= MCP_SESSION_ID in response.headers
