@@ -269,6 +269,7 @@ class ChainRunner:
         trajectory = chain.trajectory
         async with self.toolset.chain(trajectory.id, self.for_tools(chain.task)) as session, chain.surroundings():
             chain.timeline.note_setup(session.waits)
+            trajectory.workspaces += session.kept
             # a chain that runs out of time may still be scored: the limit ends its turns, not the session
             deadline = limit.when()
             limit.reschedule(None)

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 import anyio
@@ -71,7 +72,7 @@ class Connection:
         self.name = name
         self._result_bytes = result_bytes
         self.reopens = reopens
-        self.chain = ""  # which has this connection for itself
+        self.kept: Path | None = None  # where the folder of its chain will be kept
         self.pid: int | None = None  # of the server, if it is our child
         self.timeout_seconds = timeout_seconds
         self.generation = 0
@@ -103,6 +104,11 @@ class Connection:
             self._wanted.set()
             await asyncio.wait({self._owner})
         self._client.cancel()
+
+    def belong_to(self, chain: str) -> None:
+        """Note the chain that has this connection for itself."""
+        if isinstance(self._target, ChainProgram):
+            self.kept = self._target.place(chain)
 
     @property
     def alive(self) -> bool:
@@ -244,7 +250,7 @@ class Connection:
             if isinstance(target, Container):
                 target = await stack.enter_async_context(target.running())
             elif isinstance(target, ChainProgram):
-                target = await stack.enter_async_context(target.running(lambda: self.chain))
+                target = await stack.enter_async_context(target.running(lambda: self.kept))
             if isinstance(target, HttpAddress):
                 client = await stack.enter_async_context(_http_client(target, self._note, self._result_bytes))
                 if target.session and not self._in_session:

@@ -99,6 +99,11 @@ class ToolSession:
         self._shares: dict[str, _Share] = {}
 
     @property
+    def kept(self) -> list[str]:
+        """Where the folders of the chain's programs will be kept."""
+        return [str(share.connection.kept) for share in self._shares.values() if share.connection.kept is not None]
+
+    @property
     def anchor(self) -> str | None:
         """The anchor of the state that the chain is in: that of its environment, or of all that give anchors; None if
         none does, or one is in a state without an anchor."""

@@ -111,7 +111,7 @@ class ToolServer:
             return self._shared, None
         lease = await self._pool.acquire()
         if self.isolated:
-            lease.value.chain = chain
+            lease.value.belong_to(chain)
         return lease.value, lease
 
     @property

@@ -133,8 +133,9 @@ class ClientAgent(ABC):
         yield
 
     @asynccontextmanager
-    async def folder(self, chain: str) -> AsyncIterator[Path | None]:
-        """Make the folder of a chain, and remove it on exit. None: the agent has no folders."""
+    async def folder(self, chain: str, kept: list[str]) -> AsyncIterator[Path | None]:
+        """Make the folder of a chain, and remove it on exit, or move it to where `kept` then says. None: the agent has
+        no folders."""
         yield None
 
     @abstractmethod
