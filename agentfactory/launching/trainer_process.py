@@ -25,7 +25,8 @@ from agentfactory.launching.run_folder import Hold, RunFolder
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.delivery import Job
-from agentfactory.rollout.images.families import load_vision
+from agentfactory.rollout.images.families import load_vision, view_of
+from agentfactory.rollout.images.places_in_text import state_places
 from agentfactory.rollout.images.store import ImageStore
 from agentfactory.rollout.load_renderer import load_renderer
 from agentfactory.rollout.template_renderer import TemplateRenderer
@@ -182,7 +183,9 @@ def _sft_rows(recipe: Recipe, renderer: TemplateRenderer, tasks: list[Task] | No
     if tasks is None:
         return None
     if renderer.sight is not None and renderer.sight.shows:
-        tasks = renderer.sight.take_tasks(tasks, "data")
+        view = view_of(recipe.model.path, renderer.sight.vision, recipe.rollout.coordinates)
+        rows = [state_places(task, view, recipe.model.path, "data", row) for row, task in enumerate(tasks, 1)]
+        tasks = renderer.sight.take_tasks(rows, "data")
     return conversation_rows(tasks, renderer)
 
 

@@ -18,6 +18,7 @@ from agentfactory.rollout.data import Task
 from agentfactory.rollout.episode import Episode, Setup
 from agentfactory.rollout.gateway.agents import AgentFailed
 from agentfactory.rollout.images.parts import has_images
+from agentfactory.rollout.images.places_in_text import state_places, unknown_way
 from agentfactory.rollout.renderer import Renderer
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampler, Sampling
@@ -121,12 +122,6 @@ def _view(recipe: RolloutRecipe, sight: "Sight") -> ModelView | None:
     return view_of(recipe.model.path, sight.vision, recipe.rollout.coordinates)
 
 
-def _unknown_way(recipe: RolloutRecipe, who: str) -> SettingError:
-    problem = f"got auto, {who} convert places in images, and it is not known how {recipe.model.path} states them"
-    fix = "set relative1000, relative1, resized or pixels; `agentfactory doctor RECIPE --coordinates` asks the model"
-    return SettingError("rollout.coordinates", problem, fix)
-
-
 class ChainRunner:
     """Runs chains of one recipe; at most `rollout.concurrency` of them are alive at a time."""
 
@@ -184,13 +179,18 @@ class ChainRunner:
 
     async def take(self, task: Task, section: str = "data", row: int | None = None) -> Task:
         """Return a row of `section`, the one numbered `row` if that is given, as its chains get it: its images are
-        stored once for all of them. Raises SettingError for an image that cannot be shown."""
+        stored once for all of them, and places in its text are stated as the model does. Raises SettingError for an
+        image that cannot be shown, or a place that is none."""
+        task = self._stated(task, section, row)
         if not has_images(task):
             return task
         sight = self.renderer.sight
         if sight is None or not sight.shows:
             raise _blind(self.setup.recipe, self.renderer, section)
         return await sight.take_task(task, section, row)
+
+    def _stated(self, task: Task, section: str, row: int | None) -> Task:
+        return state_places(task, self.view, self.setup.recipe.model.path, section, row)
 
     def for_tools(self, task: Task) -> Task:
         """Return a row, as `take` returned it, with what tools need to know of the model: `model_view`, if a reset
@@ -199,7 +199,7 @@ class ChainRunner:
         if not self.toolset.takes(VIEW_FIELD):
             return task
         if self.view is None:
-            raise _unknown_way(self.setup.recipe, "its tools")
+            raise unknown_way(self.setup.recipe.model.path, "its tools convert")
         return {**task, VIEW_FIELD: self.view.to_json()}
 
     async def check(self, tasks: Sequence[Task], section: str = "data") -> None:
@@ -217,8 +217,10 @@ class ChainRunner:
             if sight is None or not sight.shows:
                 raise _blind(self.setup.recipe, self.renderer, section)
             await asyncio.to_thread(sight.check_tasks, tasks, self.setup.recipe.limits.images, section)
+        for number, task in enumerate(tasks, 1):
+            self._stated(task, section, number)
         if self.view is None and self.rewards.takes(VIEW_FIELD):
-            raise _unknown_way(self.setup.recipe, "its rewards")
+            raise unknown_way(self.setup.recipe.model.path, "its rewards convert")
         _tell_nulls(tasks, section, {**self.toolset.needed, **self.rewards.needed})
         async with self.toolset.chain("check", self.for_tools(await self.take(tasks[0], section, 1))):
             pass
@@ -267,6 +269,7 @@ class ChainRunner:
         trajectory = chain.trajectory
         async with self.toolset.chain(trajectory.id, self.for_tools(chain.task)) as session, chain.surroundings():
             chain.timeline.note_setup(session.waits)
+            trajectory.workspaces += session.kept
             # a chain that runs out of time may still be scored: the limit ends its turns, not the session
             deadline = limit.when()
             limit.reschedule(None)

@@ -128,6 +128,7 @@ class Episode:
             else:
                 calls = self.timeline.calls(session.call, trajectory.turns - 1)
                 results = await self.limits.run(parsed.calls, calls)
+                results = await session.number_images(parsed.calls, results)
                 self._count(parsed.calls, results)
                 answers = await self._seen(self.renderer.answers(parsed.calls, results))
                 ending = self._ending(results)

@@ -225,6 +225,8 @@ class Trajectory:
     no environment gives any."""
     result: str | None = None
     """What an agent with its own loop returned or printed; None if it did not."""
+    workspaces: list[str] = field(default_factory=list)
+    """Where the folders of its programs are when they have ended, if the recipe keeps them (`keep_workspaces`)."""
     timeline: list[Stretch] = field(default_factory=list)
     """Where the `seconds` went, in the order in which the stretches ended."""
 

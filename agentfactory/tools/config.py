@@ -53,7 +53,7 @@ class PoolConfig(Section):
 
     capacity: PositiveInt | None = None
     """Maximum number of instances at a time; further chains wait. null: one for each chain that is alive; of processes,
-    as many as half of the free memory allows, at 75 MiB each."""
+    as many as half of the free memory allows, at 75 MiB each, or at what the largest that has ended took."""
     wait_seconds: PositiveFloat = 600.0
     """How long a chain waits for an instance before it ends as tool_infrastructure."""
     warm: int = Field(default=0, ge=0)

@@ -46,6 +46,12 @@ class Environment:
         """
         return None
 
+    def take_images(self, images: list[str]) -> Any:
+        """Take the images that other tools have shown in the chain, as `data:` addresses in their order. Return a list
+        with what the model reads before each of them, which may be empty. Called after each turn, if the class defines
+        this method and there are any."""
+        raise NotImplementedError
+
     def release(self, *args: Any, **kwargs: Any) -> Any:
         """Forget the chain, which has ended or failed. Called once for each chain, before another chain's `reset`."""
         return None
@@ -67,6 +73,11 @@ class Environment:
 def gives_anchors(environment: type[Environment]) -> bool:
     """Return whether the class says in which state a chain is."""
     return environment.anchor is not Environment.anchor
+
+
+def takes_images(environment: type[Environment]) -> bool:
+    """Return whether the class wants the images of other tools."""
+    return environment.take_images is not Environment.take_images
 
 
 def reset_schema(environment: type[Environment]) -> dict[str, Any]:

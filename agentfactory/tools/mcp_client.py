@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 import anyio
@@ -71,7 +72,8 @@ class Connection:
         self.name = name
         self._result_bytes = result_bytes
         self.reopens = reopens
-        self.chain = ""  # which has this connection for itself
+        self.kept: Path | None = None  # where the folder of its chain will be kept
+        self.pid: int | None = None  # of the server, if it is our child
         self.timeout_seconds = timeout_seconds
         self.generation = 0
         self.tools: list[Tool] = []
@@ -102,6 +104,11 @@ class Connection:
             self._wanted.set()
             await asyncio.wait({self._owner})
         self._client.cancel()
+
+    def belong_to(self, chain: str) -> None:
+        """Note the chain that has this connection for itself."""
+        if isinstance(self._target, ChainProgram):
+            self.kept = self._target.place(chain)
 
     @property
     def alive(self) -> bool:
@@ -243,7 +250,7 @@ class Connection:
             if isinstance(target, Container):
                 target = await stack.enter_async_context(target.running())
             elif isinstance(target, ChainProgram):
-                target = await stack.enter_async_context(target.running(lambda: self.chain))
+                target = await stack.enter_async_context(target.running(lambda: self.kept))
             if isinstance(target, HttpAddress):
                 client = await stack.enter_async_context(_http_client(target, self._note, self._result_bytes))
                 if target.session and not self._in_session:
@@ -252,11 +259,16 @@ class Connection:
                 return
             if isinstance(target, StdioServerParameters):
                 errlog = await stack.enter_async_context(self._collect_stderr())
-                transport = stdio_transport(target, errlog, self._result_bytes, lambda: self._lost(self.generation))
+                transport = stdio_transport(
+                    target, errlog, self._result_bytes, lambda: self._lost(self.generation), self._started
+                )
                 client = Client(transport, cache=None)
             else:
                 client = Client(target, cache=None)
             yield await stack.enter_async_context(client)
+
+    def _started(self, pid: int) -> None:
+        self.pid = pid
 
     async def _note(self, response: httpx2.Response) -> None:
         self._in_session |= MCP_SESSION_ID in response.headers

@@ -25,7 +25,7 @@ from mcp_types import (
 
 from agentfactory.tools.anchors import ANCHOR_KEY, anchor_text
 from agentfactory.tools.config import PoolConfig
-from agentfactory.tools.environment import Environment, gives_anchors, reset_schema
+from agentfactory.tools.environment import Environment, gives_anchors, reset_schema, takes_images
 from agentfactory.tools.environment_host import EnvironmentHost, NoState, gives_reward, is_async
 from agentfactory.tools.messages import CallError, EnvironmentReward, ToolInfrastructureError, ToolSpec
 from agentfactory.tools.results import failure, result_of
@@ -39,7 +39,7 @@ CHAIN_KEY = "agentfactory/chain"
 """Key in a call's `_meta`: the chain that owns the state that the call acts on."""
 ROLE_KEY = "agentfactory/role"
 """Key in a listed tool's `_meta`: `tool`, or the role of one of an environment's tools that no model may see: `reset`,
-`reward`, `close`, `gauges`. A server that lists roles checks arguments itself and returns
+`reward`, `close`, `gauges`, `take_images`. A server that lists roles checks arguments itself and returns
 `agentfactory.tools.results.ERROR_KEY`."""
 
 
@@ -151,6 +151,8 @@ class _ToolHost:
             self._list(ToolSpec("reward", "Judges the finished chain.", _NO_ARGUMENTS), "reward")
         self._list(ToolSpec("close", "Lets go of the chain's state.", _NO_ARGUMENTS), "close")
         self._list(ToolSpec("gauges", "Counts the instances.", _NO_ARGUMENTS), "gauges")
+        if takes_images(environment):
+            self._list(ToolSpec("take_images", "Takes what other tools have shown.", _IMAGES), "take_images")
 
     def _list(self, spec: ToolSpec, role: str) -> None:
         if spec.name in self._listing:
@@ -211,6 +213,8 @@ class _ToolHost:
             return await environment.reset(chain, arguments, self._opening)
         if name == "reward":
             return await environment.call(chain, "reward", {}, lambda value, _: _verdict(value))
+        if name == "take_images":
+            return await environment.call(chain, name, arguments, lambda told, _: _structured({"told": told}))
         if name == "close":
             await environment.release(chain)
             return CallToolResult(content=[])
@@ -245,7 +249,7 @@ class _ToolHost:
         return name + text
 
 
-_HIDDEN = ("reset", "reward", "close", "gauges")
+_HIDDEN = ("reset", "reward", "close", "gauges", "take_images")
 
 
 def _is_environment(given: Any) -> bool:
@@ -267,3 +271,9 @@ def _structured(answer: dict[str, Any]) -> CallToolResult:
 
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_IMAGES = {
+    "type": "object",
+    "properties": {"images": {"type": "array", "items": {"type": "string"}}},
+    "required": ["images"],
+    "additionalProperties": False,
+}

@@ -56,8 +56,14 @@ class Pool(Generic[T]):
 
     @property
     def capacity(self) -> int | None:
-        """Maximum number of instances; None: one per chain."""
-        return self._config.capacity
+        """Maximum number of instances; None: one per chain. If it is set to fewer than there are, no further ones are
+        made until enough have ended."""
+        return self._ledger.capacity
+
+    @capacity.setter
+    def capacity(self, capacity: int) -> None:
+        self._ledger.capacity = capacity
+        self._advance()
 
     def warm_up(self) -> None:
         """Begin to create the `warm` instances in the background. `acquire` does so too."""
@@ -241,7 +247,7 @@ class Pool(Generic[T]):
         if waiter.done():
             return
         self._ledger.withdraw(waiter)
-        seconds, capacity = self._config.wait_seconds, self._config.capacity
+        seconds, capacity = self._config.wait_seconds, self.capacity
         if capacity is not None and self._ledger.places >= capacity:
             reason = f"all {capacity} (pool.capacity) are taken; raise pool.capacity or pool.wait_seconds"
         else:

@@ -50,6 +50,7 @@ class Ledger(Generic[T]):
         self.held: set[Instance[T]] = set()
         self.making = self.checking = self.resetting = self.retiring = 0
         self.made = self.recycled = self.broken = 0
+        self.capacity = config.capacity
         self._config = config
         self._paused = False  # creating one in advance failed: no more are created in advance until one succeeds
 
@@ -165,7 +166,7 @@ class Ledger(Generic[T]):
         )
 
     def _is_short(self) -> bool:
-        if self._config.capacity is not None and self.places >= self._config.capacity:
+        if self.capacity is not None and self.places >= self.capacity:
             return False
         coming = len(self.idle) + self.checking + self.making
         ahead = not self._paused and coming + self.resetting < len(self.waiting) + self._config.warm

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -99,6 +99,11 @@ class ToolSession:
         self._shares: dict[str, _Share] = {}
 
     @property
+    def kept(self) -> list[str]:
+        """Where the folders of the chain's programs will be kept."""
+        return [str(share.connection.kept) for share in self._shares.values() if share.connection.kept is not None]
+
+    @property
     def anchor(self) -> str | None:
         """The anchor of the state that the chain is in: that of its environment, or of all that give anchors; None if
         none does, or one is in a state without an anchor."""
@@ -150,6 +155,37 @@ class ToolSession:
             _left_out(content, route.server.result_bytes),
         )
 
+    async def number_images(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[ToolResult]:
+        """Give the images in a turn's results to the environment that works on the chain's images, if there is one.
+        Return the results with what it says before each image, such as a number. It knows its own images.
+
+        Raises:
+            ToolInfrastructureError: the environment's server died, or lost this chain's state.
+        """
+        numbered = []
+        for call, result in zip(calls, results, strict=True):
+            route = self._routes.get(call.name)
+            content = result.content if route is None else await self._numbered(result.content, route.server)
+            numbered.append(result if content is result.content else replace(result, content=content))
+        return numbered
+
+    async def _numbered(self, content: Content, origin: ToolServer) -> Content:
+        """Return a content of `origin` with what is said before each image."""
+        taker = next((share for share in self._shares.values() if "take_images" in share.server.hidden), None)
+        if taker is None or taker.server is origin or isinstance(content, str):
+            return content
+        images = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
+        if not images:
+            return content
+        answer = (await self._control(taker, "take_images", {"images": images})).structured_content or {}
+        told = iter(answer["told"])
+        parts: list[dict[str, Any]] = []
+        for part in content:
+            if part["type"] == "image_url" and (text := next(told)):
+                parts.append({"type": "text", "text": text})
+            parts.append(part)
+        return parts
+
     async def reward(self) -> EnvironmentReward | None:
         """Return the environment's reward for the chain; None without an environment that gives one.
 
@@ -190,8 +226,9 @@ class ToolSession:
                 self.waits.append((server.name, asked, time.monotonic()))
             share = self._shares[server.name] = _Share(server, connection, lease)
             if server.environment:
-                openings.append(await self._reset(share, task))
-        self.opening = _joined([content for content in openings if content])
+                openings.append((await self._reset(share, task), server))
+        numbered = [await self._numbered(content, server) for content, server in openings]
+        self.opening = _joined([content for content in numbered if content])
 
     async def close(self) -> None:
         """Release everything; if an environment fails to close, this is only logged. Called by `Toolset.chain`."""

@@ -31,12 +31,16 @@ _POLL_SECONDS = 0.01
 
 @asynccontextmanager
 async def stdio_transport(
-    server: StdioServerParameters, errlog: TextIO, most: int, on_end: Callable[[], None]
+    server: StdioServerParameters,
+    errlog: TextIO,
+    most: int,
+    on_end: Callable[[], None],
+    on_start: Callable[[int], None] = lambda pid: None,
 ) -> AsyncIterator[TransportStreams]:
     """Start `server` and yield the streams of its messages, bounded to `most` (see MessageFilter).
 
-    `on_end` is called when its stdout ends. On exit its stdin is closed, and what is left of its process group after
-    two seconds is ended.
+    `on_start` is called with its pid, and `on_end` when its stdout ends. On exit its stdin is closed, and what is left
+    of its process group after two seconds is ended.
 
     Raises OSError if it cannot be started.
     """
@@ -47,6 +51,7 @@ async def stdio_transport(
         cwd=server.cwd,
         start_new_session=True,
     )
+    on_start(process.pid)
     incoming_end, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     outgoing, outgoing_end = anyio.create_memory_object_stream[SessionMessage](0)
     written = anyio.Event()

@@ -1,5 +1,6 @@
 """One server of a recipe: its tools, and the part of it that a chain has exclusively."""
 
+import asyncio
 from collections.abc import Sequence
 
 from mcp import MCPError
@@ -9,12 +10,14 @@ from agentfactory.tools.call_cache import CallCache
 from agentfactory.tools.config import CHAIN, RESULT_BYTES, EnvironmentTools, Isolation, McpServerConfig
 from agentfactory.tools.mcp_client import CallTimeout, Connection, Log
 from agentfactory.tools.mcp_server import ROLE_KEY
+from agentfactory.tools.memory import memory_of
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.pool import Lease, Pool
 from agentfactory.tools.targets import Target
 
 PROCESS_BYTES = 75 << 20
-"""What a process of a server takes: 50 to 75 MiB, measured with Node.js and Python."""
+"""What a process of a server takes, until one was measured: 50 to 75 MiB with Node.js and Python, without what it
+starts itself."""
 _SPARES = 2
 """Processes that wait for the next chains, which would otherwise wait 0.3 to 1.2 s for their start."""
 _GAUGE_SECONDS = 2.0
@@ -53,6 +56,7 @@ class ToolServer:
         self.cache = CallCache(config.cache) if config.cache else None
         self.isolated = config.isolation not in (None, Isolation.SHARED)
         self._memory = memory  # bytes that its processes may take
+        self._each = PROCESS_BYTES  # bytes that one takes
         self._target = target
         self._log = log
         self._shared: Connection | None = None
@@ -107,7 +111,7 @@ class ToolServer:
             return self._shared, None
         lease = await self._pool.acquire()
         if self.isolated:
-            lease.value.chain = chain
+            lease.value.belong_to(chain)
         return lease.value, lease
 
     @property
@@ -124,7 +128,7 @@ class ToolServer:
         folder = f", and a folder ({CHAIN})" if config.has_folders else f"; files are shared, without {CHAIN}"
         return (
             f"each chain has a process{folder}; up to {self._pool.capacity} at a time, of about "
-            f"{PROCESS_BYTES >> 20} MiB each"
+            f"{self._each >> 20} MiB each"
         )
 
     async def gauges(self) -> dict[str, float]:
@@ -160,22 +164,31 @@ class ToolServer:
 
         config, changes = self.config.pool, dict[str, int]()
         if config.capacity is None and self.config.url is None:
-            changes["capacity"] = max(1, self._memory // PROCESS_BYTES)
+            changes["capacity"] = max(1, self._memory // self._each)
         if (self.environment is None or self.config.has_folders) and config.max_uses is None:
             changes["max_uses"] = 1
             if "warm" not in config.model_fields_set and self.config.url is None:
                 changes["warm"] = min(_SPARES, changes.get("capacity", _SPARES), config.capacity or _SPARES)
         config = config.model_copy(update=changes)
         if self.config.url is None:
-            self._log(
-                {
-                    "event": "tool_server_isolated",
-                    "server": self.name,
-                    "processes": config.capacity,
-                    "mebibytes_each": PROCESS_BYTES >> 20,
-                }
-            )
-        return Pool(f"tool server {self.name}", make, config, healthy=Connection.answers, retire=Connection.close)
+            self._log_processes(config.capacity)
+        return Pool(f"tool server {self.name}", make, config, healthy=Connection.answers, retire=self._retire)
+
+    async def _retire(self, connection: Connection) -> None:
+        """Close a connection. Its process may have taken more than was reckoned, such as one that starts a browser:
+        then fewer run from now on."""
+        if connection.pid is not None and connection.alive:
+            taken = await asyncio.to_thread(memory_of, connection.pid)
+            if taken > self._each:
+                self._each = taken
+                if self._pool is not None and self.config.pool.capacity is None:
+                    self._pool.capacity = max(1, self._memory // taken)
+                    self._log_processes(self._pool.capacity)
+        await connection.close()
+
+    def _log_processes(self, capacity: int | None) -> None:
+        record = {"server": self.name, "processes": capacity, "mebibytes_each": self._each >> 20}
+        self._log({"event": "tool_server_isolated", **record})
 
     def _places(self, shared: Connection) -> Pool[Connection]:
         async def make() -> Connection:
@@ -207,6 +220,8 @@ class ToolServer:
                     f"{_names(listed)}" + ("; name one of them" if role == "reset" else "; set it to null")
                 )
             self.hidden[role] = listed[tool]
+        if declared and "take_images" in roles:
+            self.hidden["take_images"] = listed[roles["take_images"]]
         if self.environment and self.cache:
             raise ValueError(f"mcp_servers.{self.name}.cache: it is an environment, with state per chain; remove it")
         hidden = {tool.name for tool in self.hidden.values()} | {self._gauges}

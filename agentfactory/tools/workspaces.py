@@ -32,17 +32,29 @@ logger = logging.getLogger(__name__)
 class ChainProgram:
     """A program of which each process has a folder: a copy of `template`, if there is one.
 
-    When the process has ended, its folder is removed, or moved into `kept`.
+    When the process has ended, its folder is removed, or moved into `kept`, to a place that is taken before.
     """
 
     program: StdioServerParameters
     template: Path | None = None
     kept: Path | None = None
 
+    def place(self, chain: str) -> Path | None:
+        """Make the empty folder to which that of a chain will be moved, and return it; None if folders are not kept. If
+        it cannot be made, the person is told."""
+        if self.kept is None:
+            return None
+        try:
+            self.kept.mkdir(parents=True, exist_ok=True)
+            return _free(self.kept / re.sub(r"[^\w.-]", "-", chain))
+        except OSError as error:
+            _tell_lost(chain, self.kept, error)
+            return None
+
     @asynccontextmanager
-    async def running(self, chain: Callable[[], str]) -> AsyncIterator[StdioServerParameters]:
-        """Make a folder and yield the command that refers to it. `chain` names it if it is kept; one that no chain
-        used is not. Raises OSError if the template cannot be copied."""
+    async def running(self, place: Callable[[], Path | None]) -> AsyncIterator[StdioServerParameters]:
+        """Make a folder and yield the command that refers to it. On exit it is moved to `place`, or removed if that is
+        None. Raises OSError if the template cannot be copied."""
         folder = make_folder()
         try:
             if self.template is not None:
@@ -50,8 +62,8 @@ class ChainProgram:
                 folder.chmod(0o700)
             yield self._command(str(folder))
         finally:
-            if self.kept is not None and chain():
-                await asyncio.to_thread(_keep, folder, self.kept, chain())
+            if (kept := place()) is not None:
+                await asyncio.to_thread(_keep, folder, kept)
             else:
                 await asyncio.to_thread(remove_folder, folder)
 
@@ -145,11 +157,9 @@ def _copy(template: Path, folder: Path) -> None:
         raise OSError(f"the workspace cannot be copied: {faults[0][0]}: {faults[0][2]}{more}") from None
 
 
-def _keep(folder: Path, kept: Path, chain: str) -> None:
-    """Move a chain's folder into `kept`. If that fails, the folder is removed, and the person is told."""
+def _keep(folder: Path, place: Path) -> None:
+    """Move a chain's folder to an empty one. If that fails, the folder is removed, and the person is told."""
     try:
-        kept.mkdir(parents=True, exist_ok=True)
-        place = _free(kept / re.sub(r"[^\w.-]", "-", chain))
         try:
             folder.rename(place)
         except OSError as error:
@@ -158,9 +168,13 @@ def _keep(folder: Path, kept: Path, chain: str) -> None:
             removal.make_writable(folder)
             _copy(folder, place)
     except OSError as error:
-        told = f"the folder of chain {chain} could not be kept in {kept}, and is removed: {error.strerror or error}"
-        tell(logger, f"keep_workspaces {kept}", told)
+        _tell_lost(place.name, place.parent, error)
     remove_folder(folder)
+
+
+def _tell_lost(chain: str, kept: Path, error: OSError) -> None:
+    told = f"the folder of chain {chain} could not be kept in {kept}, and is removed: {error.strerror or error}"
+    tell(logger, f"keep_workspaces {kept}", told)
 
 
 def remove_folder(folder: Path) -> None:
@@ -171,12 +185,17 @@ def remove_folder(folder: Path) -> None:
 
 
 def _free(path: Path) -> Path:
-    """Return `path`, or the first of `path-2`, `path-3`, ... that does not exist: a chain may be tried again."""
+    """Make `path`, or the first of `path-2`, `path-3`, ... that does not exist, and return it: a chain may be tried
+    again. Raises OSError."""
     number, free = 1, path
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.name}-{number}")
-    return free
+    while True:
+        try:
+            free.mkdir()
+        except FileExistsError:
+            number += 1
+            free = path.with_name(f"{path.name}-{number}")
+        else:
+            return free
 
 
 @cache

@@ -84,6 +84,7 @@ def page_of(follower: Follower, chain: Chain, image: Place) -> dict[str, Any]:
         "messages": _messages(saved, image, marks_of(chain.run, saved["messages"])),
         "turn_rewards": saved.get("turn_rewards"),
         "timeline": _timeline(saved),
+        "workspaces": saved.get("workspaces") or [],
         "metrics": saved.get("metrics") or {},
         "rows": rows,
         "rows_problem": chain.rows_problem,

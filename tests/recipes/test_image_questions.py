@@ -10,19 +10,13 @@ from PIL import Image
 
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.chain_runner import ChainRunner
-from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.images.families import load_vision, view_of
-from agentfactory.rollout.load_renderer import load_renderer
-from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.sampling import Sampling
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.tools.images.decode import decode
-from agentfactory.tools.toolset import open_toolset
 from agentfactory.tools.user_code import load_object
 from tests.conftest import REPOSITORY
-from tests.seeing_server import serve_seeing
+from tests.recipes.chains import chain_of
 from tests.vision_models import make_vision_model
 
 FOLDER = REPOSITORY / "recipes" / "image_questions"
@@ -62,25 +56,6 @@ def _without_judge(options: dict) -> dict:
     return {key: value for key, value in options.items() if key not in ("url", "model")}
 
 
-async def chain_of(recipe: Recipe, task: dict, texts: list[str], folder: Path) -> Trajectory:
-    """A chain on `task` in which the model says `texts`."""
-    renderer = load_renderer(recipe.model, recipe.rollout.parser, images=folder)
-    said = iter(texts)
-
-    def script(prompt: list[int]) -> list[int]:
-        return renderer.tokenizer.encode(next(said) + "<|im_end|>", add_special_tokens=False)
-
-    async with (
-        serve_seeing(script, renderer.sight.vision) as server,
-        InferenceClient(server.url, retry_seconds=5) as client,
-        open_toolset(recipe, FOLDER) as toolset,
-        Rewards.load(recipe.rewards, FOLDER) as rewards,
-    ):
-        runner = ChainRunner(recipe, renderer, client, toolset, rewards)
-        await runner.check([task])
-        return await runner.run("c0", await runner.take(task), Sampling("policy", 1.0, seed="c0"))
-
-
 @pytest.mark.processes  # the recipe asks whether vLLM is installed
 async def test_a_chain_looks_closer_and_is_judged(recipe: Recipe, tmp_path: Path) -> None:
     task = load_tasks(recipe.data)[0]
@@ -91,13 +66,15 @@ async def test_a_chain_looks_closer_and_is_judged(recipe: Recipe, tmp_path: Path
     name = "image_zoom_in_tool" if search else "zoom"
     call = f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'bbox_2d': box}})}\n</tool_call>"
     answer = task["answer"] if search else task["answer"][0]
-    chain = await chain_of(recipe, task, [f"<think>Where?</think>{call}", f"<answer>{answer}</answer>"], tmp_path)
+    chain = await chain_of(
+        recipe, FOLDER, task, [f"<think>Where?</think>{call}", f"<answer>{answer}</answer>"], tmp_path
+    )
     assert chain.outcome is Outcome.COMPLETED, chain.error
     assert chain.metrics["success"] == 1
     assert chain.reward == pytest.approx(2.0 if search else 1.1)
     [shown] = [message for message in chain.messages if message["role"] == "tool"]
     assert [part["type"] for part in shown["content"]] == ["image_url"] if search else ["text", "image_url"]
-    wrong = await chain_of(recipe, task, ["<answer>no such thing at all</answer>"], tmp_path)
+    wrong = await chain_of(recipe, FOLDER, task, ["<answer>no such thing at all</answer>"], tmp_path)
     assert (wrong.metrics["success"], wrong.reward) == (0, pytest.approx(0.0 if search else 0.1))
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.long
 RECIPES = REPOSITORY / "recipes"
 FILES = sorted(
     file
-    for folder in ("geometry3k", "gsm8k", "image_questions", "multi-node", "search_r1")
+    for folder in ("geometry3k", "gsm8k", "gui_agents", "image_questions", "multi-node", "search_r1")
     for file in RECIPES.glob(f"{folder}/*.yaml")
 )
 GB = 10**9

@@ -108,6 +108,7 @@ async def test_a_program_on_the_openai_sdk_works_in_a_folder_of_its_own(
     assert trajectory.result == "wrote tea in True None", "it does not get this process's variables"
     assert (trajectory.turns, len(trajectory.rows)) == (2, 1)
     assert [m["content"] for m in trajectory.messages if m["role"] == "user"] == ["go", "nothing"]
+    assert trajectory.workspaces == [str(kept / "c0")]
     assert (kept / "c0" / "file").read_text() == "tea\n"
 
 

@@ -9,9 +9,11 @@ from typing import Any
 import psutil
 import pytest
 
-from agentfactory.tools.config import ToolsRecipe
+from agentfactory.tools.config import McpServerConfig, ToolsRecipe
 from agentfactory.tools.messages import CallError, ToolCall, ToolInfrastructureError
 from agentfactory.tools.session import ToolSession
+from agentfactory.tools.targets import target_of
+from agentfactory.tools.tool_server import ToolServer
 from agentfactory.tools.toolset import Toolset, open_toolset
 from tests.forked import reserved_port
 from tests.tools.conftest import http_server, running
@@ -291,3 +293,63 @@ async def test_sessions_keep_chains_apart(folder: Path) -> None:
 
             results = await asyncio.gather(*(live(number) for number in range(20)))
         assert results == [("nothing", str(number)) for number in range(20)]
+
+
+GREEDY = """
+import subprocess
+import sys
+
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("greedy")
+
+
+@server.tool()
+def start(mib: int) -> str:
+    code = f"kept = bytearray(b'1') * ({mib} << 20); print(len(kept), flush=True); input()"
+    global child
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return child.stdout.readline().decode()
+
+
+server.run()
+"""
+
+
+@pytest.mark.processes
+async def test_fewer_processes_run_from_when_one_has_taken_more(tmp_path: Path) -> None:
+    (tmp_path / "greedy.py").write_text(GREEDY)
+    records: list[dict[str, Any]] = []
+    config = McpServerConfig(command="python", args=["greedy.py"])
+    target = target_of("greedy", config, tmp_path, 1 << 20)
+    server = ToolServer("greedy", config, target, records.append, memory=1 << 30)
+
+    def told() -> list[dict[str, Any]]:
+        return [record for record in records if record["event"] == "tool_server_isolated"]
+
+    await server.open()
+    try:
+        assert [(record["processes"], record["mebibytes_each"]) for record in told()] == [(13, 75)]
+        connection, lease = await server.acquire("a")
+        await connection.call("start", {"mib": 200}, "a")
+        assert lease is not None
+        await lease.release()
+        await until(lambda: len(told()) == 2)
+        processes, each = told()[1]["processes"], told()[1]["mebibytes_each"]
+        assert 200 < each < 341
+        assert processes == (1 << 10) // each
+        assert f"up to {processes} at a time, of about {each} MiB each" in server.told_isolation
+        leases = [(await server.acquire(str(number)))[1] for number in range(processes)]
+        further = asyncio.create_task(server.acquire("further"))
+
+        pool = server._pool
+        assert pool is not None
+        await until(lambda: pool.gauges()["waiting"] == 1)
+        gauges = pool.gauges()
+        # all run that may, and the one that has ended
+        assert (gauges["in_use"], gauges["idle"], gauges["made"]) == (processes, 0, processes + 1)
+        assert leases[0] is not None
+        await leases[0].release()
+        assert (await further)[1] is not None
+    finally:
+        await server.close()

@@ -87,6 +87,7 @@ async def test_filesystem_with_a_template(stateful: dict[str, Any], tmp_path: Pa
     kept = tmp_path / "kept"
     async with open_toolset(recipe_of(files={**entry, "keep_workspaces": "kept"}), tmp_path) as toolset:
         async with toolset.chain("a", {}) as one, toolset.chain("b/2", {}) as other:
+            assert [one.kept, other.kept] == [[str(kept / "files" / name)] for name in ("a", "b-2")]
             folders = [(await ask(chain, "list_allowed_directories")).split("\n")[1] for chain in (one, other)]
             assert len(set(folders)) == 2
             for chain, folder, word in ((one, folders[0], "mine"), (other, folders[1], "yours")):

@@ -72,17 +72,21 @@ async def test_a_folder_lives_as_long_as_its_process(tmp_path: Path) -> None:
     (template / "link").symlink_to("sub/file")
     params = StdioServerParameters(command="c", args=["${chain}/a", "b"], env={"A": "${chain}"}, cwd="${chain}/sub")
     program = ChainProgram(params, template)
-    async with program.running(lambda: "a") as one, program.running(lambda: "b") as other:
+    async with program.running(lambda: None) as one, program.running(lambda: None) as other:
         folder = Path(str(one.env["A"]))  # type: ignore[index]
         assert (one.args, one.cwd) == ([f"{folder}/a", "b"], f"{folder}/sub")
         assert other.cwd != one.cwd
         assert folder.stat().st_mode & 0o777 == 0o700
         assert ((folder / "link").readlink(), (folder / "link").read_text()) == (Path("sub/file"), "x")
     assert not folder.exists()
-    for name in ("a/1", "a/1", ""):
-        async with ChainProgram(params, template, kept).running(lambda name=name: name):  # type: ignore[misc]
-            pass
+    program = ChainProgram(params, template, kept)
+    places = [program.place(name) for name in ("a/1", "a/1")]
+    assert places == [kept / "a-1", kept / "a-1-2"]
+    for place in (*places, None):
+        async with program.running(lambda place=place: place) as one:  # type: ignore[misc]
+            (Path(str(one.env["A"])) / "left").write_text("y")  # type: ignore[index]
     assert sorted(os.listdir(kept)) == ["a-1", "a-1-2"]
+    assert [(kept / name / "left").read_text() for name in os.listdir(kept)] == ["y", "y"]
 
 
 async def test_a_folder_that_cannot_be_kept_is_removed_and_told(
@@ -90,7 +94,9 @@ async def test_a_folder_that_cannot_be_kept_is_removed_and_told(
 ) -> None:
     kept = tmp_path / "kept"
     kept.write_text("a file")
-    async with ChainProgram(StdioServerParameters(command="c", cwd="${chain}"), None, kept).running(lambda: "a") as one:
+    program = ChainProgram(StdioServerParameters(command="c", cwd="${chain}"), None, kept)
+    assert program.place("a") is None
+    async with program.running(lambda: None) as one:
         pass
     assert not Path(str(one.cwd)).exists()
     assert re.search("the folder of chain a could not be kept in .*kept, and is removed: File exists", caplog.text)
@@ -101,7 +107,7 @@ async def test_a_template_that_cannot_be_copied_is_told_in_a_line(tmp_path: Path
     os.mkfifo(tmp_path / "fifo")
     program = ChainProgram(StdioServerParameters(command="c", cwd="${chain}"), tmp_path)
     with pytest.raises(OSError, match=r"^the workspace cannot be copied: .*/fifo: .* is a named pipe$"):
-        async with program.running(lambda: ""):
+        async with program.running(lambda: None):
             pass
 
 
@@ -163,7 +169,7 @@ async def test_a_folder_of_a_program_that_fails_is_removed(tmp_path: Path) -> No
     found: list[Path] = []
 
     async def fail() -> None:
-        async with ChainProgram(StdioServerParameters(command="c", cwd="${chain}")).running(lambda: "") as program:
+        async with ChainProgram(StdioServerParameters(command="c", cwd="${chain}")).running(lambda: None) as program:
             found.append(Path(str(program.cwd)))
             assert found[0].is_dir()
             raise RuntimeError("it failed")

@@ -13,7 +13,8 @@ from agentfactory.tools.images.decode import decode
 from agentfactory.tools.images.sizes import SizeRule
 from agentfactory.tools.messages import Message, ToolCall, ToolResult
 from agentfactory.tools.results import INFO_KEY, content_of, result_of
-from agentfactory.tools.screens.screen import Screen
+from agentfactory.tools.screens.base_screen import BaseScreen
+from agentfactory.tools.screens.screen import MarkedScreen, Screen
 from tests.saved_groups import write_groups
 from tests.tools.screens.players import PLAYERS, Player
 from tests.viewer.viewer_runs import chain
@@ -26,7 +27,7 @@ SIZES = SizeRule(28, 28 * 28, 64 * 28 * 28)
 class Recorder:
     """A screen that keeps each action and its result as messages: the player says pixels, the model its own numbers."""
 
-    def __init__(self, screen: Screen, view: ModelView, store: ImageStore) -> None:
+    def __init__(self, screen: BaseScreen, view: ModelView, store: ImageStore) -> None:
         self.screen, self.view, self.store = screen, view, store
         self.messages: list[Message] = []
 
@@ -35,11 +36,12 @@ class Recorder:
             return getattr(self.screen, name)
 
         async def act(*given: Any) -> Any:
-            arguments = dict(zip(PARAMETERS[name], given, strict=False))
+            tool = getattr(self.screen, name)
+            arguments = dict(zip(tool.spec.parameters["properties"], given, strict=False))
             places = [key for key in arguments if key in ("x", "y", "start_x", "start_y")]
             stated = self.view.from_pixels([arguments[key] for key in places], SIZE)
             arguments |= {key: round(number, 3) for key, number in zip(places, stated, strict=True)}
-            value = await getattr(self.screen, name)(**arguments)
+            value = await tool(**arguments)
             call = ToolCall("call_0", name, arguments)
             self.messages.append({"role": "assistant", "content": "", "tool_calls": [call.to_openai()]})
             result = result_of(value)
@@ -59,42 +61,37 @@ class Recorder:
         ]
 
 
-PARAMETERS = {
-    "click": ("x", "y"),
-    "double_click": ("x", "y"),
-    "drag": ("start_x", "start_y", "x", "y"),
-    "scroll": ("direction", "x", "y"),
-    "type": ("text",),
-    "key": ("keys",),
-    "wait": ("seconds",),
-    "back": (),
-    "done": ("answer",),
-}
+async def click_number(player: Player) -> None:
+    """Click the wanted colour by the number of its element."""
+    colours = await player.ask("() => [...document.querySelectorAll('div')].map(one => one.style.background)")
+    await player.do(player.screen.click(colours.index(player.told(r"the (\w+) box"))))
 
 
-async def record(page: str, coordinates: Coordinates, store: ImageStore, seed: int = 0) -> list[Message]:
-    """The messages of a chain in which the player solves a page of ours."""
+async def record(page: str, coordinates: Coordinates, store: ImageStore, by_number: bool) -> list[Message]:
+    """The messages of a chain in which the player solves a page of ours; `by_number`: click_color, by elements."""
     view = ModelView(coordinates, SIZES)
-    screen = Screen(*SIZE)
+    screen = MarkedScreen(*SIZE) if by_number else Screen(*SIZE)
     try:
-        instruction, picture = await screen.reset(page=page, seed=seed, model_view=view.to_json())
+        instruction, picture = await screen.reset(page=page, seed=0, model_view=view.to_json())
         recorder = Recorder(screen, view, store)
         opening = recorder.stored(content_of(result_of([instruction, picture])))
         recorder.messages.append({"role": "user", "content": opening})
-        await PLAYERS[page](Player(recorder, instruction))
+        await (click_number if by_number else PLAYERS[page])(Player(recorder, instruction))
         assert screen.reward()["success"] == 1
     finally:
         await screen.close()
     return recorder.messages
 
 
-async def screen_run(folder: Path, pages: list[str], coordinates: Coordinates = Coordinates.RELATIVE1000) -> RunFolder:
+async def screen_run(
+    folder: Path, pages: list[str], coordinates: Coordinates = Coordinates.RELATIVE1000, by_number: bool = False
+) -> RunFolder:
     """A run with a chain for each page."""
     run = RunFolder.create(folder, f"name: screens\nmodel: {{path: x}}\nrollout: {{coordinates: {coordinates}}}\n")
     store = ImageStore(run.images)
     groups = []
     for number, page in enumerate(pages):
-        messages = await record(page, coordinates, store)
+        messages = await record(page, coordinates, store, by_number)
         one = chain(f"g{number:06d}.0", messages, [], metrics={"success": 1.0})
         groups.append(Group(f"g{number:06d}", {"question": "", "page": page}, [one]))
     write_groups(run.trajectories / "train.jsonl", groups)

@@ -57,6 +57,18 @@ async def test_marks_are_on_what_was_clicked(tmp_path: Path, coordinates: Coordi
         assert [pytest.approx(place, abs=0.002) for place in expected] == call["places"]
 
 
+async def test_numbers_of_elements_are_places(tmp_path: Path) -> None:
+    run = await screen_run(tmp_path / "run", ["click_color"], by_number=True)
+    [chain], client = pages_of(run)
+    said, shown = chain["messages"][0]["parts"]
+    picture = Image.open(BytesIO(client.get(f"/{shown['image']}").content))
+    [click] = chain["messages"][1]["calls"]
+    assert click["arguments"].keys() == {"element"}
+    [(x, y)] = click["places"]
+    [wanted] = re.findall(r"the (\w+) box", said["text"])
+    assert picture.getpixel((int(x * picture.width), int(y * picture.height))) == ImageColor.getrgb(wanted)
+
+
 def forget_infos(run: RunFolder) -> None:
     """Have a run without what its tools have told beside their results."""
     file = run.trajectories / "train.jsonl"

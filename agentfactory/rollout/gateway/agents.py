@@ -81,7 +81,8 @@ class ChainTools:
                 return f"The arguments of {name} are not a JSON object."
         call = ToolCall(f"call_{next(self._numbers)}", name, dict(arguments))
         try:
-            (result,) = await self._limits.run([call], self._timeline.calls(self._session.call, None))
+            results = await self._limits.run([call], self._timeline.calls(self._session.call, None))
+            (result,) = await self._session.number_images([call], results)
         except ToolInfrastructureError as error:
             self._fail(error)  # the agent may catch it, and the chain is lost
             raise
@@ -132,8 +133,9 @@ class ClientAgent(ABC):
         yield
 
     @asynccontextmanager
-    async def folder(self, chain: str) -> AsyncIterator[Path | None]:
-        """Make the folder of a chain, and remove it on exit. None: the agent has no folders."""
+    async def folder(self, chain: str, kept: list[str]) -> AsyncIterator[Path | None]:
+        """Make the folder of a chain, and remove it on exit, or move it to where `kept` then says. None: the agent has
+        no folders."""
         yield None
 
     @abstractmethod

@@ -50,7 +50,7 @@ class GatewayEpisode(AskedTurns):
     @asynccontextmanager
     async def surroundings(self) -> AsyncIterator[None]:
         """See Episode."""
-        async with self.agent.folder(self.trajectory.id) as self.workspace:
+        async with self.agent.folder(self.trajectory.id, self.trajectory.workspaces) as self.workspace:
             yield
 
     async def play(self, session: ToolSession) -> StopReason:

@@ -91,10 +91,13 @@ class ProgramAgent(ClientAgent):
                     raise SettingError(field, problem, f"write ${{task.{bare[0]}}}")
 
     @asynccontextmanager
-    async def folder(self, chain: str) -> AsyncIterator[Path]:
+    async def folder(self, chain: str, kept: list[str]) -> AsyncIterator[Path]:
         """See ClientAgent."""
-        program = StdioServerParameters(command="", args=["${chain}"])
-        async with ChainProgram(program, self._template, self._kept).running(lambda: chain) as made:
+        program = ChainProgram(StdioServerParameters(command="", args=["${chain}"]), self._template, self._kept)
+        place = program.place(chain)
+        async with program.running(lambda: place) as made:
+            if place is not None:
+                kept.append(str(place))
             folder = Path(made.args[0])
             if self._sandboxed:
                 await asyncio.to_thread(give_to_sandbox, folder)

@@ -103,6 +103,20 @@ class ModelView:
         for an odd number of them."""
         return _converted(places, size, self._units(size))
 
+    def point_in(self, point: Sequence[float], size: Size) -> tuple[float, float]:
+        """Return the pixels of a place (x, y) that the model stated of an image of this full size. Raises ValueError,
+        for the model, if it is outside."""
+        x, y = self.to_pixels(point, size)
+        width, height = size
+        # to half a pixel: a model may round
+        if not (-0.5 <= x <= width + 0.5 and -0.5 <= y <= height + 0.5):
+            raise ValueError(f"got {list(point)}, outside of the image, which ends at {self.stated(size, size)}")
+        return min(max(x, 0), width), min(max(y, 0), height)
+
+    def stated(self, places: Sequence[float], size: Size) -> list[float]:
+        """Return `from_pixels`, rounded as the model would."""
+        return [round(number, 3) if self.is_fine else round(number) for number in self.from_pixels(places, size)]
+
     def _units(self, size: Size) -> Size:
         """Return how many of the model's units are the width and the height of an image."""
         match self.coordinates:

@@ -24,10 +24,10 @@ Colour = Literal["red", "green", "blue", "yellow", "cyan", "magenta", "black", "
 class ImageTools(Environment):
     """Shows parts of a task's images, turned, in a mirror, with more contrast or with marks, and measures in them.
 
-    The images of a chain have numbers, from 0: first those of the task's `images`, then each that a tool has made.
-    Places are numbers as the model states them (`rollout.coordinates`), of the image that the call names. Each result
-    has in its info which part of which image of the task it shows, in pixels of that image in full size: `image` (its
-    own number), `of`, `box`, and the `size` of that image.
+    The images of a chain have numbers, from 0: first those of the task's `images`, then each that a tool has shown, one
+    of these or any other. Places are numbers as the model states them (`rollout.coordinates`), of the image that the
+    call names. Each result has in its info which part of which image it shows, in pixels of that image in full size:
+    `image` (its own number), `of`, `box`, and the `size` of that image.
 
     It judges nothing: give the recipe `rewards:`.
 
@@ -151,6 +151,19 @@ class ImageTools(Environment):
             f"{width} x {height} pixels"
         )
 
+    def take_images(self, images: list[str]) -> list[str]:
+        """Give the images of other tools the next numbers, and return what is said before each. One that no model can
+        be shown gets none."""
+        return [self._taken(image) for image in images]
+
+    def _taken(self, image: str) -> str:
+        picture = Picture(image, len(self._pictures))
+        try:
+            self._seen(picture)
+        except ValueError:
+            return ""
+        return " ".join(self._named(self._add(picture), picture))
+
     def release(self) -> None:
         """Forget the images."""
         self._pictures = []
@@ -173,21 +186,13 @@ class ImageTools(Environment):
     def _notes(self, part: Part, picture: Picture, name: str) -> list[str]:
         """Return what the model is to be told of a box."""
         told = [f"{name} {note}." for note in part.notes]
-        return [*told, f"It is {self._stated(part.box, picture)} now."] if told else []
+        return [*told, f"It is {self._view.stated(part.box, picture.size)} now."] if told else []
 
     def _point(self, point: Sequence[float], picture: Picture, argument: str) -> Point:
-        x, y = self._view.to_pixels(point, picture.size)
-        width, height = picture.size
-        # to half a pixel: a model may round
-        if not (-0.5 <= x <= width + 0.5 and -0.5 <= y <= height + 0.5):
-            limits = self._stated((width, height), picture)
-            raise ValueError(f"{argument}: got {list(point)}, outside of the image, which ends at {limits}")
-        return min(max(x, 0), width), min(max(y, 0), height)
-
-    def _stated(self, places: Sequence[float], picture: Picture) -> list[float]:
-        """Return pixels as the model states places, rounded as it would."""
-        numbers = self._view.from_pixels(places, picture.size)
-        return [round(number, 3) if self._view.is_fine else round(number) for number in numbers]
+        try:
+            return self._view.point_in(point, picture.size)
+        except ValueError as error:
+            raise ValueError(f"{argument}: {error}") from None
 
     def _made(self, picture: Picture, step: Step, notes: Sequence[str] = ()) -> dict[str, Any]:
         """Return the result of a tool that makes a new image, which gets the next number."""

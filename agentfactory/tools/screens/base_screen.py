@@ -14,6 +14,7 @@ from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.screens.browser import Browser, check_playwright, find_chromium
+from agentfactory.tools.screens.frames import AT, FOCUSED, frame_with
 from agentfactory.tools.screens.sites import Site, site_of
 from agentfactory.tools.shared import Shared
 from agentfactory.tools.tool import finish, tool
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # takes a while to import
     from playwright.async_api import Dialog, Download, Page, Route
 
 Direction = Literal["up", "down", "left", "right"]
+Button = Literal["left", "right", "middle"]
 _MOST_TABS = 5
 _MOST_DIALOGS = 20
 """Dialogs in one action; a page that opens more is broken."""
@@ -147,7 +149,8 @@ class BaseScreen(Environment):
             text: The text.
         """
         async with self._care():
-            chosen = await self._page.evaluate(_CHOOSE, text)
+            frame, _ = await frame_with(self._page, FOCUSED)
+            chosen = await frame.evaluate(_CHOOSE, text)
             if chosen is False:
                 self._notes.append("The menu has no such entry.")
             if chosen is None:
@@ -245,33 +248,45 @@ class BaseScreen(Environment):
         index = history["currentIndex"]
         return index > 0 and history["entries"][index - 1]["url"] != "about:blank"
 
-    async def _press(self, x: float, y: float, count: int = 1) -> Any:
+    async def _press(self, x: float, y: float, count: int = 1, button: Button = "left") -> Any:
         """Click at a place in CSS pixels."""
         async with self._care():
-            menu = await self._page.evaluate(_OPTIONS_AT, [x, y])
+            frame, place = await frame_with(self._page, AT, (x, y))
+            menu = await frame.evaluate(_OPTIONS_AT, place) if button == "left" else None
             await self._page.mouse.move(x, y)
             if menu is None:
-                await self._page.mouse.click(x, y, click_count=count)
+                await self._page.mouse.click(x, y, click_count=count, button=button)
             else:
                 entries = ", ".join(map(repr, menu[:50]))
                 self._notes.append(f"A menu is open, of which you choose by typing: {entries}.")
         return await self._after((x, y))
 
-    async def _drag(self, start: tuple[float, float], end: tuple[float, float]) -> Any:
+    async def _point_at(self, place: tuple[float, float]) -> Any:
+        async with self._care():
+            await self._page.mouse.move(*place)
+        return await self._after(place)
+
+    async def _drag(self, start: tuple[float, float] | None, end: tuple[float, float]) -> Any:
+        """Drag from a place, or from where the mouse is."""
         async with self._care():
             mouse = self._page.mouse
-            await mouse.move(*start)
+            if start is not None:
+                await mouse.move(*start)
             await mouse.down()
             await mouse.move(*end, steps=5)
             await mouse.up()
-        return await self._after(start, end)
+        return await self._after(*([end] if start is None else [start, end]))
 
-    async def _wheel(self, direction: Direction, place: tuple[float, float] | None) -> Any:
+    async def _look_towards(self, direction: Direction, place: tuple[float, float] | None) -> Any:
+        across, down = _STEPS[direction]
+        return await self._wheel(across * self._width, down * self._height, place)
+
+    async def _wheel(self, across: float, down: float, place: tuple[float, float] | None) -> Any:
+        """Turn the wheel by CSS pixels, at a place or where the mouse is."""
         async with self._care():
             if place is not None:
                 await self._page.mouse.move(*place)
-            across, down = _STEPS[direction]
-            await self._page.mouse.wheel(across * self._width, down * self._height)
+            await self._page.mouse.wheel(across, down)
         return await self._after(*([] if place is None else [place]))
 
     async def _after(self, *places: tuple[float, float]) -> Any:

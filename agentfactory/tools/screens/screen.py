@@ -6,6 +6,7 @@ from typing import Any
 from PIL import Image
 
 from agentfactory.tools.screens.base_screen import BaseScreen, Direction
+from agentfactory.tools.screens.frames import boxes_in
 from agentfactory.tools.screens.marks import FIND_ELEMENTS, Mark, draw_marks
 from agentfactory.tools.tool import tool
 
@@ -73,21 +74,17 @@ class Screen(BaseScreen):
         """
         if (x is None) != (y is None):
             raise ValueError("x, y: give both, or none")
-        return await self._wheel(direction, None if x is None or y is None else self._at(x, y))
+        return await self._look_towards(direction, None if x is None or y is None else self._at(x, y))
 
     def _at(self, x: float, y: float) -> tuple[float, float]:
         """Return a place in CSS pixels."""
         size = round(self._width * self._scale), round(self._height * self._scale)
-        left, top = self._view.to_pixels((x, y), size)
-        # to half a pixel: a model may round
-        if not (-0.5 <= left <= size[0] + 0.5 and -0.5 <= top <= size[1] + 0.5):
-            ends = [round(end, 3) for end in self._view.from_pixels(size, size)]
-            raise ValueError(f"x, y: got {x:g}, {y:g}, outside of the screen, which ends at {ends[0]:g}, {ends[1]:g}")
+        try:
+            left, top = self._view.point_in((x, y), size)
+        except ValueError as error:
+            raise ValueError(f"x, y: {error}") from None
         # the last pixel is still in the page
-        return (
-            min(max(left / self._scale, 0.0), self._width - 0.5),
-            min(max(top / self._scale, 0.0), self._height - 0.5),
-        )
+        return min(left / self._scale, self._width - 0.5), min(top / self._scale, self._height - 0.5)
 
 
 class MarkedScreen(BaseScreen):
@@ -141,7 +138,7 @@ class MarkedScreen(BaseScreen):
             direction: Where to look.
             element: Number of what to scroll; what is under the mouse if left out.
         """
-        return await self._wheel(direction, None if element is None else self._middle(element, "element"))
+        return await self._look_towards(direction, None if element is None else self._middle(element, "element"))
 
     def _middle(self, number: int, argument: str) -> tuple[float, float]:
         if not 0 <= number < len(self._marks):
@@ -151,5 +148,5 @@ class MarkedScreen(BaseScreen):
 
     async def _drawn(self, picture: Image.Image) -> Image.Image:
         async with self._care():
-            self._marks = [Mark(*box) for box in await self._page.evaluate(FIND_ELEMENTS)]
+            self._marks = [Mark(*box) for box in await boxes_in(self._page, FIND_ELEMENTS)]
         return draw_marks(picture, self._marks, self._scale)

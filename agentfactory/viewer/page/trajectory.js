@@ -97,7 +97,7 @@ class TrajectoryPage {
   }
 
   side() {
-    const { facts, metrics, turn_rewards: turns } = this.data;
+    const { facts, metrics, turn_rewards: turns, workspaces } = this.data;
     const table = (rows) => make("dl", { class: "facts" }, ...rows.flatMap(([name, value]) =>
       [make("dt", {}, name), make("dd", {}, typeof value === "number" ? figure(value) : String(value ?? "–"))]));
     const parts = Object.entries(metrics).filter(([name]) => name.startsWith("reward/"));
@@ -109,7 +109,8 @@ class TrajectoryPage {
     const ending = [["outcome", facts.outcome], ["stop reason", facts.stop ?? "–"],
       ...limits.map(([name, value]) => [`limit ${name.slice(7)} reached`, value]),
       ...(facts.error ? [["error", facts.error]] : []), ["turns", facts.turns], ["calls", facts.calls],
-      ["tokens", facts.tokens], ["sampled tokens", facts.sampled], ["seconds", facts.seconds]];
+      ["tokens", facts.tokens], ["sampled tokens", facts.sampled], ["seconds", facts.seconds],
+      ...workspaces.map((folder) => ["folder", folder])];
     const shown = new Set(["penalty", "success", "tool_calls", "sampled_tokens", ...parts.map(([name]) => name)]);
     const others = Object.entries(metrics).filter(([name]) => !shown.has(name));
     const some = others.filter(([, value]) => value !== 0);

@@ -1,6 +1,8 @@
 """Python on the images of a chain, in real sandboxes."""
 
+from base64 import b64encode
 from collections.abc import AsyncIterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,16 @@ async def test_images_are_files_and_saved_ones_get_numbers(tools: ImageInterpret
     # nothing is shown twice
     assert await tools.python("picture.size") == {"observation": ["(40, 40)"]}
     assert (await tools.python("1 / 0"))["error"] == "ZeroDivisionError"
+
+
+async def test_what_other_tools_have_shown_is_a_file(tools: ImageInterpreter) -> None:
+    file = BytesIO()
+    Image.fromarray(PIXELS[::-1]).save(file, "PNG")
+    told = tools.take_images(
+        [f"data:image/png;base64,{b64encode(file.getvalue()).decode()}", "data:image/png;base64,a"]
+    )
+    assert told == ["Image 1 (90 x 70 pixels):", ""]
+    assert np.array_equal(shown(await tools.python(MIRROR.format(1, "mirror.png"))), PIXELS[::-1, ::-1])
 
 
 async def test_a_changed_image_is_a_new_one(tools: ImageInterpreter) -> None:

@@ -37,6 +37,21 @@ PAGES = {
     "/tab": "<a href='/plain' target='_blank' style='position:fixed; inset:0'>a</a>",
     "/tabs": "<body onclick='for (let n = 0; n < 30; n++) window.open(\"/plain\")' style='height:100vh'>",
     "/leaves": f"<script>onclick = () => location = 'http://elsewhere.test/'</script>{TALL}",
+    "/outer": """<body style='margin:0'>
+<iframe src='/inner' style='position:absolute; left:40px; top:30px; width:150px; height:100px;
+  border:5px solid; padding:7px'></iframe>
+<button style='position:absolute; left:0; top:200px; width:50px; height:20px' onclick='document.title += 0'>a</button>
+<div style='position:absolute; left:120px; top:55px; width:80px; height:40px; background:red'></div>""",
+    # the second button is covered by what is around the frame, and the third one is not scrolled to
+    "/inner": """<style>body > * { position:absolute; height:20px }</style><body style='margin:0; height:500px'>
+<button style='left:10px; top:20px; width:50px' onclick='parent.document.title += 1'>a</button>
+<button style='left:90px; top:20px; width:40px' onclick='parent.document.title += 2'>b</button>
+<button style='left:10px; top:300px; width:40px' onclick='parent.document.title += 3'>c</button>
+<select style='left:10px; top:70px; width:60px'><option>red<option>blue</select>
+<iframe src='/innermost' frameborder=0 style='left:80px; top:50px; width:60px'></iframe>""",
+    "/innermost": """<body style='margin:0'>
+<button style='position:absolute; left:2px; top:3px; width:20px; height:10px'
+  onclick='top.document.title += 9'>d</button>""",
     "/cookie": "<script>document.title = document.cookie + localStorage.length;"
     "document.cookie = 'a=1'; localStorage.b = 1</script>",
 }
@@ -116,7 +131,7 @@ async def test_places_are_read_as_the_model_states_them(coordinates: Coordinates
         assert opening[-1].size == (640, 480)
         x, y = await Player(screen, opening[0]).ask(NAMED, Player(screen, opening[0]).told(r'"(\w+)"'))
         assert isinstance(await screen.click(x / 320 * unit[0], y / 240 * unit[1]), Finish)
-        with pytest.raises(ValueError, match=r"x, y: got .*, outside of the screen, which ends at"):
+        with pytest.raises(ValueError, match=r"x, y: got .*, outside of the image, which ends at"):
             await screen.click(unit[0] * 1.2, 0)
     finally:
         await screen.close()
@@ -136,6 +151,41 @@ async def test_marks_are_clicked_by_number() -> None:
         assert len(screen._marks) <= 6
         with pytest.raises(ValueError, match=r"element: got 99; the picture has 0 to"):
             await screen.click(99)
+    finally:
+        await screen.close()
+
+
+async def test_elements_in_frames_have_marks(server: str) -> None:
+    screen = MarkedScreen(**SIZE, seconds=5.0, allowed=[server])
+    try:
+        await screen.reset(**at(server, "/outer"))
+        # what is in the frame begins at 40 + 5 + 7, 30 + 5 + 7; the innermost frame at 80, 50 in that
+        frame, innermost = (52, 42), (132, 92)
+        boxes = [[mark.left, mark.top, mark.right, mark.bottom] for mark in screen._marks]
+        assert boxes == [
+            [0, 200, 50, 220],
+            [frame[0] + 10, frame[1] + 20, frame[0] + 60, frame[1] + 40],
+            [frame[0] + 10, frame[1] + 70, frame[0] + 70, frame[1] + 90],
+            [innermost[0] + 2, innermost[1] + 3, innermost[0] + 22, innermost[1] + 13],
+        ]
+        for number in (0, 1, 3):
+            await screen.click(number)
+        told = (await screen.click(2))["observation"][0]
+        assert told == "A menu is open, of which you choose by typing: 'red', 'blue'."
+        assert len((await screen.type("blue"))["observation"]) == 1
+        assert await screen._page.title() == "019"
+        assert await screen._page.frames[1].evaluate("() => document.querySelector('select').value") == "blue"
+        # the frame scrolled, and drawn at half its size
+        await screen._page.evaluate("""() => {
+            const frame = document.querySelector('iframe');
+            frame.contentWindow.scrollTo(0, 280);
+            Object.assign(frame.style, {transform: 'scale(0.5)', transformOrigin: '0 0'});
+        }""")
+        await screen.wait(0.1)
+        boxes = [[mark.left, mark.top, mark.right, mark.bottom] for mark in screen._marks]
+        assert boxes == [[0, 200, 50, 220], [40 + 6 + 5, 30 + 6 + 10, 40 + 6 + 25, 30 + 6 + 20]]
+        await screen.click(1)
+        assert await screen._page.title() == "0193"
     finally:
         await screen.close()
 

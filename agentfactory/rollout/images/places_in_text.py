@@ -1,0 +1,104 @@
+"""Places in the text of a row, which states them in pixels of the image's file: written as the model states them."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from agentfactory.rollout.images.parts import parts_of
+from agentfactory.tools.errors import SettingError
+from agentfactory.tools.images.coordinates import ModelView
+from agentfactory.tools.images.decode import size_of
+
+MARK = "<bbox>"
+"""In the text of a row with `objects`: a box or a point stands here (ms-swift)."""
+
+
+def has_places(task: dict[str, Any]) -> bool:
+    """Return whether a row's text has places."""
+    objects = task.get("objects")
+    return isinstance(objects, dict) and objects.get("bbox") is not None and any(map(_count, _texts(task)))
+
+
+def state_places(
+    task: dict[str, Any], view: ModelView | None, model: str, section: str, row: int | None = None
+) -> dict[str, Any]:
+    """Return a row of `section` with each MARK in its text replaced by one of `objects.bbox`, in order: a box or a
+    point in pixels of the image with the number that `objects.image_id` has at the same place, or else of the first.
+
+    Raises SettingError, with the number of the `row`, if there are more or fewer marks than places, or one is no box or
+    point of an image of the row; and if it is not known how the `model` states places.
+    """
+    if not has_places(task):
+        return task
+    if view is None:
+        raise unknown_way(model, "its rows state")
+    try:
+        return _stated(task, view)
+    except ValueError as error:
+        where = "" if row is None else f"row {row}: "
+        raise SettingError(section, f"{where}{error}", "correct it") from error
+
+
+def unknown_way(model: str, who: str) -> SettingError:
+    """Return the error for a model of which it is not known how it states places."""
+    problem = f"got auto, {who} places in images, and it is not known how {model} states them"
+    fix = "set relative1000, relative1, resized or pixels; `agentfactory doctor RECIPE --coordinates` asks the model"
+    return SettingError("rollout.coordinates", problem, fix)
+
+
+def _stated(task: dict[str, Any], view: ModelView) -> dict[str, Any]:
+    objects, images = task["objects"], task.get("images") or []
+    places = objects["bbox"]
+    numbers = objects.get("image_id") or [0] * len(places)
+    if len(numbers) != len(places):
+        raise ValueError(f"objects.image_id has {len(numbers)} numbers, and objects.bbox {len(places)} places")
+    said = [_said(place, number, images, view) for place, number in zip(places, numbers, strict=True)]
+    if (marks := sum(map(_count, _texts(task)))) != len(said):
+        raise ValueError(f"objects.bbox has {len(said)} places, and its text has {MARK} {marks} times")
+    field = _field(task)
+    return {**task, field: _filled(task[field], iter(said))}
+
+
+def _said(place: Any, number: Any, images: list[Any], view: ModelView) -> str:
+    ends = place if isinstance(place, list) else ()
+    if len(ends) not in (2, 4) or not all(type(end) in (int, float) and math.isfinite(end) for end in ends):
+        raise ValueError(f"objects.bbox has {place!r}; a box is [left, top, right, bottom], and a point [x, y]")
+    if type(number) is not int or not 0 <= number < len(images):
+        raise ValueError(f"objects.image_id has {number!r}, and the row {len(images)} images, numbered from 0")
+    return str(view.stated(ends, size_of(images[number])))
+
+
+def _filled(value: Any, said: Iterator[str]) -> Any:
+    """Return a text, or messages, with their marks replaced."""
+    if isinstance(value, str):
+        first, *rest = value.split(MARK)
+        return first + "".join(next(said) + text for text in rest)
+    return [_filled_message(message, said) for message in value]
+
+
+def _filled_message(message: Any, said: Iterator[str]) -> Any:
+    content = message.get("content") if isinstance(message, dict) else None
+    if isinstance(content, str):
+        return {**message, "content": _filled(content, said)}
+    if not isinstance(content, list):
+        return message
+    parts = [{**part, "text": _filled(part["text"], said)} if part["type"] == "text" else part for part in content]
+    return {**message, "content": parts}
+
+
+def _field(task: dict[str, Any]) -> str:
+    """Return the field whose text opens the chain."""
+    return "question" if task.get("messages") is None else "messages"
+
+
+def _texts(task: dict[str, Any]) -> Iterator[str]:
+    if _field(task) == "question":
+        yield str(task.get("question", ""))
+        return
+    for message in task["messages"]:
+        if isinstance(message, dict):
+            yield from (part["text"] for part in parts_of(message) if part["type"] == "text")
+
+
+def _count(text: str) -> int:
+    return text.count(MARK)

@@ -1,0 +1,34 @@
+"""Chains of a recipe on a model that says what a test wants."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentfactory.recipe.schema import Recipe
+from agentfactory.rollout.chain_runner import ChainRunner
+from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.load_renderer import load_renderer
+from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.trajectory import Trajectory
+from agentfactory.tools.toolset import open_toolset
+from tests.seeing_server import serve_seeing
+
+
+async def chain_of(recipe: Recipe, base: Path, task: dict, texts: Sequence[str], images: Path) -> Trajectory:
+    """Return a chain on `task` in which the model says `texts`. The recipe's code is in `base`; `images` is a folder
+    for what the model sees."""
+    renderer = load_renderer(recipe.model, recipe.rollout.parser, images=images)
+    said = iter(texts)
+
+    def script(prompt: list[int]) -> list[int]:
+        return renderer.tokenizer.encode(next(said) + "<|im_end|>", add_special_tokens=False)
+
+    async with (
+        serve_seeing(script, renderer.sight.vision) as server,
+        InferenceClient(server.url, retry_seconds=5) as client,
+        open_toolset(recipe, base) as toolset,
+        Rewards.load(recipe.rewards, base) as rewards,
+    ):
+        runner = ChainRunner(recipe, renderer, client, toolset, rewards)
+        await runner.check([task])
+        return await runner.run("c0", await runner.take(task), Sampling("policy", 1.0, seed="c0"))

@@ -1,0 +1,323 @@
+"""The recipes of GUI agents: their data in the columns of the hub's, their tool on pictures and in a real browser."""
+
+import json
+import shutil
+from collections.abc import AsyncIterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from PIL import Image, ImageDraw
+
+from agentfactory.commands.main import main
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe
+from agentfactory.rollout.data import load_tasks
+from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.images.families import load_vision, view_of
+from agentfactory.rollout.trajectory import Outcome, StopReason
+from agentfactory.tools.images.coordinates import Coordinates, ModelView
+from agentfactory.tools.images.sizes import SizeRule
+from agentfactory.tools.tool import Finish
+from agentfactory.tools.user_code import load_object
+from tests.conftest import REPOSITORY
+from tests.recipes.chains import chain_of
+from tests.vision_models import make_vision_model
+
+FOLDER = REPOSITORY / "recipes" / "gui_agents"
+ComputerUse, Grounding = (load_object(f"computer_use.py:{name}", FOLDER) for name in ("ComputerUse", "Grounding"))
+gui_r1, screen_spot, screen_spot_pro = (
+    load_object(f"tasks.py:{name}", FOLDER) for name in ("gui_r1", "screen_spot", "screen_spot_pro")
+)
+KINDS = {"qwen3-vl-4b-grounding-lora-24gb": "qwen3_vl", "qwen2.5-vl-7b-grounding-full-8gpu": "qwen2_5_vl"}
+chromium = pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium: apt install chromium")
+
+# ---- data
+
+
+def screenshot(box: list[float]) -> bytes:
+    """A PNG file of 400 x 300 pixels with a button."""
+    image = Image.new("RGB", (400, 300), "white")
+    ImageDraw.Draw(image).rectangle(box, fill="blue")
+    file = BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders with the files, columns and types of the hub's data sets."""
+    root = tmp_path_factory.mktemp("hub")
+    picture = {"bytes": screenshot([100, 150, 200, 225])}
+    common = {"image": picture, "history": "None", "gt_input_text": "no input text", "task_type": "low", "id": "a"}
+    clicks = [
+        common | {"instruction": "a point alone", "gt_action": "click", "gt_bbox": [0.3, 0.6]},
+        common | {"instruction": "Press OK", "gt_action": "click", "gt_bbox": [0.25, 0.5, 0.5, 0.75]},
+        common | {"instruction": "type", "gt_action": "type", "gt_bbox": [-100.0, -100.0]},
+        common | {"instruction": "a step", "gt_action": "click", "gt_bbox": [0.2, 0.2, 0.3, 0.3], "task_type": "high"},
+        common | {"instruction": "Close it", "gt_action": "click", "gt_bbox": [0.0, 0.0, 0.1, 1.0]},
+        common | {"instruction": "pixels", "gt_action": "click", "gt_bbox": [100.0, 150.0, 200.0, 225.0]},
+    ]
+    (root / "GUI-R1").mkdir()
+    datasets.Dataset.from_list(clicks).to_parquet(root / "GUI-R1" / "train.parquet")
+    spot = {
+        "file_name": "a.png",
+        "instruction": "press it",
+        "data_type": "icon",
+        "data_source": "ios",
+        "image": picture,
+    }
+    features = datasets.Features(
+        **dict.fromkeys(("file_name", "instruction", "data_type", "data_source"), datasets.Value("string")),
+        bbox=datasets.Sequence(datasets.Value("float64")),
+        image=datasets.Image(),
+    )
+    (root / "ScreenSpot" / "data").mkdir(parents=True)
+    rows = datasets.Dataset.from_list([spot | {"bbox": [0.25, 0.5, 0.5, 0.75]}], features=features)
+    rows.to_parquet(root / "ScreenSpot" / "data" / "test-00000-of-00001.parquet")
+    pro = {"image": picture, "instruction": "press", "bbox": [100, 150, 200, 225], "ui_type": "text", "group": "CAD"}
+    features = datasets.Features(
+        **dict.fromkeys(("instruction", "ui_type", "group", "application"), datasets.Value("string")),
+        bbox=datasets.Sequence(datasets.Value("int64")),
+        img_size=datasets.Sequence(datasets.Value("int64")),
+        image=datasets.Image(),
+    )
+    (root / "ScreenSpot-Pro" / "data").mkdir(parents=True)
+    rows = datasets.Dataset.from_list([pro | {"application": "x", "img_size": [400, 300]}], features=features)
+    rows.to_parquet(root / "ScreenSpot-Pro" / "data" / "train-00000-of-00001.parquet")
+    return root
+
+
+def test_clicks_of_gui_r1_have_boxes_in_pixels(hub: Path) -> None:
+    rows = [*gui_r1(10, path=str(hub / "GUI-R1"))]
+    assert [(row["question"], row["box"]) for row in rows] == [
+        ("Press OK", [100, 150, 200, 225]),
+        ("Close it", [0, 0, 40, 300]),
+    ]
+    assert rows[0]["images"][0]["bytes"] == screenshot([100, 150, 200, 225])
+    assert len([*gui_r1(1, path=str(hub / "GUI-R1"))]) == 1
+
+
+def test_a_data_set_without_clicks_is_named(hub: Path, tmp_path: Path) -> None:
+    row = {"image": {"bytes": b""}, "instruction": "", "gt_action": "type", "gt_bbox": [0.1, 0.2], "task_type": "low"}
+    datasets.Dataset.from_list([row]).to_parquet(tmp_path / "train.parquet")
+    with pytest.raises(ValueError, match=r"has no clicks in train.parquet: rows with gt_action click"):
+        list(gui_r1(10, path=str(tmp_path)))
+
+
+def test_both_benchmarks_state_boxes_in_pixels(hub: Path) -> None:
+    for source, name, kind in (
+        (screen_spot, "ScreenSpot", "ios icon"),
+        (screen_spot_pro, "ScreenSpot-Pro", "CAD text"),
+    ):
+        [row] = source(str(hub / name))
+        assert (row["box"], row["data_source"]) == ([100, 150, 200, 225], kind)
+        assert row["images"][0]["bytes"]
+
+
+# ---- a click on a picture
+
+BOX = [100.0, 150.0, 200.0, 225.0]
+RULE = SizeRule(28, 4 * 28 * 28, 10**7)
+"""400 x 300 pixels become 392 x 308."""
+
+
+@pytest.mark.parametrize(
+    ("coordinates", "place", "hit"),
+    [
+        # 250 of 1000 are 100 of 400 pixels, and 500 of 1000 are 150 of 300
+        ("relative1000", [250, 500], 1),
+        ("relative1000", [249, 600], 0),
+        ("relative1000", [500, 750], 1),
+        ("relative1000", [400, 751], 0),
+        ("relative1", [0.25, 0.5], 1),
+        ("relative1", [0.51, 0.6], 0),
+        # 98 of 392 are 100 of 400 pixels, and 154 of 308 are 150 of 300
+        ("resized", [98, 154], 1),
+        ("resized", [97, 200], 0),
+        ("resized", [150, 153], 0),
+        ("resized", [196, 231], 1),
+        ("pixels", [200, 225], 1),
+        ("pixels", [150, 226], 0),
+    ],
+)
+async def test_a_click_in_the_box_is_rewarded(coordinates: str, place: list[float], hit: int) -> None:
+    picture = Grounding()
+    view = ModelView(Coordinates(coordinates), RULE).to_json()
+    opening = picture.reset([screenshot(BOX)], BOX, view)
+    assert opening == ("The screen has 400 x 300 pixels." if coordinates == "pixels" else None)
+    assert isinstance(await picture.computer_use("left_click", coordinate=place), Finish)
+    assert picture.reward() == {"reward": hit, "success": hit, "clicked": 1}
+
+
+async def test_what_is_no_click_is_not_rewarded() -> None:
+    picture = Grounding()
+    for call in ({"action": "mouse_move", "coordinate": [150, 200]}, {"action": "terminate", "status": "success"}):
+        picture.reset([screenshot(BOX)], BOX)
+        assert isinstance(await picture.computer_use(**call), Finish)
+        assert picture.reward() == {"reward": 0, "success": 0, "clicked": 0}
+    for call, problem in (
+        ({"action": "left_click"}, "coordinate: left_click needs it"),
+        ({"action": "type"}, "text: type needs it"),
+        ({"action": "left_click", "coordinate": [401, 0]}, r"coordinate: got \[401, 0\], outside of the image"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            await picture.computer_use(**call)
+    with pytest.raises(ValueError, match="box: got"):
+        picture.reset([screenshot(BOX)], [5, 5, 1, 9])
+
+
+def small(name: str, folder: Path, kind: str) -> Recipe:
+    """A recipe with a small network of the model's family."""
+    loaded = load_recipe(str(FOLDER / f"{name}.yaml"), [], "train", [])
+    path = make_vision_model(folder / kind, kind)
+    updates = {"path": str(path), "dtype": "float32", "max_image_pixels": 300_000}
+    long = {"max_total_tokens": 30_000, "max_turns": loaded.rollout.max_turns}
+    return loaded.model_copy(
+        update={
+            "model": loaded.model.model_copy(update=updates),
+            "rollout": loaded.rollout.model_copy(update=long),
+        }
+    )
+
+
+def call(**arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': 'computer_use', 'arguments': arguments})}\n</tool_call>"
+
+
+@pytest.mark.processes  # the recipe asks whether vLLM is installed
+@pytest.mark.parametrize("name", KINDS)
+async def test_a_chain_clicks_on_a_row_of_the_hub(name: str, hub: Path, tmp_path: Path) -> None:
+    recipe = small(name, tmp_path, KINDS[name])
+    data = recipe.data.model_copy(update={"options": {"limit": 5, "path": str(hub / "GUI-R1")}})
+    task = load_tasks(data)[0]
+    view = view_of(recipe.model.path, load_vision(recipe.model.path, None, 300_000))
+    assert view is not None
+    for pixels, hit in (([150, 180], 1.0), ([90, 180], 0.0)):
+        place = [round(number) for number in view.from_pixels(pixels, (400, 300))]
+        chain = await chain_of(recipe, FOLDER, task, [call(action="left_click", coordinate=place)], tmp_path / "seen")
+        assert (chain.outcome, chain.stop_reason) == (Outcome.COMPLETED, StopReason.FINISH), chain.error
+        assert (chain.reward, chain.metrics["success"]) == (hit, hit)
+    said = await chain_of(recipe, FOLDER, task, ["I would click OK."], tmp_path / "seen")
+    assert (said.outcome, said.reward, said.metrics["clicked"]) == (Outcome.COMPLETED, 0.0, 0.0)
+    wrong = await chain_of(recipe, FOLDER, task, [call(action="left_click")], tmp_path / "seen")
+    assert (wrong.outcome, wrong.reward) == (Outcome.MAX_TURNS, 0.0)
+
+
+@pytest.mark.processes
+@pytest.mark.extended
+def test_the_recipe_is_evaluated_on_the_columns_of_the_hub(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_vision_model(tmp_path / "model", "qwen3_vl")
+    monkeypatch.chdir(tmp_path)
+    status = main(
+        [
+            "eval",
+            str(FOLDER / "qwen3-vl-4b-grounding-lora-24gb.yaml"),
+            *(f"model.path={model}", "model.dtype=float32", "model.lora=null", "model.max_image_pixels=null"),
+            *(f"data.options.path={hub / 'GUI-R1'}", f"eval.data.options={{path: {hub / 'ScreenSpot'}}}"),
+            *("server.engine=embedded", "placement.mode=auto", "rollout.max_tokens=16", f"output={tmp_path / 'run'}"),
+        ]
+    )
+    assert status == 0
+    groups = read_groups(tmp_path / "run" / "eval" / "trajectories")
+    chains = [chain for group in groups for chain in group.trajectories]
+    assert len(chains) == 2  # sampled and greedy
+    for chain in chains:
+        assert not chain.outcome.failed
+        assert chain.reward == 0  # it has learned nothing
+        assert len(chain.rows[0].images) == 1
+
+
+# ---- the tool in a browser
+
+EVENTS = """<body style='margin:0; height:3000px; width:3000px'><input id=field style='position:fixed; left:0; top:0'>
+<script>
+window.seen = [];
+for (const kind of ['click', 'dblclick', 'contextmenu', 'auxclick', 'mousedown', 'mouseup'])
+  addEventListener(kind, e => { seen.push([kind, e.clientX, e.clientY, e.detail]); e.preventDefault(); });
+</script>"""
+
+
+@pytest.fixture
+async def browser(tmp_path: Path) -> AsyncIterator[Any]:
+    made = ComputerUse(width=320, height=240, scale=2.0)
+    yield made
+    await made.close()
+
+
+@pytest.mark.processes
+@chromium
+async def test_each_action_does_what_it_says(browser: Any) -> None:
+    await browser.reset(page="form", seed=0, model_view=ModelView(Coordinates.RELATIVE1000, RULE).to_json())
+    page = browser._page
+    await page.set_content(EVENTS)
+
+    async def seen() -> list[list[Any]]:
+        return await page.evaluate("() => seen.splice(0)")
+
+    place = {"coordinate": [500, 500]}  # of 320 x 240 CSS pixels: 160, 120
+    for action, last in (
+        ("left_click", ["click", 160, 120, 1]),
+        ("double_click", ["dblclick", 160, 120, 2]),
+        ("triple_click", ["click", 160, 120, 3]),
+        ("right_click", ["contextmenu", 160, 120, 0]),
+        ("middle_click", ["auxclick", 160, 120, 1]),
+    ):
+        result = await browser.computer_use(action, **place)
+        assert result["places"] == [[320, 240]]  # in pixels of the picture
+        assert last[:3] in [event[:3] for event in await seen()], action
+    await browser.computer_use("mouse_move", coordinate=[250, 250])
+    await browser.computer_use("left_click_drag", coordinate=[500, 750])
+    drag = [event[:3] for event in await seen() if event[0] in ("mousedown", "mouseup")]
+    assert drag == [["mousedown", 80, 60], ["mouseup", 160, 180]]
+    # 200 pixels of the picture are 100 of the page's
+    await browser.computer_use("scroll", pixels=-200, **place)
+    await browser.computer_use("hscroll", pixels=100)
+    assert await page.evaluate("() => [scrollX, scrollY]") == [50, 100]
+    await browser.computer_use("scroll", pixels=80)
+    assert await page.evaluate("() => [scrollX, scrollY]") == [50, 60]
+    await page.focus("#field")
+    await browser.computer_use("type", text="Hello")
+    await browser.computer_use("key", keys=["ctrl", "a"])
+    await browser.computer_use("key", keys=["backspace"])
+    await browser.computer_use("type", text="x")
+    assert await page.input_value("#field") == "x"
+    assert len((await browser.computer_use("wait", time=0.1))["observation"]) == 1
+    with pytest.raises(ValueError, match=r"coordinate: got \[1200, 0\], outside of the image"):
+        await browser.computer_use("left_click", coordinate=[1200, 0])
+    with pytest.raises(ValueError, match="keys: got 'hyper'"):
+        await browser.computer_use("key", keys=["hyper"])
+    for ending in ({"action": "answer", "text": "42"}, {"action": "terminate", "status": "failure"}):
+        assert isinstance(await browser.computer_use(**ending), Finish)
+
+
+@pytest.mark.processes
+@pytest.mark.extended
+@chromium
+async def test_a_chain_of_the_recipe_solves_a_page_of_miniwob(tmp_path: Path) -> None:
+    recipe = small("qwen3-vl-4b-browser-lora-24gb", tmp_path, "qwen3_vl")
+    assert {task["seed"] for task in load_tasks(recipe.data)}.isdisjoint(
+        task["seed"] for task in load_tasks(recipe.eval.data)
+    )
+    looks = ComputerUse(width=160, height=210)
+    try:
+        await looks.reset(miniwob="click-test", seed=1)
+        left, top, right, bottom = await looks._page.evaluate(
+            "() => { const b = document.querySelector('#subbtn').getBoundingClientRect();"
+            " return [b.left, b.top, b.right, b.bottom]; }"
+        )
+    finally:
+        await looks.close()
+    place = [round((left + right) / 2 / 160 * 1000), round((top + bottom) / 2 / 210 * 1000)]
+    texts = [call(action="wait", time=0.2), call(action="left_click", coordinate=place)]
+    task = {"question": "", "miniwob": "click-test", "seed": 1}
+    chain = await chain_of(recipe, FOLDER, task, texts, tmp_path / "seen")
+    assert (chain.outcome, chain.stop_reason) == (Outcome.COMPLETED, StopReason.FINISH), chain.error
+    assert (chain.reward, chain.turns) == (1.0, 2)
+    assert len(chain.rows[0].images) == 2  # as it opened, and after the first turn
+    other = await chain_of(recipe, FOLDER, task, [call(action="terminate", status="success")], tmp_path / "seen")
+    assert other.reward == 0.0
