@@ -44,13 +44,8 @@ class GatewayEpisode(AskedTurns):
     @asynccontextmanager
     async def begun(self) -> AsyncIterator[None]:
         """See Episode."""
-        async with self.agent.begun(self.trajectory.id):
-            yield
-
-    @asynccontextmanager
-    async def surroundings(self) -> AsyncIterator[None]:
-        """See Episode."""
-        async with self.agent.folder(self.trajectory.id) as self.workspace:
+        chain = self.trajectory.id
+        async with self.agent.begun(chain), self.agent.folder(chain) as self.workspace:
             yield
 
     async def play(self, session: ToolSession) -> StopReason:
