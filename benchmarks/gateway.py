@@ -38,7 +38,7 @@ import aiohttp
 
 from agentfactory.rollout.client import InferenceClient
 from agentfactory.rollout.config import OutsideConfig, RolloutRecipe
-from agentfactory.rollout.event_loop import event_loop
+from agentfactory.rollout.event_loop import collect_rarely, event_loop
 from agentfactory.rollout.gateway.agents import FunctionAgent
 from agentfactory.rollout.gateway.outside import OutsideAgent
 from agentfactory.rollout.gateway.runner import GatewayRunner
@@ -278,6 +278,7 @@ async def latency(count: int, rate: float) -> dict[str, float]:
             return sorted(1000 * (seconds[turn] - held[turn]) for turn in seconds)
 
         async with gateway_of(url, count) as runner:
+            collect_rarely()
             tasks = [{"question": f"chain number {i};"} for i in range(count)]
             chains = asyncio.gather(
                 *(runner.run(f"c{i}", task, Sampling("p", 1.0, f"{i}")) for i, task in enumerate(tasks))
