@@ -12,7 +12,7 @@ ALFWORLD_PYTHON := $(abspath $(ALFWORLD_VENV))/bin/python
 
 .PHONY: setup quickstart test test-fast test-extended test-numbers test-long test-benchmarks vllm-cpu test-vllm \
 	test-families alfworld test-alfworld test-wheel test-gpu lint docs learn learn-worlds learn-agents \
-	test-agents
+	test-agents test-harnesses
 
 setup: $(VENV)/.installed-dev
 
@@ -158,3 +158,12 @@ $(QWEN): .venv-agents/bin/mini
 test-agents: $(VENV)/.installed-dev .venv-agents/bin/mini $(QWEN)
 	AGENTFACTORY_MINI=$(abspath .venv-agents/bin/mini) AGENTFACTORY_QWEN=$(abspath $(QWEN)) \
 		$(PYTEST) -n 0 -m long tests/test_mini_swe_agent.py tests/test_qwen_code.py $(ARGS)
+
+# inspect-ai and lm-eval as they are, on a checkpoint behind `serve --chat`, in an environment of their own.
+.venv-harnesses/.installed:
+	$(PYTHON) -m venv .venv-harnesses
+	.venv-harnesses/bin/python -m pip install --quiet --disable-pip-version-check inspect-ai lm-eval openai
+	touch $@
+
+test-harnesses: $(VENV)/.installed-dev .venv-harnesses/.installed
+	AGENTFACTORY_HARNESSES=$(abspath .venv-harnesses/bin) $(PYTEST) -n 0 -m long tests/test_harnesses.py $(ARGS)

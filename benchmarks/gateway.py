@@ -1,12 +1,20 @@
-"""What the gateway adds to a request: chains of our own loop against the same chains through the gateway.
+"""What the gateway adds to a request, in CPU and in latency.
 
-All chains run at once, 5 turns each, on a scripted server in this process that answers at once, so that the figures are
-the worker's own time. The client behind the gateway is bare aiohttp: SDKs take several milliseconds of their own. What
-a request adds is the CPU time of a turn through the gateway less that of a turn of our own loop. The latency of a
-request (p50, p99) is that under full load, where every request waits for all others.
+CPU: chains of our own loop against the same chains through the gateway, all at once, on a scripted server in this
+process that answers at once. What a request adds is the CPU time of a turn through the gateway less that of a turn of
+our own loop. Each chain's answers hold its number: the benchmark fails if one gets an answer of another, or if a key
+that has ended, or none, is answered.
 
-Each chain's answers hold its number: the benchmark fails if one gets an answer of another, or if a key that has ended,
-or none, is answered.
+Latency: the gateway, the programs that play the chains, and the server are three processes, and all chains are open. A
+request's latency is its time at the program less the time that the server held it.
+
+- alone: one request at a time, so that none waits for another: the gateway's own time, after that of HTTP.
+- N a second: the server holds each for half of the time that a turn of a chain takes, and the program waits as long on
+  average before the next. Requests wait for each other, here and in the other processes; `lag` is by how much a sleep
+  of 5 ms in the gateway's event loop takes longer, and `busy` the share of a core that its process takes.
+- direct: the same requests from the same program to the server itself, without a gateway.
+
+The clients are bare aiohttp: SDKs take several milliseconds of their own.
 
     taskset -c 2,3 python benchmarks/gateway.py [--quick]
 """
@@ -14,37 +22,61 @@ or none, is answered.
 import argparse
 import asyncio
 import json
+import multiprocessing
+import os
+import random
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from agentfactory.rollout.client import InferenceClient
+from agentfactory.rollout.config import OutsideConfig, RolloutRecipe
+from agentfactory.rollout.event_loop import collect_rarely, event_loop
 from agentfactory.rollout.gateway.agents import FunctionAgent
+from agentfactory.rollout.gateway.outside import OutsideAgent
+from agentfactory.rollout.gateway.runner import GatewayRunner
+from agentfactory.rollout.load_renderer import make_renderer
+from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sampling import Sampling
+from agentfactory.tools.toolset import open_toolset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.scripted_chains import Scripted, scripted_chains
+from tests.chat_tokenizers import make_tokenizer, trl_template
+from tests.scripted_chains import NOTES, scripted_chains
+from tests.scripted_server import serve_script
 
 TURNS = 5
+TEMPLATE = trl_template("qwen2_5")
+Held = dict[tuple[int, int], float]
+"""Chain and turn -> seconds."""
 KEYS: list[tuple[str, str]] = []
 """Addresses and keys of the chains."""
 
 
-def script_of(chains: Scripted) -> None:
-    """Make the server answer each chain with calls that repeat the number in its question, and then with words."""
-    tokenizer = chains.tokenizer
+def turn_of(text: str) -> tuple[int, int]:
+    """Return the chain and the turn that a prompt asks for."""
+    return int(text.rpartition("chain number ")[2].partition(";")[0]), text.count("<tool_response>")
+
+
+def make_script() -> Callable[[list[int]], list[int]]:
+    """Return what answers each chain with calls that repeat the number in its question, and then with words."""
+    tokenizer = make_tokenizer(TEMPLATE)
 
     def script(ids: list[int]) -> list[int]:
-        text = tokenizer.decode(ids)
-        number = text.rpartition("chain number ")[2].partition(";")[0]
+        number, turn = turn_of(tokenizer.decode(ids))
         call = f'<tool_call>\n{{"name": "note", "arguments": {{"text": "{number}"}}}}\n</tool_call>'
-        said = f"done {number}" if text.count("<tool_response>") >= TURNS - 1 else call
-        return tokenizer.encode(said + "<|im_end|>", add_special_tokens=False)
+        return tokenizer.encode(
+            (call if turn < TURNS - 1 else f"done {number}") + "<|im_end|>", add_special_tokens=False
+        )
 
-    chains.server.script = script
+    return script
 
 
 async def play(agent: FunctionAgent | None, count: int) -> float:
@@ -52,7 +84,7 @@ async def play(agent: FunctionAgent | None, count: int) -> float:
     limits = {"concurrency": count, "timeout_seconds": 900}
     with tempfile.TemporaryDirectory() as folder:
         async with scripted_chains(Path(folder), [], agent=agent, rollout=limits) as chains:
-            script_of(chains)
+            chains.server.script = make_script()
             runner = chains.runner
             start = time.process_time()
             played = await asyncio.gather(
@@ -80,9 +112,8 @@ async def check_keys() -> None:
                 assert response.status == 401
 
 
-async def measure(count: int) -> dict[str, float]:
-    """Return the figures for `count` chains at once."""
-    seconds: list[float] = []
+async def cpu(count: int) -> dict[str, float]:
+    """Return the milliseconds of CPU of a turn, for `count` chains at once."""
     KEYS.clear()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
@@ -92,11 +123,9 @@ async def measure(count: int) -> dict[str, float]:
             headers = {"Authorization": f"Bearer {endpoint.key}"}
             KEYS.append((endpoint.url, endpoint.key))
             while True:
-                start = time.perf_counter()
                 body = {"model": "m", "messages": messages, "tools": tools.definitions}
                 async with session.post(f"{endpoint.url}/chat/completions", json=body, headers=headers) as response:
                     message = (await response.json())["choices"][0]["message"]
-                seconds.append(time.perf_counter() - start)
                 messages.append(message)
                 if not message.get("tool_calls"):
                     assert message["content"] == f"done {number}"
@@ -108,28 +137,190 @@ async def measure(count: int) -> dict[str, float]:
 
         own = await play(None, count)
         through = await play(FunctionAgent("gateway.py:run", run), count)
-    seconds.sort()
-    return {
-        "own_ms_per_turn": own,
-        "gateway_ms_per_turn": through,
-        "added_ms_per_request": through - own,
-        "p50_ms": 1000 * seconds[len(seconds) // 2],
-        "p99_ms": 1000 * seconds[int(len(seconds) * 0.99)],
-        "gateway_vs_own": through / own,
-    }
+    return {"own_ms_per_turn": own, "gateway_ms_per_turn": through, "added_ms_per_turn": through - own}
+
+
+@asynccontextmanager
+async def process(target: Callable[..., Any], *arguments: Any) -> AsyncIterator[Connection]:
+    """Run `target(pipe, *arguments)` in a process of its own, and yield the other end of the pipe."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        ours.close()
+        child.terminate()
+        child.join()
+
+
+def serve(pipe: Connection, delay: float) -> None:
+    """Be the server. The pipe gets its address; whatever comes from there is answered with the seconds for which each
+    turn was held since the last time."""
+
+    async def run() -> None:
+        tokenizer = make_tokenizer(TEMPLATE)
+        async with serve_script(make_script(), delay) as server:
+            pipe.send(server.url)
+            while True:
+                await asyncio.to_thread(pipe.recv)
+                prompts = [turn_of(tokenizer.decode(request["token_ids"])) for request in server.requests]
+                pipe.send(dict(zip(prompts, server.held, strict=True)))
+                for past in (server.requests, server.responses, server.held):
+                    past.clear()
+
+    asyncio.run(run())
+
+
+def play_elsewhere(pipe: Connection, url: str, count: int, period: float, through: bool) -> None:
+    """Be the programs that play `count` chains, through the gateway at `url`, or on the server there. A turn takes half
+    of `period` on average until it is asked for; 0: one request at a time. The pipe gets the seconds of each."""
+
+    async def run() -> Held:
+        seconds: Held = {}
+        tokenizer = make_tokenizer(TEMPLATE)
+        alone = asyncio.Lock()
+        opened = asyncio.Barrier(count)
+
+        async def post(session: aiohttp.ClientSession, path: str, key: str, body: Any) -> Any:
+            headers = {"Authorization": f"Bearer {key}"}
+            async with session.post(f"{url}{path}", json=body, headers=headers) as response:
+                assert response.status == 200, await response.text()
+                return await response.json()
+
+        async def timed(turn: tuple[int, int], *request: Any) -> Any:
+            if period:
+                await asyncio.sleep(random.uniform(0, period))
+                start = time.perf_counter()
+                answer = await post(*request)
+            else:
+                async with alone:
+                    start = time.perf_counter()
+                    answer = await post(*request)
+            seconds[turn] = time.perf_counter() - start
+            return answer
+
+        async def chain(session: aiohttp.ClientSession) -> None:
+            token = os.environ["AGENTFACTORY_TOKEN"]
+            taken = await post(session, "/tasks", token, {})
+            messages: list[Any] = [{"role": "user", "content": taken["task"]["question"]}]
+            number, _ = turn_of(messages[0]["content"])
+            await opened.wait()
+            for turn in range(TURNS):
+                body = {"model": "m", "messages": messages, "tools": taken["tools"]}
+                answer = await timed((number, turn), session, "/v1/chat/completions", taken["key"], body)
+                message = answer["choices"][0]["message"]
+                messages.append(message)
+                for call in message.get("tool_calls") or []:
+                    assert json.loads(call["function"]["arguments"]) == {"text": str(number)}
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": "noted"})
+            assert messages[-1]["content"] == f"done {number}"
+            await post(session, "/reward", taken["key"], {"reward": 1.0})
+
+        async def direct(session: aiohttp.ClientSession, number: int) -> None:
+            await opened.wait()
+            for turn in range(TURNS):
+                text = "a tool call of the assistant\n" * 20 + "<tool_response>" * turn + f"chain number {number};"
+                sampling = {"max_tokens": 512, "logprobs": 0}
+                body = {"model": "m", "token_ids": tokenizer.encode(text), "sampling_params": sampling}
+                await timed((number, turn), session, "/inference/v1/generate", "", body)
+
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(None)) as session:
+            await asyncio.gather(*(chain(session) if through else direct(session, i) for i in range(count)))
+        return seconds
+
+    pipe.send(asyncio.run(run()))
+
+
+@asynccontextmanager
+async def gateway_of(url: str, count: int) -> AsyncIterator[GatewayRunner]:
+    """Open a runner on the server at `url`, whose chains programs elsewhere play."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "notes.py").write_text(NOTES)
+        limits = {"concurrency": count, "timeout_seconds": 900}
+        sections = {"model": {"path": "x"}, "tools": ["notes.py:note"], "rollout": limits}
+        recipe = RolloutRecipe.model_validate(sections)
+        renderer = make_renderer(make_tokenizer(TEMPLATE), parser=recipe.rollout.parser)
+        agent = OutsideAgent(OutsideConfig(port=0))
+        async with (
+            InferenceClient(url) as client,
+            open_toolset(recipe, Path(folder)) as toolset,
+            Rewards.load([], Path(folder)) as rewards,
+            agent.gateway() as gateway,
+        ):
+            yield GatewayRunner(recipe, renderer, client, toolset, rewards, agent, gateway)
+
+
+async def latency(count: int, rate: float) -> dict[str, float]:
+    """Return the figures for `count` open chains, at `rate` requests a second; 0: one at a time."""
+    period = count / rate if rate else 0.0
+    lags: list[float] = []
+    figures: dict[str, float] = {}
+
+    async def watch() -> None:
+        while True:
+            start = time.perf_counter()
+            await asyncio.sleep(0.005)
+            lags.append(time.perf_counter() - start - 0.005)
+
+    async with process(serve, period / 2) as server:
+        url = await asyncio.to_thread(server.recv)
+
+        async def added(at: str, through: bool) -> list[float]:
+            async with process(play_elsewhere, at, count, period, through) as programs:
+                seconds: Held = await asyncio.to_thread(programs.recv)
+            server.send("held")
+            held: Held = await asyncio.to_thread(server.recv)
+            assert len(seconds) == count * TURNS
+            return sorted(1000 * (seconds[turn] - held[turn]) for turn in seconds)
+
+        async with gateway_of(url, count) as runner:
+            collect_rarely()
+            tasks = [{"question": f"chain number {i};"} for i in range(count)]
+            chains = asyncio.gather(
+                *(runner.run(f"c{i}", task, Sampling("p", 1.0, f"{i}")) for i, task in enumerate(tasks))
+            )
+            watching = asyncio.create_task(watch())
+            start, cpu_start = time.perf_counter(), time.process_time()
+            through = await added(runner.gateway.url, True)
+            figures["busy"] = (time.process_time() - cpu_start) / (time.perf_counter() - start)
+            watching.cancel()
+            assert all(len(chain.rows) == 1 and chain.turns == TURNS for chain in await chains)
+        direct = await added(url, False)
+    lags.sort()
+    for share in (50, 99):
+        at, lag = int(len(through) * share / 100), lags[int(len(lags) * share / 100)]
+        figures |= {
+            f"p{share}_ms": through[at],
+            f"direct_p{share}_ms": direct[at],
+            f"lag_p{share}_ms": 1000 * lag,
+        }
+    return figures
 
 
 def main() -> None:
     """Measure, and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="32 chains")
-    counts = [32] if parser.parse_args().quick else [1, 1000]
+    quick = parser.parse_args().quick
+    os.environ["AGENTFACTORY_TOKEN"] = "of the benchmark"
     figures: dict[str, float] = {}
-    asyncio.run(measure(8))  # imports, and caches of the chat template
-    for count in counts:
-        found = asyncio.run(measure(count))
-        print(f"{count} chains: " + ", ".join(f"{name} {value:.2f}" for name, value in found.items()), flush=True)
-        figures |= {f"{name}_{count}": round(value, 3) for name, value in found.items()}
+
+    def measure(name: str, measured: Any) -> None:
+        with asyncio.Runner(loop_factory=event_loop) as loop:
+            found = loop.run(measured)
+        print(f"{name}: " + ", ".join(f"{figure} {value:.2f}" for figure, value in found.items()), flush=True)
+        figures.update({f"{name}/{figure}": round(value, 3) for figure, value in found.items()})
+
+    asyncio.run(cpu(8))  # imports, and caches of the chat template
+    for count in [32] if quick else [1, 1000]:
+        measure(f"cpu_{count}", cpu(count))
+    count = 32 if quick else 1000
+    for rate in [0, 20] if quick else [0, 100, 200]:
+        measure(f"{count}_{rate or 'alone'}", latency(count, rate))
     print(json.dumps(figures))
 
 

@@ -1,6 +1,7 @@
 """An inference server whose completions are written by a test: real HTTP, vLLM's routes, no model behind it."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,8 +17,8 @@ Script = Callable[[list[int]], list[int]]
 
 @dataclass
 class ScriptedServer:
-    """`script` answers each prompt; `requests` and `responses` keep what passed. `delay` is in seconds. With `decode`,
-    which gives the text of ids, it stops at the stop strings of a request."""
+    """`script` answers each prompt; `requests`, `responses` and `held` keep what passed, and how long it was here.
+    Times are in seconds. With `decode`, which gives the text of ids, it stops at the stop strings of a request."""
 
     script: Script
     delay: float = 0.0
@@ -25,8 +26,10 @@ class ScriptedServer:
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     responses: list[list[int]] = field(default_factory=list)
+    held: list[float] = field(default_factory=list)
 
     async def generate(self, request: web.Request) -> web.Response:
+        begun = time.perf_counter()
         body = await request.json()
         await asyncio.sleep(self.delay)
         limit = body["sampling_params"]["max_tokens"]
@@ -49,7 +52,9 @@ class ScriptedServer:
             "logprobs": {"content": [{"token_id": i, "logprob": -1.0} for i in ids]},
             "weight_versions": [{"version": "0", "start": 0, "end": len(ids)}],
         }
-        return web.json_response({"request_id": "r", "choices": [choice]})
+        response = web.json_response({"request_id": "r", "choices": [choice]})
+        self.held.append(time.perf_counter() - begun)
+        return response
 
     async def describe(self, _: web.Request) -> web.Response:
         return web.json_response({"paths": {route: {} for route in NEEDED_ROUTES}})

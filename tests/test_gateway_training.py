@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import pytest
 import yaml
 
 from agentfactory.rollout.group_files import read_groups
 from agentfactory.rollout.trajectory import Outcome
 from tests.conftest import QUICKSTART
+from tests.sandboxed_python import sandboxed_python
 
 pytestmark = pytest.mark.long
 
@@ -156,11 +158,14 @@ def test_a_function_that_forgets(warm_start: Path, quickstart_run: Path, tmp_pat
 
 
 def test_a_program(warm_start: Path, quickstart_run: Path, tmp_path: Path) -> None:
-    (tmp_path / "my_agent.py").write_text(PROGRAM)
+    template = tmp_path / "template"
+    template.mkdir()
+    (template / "my_agent.py").write_text(PROGRAM)
     (tmp_path / "my_reward.py").write_text(REWARD)
     recipe = recipe_of(warm_start, quickstart_run)
     recipe["rewards"] = ["my_reward.py:length"]
-    recipe["rollout"]["agent"] = {"command": ["python", "${here}/my_agent.py", "${task.question}"]}
+    program = sandboxed_python(anthropic, "my_agent.py", "${task.question}")
+    recipe["rollout"]["agent"] = {**program, "workspace": "template"}
     steps, chains = train(tmp_path, recipe)
     assert len(steps) == 2
     assert all(step["mismatch/max"] < 1e-4 for step in steps)

@@ -267,7 +267,7 @@ class ChainRunner:
 
     async def _play_and_score(self, chain: Episode, scored: frozenset[Outcome], limit: asyncio.Timeout) -> None:
         trajectory = chain.trajectory
-        async with self.toolset.chain(trajectory.id, self.for_tools(chain.task)) as session, chain.surroundings():
+        async with self.toolset.chain(trajectory.id, self.for_tools(chain.task)) as session:
             chain.timeline.note_setup(session.waits)
             trajectory.workspaces += session.kept
             # a chain that runs out of time may still be scored: the limit ends its turns, not the session

@@ -89,12 +89,8 @@ class Episode:
 
     @asynccontextmanager
     async def begun(self) -> AsyncIterator[None]:
-        """Wait until the chain may begin; its time limit counts from then on."""
-        yield
-
-    @asynccontextmanager
-    async def surroundings(self) -> AsyncIterator[None]:
-        """Keep what the chain has beside its tools, until it has been judged."""
+        """Wait until the chain may begin; its time limit counts from then on. Until it has been judged, keep what it
+        has beside its tools."""
         yield
 
     async def play(self, session: ToolSession) -> StopReason:

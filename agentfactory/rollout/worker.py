@@ -1,7 +1,6 @@
 """The rollout worker: `python -m agentfactory.rollout.worker HOST:PORT`, started by trainer rank 0, without CUDA."""
 
 import asyncio
-import gc
 import logging
 import signal
 import sys
@@ -19,7 +18,7 @@ from agentfactory.rollout.connection import InferenceError, ServerUnreachableErr
 from agentfactory.rollout.data import Place, Share, TaskOrder, load_tasks
 from agentfactory.rollout.delivery import ALIVE_SECONDS, Delivered, connect, encode, encode_delivered, receive
 from agentfactory.rollout.evaluate import evaluate, open_runner
-from agentfactory.rollout.event_loop import event_loop
+from agentfactory.rollout.event_loop import collect_rarely, event_loop
 from agentfactory.rollout.group_files import arrays_file, read_groups, train_file, train_files
 from agentfactory.rollout.producer import GroupProducer
 from agentfactory.rollout.resume import Resumed
@@ -73,7 +72,7 @@ class Worker:
                 await runner.check(self.held_out, "eval.data")
             await runner.check(self.order.tasks)
             await self._send("ready", renderer=runner.setup.renderer.info)
-            _collect_rarely()
+            collect_rarely()
             messages = self._messages()
             first = await anext(messages, None)
             if first is None:
@@ -216,15 +215,6 @@ def _part(recipe: RolloutRecipe, share: Share) -> RolloutRecipe:
             "mcp_servers": servers,
         }
     )
-
-
-def _collect_rarely() -> None:
-    """Let Python search for old garbage in cycles less often: it reads every token of every chain each time, which took
-    a quarter of the time of 256 chains with 16 thousand tokens. Young garbage is still found soon: a tool may leave
-    large objects in cycles."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(1_500, 60, 100)
 
 
 def _published(message: dict[str, Any]) -> Published:

@@ -1,6 +1,5 @@
 """`Shell`: an environment in which a model runs commands, in a sandbox around the chain's own folder."""
 
-import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from agentfactory.tools.sandbox.session import is_inside
 from agentfactory.tools.sandbox.settings import ProgramLimits
 from agentfactory.tools.sandbox.view import View, check_readable
 from agentfactory.tools.tool import tool
-from agentfactory.tools.workspaces import give_to_sandbox, make_folder, remove_folder
+from agentfactory.tools.workspaces import give_to_sandbox, in_folder_thread, make_folder, remove_folder
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -78,7 +77,7 @@ class Shell(Environment):
                 raise ValueError(
                     f"files: {name!r} does not name a file of the workspace; give a relative path without .."
                 )
-        self.workspace = await asyncio.to_thread(_filled, contents)
+        self.workspace = await in_folder_thread(_filled, contents)
 
     @tool
     async def shell(self, command: str) -> dict[str, Any]:
@@ -122,7 +121,7 @@ class Shell(Environment):
     async def release(self) -> None:
         """Remove the chain's files."""
         if self.workspace is not None:
-            await asyncio.to_thread(remove_folder, self.workspace)
+            await in_folder_thread(remove_folder, self.workspace)
             self.workspace = None
 
     async def close(self) -> None:

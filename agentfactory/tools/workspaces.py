@@ -11,10 +11,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar
 
 from mcp import StdioServerParameters
 
@@ -26,6 +28,12 @@ from agentfactory.tools.notices import tell
 from agentfactory.tools.sandbox.settings import sandbox_user
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_threads = ThreadPoolExecutor(4, "folders")
+"""For copies and removals, which take seconds if a folder has thousands of files: many chains that begin at once do not
+keep others from asyncio's own threads. More threads make them no faster, and the event loop slower."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +66,14 @@ class ChainProgram:
         folder = make_folder()
         try:
             if self.template is not None:
-                await asyncio.to_thread(_copy, self.template, folder)
+                await in_folder_thread(_copy, self.template, folder)
                 folder.chmod(0o700)
             yield self._command(str(folder))
         finally:
             if (kept := place()) is not None:
-                await asyncio.to_thread(_keep, folder, kept)
+                await in_folder_thread(_keep, folder, kept)
             else:
-                await asyncio.to_thread(remove_folder, folder)
+                await in_folder_thread(remove_folder, folder)
 
     def _command(self, folder: str) -> StdioServerParameters:
         program = self.program
@@ -76,6 +84,11 @@ class ChainProgram:
                 "cwd": str(program.cwd).replace(CHAIN, folder),
             }
         )
+
+
+async def in_folder_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Run a function that copies or removes folders, off the event loop."""
+    return await asyncio.get_running_loop().run_in_executor(_threads, function, *arguments)
 
 
 def make_folder() -> Path:

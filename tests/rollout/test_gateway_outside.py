@@ -11,11 +11,17 @@ import aiohttp
 import pytest
 
 from agentfactory.rollout.config import AgentConfig, OutsideConfig, RolloutConfig
+from agentfactory.rollout.data import TaskOrder
+from agentfactory.rollout.delivery import Delivered
 from agentfactory.rollout.gateway import outside
 from agentfactory.rollout.gateway.outside import OutsideAgent
 from agentfactory.rollout.gateway.runner import GatewayRunner
+from agentfactory.rollout.group_files import read_groups
+from agentfactory.rollout.producer import GroupProducer
 from agentfactory.rollout.sampling import Sampling
+from agentfactory.rollout.staleness import Admission
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
+from agentfactory.rollout.weight_versions import Published
 from agentfactory.tools.errors import SettingError
 from tests.scripted_chains import Scripted, scripted_chains
 
@@ -146,6 +152,38 @@ async def test_a_program_that_never_answers_is_a_timeout(tmp_path: Path) -> None
         lost = await running
         assert (lost.outcome, lost.reward, lost.turns) == (Outcome.TIMEOUT, None, 1)
         assert (await program.post("/reward", key, reward=1.0))[0] == 401
+
+
+async def test_a_task_that_was_kept_too_long_is_given_out_once_more(tmp_path: Path) -> None:
+    limits: dict[str, Any] = {"timeout_seconds": 2.0, "group_size": 2, "on_outcome": {"timeout": "retry"}}
+    delivered: asyncio.Queue[tuple[list[Delivered], dict[str, float]]] = asyncio.Queue()
+
+    async def deliver(batch: list[Delivered], figures: dict[str, float]) -> None:
+        delivered.put_nowait((batch, figures))
+
+    async with elsewhere(tmp_path, ["a", "b"], rewards=[], rollout=limits) as (chains, program):
+        runner = chains.runner
+        order, admission = TaskOrder([{"question": "go"}], seed=0, shuffle=False), Admission(1, 0, 1, 0, 0)
+        published = Published(0, "policy", "policy")
+        saved = tmp_path / "train.jsonl"
+        producer = GroupProducer(runner.setup.config, runner, order, admission, published, saved, deliver)
+        running = asyncio.create_task(producer.run())
+        kept, other = [await program.take() for _ in range(2)]
+        await program.ask(other["key"])
+        await program.post("/reward", other["key"], reward=1.0)
+        again = await program.take()
+        assert (again["chain"], again["task"]) == (f"{kept['chain']}.retry", kept["task"])
+        assert (await program.post("/reward", kept["key"], reward=1.0))[0] == 401, "that chain is over"
+        await program.ask(again["key"])
+        await program.post("/reward", again["key"], reward=0.0)
+        async with asyncio.timeout(30):
+            (group,), figures = await delivered.get()
+        running.cancel()
+        assert set(group.chains) == {again["chain"], other["chain"]}
+        assert figures["filtered/timeout"] == 1
+        (written,) = read_groups(saved)
+        rewards = {chain.id: chain.reward for chain in written.trajectories}
+        assert rewards == {again["chain"]: 0.0, other["chain"]: 1.0}
 
 
 async def test_a_request_that_ends_takes_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import tempfile
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ import pytest
 from agentfactory.rollout.config import AgentConfig
 from agentfactory.rollout.gateway.program import ProgramAgent
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
+from agentfactory.tools import workspaces
 from agentfactory.tools.errors import SettingError
-from agentfactory.tools.sandbox.interpreter import find_interpreter
-from agentfactory.tools.sandbox.settings import SandboxKind, sandbox_user
+from agentfactory.tools.sandbox.settings import SandboxKind
+from tests.sandboxed_python import sandboxed_python
 from tests.scripted_chains import scripted_chains
 from tests.waiting import wait_for
 
@@ -79,13 +81,12 @@ async def play(
     template.mkdir(exist_ok=True)
     (template / "agent.py").write_text(script)
     program = {"workspace": str(template), "sandbox": kind, **fields.pop("program", {})}
-    python = sys.executable
+    given: dict[str, Any] = {"command": [sys.executable, "agent.py", *arguments]}
     if kind == "bubblewrap":
-        python = str(find_interpreter(sandbox_user()).executable)
-        packages = str(Path(openai.__file__).parents[1])
-        program["readable"] = [packages, *program.get("readable", [])]
-        program["env"] = {"PYTHONPATH": packages, **program.get("env", {})}
-    agent = ProgramAgent(AgentConfig(command=[python, "agent.py", *arguments], **program), folder)
+        given = sandboxed_python(openai, "agent.py", *arguments)
+        program["readable"] = [*given["readable"], *program.get("readable", [])]
+        program["env"] = {**given["env"], **program.get("env", {})}
+    agent = ProgramAgent(AgentConfig(**{**given, **program}), folder)
     async with scripted_chains(folder, texts, agent=agent, source=REWARD, **fields) as chains:
         trajectory = await chains.run()
         chains.check(trajectory)
@@ -230,6 +231,20 @@ async def test_a_program_that_is_not_there(tmp_path: Path) -> None:
         trajectory = await chains.run()
     assert trajectory.outcome is Outcome.AGENT_ERROR
     assert "no-such-agent cannot be started: No such file or directory" in (trajectory.error or "")
+
+
+async def test_the_time_limit_begins_when_the_workspace_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = workspaces._copy
+
+    def slowly(*folders: Path) -> None:
+        time.sleep(4.5)
+        copy(*folders)
+
+    monkeypatch.setattr(workspaces, "_copy", slowly)
+    trajectory = await play(tmp_path, "print('quick')", [], rollout={"timeout_seconds": 4.0})
+    assert (trajectory.outcome, trajectory.result) == (Outcome.COMPLETED, "quick")
 
 
 async def test_a_row_that_lacks_a_field_is_found_at_the_start(tmp_path: Path) -> None:

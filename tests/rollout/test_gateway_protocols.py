@@ -160,7 +160,14 @@ async def test_a_responses_agent(tmp_path: Path, way: str) -> None:
 
 async def test_responses_limits_and_what_is_not_known(tmp_path: Path) -> None:
     async def run(client: AsyncOpenAI) -> str:
-        answer = await client.responses.create(model="m", input="go", max_output_tokens=2)
+        included: Any = ["message.output_text.logprobs"]
+        answer = await client.responses.create(model="m", input="go", max_output_tokens=2, include=included)
+        (said,) = answer.output
+        assert said.type == "message"
+        (part,) = said.content
+        assert part.type == "output_text"
+        assert [token.logprob for token in part.logprobs or []] == [-1.0, -1.0]
+        assert "".join(token.token for token in part.logprobs or []) == part.text
         assert answer.status == "incomplete"
         assert answer.incomplete_details is not None
         assert answer.incomplete_details.reason == "max_output_tokens"

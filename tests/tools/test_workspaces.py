@@ -1,9 +1,11 @@
 """Folders of chains, and what an MCP server's entry may say about isolation."""
 
+import asyncio
 import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from mcp import StdioServerParameters
 from pydantic import ValidationError
 
-from agentfactory.tools import removal
+from agentfactory.tools import removal, workspaces
 from agentfactory.tools.config import McpServerConfig
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.notices import notice_of
@@ -207,3 +209,22 @@ def test_templates(tmp_path: Path) -> None:
         file.truncate(2**43)
     with pytest.raises(SettingError, match=r"each chain gets a copy: .* MiB left; fix: make it smaller"):
         check_template("f", tmp_path / "good")
+
+
+async def test_long_copies_do_not_keep_others_from_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(workspaces, "_copy", lambda *_: go_on.wait(30))
+    ended: list[str] = []
+
+    async def play(chain: str) -> None:
+        program = ChainProgram(StdioServerParameters(command="", args=["${chain}"]), tmp_path)
+        async with program.running(lambda: chain):
+            ended.append(chain)
+
+    playing = asyncio.gather(*(play(f"c{number}") for number in range(2 * (os.cpu_count() or 1) + 8)))
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(5):
+        assert await asyncio.to_thread(int, "7") == 7
+    assert not ended
+    go_on.set()
+    await playing

@@ -27,6 +27,15 @@ _IS_DEFAULT: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "tool_choice": ("auto", "none", {"type": "auto"}, {"type": "none"}),
     "parallel_tool_calls": (True,),
+    "reasoning_effort": (),
+    "reasoning.effort": (),
+    "output_config.effort": (),
+    "verbosity": ("medium",),
+    "text.verbosity": ("medium",),
+    "truncation": ("disabled",),
+    "context_management": ({}, []),
+    "web_search_options": (),
+    "mcp_servers": ([],),
 }
 """Parameters that are not applied -> values with which nothing is lost."""
 _NEVER_APPLIED = ("seed", *_IS_DEFAULT)
@@ -83,13 +92,19 @@ def wrong(message: str) -> Refusal:
 
 def unmet(body: Mapping[str, Any], temperature: float) -> dict[str, Any]:
     """Return the parameters of a request that are not applied, and would change what is sampled."""
+    values = {name: _value_of(body, name) for name in _NEVER_APPLIED}
     found = {
-        name: body[name]
-        for name in _NEVER_APPLIED
-        if body.get(name) is not None and body[name] not in _IS_DEFAULT.get(name, ())
+        name: value for name, value in values.items() if value is not None and value not in _IS_DEFAULT.get(name, ())
     }
     asked = body.get("temperature")
     return found if asked is None or asked == temperature else {"temperature": asked, **found}
+
+
+def _value_of(body: Mapping[str, Any], name: str) -> Any:
+    """Return a parameter; `a.b` is the field b of a."""
+    first, _, second = name.partition(".")
+    value = body.get(first)
+    return value if not second else value.get(second) if isinstance(value, dict) else None
 
 
 def refuse(body: Mapping[str, Any], reasons: Mapping[str, str]) -> None:

@@ -22,10 +22,13 @@ from agentfactory.rollout.gateway.content import assistant, read_content, read_i
 from agentfactory.tools.messages import Message
 
 ROUTE = "/v1/chat/completions"
+SAMPLED_ONLY = "only the sampled token's log-probability is known; leave it out"
+_WORDS = "models here write text"
 _REFUSED = {
     "functions": "give `tools`",
-    "audio": "models here read and write text",
-    "top_logprobs": "only the sampled token's log-probability is known; leave it out",
+    "function_call": "give `tools`",
+    "audio": _WORDS,
+    "top_logprobs": SAMPLED_ONLY,
 }
 
 
@@ -35,6 +38,8 @@ def read(body: Mapping[str, Any], temperature: float, stored: Mapping[str, Any])
     refuse(body, _REFUSED)
     if (body.get("response_format") or {"type": "text"}).get("type") != "text":
         raise wrong(f"response_format: {GRAMMAR}")
+    if (body.get("modalities") or ["text"]) != ["text"]:
+        raise wrong(f"modalities: got {str(body['modalities'])[:200]}; {_WORDS}")
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise wrong("messages: give a list with at least one message")
@@ -178,8 +183,12 @@ def _usage(turns: Sequence[Said]) -> dict[str, Any]:
 def _logprobs(asked: Asked, turn: Said) -> dict[str, Any] | None:
     if not asked.options["logprobs"]:
         return None
-    content = [
+    return {"content": token_logprobs(turn), "refusal": None}
+
+
+def token_logprobs(turn: Said) -> list[dict[str, Any]]:
+    """Return the log-probabilities of a turn's tokens in OpenAI's form; none if the request did not ask for them."""
+    return [
         {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
         for text, logprob in turn.logprobs
     ]
-    return {"content": content, "refusal": None}

@@ -44,13 +44,9 @@ class GatewayEpisode(AskedTurns):
     @asynccontextmanager
     async def begun(self) -> AsyncIterator[None]:
         """See Episode."""
-        async with self.agent.begun(self.trajectory.id):
-            yield
-
-    @asynccontextmanager
-    async def surroundings(self) -> AsyncIterator[None]:
-        """See Episode."""
-        async with self.agent.folder(self.trajectory.id, self.trajectory.workspaces) as self.workspace:
+        chain = self.trajectory
+        folder = self.agent.folder(chain.id, chain.workspaces)
+        async with self.agent.begun(chain.id), folder as self.workspace:
             yield
 
     async def play(self, session: ToolSession) -> StopReason:

@@ -22,6 +22,8 @@ from agentfactory.tools.messages import Message
 ROUTE = "/v1/messages"
 _REFUSED = {
     "container": "code runs in the agent's own tools",
+    "thread": "send the whole conversation",
+    "compaction": "ask for a summary in a message",
     "output_format": GRAMMAR,
 }
 

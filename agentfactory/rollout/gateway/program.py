@@ -26,7 +26,7 @@ from agentfactory.tools.sandbox.program import run_program
 from agentfactory.tools.sandbox.settings import ProgramLimits, SandboxKind, SandboxUnavailable, sandbox_user
 from agentfactory.tools.sandbox.view import View, check_readable
 from agentfactory.tools.targets import expand_variables, program_of
-from agentfactory.tools.workspaces import ChainProgram, check_kept, check_template, give_to_sandbox
+from agentfactory.tools.workspaces import ChainProgram, check_kept, check_template, give_to_sandbox, in_folder_thread
 
 _FIELD = re.compile(r"\$\{task\.(\w+)\}")
 _BARE = re.compile(r"\$\{(\w+)\}")
@@ -100,7 +100,7 @@ class ProgramAgent(ClientAgent):
                 kept.append(str(place))
             folder = Path(made.args[0])
             if self._sandboxed:
-                await asyncio.to_thread(give_to_sandbox, folder)
+                await in_folder_thread(give_to_sandbox, folder)
             yield folder
 
     async def run(self, visit: Visit) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentfactory.rollout.gateway.asked import GRAMMAR, Asked, Refusal, Said, integer, refuse, tool_specs, unmet, wrong
-from agentfactory.rollout.gateway.chat_completions import error
+from agentfactory.rollout.gateway.chat_completions import SAMPLED_ONLY, error, token_logprobs
 from agentfactory.rollout.gateway.content import Part, assistant, read_content, read_image, read_text, unknown
 from agentfactory.tools.messages import Message
 
@@ -25,7 +25,9 @@ _REFUSED = {
     "background": "an answer is given when the turn is sampled",
     "conversation": "send the conversation, or previous_response_id",
     "prompt": "there are no stored prompts",
+    "top_logprobs": SAMPLED_ONLY,
 }
+_LOGPROBS = "message.output_text.logprobs"
 
 
 def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> Asked:
@@ -57,7 +59,7 @@ def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> Asked:
         1,
         bool(body.get("stream")),
         unmet(body, temperature) | ({"tools": left_out} if left_out else {}),
-        options={"request": body},
+        options={"request": body, "logprobs": _LOGPROBS in (body.get("include") or [])},
         remember=remember,
     )
 
@@ -188,8 +190,9 @@ def _pieces(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             (part,) = item["content"]
             where = {"content_index": 0}
             yield "response.content_part.added", {**where, "part": {**part, "text": ""}}
-            yield "response.output_text.delta", {**where, "delta": part["text"], "logprobs": []}
-            yield "response.output_text.done", {**where, "text": part["text"], "logprobs": []}
+            said = {**where, "logprobs": part["logprobs"]}
+            yield "response.output_text.delta", {**said, "delta": part["text"]}
+            yield "response.output_text.done", {**said, "text": part["text"]}
             yield "response.content_part.done", {**where, "part": part}
         case "reasoning":
             (part,) = item["content"]
@@ -236,7 +239,8 @@ def _items(turn: Said, status: str) -> list[dict[str, Any]]:
         content = [{"type": "reasoning_text", "text": turn.reasoning}]
         items.append({"id": f"rs_{turn.id}", "type": "reasoning", "summary": [], "content": content, "status": status})
     if turn.text or not turn.calls:
-        part = {"type": "output_text", "text": turn.text, "annotations": [], "logprobs": []}
+        logprobs = token_logprobs(turn)
+        part = {"type": "output_text", "text": turn.text, "annotations": [], "logprobs": logprobs}
         frame = {"id": f"msg_{turn.id}", "type": "message", "role": "assistant", "status": status}
         items.append({**frame, "content": [part]})
     items += [

@@ -17,7 +17,7 @@ from agentfactory.tools.sandbox.program import ProgramResult, run_program
 from agentfactory.tools.sandbox.settings import ProgramLimits, sandbox_user
 from agentfactory.tools.sandbox.view import View
 from agentfactory.tools.shell import PATH, Shell
-from agentfactory.tools.workspaces import give_to_sandbox, make_folder
+from agentfactory.tools.workspaces import give_to_sandbox, in_folder_thread, make_folder
 
 _MOST_BYTES = 1 << 20
 """Longest file with a reward."""
@@ -59,7 +59,7 @@ class Harbor(Shell):
             found.storage_mb or self._defaults.disk_mb,
         )
         self.workspace = make_folder()
-        await asyncio.to_thread(_stage, found, self.workspace)
+        await in_folder_thread(_stage, found, self.workspace)
         self._begun = monotonic()
 
     async def run(self, command: str, seconds: float) -> ProgramResult:
@@ -74,7 +74,7 @@ class Harbor(Shell):
         """Do what the task's solution does (the oracle)."""
         assert self.workspace is not None
         solution = self.workspace / "solution"
-        await asyncio.to_thread(_fresh_copy, Path(self.task.folder, "solution"), solution)
+        await in_folder_thread(_fresh_copy, Path(self.task.folder, "solution"), solution)
         script = _script("/solution/solve.sh")
         env = {**self.environment(), **self.task.solution_env, "DEBIAN_FRONTEND": "noninteractive"}
         return await self._run(script, {"/solution": solution}, env, self.task.agent_seconds or self._seconds)
@@ -83,8 +83,8 @@ class Harbor(Shell):
         """Run the task's tests. Without a valid reward file the reward is 0 and the metric `no_reward` is 1."""
         assert self.workspace is not None
         tests, logs = self.workspace / "tests", self.workspace / "verifier"
-        await asyncio.to_thread(_fresh_copy, Path(self.task.folder, "tests"), tests)
-        await asyncio.to_thread(_fresh_copy, None, logs)
+        await in_folder_thread(_fresh_copy, Path(self.task.folder, "tests"), tests)
+        await in_folder_thread(_fresh_copy, None, logs)
         env = {**self.environment(), **self.task.verifier_env}
         script = _script("/tests/test.sh", "/logs/verifier/test-stdout.txt")
         places = {"/tests": tests, "/logs/verifier": logs}

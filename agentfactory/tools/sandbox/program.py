@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
+from time import thread_time
 
 from agentfactory.tools.sandbox import bubblewrap, process
 from agentfactory.tools.sandbox.process import SandboxProcess
@@ -20,8 +20,11 @@ from agentfactory.tools.sandbox.view import View
 _CHUNK = 1 << 16
 _MEMORY_SECONDS = 0.05
 """How often memory is looked at."""
-_DISK_SECONDS, _DISK_SHARE = 1.0, 0.05
-"""How often the disk is looked at: once a second, or more rarely, so that it takes at most this share of a core."""
+_DISK_SECONDS, _DISK_SHARE = 1.0, 0.1
+"""How often the disk is looked at: once a second, or more rarely, so that all programs together take at most this share
+of a core."""
+_watched = set[object]()
+"""The programs whose disk is looked at."""
 _MOST_FILES = 1_000_000
 
 Listening = Callable[[socket.socket], AbstractAsyncContextManager[None]]
@@ -69,11 +72,9 @@ async def run_program(
     """
     outputs = [_Output(characters) for _ in range(1 if merged else 2)]
     ends = [output.write_end for output in outputs]
-    starting = process.start_program(command, view, env, limits, ends, port)
     try:
-        started = await asyncio.wrap_future(starting)
+        started = await _started(process.start_program(command, view, env, limits, ends, port))
     except BaseException:
-        starting.add_done_callback(_kill)
         for output in outputs:
             output.drop()
         raise
@@ -96,6 +97,20 @@ async def run_program(
     if b"exit-code" not in told and ended is None:
         raise bubblewrap.refusal(said[-1])
     return ProgramResult(_status(started), said[0], said[-1] if not merged else "", ended)
+
+
+async def _started(starting: "Future[SandboxProcess]") -> SandboxProcess:
+    """Wait until a sandbox has started. If this task is cancelled meanwhile, nothing of it is left."""
+    waiting = asyncio.wrap_future(starting)
+    try:
+        return await asyncio.shield(waiting)
+    except asyncio.CancelledError:
+        if not starting.cancel():  # it is being started, and uses the outputs
+            await asyncio.wait([waiting])
+            if waiting.exception() is None:
+                await _nothing_left(waiting.result())
+                waiting.result().free()
+        raise
 
 
 async def _supervised(started: SandboxProcess, view: View, limits: ProgramLimits, seconds: float | None) -> str | None:
@@ -145,20 +160,24 @@ def _resident(root: int, file: str, names: tuple[str, ...]) -> int:
 
 
 async def _disk(folders: list[Path], most: int) -> str:
-    size, _ = await asyncio.to_thread(_size_of, folders)
+    size, _, _ = await asyncio.to_thread(_size_of, folders)
     allowed = max(most << 20, size)  # who has left too much has to be able to remove it
-    while True:
-        begun = monotonic()
-        size, files = await asyncio.to_thread(_size_of, folders)
-        if size > allowed:
-            return f"its files took more than {most} MiB"
-        if files > _MOST_FILES:
-            return f"it had more than {_MOST_FILES} files"
-        await asyncio.sleep(max(_DISK_SECONDS, (monotonic() - begun) / _DISK_SHARE))
+    _watched.add(program := object())
+    try:
+        while True:
+            size, files, seconds = await asyncio.to_thread(_size_of, folders)
+            if size > allowed:
+                return f"its files took more than {most} MiB"
+            if files > _MOST_FILES:
+                return f"it had more than {_MOST_FILES} files"
+            await asyncio.sleep(max(_DISK_SECONDS, len(_watched) * seconds / _DISK_SHARE))
+    finally:
+        _watched.remove(program)
 
 
-def _size_of(folders: list[Path]) -> tuple[int, int]:
-    """Return how many bytes of disk are used below `folders`, and the number of files."""
+def _size_of(folders: list[Path]) -> tuple[int, int, float]:
+    """Return how many bytes of disk are used below `folders`, the number of files, and the seconds that this took."""
+    begun = thread_time()
     size = files = 0
     waiting = [str(folder) for folder in folders]
     while waiting and files <= _MOST_FILES:
@@ -170,7 +189,7 @@ def _size_of(folders: list[Path]) -> tuple[int, int]:
                 else:
                     with suppress(OSError):
                         size += entry.stat(follow_symlinks=False).st_blocks << 9
-    return size, files
+    return size, files, thread_time() - begun
 
 
 async def _listener(started: SandboxProcess) -> socket.socket | None:
@@ -229,11 +248,6 @@ async def _nothing_left(started: SandboxProcess) -> None:
 def _status(started: SandboxProcess) -> int:
     status = started.popen.wait()
     return 128 - status if status < 0 else status
-
-
-def _kill(starting: "Future[SandboxProcess]") -> None:
-    if not starting.cancelled() and starting.exception() is None:
-        starting.result().free()
 
 
 class _Output:

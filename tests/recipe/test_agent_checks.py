@@ -1,0 +1,41 @@
+"""Settings that do not fit an agent with a loop of its own are refused when the recipe is loaded."""
+
+from pathlib import Path
+
+import pytest
+
+from agentfactory.recipe.load import load_recipe
+from agentfactory.tools.errors import SettingError
+
+OUTSIDE = "rollout.agent={outside: {port: 8100}}"
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTFACTORY_TOKEN", "for tests")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "said"),
+    [
+        ([OUTSIDE, "rollout.workers=2"], "rollout.workers", "programs outside take tasks at one address; fix: use 1"),
+        (["rollout.agent=outside", "rollout.workers=2"], "rollout.workers", "at one address"),
+        (["rollout.agent={outside: {}, workspace: desk}"], "rollout.agent.workspace", "no program that we start"),
+        (["rollout.agent={outside: {}, command: [x]}"], "rollout.agent", "set one of name, command and outside"),
+        (["rollout.agent={command: [x], sandbox: none, disk_mb: 9}"], "rollout.agent.disk_mb", "with sandbox=none"),
+        (["rollout.agent={command: [x], processes: 1}"], "rollout.agent.processes", "change it"),
+    ],
+)
+def test_refused(project: Path, overrides: list[str], field: str, said: str) -> None:
+    with pytest.raises(SettingError, match=said) as caught:
+        load_recipe("recipe.yaml", overrides, purpose="train")
+    assert caught.value.field == field
+
+
+def test_programs_outside_may_report_the_reward(project: Path) -> None:
+    with pytest.raises(SettingError, match="reward"):
+        load_recipe("recipe.yaml", ["rewards=[]"], purpose="train")
+    load_recipe("recipe.yaml", [OUTSIDE, "rewards=[]", "rollout.workers=1"], purpose="train")
+    # each worker starts programs of its own
+    command = "rollout.agent={command: [ls]}"
+    load_recipe("recipe.yaml", [command, "rollout.workers=2", "train.batch_size=2"], purpose="train")

@@ -1,0 +1,217 @@
+"""What an agent may ask for: every parameter that the SDKs know has the effect that docs/own-agents.md names."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from anthropic.types import message_create_params
+from anthropic.types.beta import message_create_params as beta_message_create_params
+from openai.types.chat import completion_create_params
+from openai.types.responses import response_create_params
+
+from agentfactory.rollout.gateway import chat_completions, messages, responses
+from agentfactory.rollout.gateway.asked import Asked, Refusal
+from tests.conftest import REPOSITORY
+
+USER = [{"role": "user", "content": "go"}]
+PLAIN: dict[Any, dict[str, Any]] = {
+    chat_completions: {"messages": USER},
+    responses: {"input": USER},
+    messages: {"messages": USER, "max_tokens": 9},
+}
+SDK = {
+    chat_completions: [completion_create_params.CompletionCreateParamsNonStreaming],
+    responses: [response_create_params.ResponseCreateParamsNonStreaming],
+    messages: [
+        message_create_params.MessageCreateParamsNonStreaming,
+        beta_message_create_params.MessageCreateParamsNonStreaming,
+    ],
+}
+TOOL = {"function": {"name": "f"}, "name": "f", "type": "function"}
+CUSTOM = {"name": "f", "input_schema": {}}
+SCHEMA = {"type": "json_schema"}
+APPLIED: dict[Any, dict[str, tuple[Any, str, Any]]] = {
+    chat_completions: {
+        "max_tokens": (7, "max_tokens", 7),
+        "max_completion_tokens": (7, "max_tokens", 7),
+        "stop": ("END", "stop", ("END",)),
+        "n": (3, "choices", 3),
+        "stream": (True, "stream", True),
+        "model": ("m", "model", "m"),
+        "logprobs": (True, "options", {"logprobs": True, "usage": False}),
+        "stream_options": ({"include_usage": True}, "options", {"logprobs": False, "usage": True}),
+    },
+    responses: {
+        "max_output_tokens": (7, "max_tokens", 7),
+        "stream": (True, "stream", True),
+        "model": ("m", "model", "m"),
+        "instructions": ("Notes.", "messages", [{"role": "system", "content": "Notes."}, *USER]),
+    },
+    messages: {
+        "max_tokens": (7, "max_tokens", 7),
+        "stop_sequences": (["END"], "stop", ("END",)),
+        "stream": (True, "stream", True),
+        "model": ("m", "model", "m"),
+        "system": ("Notes.", "messages", [{"role": "system", "content": "Notes."}, *USER]),
+        "thinking": ({"type": "enabled"}, "options", {"thinking": True}),
+    },
+}
+"""Parameter -> a value, the field of Asked that it sets, and what that is then."""
+ELSEWHERE = {"messages", "input", "tools", "previous_response_id", "include", "store"}
+"""Applied, and tested with the agents that send them."""
+SAMPLING = {"temperature": 0.5, "top_p": 0.5, "top_k": 5, "seed": 1}
+TOLD: dict[Any, dict[str, Any]] = {
+    chat_completions: {
+        **SAMPLING,
+        "frequency_penalty": 1.0,
+        "presence_penalty": 1.0,
+        "logit_bias": {"1": 5},
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "reasoning_effort": "high",
+        "verbosity": "low",
+        "web_search_options": {},
+        "tools": [{"type": "custom"}],
+    },
+    responses: {
+        **SAMPLING,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "low"},
+        "text": {"verbosity": "low"},
+        "truncation": "auto",
+        "context_management": [{"type": "compaction"}],
+        "tools": [{"type": "web_search"}],
+    },
+    messages: {
+        **SAMPLING,
+        "tool_choice": {"type": "any"},
+        "output_config": {"effort": "low"},
+        "context_management": {"edits": []},
+        "mcp_servers": [{"name": "x"}],
+        "tools": [{"type": "web_search_20250305"}],
+    },
+}
+HARMLESS: dict[Any, dict[str, Any]] = {
+    chat_completions: {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "presence_penalty": 0,
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "verbosity": "medium",
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+    },
+    responses: {"truncation": "disabled", "reasoning": {"summary": "auto"}, "text": {"format": {"type": "text"}}},
+    messages: {"tool_choice": {"type": "auto"}, "mcp_servers": [], "output_config": {}},
+}
+"""What clients send of their own accord, and what nothing is lost with."""
+REFUSED: dict[Any, dict[str, Any]] = {
+    chat_completions: {
+        "response_format": SCHEMA,
+        "functions": [{"name": "f"}],
+        "function_call": "auto",
+        "audio": {"voice": "a"},
+        "modalities": ["text", "audio"],
+        "top_logprobs": 5,
+    },
+    responses: {
+        "text": {"format": SCHEMA},
+        "background": True,
+        "conversation": "c",
+        "prompt": {"id": "p"},
+        "top_logprobs": 5,
+    },
+    messages: {
+        "output_config": {"format": SCHEMA},
+        "output_format": SCHEMA,
+        "container": "c",
+        "thread": {"type": "create"},
+        "compaction": {"type": "x"},
+    },
+}
+ACCOUNT = {"metadata", "user", "safety_identifier", "service_tier", "moderation", "store"}
+CACHE = {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_control"}
+NO_EFFECT: dict[Any, set[str]] = {
+    # a prediction makes an answer faster
+    chat_completions: {*ACCOUNT, *CACHE, "prediction"},
+    # the calls of max_tool_calls are those of tools that the provider runs; what a stream obfuscates is nothing here
+    responses: {
+        *ACCOUNT,
+        *CACHE,
+        *("access_programs", "background_options", "image", "max_tool_calls", "stream_options"),
+    },
+    messages: {
+        *ACCOUNT,
+        *CACHE,
+        *("betas", "billing_policy", "diagnostics", "fallback_credit_token", "fallbacks", "inference_geo", "speed"),
+        *("user_profile_id", "workspace_id"),
+    },
+}
+APIS = pytest.mark.parametrize("api", list(SDK), ids=lambda api: api.__name__.rpartition(".")[2])
+
+
+def read(api: Any, **fields: Any) -> Asked:
+    asked: Asked = api.read({**PLAIN[api], **fields}, 1.0, {})
+    return asked
+
+
+@APIS
+def test_every_parameter_of_the_sdk_is_known_here(api: Any) -> None:
+    names = {name for kind in SDK[api] for name in kind.__annotations__}
+    assert len(names) > 15
+    assert names <= {*APPLIED[api], *ELSEWHERE, *TOLD[api], *REFUSED[api], *NO_EFFECT[api]}
+
+
+@APIS
+def test_parameters_have_their_effect(api: Any) -> None:
+    assert read(api).unmet == {}
+    for name, (value, field, expected) in APPLIED[api].items():
+        asked = read(api, **{name: value})
+        assert (getattr(asked, field), asked.unmet) == (expected, {}), name
+    for name, value in TOLD[api].items():
+        (told,) = read(api, **{name: value}).unmet
+        assert told.partition(".")[0] == name
+    for name, value in HARMLESS[api].items():
+        assert read(api, **{name: value}).unmet == {}, name
+    for name, value in REFUSED[api].items():
+        with pytest.raises(Refusal, match=rf"^{name}(\.format)?: ") as refused:
+            read(api, **{name: value})
+        assert refused.value.status == 400
+    plain = read(api)
+    for name in NO_EFFECT[api]:
+        asked = read(api, **{name: "x" if name != "stream_options" else {}})
+        assert (asked.messages, asked.unmet, asked.max_tokens) == (plain.messages, {}, plain.max_tokens), name
+
+
+@APIS
+def test_tools_are_left_out_if_none_may_be_called(api: Any) -> None:
+    tools = [CUSTOM if api is messages else TOOL]
+    none: Any = {"type": "none"} if api is messages else "none"
+    assert [spec.name for spec in read(api, tools=tools).specs] == ["f"]
+    asked = read(api, tools=tools, tool_choice=none)
+    assert (asked.specs, asked.unmet) == ([], {})
+
+
+def test_the_page_says_the_same() -> None:
+    page = (REPOSITORY / "docs" / "own-agents.md").read_text(encoding="utf-8")
+    table = page.partition("## What an agent may ask for")[2].partition("\nWhatever else")[0]
+    said: dict[str, str] = {}
+    for line in table.splitlines():
+        if match := re.fullmatch(r"\| (.+?) \| (applied|not applied|refused)\b.*", line):
+            said |= dict.fromkeys(re.findall(r"`([\w.]+)`", match[1]), match[2])
+    assert len(said) > 30
+
+    def named(table: Mapping[Any, Mapping[str, Any]]) -> set[str]:
+        return {
+            f"{name}.{next(iter(value))}" if name in ("reasoning", "text", "output_config") else name
+            for parameters in table.values()
+            for name, value in parameters.items()
+        }
+
+    assert {name for name, effect in said.items() if effect == "not applied"} == named(TOLD) - {"tools"}
+    assert {name for name, effect in said.items() if effect == "refused"} == named(REFUSED)
+    applied = {name for name, effect in said.items() if effect == "applied"}
+    assert applied <= named(APPLIED) | ELSEWHERE

@@ -1,0 +1,17 @@
+"""A Python that programs in the sandbox may run: root's sandboxes run as nobody, who may not read everything."""
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from agentfactory.tools.sandbox.interpreter import find_interpreter
+from agentfactory.tools.sandbox.settings import sandbox_user
+
+
+def sandboxed_python(library: ModuleType, *arguments: str) -> dict[str, Any]:
+    """Fields of `rollout.agent` that run Python with `arguments`, which may import `library` and what is installed
+    beside it."""
+    assert library.__file__ is not None
+    packages = str(Path(library.__file__).parents[1])
+    python = str(find_interpreter(sandbox_user()).executable)
+    return {"command": [python, *arguments], "readable": [packages], "env": {"PYTHONPATH": packages}}
