@@ -24,12 +24,25 @@ _CARE_SECONDS = 15.0
 _START_SECONDS = 60.0
 _NOWHERE = "http://127.0.0.1:9"
 """A proxy that does not exist."""
+_USELESS_FEATURES = (
+    "Translate",
+    # the address bar's popup, which nobody sees: a process for each window, with most of the time of opening one
+    "WebUIOmniboxPopup",
+    "WebUIOmniboxAimPopup",
+)
+_PLAYWRIGHT_DISABLES = (
+    *("AimEnabled", "AvoidCorsURLLoaderRestartOnRedirect", "AvoidUnnecessaryBeforeUnloadCheckSync"),
+    *("DestroyProfileOnBrowserClose", "HttpsFirstBalancedModeAutoEnable", "HttpsUpgrades", "LensOverlay"),
+    *("MediaRouter", "NetworkTimeServiceQuerying", "OptimizationHints", "PaintHolding", "PreconnectToSearch"),
+    "ThirdPartyStoragePartitioning",
+)
+"""Features that playwright disables by a flag, of which Chromium only heeds the last one: ours."""
 _FLAGS = (
     "--disable-gpu",
     "--disable-dev-shm-usage",
     # what does not go through the proxy goes nowhere
     "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
-    "--disable-features=Translate,OptimizationHints,MediaRouter",
+    f"--disable-features={','.join((*_USELESS_FEATURES, *_PLAYWRIGHT_DISABLES))}",
     # the same pixels on every machine
     "--font-render-hinting=none",
     "--disable-lcd-text",
