@@ -26,7 +26,7 @@ _MOST_TABS = 5
 _MOST_DIALOGS = 20
 """Dialogs in one action; a page that opens more is broken."""
 _SCROLLED = 0.7
-"""Part of the screen."""
+"""Part of what scrolls, so that nothing in it is passed by."""
 _STEPS = {"up": (0.0, -_SCROLLED), "down": (0.0, _SCROLLED), "left": (-_SCROLLED, 0.0), "right": (_SCROLLED, 0.0)}
 _SETTLED = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
 _LONGEST_TEXT = 2000
@@ -48,6 +48,19 @@ _CHOOSE = """(text) => {
   for (const kind of ['input', 'change']) menu.dispatchEvent(new Event(kind, {bubbles: true}));
   return true;
 }"""
+
+_SCROLLS_AT = """([x, y, across]) => {
+  let found = document.elementFromPoint(x, y);
+  for (; found && found !== document.body && found !== document.documentElement; found = found.parentElement) {
+    if (found instanceof HTMLIFrameElement) break;
+    const style = getComputedStyle(found), way = across ? style.overflowX : style.overflowY;
+    const more = across ? found.scrollWidth > found.clientWidth : found.scrollHeight > found.clientHeight;
+    if (more && (way === 'auto' || way === 'scroll')) break;
+  }
+  if (!found || found === document.body || found === document.documentElement) return [innerWidth, innerHeight];
+  return [Math.min(found.clientWidth, innerWidth), Math.min(found.clientHeight, innerHeight)];
+}"""
+"""Width and height in CSS pixels of what a wheel scrolls at a place: a part of the page, or all of it."""
 
 _browsers: Shared[Browser] = Shared()
 
@@ -79,6 +92,7 @@ class BaseScreen(Environment):
         self._site: Site | None = None
         self._pages: list[Page] = []
         self._notes: list[str] = []
+        self._mouse = (0.0, 0.0)
         self._dialogs = 0
         self._fault: str | None = None
         self._closing: asyncio.Future[None] | None = None
@@ -134,7 +148,7 @@ class BaseScreen(Environment):
             if site.files is not None:
                 await context.route(f"{site.origin}/**", self._serve)
             first = await context.new_page()
-            await first.mouse.move(self._width / 2, self._height / 2)
+            await self._move(self._width / 2, self._height / 2)
             await first.goto(site.address)
             instruction = await first.evaluate(site.begin)
         return [*([str(instruction)] if instruction else []), *await self._look()]
@@ -249,7 +263,7 @@ class BaseScreen(Environment):
         """Click at a place in CSS pixels."""
         async with self._care():
             menu = await self._page.evaluate(_OPTIONS_AT, [x, y])
-            await self._page.mouse.move(x, y)
+            await self._move(x, y)
             if menu is None:
                 await self._page.mouse.click(x, y, click_count=count)
             else:
@@ -259,20 +273,26 @@ class BaseScreen(Environment):
 
     async def _drag(self, start: tuple[float, float], end: tuple[float, float]) -> Any:
         async with self._care():
-            mouse = self._page.mouse
-            await mouse.move(*start)
-            await mouse.down()
-            await mouse.move(*end, steps=5)
-            await mouse.up()
+            await self._move(*start)
+            await self._page.mouse.down()
+            await self._page.mouse.move(*end, steps=5)
+            await self._page.mouse.up()
+            self._mouse = end
         return await self._after(start, end)
 
     async def _wheel(self, direction: Direction, place: tuple[float, float] | None) -> Any:
         async with self._care():
             if place is not None:
-                await self._page.mouse.move(*place)
+                await self._move(*place)
             across, down = _STEPS[direction]
-            await self._page.mouse.wheel(across * self._width, down * self._height)
+            width, height = await self._page.evaluate(_SCROLLS_AT, [*self._mouse, across != 0])
+            await self._page.mouse.wheel(across * width, down * height)
         return await self._after(*([] if place is None else [place]))
+
+    async def _move(self, x: float, y: float) -> None:
+        """Move the mouse to a place in CSS pixels."""
+        await self._page.mouse.move(x, y)
+        self._mouse = (x, y)
 
     async def _after(self, *places: tuple[float, float]) -> Any:
         """Return what the screen shows after an action; end the chain if the task has ended. The info has the `places`

@@ -82,21 +82,26 @@ async def play(screen: Screen, page: str, seed: int) -> dict[str, float]:
     return screen.reward()
 
 
+async def do_nothing(screen: Screen, page: str, seed: int) -> dict[str, float]:
+    await screen.reset(page=page, seed=seed)
+    assert isinstance(await screen.done(), Finish)
+    return screen.reward()
+
+
 async def test_a_player_solves_every_page_and_one_that_does_nothing_solves_none(screen: Screen) -> None:
     assert set(PLAYERS) == set(PAGE_NAMES)
     for page in PAGE_NAMES:
         assert await play(screen, page, 0) == {"reward": 1.0, "success": 1.0}, page
-        await screen.reset(page=page, seed=0)
-        assert isinstance(await screen.done(), Finish)
-        assert screen.reward() == {"reward": 0.0, "success": 0.0}
+        assert await do_nothing(screen, page, 0) == {"reward": 0.0, "success": 0.0}, page
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("page", PAGE_NAMES)
-async def test_a_player_solves_every_page_on_twenty_seeds(screen: Screen, page: str) -> None:
+async def test_a_player_solves_every_page_on_twenty_seeds_and_doing_nothing_none(screen: Screen, page: str) -> None:
     instructions = set()
     for seed in range(20):
         assert (await play(screen, page, seed))["success"] == 1, seed
+        assert (await do_nothing(screen, page, seed))["reward"] == 0, seed
         instructions.add((await screen.reset(page=page, seed=seed))[0])
     assert len(instructions) > 3
 
