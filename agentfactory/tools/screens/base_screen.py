@@ -133,25 +133,9 @@ class BaseScreen(Environment):
         self._site = site = site_of(page, miniwob, url, check, seed)
         if self._browser is None:
             self._browser = _browsers.acquire(self._shared, lambda: Browser(*self._key))
-        context, self._shut = await self._browser.context(
-            viewport={"width": self._width, "height": self._height},
-            device_scale_factor=self._scale,
-            accept_downloads=False,
-            service_workers="block",
-            locale="en-US",
-            timezone_id="UTC",
-            reduced_motion="reduce",
-        )
-        context.set_default_timeout(1000 * self._seconds)
-        context.on("page", self._opened)
-        async with self._care():
-            if site.files is not None:
-                await context.route(f"{site.origin}/**", self._serve)
-            first = await context.new_page()
-            await self._move(self._width / 2, self._height / 2)
-            await first.goto(site.address)
-            instruction = await first.evaluate(site.begin)
-        return [*([str(instruction)] if instruction else []), *await self._look()]
+        async with self._browser.opening:
+            instruction = await self._open(self._browser, site)
+        return [*([instruction] if instruction else []), *await self._look()]
 
     @tool
     async def type(self, text: str) -> Any:
@@ -250,6 +234,28 @@ class BaseScreen(Environment):
         if not self._pages:
             raise ToolInfrastructureError("the page has closed itself")
         return self._pages[-1]
+
+    async def _open(self, browser: Browser, site: Site) -> str | None:
+        """Open the site in a context of its own; return its instruction."""
+        context, self._shut = await browser.context(
+            viewport={"width": self._width, "height": self._height},
+            device_scale_factor=self._scale,
+            accept_downloads=False,
+            service_workers="block",
+            locale="en-US",
+            timezone_id="UTC",
+            reduced_motion="reduce",
+        )
+        context.set_default_timeout(1000 * self._seconds)
+        context.on("page", self._opened)
+        async with self._care():
+            if site.files is not None:
+                await context.route(f"{site.origin}/**", self._serve)
+            first = await context.new_page()
+            await self._move(self._width / 2, self._height / 2)
+            await first.goto(site.address)
+            instruction = await first.evaluate(site.begin)
+        return None if instruction is None else str(instruction)
 
     async def _may_go_back(self) -> bool:
         """Return whether there is a page before this one, other than the empty one that a tab begins with."""
