@@ -35,7 +35,7 @@ PAGES = {
     "/asks": "<body onclick='document.title = confirm(\"Sure?\")' style='height:100vh'>",
     "/downloads": f"<script>onclick = () => setInterval(() => location = '/file', 100)</script>{TALL}",
     "/tab": "<a href='/plain' target='_blank' style='position:fixed; inset:0'>a</a>",
-    "/tabs": "<body onclick='for (let n = 0; n < 30; n++) window.open(\"/plain\")' style='height:100vh'>",
+    "/tabs": "<body onclick='for (let n = 0; n < 12; n++) window.open(\"/plain\")' style='height:100vh'>",
     "/leaves": f"<script>onclick = () => location = 'http://elsewhere.test/'</script>{TALL}",
     "/cookie": "<script>document.title = document.cookie + localStorage.length;"
     "document.cookie = 'a=1'; localStorage.b = 1</script>",
