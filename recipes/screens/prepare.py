@@ -1,7 +1,6 @@
 """Creates what the recipe needs: tasks, transcripts of an aimless player, a tokenizer, an untrained network."""
 
 import asyncio
-import json
 import random
 from pathlib import Path
 from typing import Any

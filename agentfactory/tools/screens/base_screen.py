@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # takes a while to import
 
 Direction = Literal["up", "down", "left", "right"]
 _MOST_TABS = 5
+_USES = 100
+"""Chains on pages of ours that use a tab one after the other; its memory grows."""
 _MOST_DIALOGS = 20
 """Dialogs in one action; a page that opens more is broken."""
 _SCROLLED = 0.7
@@ -93,6 +95,10 @@ class BaseScreen(Environment):
         self._pages: list[Page] = []
         self._notes: list[str] = []
         self._mouse = (0.0, 0.0)
+        self._acting = False
+        """Something is being done with the page, or was, and did not end."""
+        self._uses = 0
+        """Chains that have had the tab."""
         self._dialogs = 0
         self._fault: str | None = None
         self._closing: asyncio.Future[None] | None = None
@@ -128,13 +134,23 @@ class BaseScreen(Environment):
             ValueError: the row names no page, or one that there is not.
             ToolInfrastructureError: Chromium does not start, or the page does not open.
         """
-        await self.release()
         self._view = ModelView.of(model_view)
-        self._site = site = site_of(page, miniwob, url, check, seed)
+        site = site_of(page, miniwob, url, check, seed)
+        if not (site.is_ours and self._may_be_used_again()):
+            await self._shut_tabs()
+        self._site, self._notes, self._dialogs = site, [], 0
+        self._state = {"done": False, "score": 0.0}
         if self._browser is None:
             self._browser = _browsers.acquire(self._shared, lambda: Browser(*self._key))
         async with self._browser.opening:
-            instruction = await self._open(self._browser, site)
+            if not self._pages:
+                await self._open_tab(self._browser, site)
+            async with self._care():
+                await self._move(self._width / 2, self._height / 2)
+                await self._page.goto(site.address)
+                begun = await self._page.evaluate(site.begin)
+            instruction = None if begun is None else str(begun)
+            self._uses += 1
         return [*([instruction] if instruction else []), *await self._look()]
 
     @tool
@@ -208,17 +224,14 @@ class BaseScreen(Environment):
         return {"reward": score, "success": float(score >= 1)}
 
     async def release(self) -> None:
-        """Close the chain's tabs; cookies and storage are gone with them."""
-        shut, self._shut = self._shut, None
-        self._site = self._fault = None
-        self._pages, self._notes, self._dialogs = [], [], 0
-        self._state = {"done": False, "score": 0.0}
-        if shut is not None:
-            await shut()
+        """Close the chain's tabs; cookies and storage are gone with them. The tab of a page of ours, which keeps
+        nothing, is left for the next chain."""
+        if not self._may_be_used_again():
+            await self._shut_tabs()
 
     async def close(self) -> None:
         """Close what the instance has open; the last one ends Chromium."""
-        await self.release()
+        await self._shut_tabs()
         if self._browser is not None:
             self._browser = None
             last = _browsers.release(self._shared)
@@ -235,8 +248,22 @@ class BaseScreen(Environment):
             raise ToolInfrastructureError("the page has closed itself")
         return self._pages[-1]
 
-    async def _open(self, browser: Browser, site: Site) -> str | None:
-        """Open the site in a context of its own; return its instruction."""
+    def _may_be_used_again(self) -> bool:
+        """Return whether the next chain on a page of ours may have this chain's tab. A new one is a new process, which
+        would take most of the time of a reset."""
+        if self._site is None or not self._site.is_ours or self._fault is not None or self._acting:
+            return False
+        return self._uses < _USES and len(self._pages) == 1 and not self._page.is_closed()
+
+    async def _shut_tabs(self) -> None:
+        shut, self._shut = self._shut, None
+        self._site = self._fault = None
+        self._pages, self._acting, self._uses = [], False, 0
+        if shut is not None:
+            await shut()
+
+    async def _open_tab(self, browser: Browser, site: Site) -> None:
+        """Open a tab in a context of its own."""
         context, self._shut = await browser.context(
             viewport={"width": self._width, "height": self._height},
             device_scale_factor=self._scale,
@@ -251,14 +278,13 @@ class BaseScreen(Environment):
         async with self._care():
             if site.files is not None:
                 await context.route(f"{site.origin}/**", self._serve)
-            first = await context.new_page()
-            await self._move(self._width / 2, self._height / 2)
-            await first.goto(site.address)
-            instruction = await first.evaluate(site.begin)
-        return None if instruction is None else str(instruction)
+            await context.new_page()
 
     async def _may_go_back(self) -> bool:
-        """Return whether there is a page before this one, other than the empty one that a tab begins with."""
+        """Return whether there is a page before this one, other than the empty one that a tab begins with, and those
+        of other chains."""
+        if self._site is None or self._site.is_ours:
+            return False
         session = await self._page.context.new_cdp_session(self._page)
         history = await session.send("Page.getNavigationHistory")
         await session.detach()
@@ -343,13 +369,18 @@ class BaseScreen(Environment):
     async def _care(self) -> AsyncIterator[None]:
         """Limit the time of what is done with the page, and name what became of it."""
         self._check()
+        self._acting = True
         try:
             async with asyncio.timeout(self._seconds):
                 yield
+            self._acting = False
         except TimeoutError:
             self._check()
             raise ToolInfrastructureError(f"the page did not answer within {self._seconds:g} s") from None
-        except (ValueError, ToolInfrastructureError):
+        except ValueError:
+            self._acting = False
+            raise
+        except ToolInfrastructureError:
             raise
         except Exception as error:
             self._check()

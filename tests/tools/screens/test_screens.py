@@ -1,6 +1,7 @@
 """Pages in a real Chromium: every task can be solved, and is not by itself; hostile pages are typed."""
 
 import asyncio
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.screens.screen import MarkedScreen, Screen
 from agentfactory.tools.screens.sites import PAGE_NAMES, screens_tasks
+from agentfactory.tools.screens.sites import PAGES as PAGES_FOLDER
 from agentfactory.tools.tool import Finish
 from tests.tools.screens.players import CHOSEN, NAMED, PLAYERS, Player
 
@@ -235,6 +237,40 @@ async def test_chains_share_nothing_and_reach_only_what_is_allowed(screen: Scree
             await other.reset(**at(server, "/plain"))
     finally:
         await other.close()
+
+
+async def test_the_next_chain_on_a_page_of_ours_gets_the_tab_afresh(screen: Screen, server: str) -> None:
+    # what a tab could carry from one chain to the next
+    for file in PAGES_FOLDER.iterdir():
+        assert not re.search(r"cookie|Storage|indexedDB|location|history|open\(", file.read_text(encoding="utf-8")), (
+            file
+        )
+    opening = await screen.reset(page="form", seed=3)
+    tab = screen._page
+    await screen.click(40, 40)
+    await screen.type("left by another chain")
+    await screen.scroll("down", 100, 100)
+    await screen.release()
+    await screen.reset(page="login", seed=1)
+    await screen.release()
+    again = await screen.reset(page="form", seed=3)
+    assert screen._page is tab
+    assert again[0] == opening[0]
+    assert np.array_equal(again[1], opening[1])
+    assert (await screen.back())["observation"][0] == "There is no page before this one."
+    # an action that did not end, and any other address
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await screen.drag(20, 20, 200, 200)
+    await screen.release()
+    await screen.reset(page="form", seed=3)
+    assert tab.is_closed()
+    tab = screen._page
+    await screen.reset(**at(server, "/plain"))
+    assert tab.is_closed()
+    tab = screen._page
+    await screen.reset(page="form", seed=3)
+    assert tab.is_closed()
 
 
 async def test_bad_rows_are_refused(screen: Screen) -> None:
