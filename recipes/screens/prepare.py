@@ -30,7 +30,7 @@ PAGE = "click_color"
 SIDE = 96
 """Of the page in pixels: nine tokens of the network, one for each place where a box may be."""
 COLOURS = ("red", "green", "blue", "yellow", "purple", "orange")
-SHOWN, TRAINED, HELD_OUT = range(400), range(1000, 2000), range(10_000, 10_200)
+SHOWN, TRAINED, HELD_OUT = range(300), range(1000, 2000), range(10_000, 10_200)
 """Seeds of the page: of transcripts, of tasks to train on, and of held-out tasks."""
 GIVES_UP = 0.3
 """How often a transcript gives up."""

@@ -51,6 +51,18 @@ _CHOOSE = """(text) => {
   return true;
 }"""
 
+_COPIES, _CUTS, _PASTES = (
+    {"control+c", "control+insert"},
+    {"control+x", "shift+delete"},
+    {"control+v", "control+shift+v", "shift+insert"},
+)
+_SELECTED = """() => {
+  const field = document.activeElement;
+  const isField = field instanceof HTMLTextAreaElement || field instanceof HTMLInputElement;
+  if (!isField || field.selectionStart === null) return String(getSelection());
+  return field.type === 'password' ? '' : field.value.slice(field.selectionStart, field.selectionEnd);
+}"""
+
 _SCROLLS_AT = """([x, y, across]) => {
   let found = document.elementFromPoint(x, y);
   for (; found && found !== document.body && found !== document.documentElement; found = found.parentElement) {
@@ -95,6 +107,7 @@ class BaseScreen(Environment):
         self._pages: list[Page] = []
         self._notes: list[str] = []
         self._mouse = (0.0, 0.0)
+        self._clipboard = ""
         self._acting = False
         """Something is being done with the page, or was, and did not end."""
         self._uses = 0
@@ -138,7 +151,7 @@ class BaseScreen(Environment):
         site = site_of(page, miniwob, url, check, seed)
         if not (site.is_ours and self._may_be_used_again()):
             await self._shut_tabs()
-        self._site, self._notes, self._dialogs = site, [], 0
+        self._site, self._notes, self._dialogs, self._clipboard = site, [], 0, ""
         self._state = {"done": False, "score": 0.0}
         if self._browser is None:
             self._browser = _browsers.acquire(self._shared, lambda: Browser(*self._key))
@@ -179,7 +192,7 @@ class BaseScreen(Environment):
         """
         async with self._care():
             try:
-                await self._page.keyboard.press(keys)
+                await self._press_keys(keys)
             except Exception as error:
                 if "Unknown key" not in str(error):
                     raise
@@ -290,6 +303,19 @@ class BaseScreen(Environment):
         await session.detach()
         index = history["currentIndex"]
         return index > 0 and history["entries"][index - 1]["url"] != "about:blank"
+
+    async def _press_keys(self, keys: str) -> None:
+        """Press keys; what is copied is only pasted in the same chain, for Chromium has one clipboard for all."""
+        keyboard, pressed = self._page.keyboard, keys.lower()
+        if pressed in _PASTES:
+            await keyboard.insert_text(self._clipboard)
+        elif pressed in _COPIES | _CUTS:
+            if selected := await self._page.evaluate(_SELECTED):
+                self._clipboard = str(selected)
+                if pressed in _CUTS:
+                    await keyboard.press("Delete")
+        else:
+            await keyboard.press(keys)
 
     async def _press(self, x: float, y: float, count: int = 1) -> Any:
         """Click at a place in CSS pixels."""

@@ -239,6 +239,30 @@ async def test_chains_share_nothing_and_reach_only_what_is_allowed(screen: Scree
         await other.close()
 
 
+async def test_what_a_chain_copies_no_other_chain_pastes(screen: Screen) -> None:
+    value = "() => document.querySelector('input').value"
+    other = Screen(**SIZE)
+    try:
+        for one in (screen, other):
+            await one.reset(page="login", seed=1)
+            await one.click(*await Player(one, "").ask(CHOSEN, ["input", 0]))
+        await screen.type("secret")
+        for keys, shown in (
+            ("Control+A", "secret"), ("Control+C", "secret"), ("End", "secret"), ("Control+V", "secretsecret"),
+            ("Control+A", "secretsecret"), ("Control+X", ""), ("Shift+Insert", "secretsecret"),
+        ):  # fmt: skip
+            await screen.key(keys)
+            assert await Player(screen, "").ask(value) == shown, keys
+        await other.key("Control+V")
+        assert await Player(other, "").ask(value) == ""
+        await screen.reset(page="login", seed=1)
+        await screen.click(*await Player(screen, "").ask(CHOSEN, ["input", 0]))
+        await screen.key("Control+V")
+        assert await Player(screen, "").ask(value) == ""
+    finally:
+        await other.close()
+
+
 async def test_the_next_chain_on_a_page_of_ours_gets_the_tab_afresh(screen: Screen, server: str) -> None:
     # what a tab could carry from one chain to the next
     for file in PAGES_FOLDER.iterdir():
